@@ -41,7 +41,8 @@ PLACE = {folder: place for place, folder in enumerate(FOLDERS)}
 LIGHT_MODULES = {
     *("reports.report", "reports.facts", "reports.plots", "reports.card", "diagnostics.collapse"),
     *("studies.study", "studies.measures", "studies.results"),
-    *("models.names", "models.model_files", "models.trial"),
+    *("models.names", "models.model_files", "models.trial", "models.hub", "models.sizes"),
+    *("engines.machine", "engines.memory"),
 }
 """Modules in folders with torch that do not load it themselves."""
 HEAVY_MODULES = {"evaluation.branch"}
@@ -142,10 +143,10 @@ def python(code: str) -> str:
     return done.stdout
 
 
-HEAVY = "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+HEAVY = "print(sorted({'torch', 'transformers', 'scipy.special'} & sys.modules.keys()))"
 
 
-def test_light_modules_load_neither_torch_nor_transformers() -> None:
+def test_light_modules_load_no_heavy_modules() -> None:
     present = sorted(
         f"ragen.{name}"
         for name in map(name_of, MODULES)
@@ -158,11 +159,12 @@ def test_light_modules_load_neither_torch_nor_transformers() -> None:
     assert len(out.splitlines()) == len(present)
 
 
-def test_help_loads_no_heavy_modules() -> None:
+@pytest.mark.parametrize("command", ["--help", "train bandit --dry-run", "envs", "study"])
+def test_command_that_computes_nothing_loads_no_heavy_modules(command: str) -> None:
     code = (
-        "import sys; sys.argv = ['ragen', '--help']\n"
+        f"import sys; sys.argv = ['ragen', *{command.split()}]\n"
         "from ragen.cli.main import main\n"
-        "try: main()\n"
+        "try: assert not main()\n"
         "except SystemExit as stop: assert not stop.code\n"
         f"print(); {HEAVY}"
     )

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ragen.algorithms.batch import Batch
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import RagenError
 from ragen.core.types import Role
 from ragen.engines.learner import Learner
-from ragen.models import fast_qwen2, lora, model
+from ragen.models import fast_qwen2, lora, model, sizes
 from ragen.models.adapter_folder import (
     ADAPTER_WEIGHTS,
     BASE,
@@ -133,20 +134,25 @@ def test_initial_adapters_depend_only_on_seed_and_role() -> None:
     assert not torch.equal(drawn(0, "policy"), drawn(0, "critic"))
 
 
+def targets_of(model: PreTrainedModel, rank: int = 2) -> list[str]:
+    layers = lora.linear_layers(model)
+    return sizes.adapted({k: tuple(v.weight.shape) for k, v in layers.items()}, "all-linear", rank)
+
+
 def test_a_rank_that_no_layer_has_is_refused() -> None:
     base = tiny()
     highest = max(min(each.weight.shape) for each in lora.linear_layers(base).values())
-    assert lora.target_names(base, "all-linear", highest) == QWEN
+    assert targets_of(base, highest) == QWEN
     with pytest.raises(RagenError, match=f"no layer of the model has a rank above {highest}"):
-        lora.target_names(base, "all-linear", highest + 1)
+        targets_of(base, highest + 1)
 
 
 def test_all_linear_targets_every_linear_layer_except_the_output_layer() -> None:
     for tied in (True, False):
         base = tiny(tie_word_embeddings=tied)
-        assert lora.target_names(base, "all-linear", 2) == QWEN
+        assert targets_of(base) == QWEN
         one = adapted(base)
-        assert lora.target_names(one, "all-linear", 2) == QWEN
+        assert targets_of(one) == QWEN
         assert type(one.lm_head) is torch.nn.Linear
         assert (one.lm_head.weight is one.model.embed_tokens.weight) == tied
     some = adapted(tiny(), targets="q_proj, v_proj")

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from huggingface_hub import constants
@@ -31,10 +32,11 @@ from transformers import (
 
 from ragen.core.errors import RagenError
 from ragen.engines.sampler import Sampler
-from ragen.models import pretrained
+from ragen.models.hub import model_folder
 from ragen.models.loading import load_policy, load_tokenizer, save_model
 from ragen.models.names import is_available_offline
-from ragen.models.pretrained import model_config, model_folder
+from ragen.models.pretrained import model_config
+from ragen.models.sizes import read_sizes
 from tests.models.hostile_folders import set_field
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -252,7 +254,7 @@ class Hub(BaseHTTPRequestHandler):
                 for each in self.folder.iterdir()
             ]
             self.answer(200, json.dumps(files).encode())
-        elif path.startswith(f"/me/tiny/resolve/{SHA}/") and file.is_file():
+        elif path.startswith("/me/tiny/resolve/") and file.is_file():
             self.answer(200, file.read_bytes(), {"ETag": f'"{file.name}"', "X-Repo-Commit": SHA})
         else:
             self.answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
@@ -302,12 +304,26 @@ def test_a_model_from_the_hub_is_cached_for_use_without_a_network(hub: Callable[
     )
     assert (words / "config.json").is_file() and not (words / "model.safetensors").exists()
     assert model_config(words, "me/tiny").model_type == "qwen2"
+    assert read_sizes("me/tiny") == read_sizes(str(Hub.folder))
+    assert not (words / "model.safetensors").exists(), "sizes need the headers only"
     loaded, _ = load_policy("me/tiny", "cpu", "float32")
     probe = torch.arange(6)[None]
     assert torch.equal(loaded(probe).logits, tiny_model(WORDS)(probe).logits)
     hub()
     again, _ = load_policy("me/tiny", "cpu", "float32")
     assert torch.equal(loaded(probe).logits, again(probe).logits)
+
+
+def test_sizes_of_a_model_on_the_hub_need_safetensors_and_a_network(
+    hub: Callable[[], None],
+) -> None:
+    model_folder("me/tiny", weights=False)
+    (Hub.folder / "model.safetensors").unlink()
+    with pytest.raises(RagenError, match="no weights as safetensors on the Hub"):
+        read_sizes("me/tiny")
+    hub()
+    with pytest.raises(RagenError, match="check the network"):
+        read_sizes("me/tiny")
 
 
 def test_gated_and_missing_models_are_refused(hub: Callable[[], None]) -> None:
@@ -322,7 +338,7 @@ def test_an_unreachable_hub_is_asked_once_within_the_time_limit(
 ) -> None:
     """The port is closed, or its server accepts the connection and never answers."""
     timeouts, answer, connected = [], threading.Event(), threading.Event()
-    head = pretrained.httpx.head
+    head = httpx.head
 
     def watched(url: str, timeout: float, **more: Any) -> Any:
         timeouts.append(timeout)
@@ -332,8 +348,8 @@ def test_an_unreachable_hub_is_asked_once_within_the_time_limit(
         connected.set()
         answer.wait()
 
-    monkeypatch.setattr(pretrained, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(pretrained.httpx, "head", watched)
+    monkeypatch.setattr("ragen.models.hub.PATIENCE_S", 0.2)
+    monkeypatch.setattr(httpx, "head", watched)
     monkeypatch.setattr(Hub, "do_HEAD", keep_silent)
     if not listens:
         hub()

@@ -207,6 +207,8 @@ def hash_code(path: Path, content: bytes) -> str:
     installed packages, of Python and of RAGEN. Files that are read as data are not covered.
     """
     own = path.resolve()
+    if _is_installed(own):
+        return _hash(content)
     files = {own: content}
     pending = [own]
     while pending:

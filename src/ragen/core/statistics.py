@@ -14,8 +14,8 @@ from functools import lru_cache
 from statistics import fmean, variance
 
 import numpy as np
+import scipy  # loads `special` on first use
 from numpy.typing import NDArray
-from scipy.special import ndtr, ndtri, stdtrit
 
 Floats = NDArray[np.float64]
 
@@ -67,7 +67,7 @@ def wilson(successes: int, trials: int) -> Interval:
 
 
 def _wilson(rate: float, trials: int) -> Interval:
-    z = float(ndtri(TAIL))
+    z = float(scipy.special.ndtri(TAIL))
     centre = rate + z * z / (2 * trials)
     spread = z * math.sqrt(rate * (1 - rate) / trials + (z / (2 * trials)) ** 2)
     scale = 1 + z * z / trials
@@ -86,7 +86,7 @@ def binomial_variance(rate: float, trials: int) -> float:
         >>> binomial_variance(1.0, 256) ** 0.5  # doctest: +ELLIPSIS
         0.0053...
     """
-    size = trials + float(ndtri(TAIL)) ** 2
+    size = trials + float(scipy.special.ndtri(TAIL)) ** 2
     centre = (rate * trials + (size - trials) / 2) / size
     return centre * (1 - centre) / size
 
@@ -167,8 +167,8 @@ def _expanded_tail(size: int, freedom: int) -> float:
     """
     if size < 2:
         return 0.5  # one value has no spread
-    quantile = float(stdtrit(freedom, TAIL))
-    return float(ndtr(-quantile * math.sqrt(size / (size - 1))))
+    quantile = float(scipy.special.stdtrit(freedom, TAIL))
+    return float(scipy.special.ndtr(-quantile * math.sqrt(size / (size - 1))))
 
 
 def paired_difference(
@@ -245,7 +245,7 @@ def smallest_detectable(interval: Interval) -> float:
         0.100...
     """
     half = (interval.high - interval.low) / 2
-    return half * float(1 + ndtri(POWER) / ndtri(TAIL))
+    return half * float(1 + scipy.special.ndtri(POWER) / scipy.special.ndtri(TAIL))
 
 
 def mcnemar(gains: Sequence[int]) -> float:
@@ -435,7 +435,7 @@ def _student(estimate: float, *parts: _Part) -> Interval:
     if total in (0, math.inf):
         return Interval(estimate, estimate - total, estimate + total)
     freedom = total**2 / sum(part**2 / degrees for part, degrees in parts)
-    half = float(stdtrit(freedom, TAIL)) * math.sqrt(total)
+    half = float(scipy.special.stdtrit(freedom, TAIL)) * math.sqrt(total)
     return Interval(estimate, estimate - half, estimate + half)
 
 

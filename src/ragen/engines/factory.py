@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragen.config.config import Config
-from ragen.engines.machine import available
+from ragen.engines.machine import available, usable_device
 from ragen.engines.sampler import Sampler
 from ragen.engines.sampler_server import VllmServer
 from ragen.engines.sampler_vllm import VllmSampler
@@ -15,7 +15,7 @@ from ragen.engines.sampling import WeightedPolicy
 from ragen.engines.vllm_engine import Vllm
 from ragen.models import lora
 from ragen.models.adapter_folder import put_on
-from ragen.models.loading import load_policy, load_tokenizer, recompute_layers, usable_device
+from ragen.models.loading import load_policy, load_tokenizer, recompute_layers
 from ragen.models.names import POLICY_FILES, base_of, is_adapter
 from ragen.rollout.chat import Chat
 from ragen.storage.checkpoint import STATE, is_checkpoint, sound

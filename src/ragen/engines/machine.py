@@ -1,18 +1,22 @@
-"""What this machine offers: the fastest number of threads, by measurement, and free memory."""
+"""What this machine offers: a GPU, the fastest number of threads, by measurement, and free memory.
+
+torch is loaded where it is needed, which takes seconds.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from threadpoolctl import threadpool_limits
-
 PROBE_ROWS = 2048
 PROBE_WIDTH = 256
 PROBE_ROUNDS = 12
+
+DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")))
+"""Device files of GPUs that torch can use on Linux: of NVIDIA, of AMD, within Windows."""
 
 GROUP_FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
@@ -22,6 +26,16 @@ GROUP_FILES = {
 reclaimable cache; in version 2 (empty controller name) and version 1."""
 
 
+def usable_device() -> str:
+    """``cuda`` where torch finds a GPU, else ``cpu``; ``CUDA_VISIBLE_DEVICES=`` hides it."""
+    no_driver = sys.platform == "linux" and not any(map(Path.exists, DRIVERS))
+    if no_driver and "torch" not in sys.modules:
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def use_threads(count: int) -> int:
     """Set torch's thread count and return it. NumPy gets one thread: its products are small.
 
@@ -29,6 +43,9 @@ def use_threads(count: int) -> int:
     this process's cores if they multiply the embedded model's shapes at least 10 % faster than one,
     else one.
     """
+    import torch
+    from threadpoolctl import threadpool_limits
+
     count = count or _probe()
     torch.set_num_threads(count)
     threadpool_limits(1, "blas")
@@ -44,13 +61,15 @@ def usable_cpus() -> int:
 
 def _probe() -> int:
     most = min(usable_cpus(), 8)
-    if most == 1 or torch.cuda.is_available():
+    if most == 1 or usable_device() == "cuda":
         return most
     seconds = {count: min(_time(count) for _ in range(3)) for count in (1, most)}
     return most if seconds[most] < 0.9 * seconds[1] else 1
 
 
 def _time(threads: int) -> float:
+    import torch
+
     torch.set_num_threads(threads)
     a, b = torch.ones(PROBE_ROWS, PROBE_WIDTH), torch.ones(PROBE_WIDTH, PROBE_WIDTH)
     a @ b
@@ -66,6 +85,8 @@ def available(device: str) -> int | None:
     ``None`` if the system does not report it.
     """
     if device == "cuda":
+        import torch
+
         return int(torch.cuda.mem_get_info()[0])
     meminfo = Path("/proc/meminfo")
     if not meminfo.is_file():

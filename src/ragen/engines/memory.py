@@ -1,44 +1,36 @@
 """How much memory a run needs, computed before weights are loaded or anything is written.
 
-The model is built without storage, from its config alone, so that its parameters are counted
-exactly: weights, gradients, optimisers and the sampler's cache are exact; logits and activations
-are estimates.
+Parameters are counted by the headers of the weights: gradients, optimisers and the sampler's cache
+are exact; logits and activations are estimates. Loads no torch.
 """
 
-# mypy: allow-untyped-calls
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
+from math import prod
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
-from ragen.algorithms.advantages import find_estimator
-from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
+from ragen.config.extensions import ESTIMATOR, load
 from ragen.config.reading import changed, flatten
+from ragen.config.rules import CRITIC
 from ragen.core.errors import RagenError
-from ragen.engines.factory import prepare_model
-from ragen.engines.machine import available
-from ragen.engines.vllm_engine import CPU_CACHE_BYTES
-from ragen.models import fast_qwen2
-from ragen.models.fast_decoder import Qwen2Decoder
-from ragen.models.loading import usable_device
-from ragen.models.lora import adapter_of
-from ragen.models.model import KEPT_LOGITS, KEPT_LOGITS_GPU, Critic
+from ragen.core.inputs import names_input
+from ragen.engines.machine import available, usable_device
 from ragen.models.names import base_of, resolve_model
-from ragen.models.precision import Masters
-from ragen.models.pretrained import load_errors, model_config, model_folder
+from ragen.models.sizes import KEPT_LOGITS, KEPT_LOGITS_GPU, Shape, Sizes, adapted, read_sizes
 
 GIB = 2**30
 WORTH_TELLING = GIB
 """Plans below this fit every machine and are not printed."""
 FLOAT = 4
 """Bytes of a float32, the dtype of gradients, masters and optimiser states for every model."""
+ITEM = {"float32": FLOAT, "bfloat16": 2}
+"""Bytes of a weight, by the model's dtype."""
+CPU_CACHE_BYTES = 2**30
+"""What vLLM gets for keys and values on a CPU, where there is no share of a GPU's memory to set."""
 EPISODE = 4096
 """Bytes of a short episode of one turn, as measured."""
 CHANGES: tuple[tuple[str, Any], ...] = (
@@ -100,41 +92,66 @@ class Plan:
 def plan(config: Config) -> Plan:
     """The memory that a run with this config needs.
 
-    For a model of the Hub only its config is downloaded.
+    For a model of the Hub only its config and the headers of its weights are downloaded.
 
     Raises:
-        RagenError: The model does not exist or cannot be trained.
+        RagenError: The model does not exist, or LoRA does not suit it.
     """
     asked, device = config.model, usable_device()
-    path = base_of(resolve_model(asked.path, config.env.name))
-    read = model_config(model_folder(path, weights=False), path, asked.max_length)
-    with load_errors(path, "config.json"), torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            read, dtype=getattr(torch, asked.dtype)
-        )
-    base, sampler = held(model), sampler_bytes(model, config, device)
-    has_critic = needs_values(find_estimator(config.advantage.name))
-    with torch.device("meta"):
-        model = prepare_model(config, path, model, has_critic)
-    adapted = config.lora.rank > 0
-    policy = adapter_of(model, "policy") if adapted else model
-    gradients, optimizer = trained_bytes(Masters(policy.named_parameters()))
+    sizes = read_sizes(base_of(resolve_model(asked.path, config.env.name)))
+    width = ITEM[asked.dtype]
+    base, adapter = width * sizes.numbers, adapter_shapes(config, sizes)
+    trained = adapter or list(sizes.weights.values())
+    gradients, optimizer = trained_bytes(trained, FLOAT if adapter else width)
     critic = 0
-    if has_critic:
-        own = Critic(model, shared=asked.critic == "shared")
-        critic = held(own) + sum(trained_bytes(Masters(own.named_parameters())))
+    if uses_critic(config):
+        critic = critic_bytes(config, sizes, adapter)
     return Plan(
-        weights=base + (held(policy) if adapted else 0),
+        weights=base + FLOAT * _numbers(adapter),
         gradients=gradients,
         optimizer=optimizer,
-        reference=base if config.loss.kl > 0 and not adapted else 0,
+        reference=base if config.loss.kl > 0 and not adapter else 0,
         critic=critic,
-        sampler=sampler,
-        logits=logits_bytes(model, config, device),
-        activations=activations_bytes(model, config),
+        sampler=sampler_bytes(sizes, config, device),
+        logits=logits_bytes(sizes, config, device),
+        activations=activations_bytes(sizes, config),
         device=device,
         available=available(device),
     )
+
+
+def adapter_shapes(config: Config, sizes: Sizes) -> list[Shape]:
+    """The shapes of a role's LoRA matrices; none without LoRA.
+
+    Raises:
+        RagenError: LoRA does not suit the model.
+    """
+    rank = config.lora.rank
+    if not rank:
+        return []
+    names = adapted(sizes.linear, config.lora.targets, rank)
+    layers = [s for name, s in sizes.linear.items() if name.rpartition(".")[2] in names]
+    return [shape for rows, columns in layers for shape in ((rank, columns), (rows, rank))]
+
+
+def uses_critic(config: Config) -> bool:
+    """Whether the run's estimator needs a critic."""
+    name = config.advantage.name
+    if name in ESTIMATOR.names:
+        return name in CRITIC
+    return names_input(load(name, ESTIMATOR).object, "values_ES")
+
+
+def critic_bytes(config: Config, sizes: Sizes, adapter: list[Shape]) -> int:
+    """Bytes of the critic: its backbone or adapter, unless it shares the policy's, and its head."""
+    own, width = adapter, FLOAT
+    if config.model.critic == "shared":
+        own = []
+    elif not adapter:
+        own, width = sizes.backbone, ITEM[config.model.dtype]
+    head: list[Shape] = [(1, sizes.width), (1,)]
+    parts = ((own, width), (head, FLOAT))
+    return sum(_numbers(part) * item + sum(trained_bytes(part, item)) for part, item in parts)
 
 
 def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
@@ -192,54 +209,51 @@ def smallest_change(config: Config, free: int) -> dict[str, Any] | None:
     return None
 
 
-def trained_bytes(masters: Masters) -> tuple[int, int]:
-    """Bytes of the gradients, and of the float32 masters and AdamW's moments and step counts."""
-    numbers = sum(weight.numel() for weight in masters.trained.values())
-    optimizer = held(masters.tensors().values()) + FLOAT * (2 * numbers + len(masters.trained))
-    return FLOAT * numbers, optimizer
+def trained_bytes(shapes: Sequence[Shape], item: int) -> tuple[int, int]:
+    """Bytes of gradients, and of AdamW's moments, step counts and masters, all in float32.
+
+    `item` is the bytes of a number of the weights: those in float32 are their own masters.
+    """
+    numbers = _numbers(shapes)
+    masters = 0 if item == FLOAT else FLOAT * numbers
+    return FLOAT * numbers, masters + FLOAT * (2 * numbers + len(shapes))
 
 
-def sampler_bytes(model: PreTrainedModel, config: Config, device: str) -> int:
+def sampler_bytes(sizes: Sizes, config: Config, device: str) -> int:
     """Bytes of the sampler: its cache of keys and values, and its copy of the weights if any.
 
     vLLM takes its configured share of a GPU, or a cache of fixed size on a CPU. A server uses
     another process's memory.
     """
-    sampler = config.rollout.sampler
+    sampler, item = config.rollout.sampler, ITEM[config.model.dtype]
     if sampler == "vllm" and device == "cuda":
+        import torch
+
         return int(config.rollout.gpu_memory * torch.cuda.mem_get_info()[1])
     if sampler == "vllm":
-        return held(model) + CPU_CACHE_BYTES
+        return item * sizes.numbers + CPU_CACHE_BYTES
     if sampler != "local":
         return 0
-    slots, length = config.rollout.slots, config.model.max_length
-    if device == "cpu" and fast_qwen2.supports(model):
-        decoder = Qwen2Decoder(model, slots, length)
-        fused = (decoder.head, decoder.embedding, *chain.from_iterable(decoder.weights))
-        return held((*decoder.cached, *fused))
-    return cache_bytes(model, slots, length)
+    # Keys and values: slots · tokens · layers · key–value heads · head width · 2.
+    places = config.rollout.slots * config.model.max_length * sizes.num_layers
+    cache = places * sizes.key_heads * sizes.head_width * 2 * item
+    if device == "cpu" and item == FLOAT and sizes.is_plain_qwen2:
+        # The fast decoder's copies: fused layers with biases, the embedding and the output layer.
+        biases = sizes.num_layers * (sizes.heads + 2 * sizes.key_heads) * sizes.head_width
+        words = 2 * sizes.vocabulary * sizes.width
+        return cache + FLOAT * (_numbers(sizes.linear.values()) + biases + words)
+    return cache
 
 
-def cache_bytes(model: PreTrainedModel, slots: int, max_length: int) -> int:
-    """Keys and values: slots · tokens · layers · key–value heads · head width · 2."""
-    config: Any = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = _head_width(config)
-    numbers = slots * max_length * config.num_hidden_layers * heads * width * 2
-    return int(numbers) * model.dtype.itemsize
-
-
-def logits_bytes(model: PreTrainedModel, config: Config, device: str) -> int:
+def logits_bytes(sizes: Sizes, config: Config, device: str) -> int:
     """Estimate for the logits: one chunk three times, and the output layer's gradient."""
-    head: Any = model.get_output_embeddings()
-    vocabulary, width = head.weight.shape
     kept = KEPT_LOGITS_GPU if device == "cuda" else KEPT_LOGITS
-    chunk = min(kept, config.update.microbatch_tokens * vocabulary)
-    layer = 0 if config.lora.rank else vocabulary * width
+    chunk = min(kept, config.update.microbatch_tokens * sizes.vocabulary)
+    layer = 0 if config.lora.rank else sizes.vocabulary * sizes.width
     return int(3 * chunk + layer) * FLOAT
 
 
-def activations_bytes(model: PreTrainedModel, config: Config) -> int:
+def activations_bytes(sizes: Sizes, config: Config) -> int:
     """Estimate for the activations of one microbatch, kept for its backward pass.
 
     With width D, H · d for queries, K · d for keys and I for the feed-forward block, a Qwen2 or
@@ -250,32 +264,21 @@ def activations_bytes(model: PreTrainedModel, config: Config) -> int:
     plus 2 D in bfloat16, whose norms compute in float32, plus 2 H times the length if attention
     stores its scores (eager). With gradient checkpointing it is D per layer and one full layer.
     """
-    read: Any = model.config.get_text_config()
-    width, heads = read.hidden_size, read.num_attention_heads
-    keys = getattr(read, "num_key_value_heads", None) or heads
-    inner = getattr(read, "intermediate_size", None) or 4 * width
-    norms = 6 if model.dtype == torch.float32 else 8
-    layer = norms * width + 2 * (heads + keys) * _head_width(read) + 4 * inner
-    if model.config._attn_implementation == "eager":
-        layer += 2 * heads * config.model.max_length
-    numbers = layer * read.num_hidden_layers
+    item, width = ITEM[config.model.dtype], sizes.width
+    norms = 6 if item == FLOAT else 8
+    heads = sizes.heads + sizes.key_heads
+    layer = norms * width + 2 * heads * sizes.head_width + 4 * sizes.inner
+    if sizes.stores_scores:
+        layer += 2 * sizes.heads * config.model.max_length
+    numbers = layer * sizes.num_layers
     if config.model.gradient_checkpointing:
-        numbers = width * read.num_hidden_layers + layer
+        numbers = width * sizes.num_layers + layer
     tokens = max(config.update.microbatch_tokens, config.model.max_length)
-    return int(tokens * numbers) * model.dtype.itemsize
+    return int(tokens * numbers) * item
 
 
-def held(owner: nn.Module | Iterable[Tensor]) -> int:
-    """Bytes of tensors, or of a module's parameters and buffers; shared ones count once."""
-    if isinstance(owner, nn.Module):
-        owner = chain(owner.parameters(), owner.buffers())
-    return sum(tensor.nbytes for tensor in owner)
-
-
-def _head_width(config: Any) -> int:
-    return int(
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+def _numbers(shapes: Iterable[Shape]) -> int:
+    return sum(map(prod, shapes))
 
 
 def size(number: int) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Prompt
+from ragen.engines.memory import CPU_CACHE_BYTES
 
 TESTED = "0.32"
 """The releases of vLLM that RAGEN was tested with: its internal calls change between releases."""
@@ -25,9 +26,6 @@ TESTED = "0.32"
 CACHE_BLOCK = 32
 """Block size of the prefix cache on a CPU: less than the usual 128 tokens, since a turn of a small
 environment is short."""
-
-CPU_CACHE_BYTES = 2**30
-"""Memory for keys and values on a CPU, where there is no share of a GPU's memory to set."""
 
 CPU_BATCH_TOKENS = 8192
 """Prompt tokens that a CPU reads at once (more only for a single longer prompt)."""

@@ -164,7 +164,7 @@ def env_class(name: str) -> type[Env]:
         RagenError: There is no such environment, its file cannot be loaded, or the class lacks a
             method of the contract.
     """
-    if ":" not in name and name not in (known := registered_envs()):
+    if name not in ENVS and ":" not in name and name not in (known := registered_envs()):
         otherwise = "`ragen envs` lists them, and path/to/file.py:Class names your own"
         raise RagenError(f"unknown environment {name!r}{nearest(name, known, otherwise)}")
     reference = ENVS[name].entry if name in ENVS else name

@@ -76,7 +76,8 @@ def refuse_absent(target: str, server: Server | None = None) -> None:
     if target == "base" or target in PLAYERS or (server is not None and not is_local(target)):
         return
     model = base_of(resolve_model(target, "", TARGETS))
-    from ragen.models.pretrained import model_config, model_folder
+    from ragen.models.hub import model_folder
+    from ragen.models.pretrained import model_config
 
     model_config(model_folder(model, weights=False), target)
 

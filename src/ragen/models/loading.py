@@ -37,12 +37,13 @@ from transformers.utils import logging
 from ragen.core.errors import NotFiniteError, RagenError
 from ragen.models.adapter_folder import fingerprint_of_base, save_adapter
 from ragen.models.decoder import HFDecoder
+from ragen.models.hub import model_folder
 from ragen.models.lora import has_adapters
 from ragen.models.model import backbone
 from ragen.models.model_files import check_files, count_weights, read_object
 from ragen.models.names import EMBEDDED, embedded_folder
 from ragen.models.precision import shape_of
-from ragen.models.pretrained import check_weights, load_errors, model_config, model_folder
+from ragen.models.pretrained import check_weights, load_errors, model_config
 from ragen.storage.checkpoint import hash_file
 
 TRIAL = Path(__file__).with_name("trial.py")
@@ -97,11 +98,6 @@ def load_policy(
         _check_output_layer(model, name)
     _check_saving(model, folder)
     return model, tokenizer
-
-
-def usable_device() -> str:
-    """The GPU where torch finds one; ``CUDA_VISIBLE_DEVICES=`` hides it."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _check_size(

@@ -30,6 +30,7 @@ from transformers.pytorch_utils import Conv1D
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
 from ragen.core.types import Role
+from ragen.models.sizes import adapted
 
 MATRICES = ("lora_A", "lora_B")
 
@@ -61,7 +62,8 @@ def attach(
     """
     from peft import LoraConfig
 
-    names = target_names(model, targets, rank)
+    shapes = {name: tuple(layer.weight.shape) for name, layer in linear_layers(model).items()}
+    names = adapted(shapes, targets, rank)
     for role in roles:
         if role == "policy" and has_adapters(model):
             _refuse_other_shape(model, rank, alpha, names)
@@ -98,38 +100,11 @@ def attach_saved(model: PreTrainedModel, folder: Path, base: str) -> None:
     _act(model, "policy")
 
 
-def target_names(model: PreTrainedModel, targets: str, rank: int) -> list[str]:
-    """Names of the layers that get an adapter, each the last part of a module's name.
-
-    Candidates are all linear layers except the output layer, which is read as a matrix and may be
-    tied to the embedding.
-
-    Raises:
-        RagenError: The model has no layer of one of these names, or none of so high a rank.
-    """
-    layers = linear_layers(model)
-    highest = max((min(layer.weight.shape) for layer in layers.values()), default=0)
-    if rank > highest:
-        raise RagenError(
-            f"lora.rank = {rank}: no layer of the model has a rank above {highest}, so an adapter "
-            "would be larger than what it adapts; lower it, or set lora.rank = 0 to train all "
-            "weights"
-        )
-    candidates = sorted({name.rpartition(".")[2] for name in layers})
-    if targets == "all-linear":
-        return candidates
-    names = [name.strip() for name in targets.split(",")]
-    for name in names:
-        if name not in candidates:
-            raise RagenError(
-                f"lora.targets: the model has no linear layer {name!r} that can be adapted; "
-                f"choose from {', '.join(candidates)}, or all-linear for all of them"
-            )
-    return names
-
-
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
-    """The linear layers that may get an adapter, by name, adapted or not."""
+    """The linear layers that may get an adapter, by name, adapted or not.
+
+    The output layer is none of them: it is read as a matrix and may be tied to the embedding.
+    """
     head = model.get_output_embeddings()
     return {
         name.removesuffix(".base_layer"): module

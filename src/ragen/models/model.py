@@ -22,12 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ragen.models import fast_qwen2
 from ragen.models.lora import adapter_of, has_adapters
 from ragen.models.precision import Shape, output_logits, shape_of
-
-KEPT_LOGITS = 2**24
-"""Logits that may stay in memory until the backward pass (64 MB); more are computed again there."""
-KEPT_LOGITS_GPU = 2**27
-"""The same on a GPU (512 MB). Each chunk reads the output layer and its gradient once, which for a
-vocabulary of 150,000 takes as long as the products of a thousand rows."""
+from ragen.models.sizes import KEPT_LOGITS, KEPT_LOGITS_GPU
 
 
 def hidden_states(

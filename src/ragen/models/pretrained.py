@@ -1,8 +1,4 @@
-"""A pretrained model's files: finding them, and checking them before weights are read.
-
-A model is a folder in Hugging Face layout, or the id of one on the Hub. An id is resolved to its
-folder in the local cache; after that, no request goes to the network.
-"""
+"""A pretrained model's files, checked by their library before weights are read."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -11,13 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    RepositoryNotFoundError,
-)
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from ragen.core.errors import RagenError
@@ -31,15 +20,6 @@ from ragen.models.model_files import (
 )
 from ragen.models.names import is_adapter
 
-PATIENCE_S = 5.0
-"""Seconds without an answer after which the Hub counts as unreachable; its own library tries for
-half a minute."""
-
-WORDS = ("*.json", "*.txt", "*.model", "*.jinja")
-"""Files of a model on the Hub that are read: config, tokenizer, chat template."""
-OTHERS = ("*/*", "consolidated*")
-"""Files that hold the same weights in other layouts."""
-
 COUNTS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings"),
@@ -48,46 +28,6 @@ COUNTS = (
 
 LFS = b"version https://git-lfs.github.com/"
 """The beginning of the pointer file that git-lfs leaves in place of a large file."""
-
-
-def model_folder(name: str | Path, weights: bool = True) -> Path:
-    """The folder that holds a model.
-
-    `name` is a local folder or the id of a model on the Hub. Missing files are downloaded, the
-    weights only if `weights`; if the Hub is unreachable, the local cache is used.
-
-    Raises:
-        RagenError: There is no such model, access is denied, or it is neither reachable nor cached.
-    """
-    if Path(name).exists():
-        return Path(name)
-    wanted = [*WORDS, "*.safetensors"] if weights else [*WORDS]
-    offline = constants.HF_HUB_OFFLINE or not _hub_answers()
-    try:
-        found = snapshot_download(
-            str(name), allow_patterns=wanted, ignore_patterns=[*OTHERS], local_files_only=offline
-        )
-    except GatedRepoError as error:
-        raise RagenError(
-            f"the model '{name}' is gated: accept its terms on its page of the Hub, then log in "
-            "with `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise RagenError(
-            f"the Hub has no model '{name}' that may be read from here: check the name; for a "
-            "private one log in with `hf auth login`"
-        ) from error
-    except HFValidationError as error:
-        raise RagenError(
-            f"there is no model '{name}': name a folder that exists, or an id of the Hub"
-        ) from error
-    except OSError as error:
-        reach = "cannot be reached" if offline else "failed while the model was fetched"
-        raise RagenError(
-            f"the model '{name}' is not in the local cache (not all of it), and the Hub {reach}: "
-            "check the name and the network, or name a local folder"
-        ) from error
-    return Path(found)
 
 
 def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrainedConfig:
@@ -215,14 +155,3 @@ def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()).rstrip(".:")[:300]
     explains = text and not isinstance(error, LookupError | AssertionError)
     return text if explains else f"{type(error).__name__} {text}".strip()
-
-
-def _hub_answers() -> bool:
-    """Whether the Hub answers at all within `PATIENCE_S`."""
-    # Nothing is sent, and the answer only decides whether the Hub is asked. Certificates are left
-    # to its library, which checks those of the system or of a proxy when it downloads.
-    try:
-        httpx.head(constants.ENDPOINT, timeout=PATIENCE_S, verify=False)
-    except (httpx.HTTPError, httpx.InvalidURL):
-        return False
-    return True

@@ -1,0 +1,103 @@
+"""Finding a model: a folder, or the id of one on the Hub. Loads no torch.
+
+An id is resolved to its folder in the local cache; after that, no request goes to the network.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ragen.core.errors import RagenError
+
+PATIENCE_S = 5.0
+"""Seconds without an answer after which the Hub counts as unreachable; its own library tries for
+half a minute."""
+
+WORDS = ("*.json", "*.txt", "*.model", "*.jinja")
+"""Files of a model on the Hub that are read: config, tokenizer, chat template."""
+OTHERS = ("*/*", "consolidated*")
+"""Files that hold the same weights in other layouts."""
+
+
+def model_folder(name: str | Path, weights: bool = True) -> Path:
+    """The folder that holds a model.
+
+    `name` is a local folder or the id of a model on the Hub. Missing files are downloaded, the
+    weights only if `weights`; if the Hub is unreachable, the local cache is used.
+
+    Raises:
+        RagenError: There is no such model, access is denied, or it is neither reachable nor cached.
+    """
+    if Path(name).exists():
+        return Path(name)
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    wanted = [*WORDS, "*.safetensors"] if weights else [*WORDS]
+    offline = constants.HF_HUB_OFFLINE or not _hub_answers()
+    try:
+        found = snapshot_download(
+            str(name), allow_patterns=wanted, ignore_patterns=[*OTHERS], local_files_only=offline
+        )
+    except GatedRepoError as error:
+        raise RagenError(
+            f"the model '{name}' is gated: accept its terms on its page of the Hub, then log in "
+            "with `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise RagenError(
+            f"the Hub has no model '{name}' that may be read from here: check the name; for a "
+            "private one log in with `hf auth login`"
+        ) from error
+    except HFValidationError as error:
+        raise RagenError(
+            f"there is no model '{name}': name a folder that exists, or an id of the Hub"
+        ) from error
+    except OSError as error:
+        reach = "cannot be reached" if offline else "failed while the model was fetched"
+        raise RagenError(
+            f"the model '{name}' is not in the local cache (not all of it), and the Hub {reach}: "
+            "check the name and the network, or name a local folder"
+        ) from error
+    return Path(found)
+
+
+def hub_shapes(name: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's weights on the Hub, by name; only the files' headers are fetched.
+
+    Raises:
+        RagenError: It has no safetensors, or the Hub does not answer.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
+        HTTPError,  # that of its client, httpx or httpx2
+        NotASafetensorsRepoError,
+        SafetensorsParsingError,
+    )
+
+    try:
+        files = HfApi().get_safetensors_metadata(name).files_metadata.values()
+    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+        raise RagenError(
+            f"the model '{name}' has no weights as safetensors on the Hub; use one that has"
+        ) from error
+    except (OSError, HTTPError) as error:
+        raise RagenError(
+            f"the sizes of the model '{name}' cannot be read from the Hub: check the network, or "
+            "name a local folder"
+        ) from error
+    return {each: tuple(info.shape) for file in files for each, info in file.tensors.items()}
+
+
+def _hub_answers() -> bool:
+    """Whether the Hub answers at all within `PATIENCE_S`."""
+    import httpx
+    from huggingface_hub import constants
+
+    # Nothing is sent, and the answer only decides whether the Hub is asked. Certificates are left
+    # to its library, which checks those of the system or of a proxy when it downloads.
+    try:
+        httpx.head(constants.ENDPOINT, timeout=PATIENCE_S, verify=False)
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return False
+    return True
