@@ -81,12 +81,12 @@ class Env(gymnasium.Env[str, str], ABC):
     name: str
     """The name that the environment is registered under; `make` sets it."""
     goal: str
-    """The environment in a few words. The compact prompt contains nothing else about it."""
+    """The environment in a few words: all that the compact prompt says about it."""
 
     @property
     @abstractmethod
     def rules(self) -> str:
-        """What the player has to know, as plain text: aim, events, legend of the symbols."""
+        """What the player has to know, as plain text: the aim, the events and what symbols mean."""
 
     @property
     @abstractmethod
@@ -115,7 +115,7 @@ class Env(gymnasium.Env[str, str], ABC):
 
     @abstractmethod
     def get_state(self) -> State:
-        """An exact snapshot of JSON values only, with the state of the generators."""
+        """An exact snapshot, as JSON values. It includes the state of the generators."""
 
     @abstractmethod
     def set_state(self, state: State) -> None:
@@ -138,13 +138,16 @@ class Env(gymnasium.Env[str, str], ABC):
         return None
 
     def baselines(self, turns: int, actions_per_turn: int, actions: int) -> Baselines | None:
-        """Exact baselines from the present state, or ``None`` to estimate them from episodes."""
+        """Exact baselines from the present state; ``None`` has them estimated from episodes.
+
+        Chances lie between 0 and 1, the optimal one being the highest, and returns are finite.
+        """
         return None
 
     def read_thought(self, thought: str) -> Reading | None:
         """What a thought says about the present state.
 
-        It is ``None`` where the thought cannot be read with certainty; it is then not measured.
+        ``None`` means that it cannot be read with certainty. Such a thought is not measured.
         """
         return None
 

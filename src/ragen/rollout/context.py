@@ -19,8 +19,8 @@ from ragen.rollout.setup import Setup
 class View:
     """The contents of one turn's user message.
 
-    `reward` and `problem` are about the turn before. `reward` is ``None`` in the first turn,
-    `problem` also where the reply was valid.
+    `reward` and `problem` are about the turn before. `reward` is ``None`` in the first turn.
+    `problem` is ``None`` in the first turn and after a valid reply.
     """
 
     observation: str

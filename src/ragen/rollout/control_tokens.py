@@ -34,8 +34,8 @@ class ControlTokens:
 
     They are the tokens that end a turn (`end_ids`); all added tokens that are flagged special or
     written ``<|…|>``; and added tokens in brackets that `written`, the template's source and
-    renderings, contains. White space and the tags of the reply format (``<think>``) are none, even
-    where they are flagged special: every reply may contain them.
+    renderings, contains. White space and the tags of the reply format (``<think>``) are left out,
+    even where they are flagged special: any reply may contain them.
 
     Attributes:
         ids: All control tokens.

@@ -231,7 +231,7 @@ class _Playthrough:
         return apply_reward_terms(turn, setup.reward_terms), parsed.problem
 
     def _parse(self, env: GuardedEnv, completion: Completion) -> Parsed:
-        """The thought and the actions of a completion; one that was cut has no actions."""
+        """The thought and the actions of a completion. A reply that was cut has no actions."""
         setup = self.setup
         parsed = parse(
             setup.prefill + completion.text,

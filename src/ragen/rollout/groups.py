@@ -1,4 +1,4 @@
-"""Playing many episodes at once: one coroutine each, no lock-step."""
+"""Playing many episodes at once, each in its own coroutine and at its own pace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ async def run_groups(
 
     Groups are numbered from `first_group` on. `path` is the run's seed and the purpose of the
     episodes, such as ``(seed, "train", step)``. At most `concurrency` episodes are played at once;
-    they begin in (group, member) order. `on_episode` is called as each episode ends.
+    they begin in (group, member) order. A player's episodes are played one by one. `on_episode` is
+    called as each episode ends.
 
     Raises:
         RagenError: The player cannot play this environment.
