@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,16 @@ def test_a_server_that_stops_is_reported() -> None:
     with pytest.raises(RagenError, match="cannot be reached"):
         asyncio.run(server.complete(PROMPT))
     asyncio.run(server.close())
+
+
+def test_weights_that_the_disk_does_not_take_are_one_line() -> None:
+    """safetensors reports what the system refuses in a class of its own."""
+    with pretend_server(answers()) as url:
+        server = connect(url)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        try:
+            with pytest.raises(RagenError, match=r"cannot write \S+: file too large; free space"):
+                server.push(tiny_model(tiny_tokenizer()))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

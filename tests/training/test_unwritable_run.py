@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ragen.cli.main import main
 from ragen.core.stopping import StopRequested
 from ragen.reports.export import export
 from ragen.storage import checkpoint
-from ragen.storage.database import claim
+from ragen.storage.database import DATABASE, claim, connect
 from ragen.training import trainer
 from ragen.training.trainer import resume, train
 from tests.training.test_trainer import (
@@ -110,6 +110,25 @@ def test_a_run_that_cannot_be_written_goes_on_in_a_copy(
         error = refused(capsys, "eval", run, "--episodes", 2)
         assert error.endswith("keep the results elsewhere with --out DIR\n")
         assert main(["eval", str(run), "--episodes", "2", "--out", "COPY"]) == 0
+
+
+def test_a_killed_run_that_cannot_be_written_is_read_in_a_copy(
+    run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading the log that was left needs an index beside it."""
+    monkeypatch.chdir(run.parent)
+    with closing(connect(run / DATABASE)) as connection:
+        connection.execute("INSERT INTO settings (text) SELECT text FROM settings")
+        run = shutil.copytree(run, run.with_name("killed"))
+    (run / f"{DATABASE}-shm").unlink()
+    assert (run / f"{DATABASE}-wal").stat().st_size
+    subprocess.run(["chmod", "-R", "a-w", run], check=True)
+    with bound_by_permissions():
+        error = refused(capsys, "report", run)
+        advice = re.search(r"make (\S+) writable, or work in a copy \((.*)\)", error)
+        assert advice is not None, error
+        subprocess.run(advice[2], shell=True, check=True)
+        assert main(["report", "COPY"]) == 0
 
 
 @pytest.mark.parametrize("mode", [0o555, 0o000, 0o666], ids=["no writing", "nothing", "no entry"])

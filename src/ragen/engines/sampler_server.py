@@ -24,6 +24,7 @@ import httpx
 from transformers import PreTrainedModel
 
 from ragen.core.errors import RagenError
+from ragen.core.files import file_errors
 from ragen.core.types import Completion, Prompt
 from ragen.engines.sampling import Decode, WeightedPolicy
 from ragen.engines.vllm_engine import ADAPTER, TESTED
@@ -109,16 +110,19 @@ class VllmServer(WeightedPolicy):
         """Send the weights, or the adapter, through a folder.
 
         Raises:
-            RagenError: The server cannot be reached, or refused them.
+            RagenError: The server cannot be reached, or refused them; or the disk is full.
         """
         with tempfile.TemporaryDirectory(prefix="ragen-weights-") as folder:
+            with file_errors("write", folder, "free space there or name a folder with TMPDIR"):
+                if has_adapters(model):
+                    save_adapter(model, Path(folder))
+                else:
+                    model.save_pretrained(folder)
             if has_adapters(model):
-                save_adapter(model, Path(folder))
                 adapter = {"lora_name": ADAPTER, "lora_path": folder, "load_inplace": True}
                 self._post("/v1/load_lora_adapter", adapter)
                 self._served = ADAPTER
             else:
-                model.save_pretrained(folder)
                 path = {"weights_path": folder}
                 self._post("/collective_rpc", {"method": "reload_weights", "kwargs": path})
         self.forget()

@@ -427,9 +427,11 @@ def check_run_folder(folder: Path, file: str = CONFIG) -> None:
 def unreadable(database: Path, error: sqlite3.Error | OSError) -> RagenError:
     """The error for a database that cannot be read."""
     if isinstance(error, sqlite3.Error) and _is_refused(error):
-        if error.sqlite_errorcode == sqlite3.SQLITE_CANTOPEN:
+        has_log = database.with_name(f"{database.name}-wal").exists()
+        if error.sqlite_errorcode == sqlite3.SQLITE_CANTOPEN and not has_log:
             return RagenError(f"{database} cannot be read: {error}; make it readable")
-        return _interrupted(database.parent, error, database.name)  # reading a log writes its index
+        # Reading the log of a run that was killed writes its index.
+        return _interrupted(database.parent, error, database.name)
     is_run = (database.parent / CHECKPOINTS).is_dir()
     remedy = f"; {_without_database(database.parent)}" if is_run else ""
     return RagenError(f"{database} cannot be read: {error}{remedy}")
