@@ -3,7 +3,8 @@
 The model and the work are those of `step.py`: 1.12M parameters, 128 episodes of 5 turns, 24 sampled
 tokens a turn, about 382 tokens at the end. The best of several short runs is what an idle machine
 would need; on a shared one no single run shows it. Rates are beside that of a float32 2048³
-`torch.mm`.
+`torch.mm`. Environments are stepped at random through 64 levels, which they have seen before: as
+they are, and guarded as in a run.
 
     python benchmarks/speed.py [--repeat 5] [--slots 128] [--general]
 """
@@ -23,14 +24,18 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragen.core.types import Prompt
 from ragen.engines.sampler import Sampler
+from ragen.envs.registry import make
 from ragen.models.decoder import make_decoder
 from ragen.models.loading import keep_freed_memory
 from ragen.models.model import hidden_states, padded_hidden_states, token_logprobs
+from ragen.rollout.guarded import GuardedEnv
 
 EPISODES, MEMBERS, TURNS, TURN_TOKENS = 128, 16, 5, 24
 FIRST, ANSWER = 102, 40
 """Tokens of the first prompt, and of what the environment adds before each later turn."""
 MICROBATCH = 16
+STEPS, LEVELS = 20_000, 64
+"""Steps of each environment, and the levels that they pass through."""
 
 
 def make_model() -> Qwen2ForCausalLM:
@@ -90,6 +95,34 @@ def rollout(model: Qwen2ForCausalLM, slots: int, fast: bool) -> Callable[[], Sam
         return sampler
 
     return work
+
+
+def steps_per_s(name: str, guarded: bool, repeat: int) -> float:
+    """Steps of an environment by random actions in a CPU second; resets do not count."""
+    source, env = random.Random(0), GuardedEnv(lambda: make(name), timeout_s=10.0)
+    assert env.actions is not None
+    actions = [source.choice(env.actions) for _ in range(STEPS)]
+
+    def work() -> float:
+        level, resets = 0, 0.0
+        env.reset(level, level)
+        begun = time.process_time()
+        for action in actions:
+            if guarded:
+                env.step(action)
+                ended = env.terminated or env.truncated
+            else:
+                _, _, terminated, truncated, _ = env.env.step(action)
+                ended = terminated or truncated
+            if ended:
+                before = time.process_time()
+                level = (level + 1) % LEVELS
+                env.reset(level, level)
+                resets += time.process_time() - before
+        return time.process_time() - begun - resets
+
+    work()  # generates the levels
+    return STEPS / min(work() for _ in range(repeat))
 
 
 def update(
@@ -160,6 +193,9 @@ def main() -> None:
         "forward_backward_cpu_s": update_s * share,
         "update_share_of_mm": operations / update_s / mm_rate,
     }
+    for name in ("frozen-lake", "sokoban"):
+        result[f"{name}_steps_per_s"] = steps_per_s(name, False, args.repeat)
+        result[f"{name}_steps_per_s_guarded"] = steps_per_s(name, True, args.repeat)
     print(json.dumps({name: float(f"{value:.4g}") for name, value in result.items()}))
 
 

@@ -66,7 +66,7 @@ def test_replies_are_valid_and_their_facts_are_true(careful):
             around = [name_of(env.lake, near) for _, near in moves_from(env, here)]
             assert cell in around
             if direction:
-                here = env.lake.neighbour(here, list(MOVES).index(direction))
+                here = env.lake.neighbours[list(MOVES).index(direction)][here]
                 directions.append(direction)
                 assert careful or cell == name_of(env.lake, here)
         assert "".join(f" {' '.join(filter(None, look))}" for look in LOOK.findall(body)) == body

@@ -167,8 +167,11 @@ def test_critic_starts_at_zero_and_learns_separately_from_the_policy() -> None:
 def tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
 
-    raw = Tokenizer(WordLevel({f"t{i}": i for i in range(30)}, unk_token="t0"))
+    words = {f"t{i}": i for i in range(29)} | {"Go": 29}
+    raw = Tokenizer(WordLevel(words, unk_token="t0"))
+    raw.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="t0", eos_token="t2")
 
 

@@ -188,6 +188,16 @@ def test_a_time_limit_holds_in_a_boundary_within_another() -> None:
                 pass
 
 
+@pytest.mark.parametrize("deed", ["blocked", "ignored"])
+def test_code_that_keeps_the_timer_away_has_failed_when_it_returns(deed: str) -> None:
+    with pytest.raises(UserCodeError, match=r"0\.05 s in step"), boundary("step", 0.05):
+        if deed == "blocked":
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+        else:
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        time.sleep(0.2)
+
+
 def test_a_time_limit_waits_for_the_import_of_an_installed_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,8 +172,11 @@ class boundary(Call):  # noqa: N801 - it is used like a function
         else:
             del CALLS[self._thread]
             self._end()
+        now = perf_counter()
         if self._stopwatch is not None:
-            self._stopwatch.seconds += perf_counter() - self._began
+            self._stopwatch.seconds += now - self._began
+        if now > self._limit and error is None and _is_main_thread():
+            failure = timeout_error(self._call, self._timeout_s)  # it kept the timer's signal away
         if failure is not None:
             raise failure from (None if failure.timed_out else error)
 

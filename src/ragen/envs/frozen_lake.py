@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import islice
 from types import MappingProxyType
@@ -28,7 +28,7 @@ from ragen.envs.grid import GridEnv, Observation, format_note
 
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 """Row and column change; neighbours in this order are perpendicular, so a slip adds ±1."""
-DELTAS = tuple(MOVES.values())
+ACTIONS, DELTAS = tuple(MOVES), tuple(MOVES.values())
 DRAWN = str.maketrans("OX√", "H@*")
 """From the map's symbols to those of `Env.picture`, where `O` is a target and not a hole."""
 Floats = npt.NDArray[np.float64]
@@ -36,19 +36,26 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Lake:
-    """A level; its cells are numbered row by row."""
+    """A level; its cells are numbered row by row. `views` are its observations, by format."""
 
     size: int
     holes: frozenset[int]
     start: int
     goal: int
+    views: dict[str, dict[Hashable, str]] = field(default_factory=dict, compare=False, repr=False)
 
-    def neighbour(self, cell: int, direction: int) -> int:
-        """The cell after one step in a direction; at the edge of the board, the same cell."""
-        row, col = divmod(cell, self.size)
-        row = min(max(row + DELTAS[direction][0], 0), self.size - 1)
-        col = min(max(col + DELTAS[direction][1], 0), self.size - 1)
-        return row * self.size + col
+    @cached_property
+    def neighbours(self) -> list[list[int]]:
+        """By direction and cell, the cell after one step; at the edge, the same cell."""
+        last, cells = self.size - 1, range(self.size**2)
+        rows_and_columns = [divmod(cell, self.size) for cell in cells]
+        return [
+            [
+                min(max(row + down, 0), last) * self.size + min(max(column + right, 0), last)
+                for row, column in rows_and_columns
+            ]
+            for down, right in DELTAS
+        ]
 
     def distances(self) -> list[float]:
         """Steps from each cell to the goal around the holes; infinite where there is no path."""
@@ -57,7 +64,7 @@ class Lake:
         frontier = [self.goal]
         for cell in frontier:
             for direction in range(4):
-                beside = self.neighbour(cell, direction)
+                beside = self.neighbours[direction][cell]
                 if beside not in self.holes and steps[beside] == math.inf:
                     steps[beside] = steps[cell] + 1
                     frontier.append(beside)
@@ -189,7 +196,7 @@ def transition_matrices(lake: Lake, success_probability: float) -> Floats:
             continue
         for action in range(4):
             for turn, chance in ((0, success_probability), (-1, slip), (1, slip)):
-                matrices[action, cell, lake.neighbour(cell, (action + turn) % 4)] += chance
+                matrices[action, cell, lake.neighbours[(action + turn) % 4][cell]] += chance
     return matrices
 
 
@@ -262,7 +269,7 @@ class FrozenLake(GridEnv):
 
     @property
     def actions(self) -> tuple[str, ...]:
-        return tuple(MOVES)
+        return ACTIONS
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         seed = fresh_seed() if seed is None else seed
@@ -279,7 +286,7 @@ class FrozenLake(GridEnv):
         turn = -1 if draw < slip else 1 if draw < 2 * slip else 0
         before = self.player
         if not self._ended:
-            self.player = self.lake.neighbour(before, (intended + turn) % 4)
+            self.player = self.lake.neighbours[(intended + turn) % 4][before]
         success = self.player == self.lake.goal
         info = {"success": success, "effective": self.player != before}
         return self.observe(), float(success), self._ended, False, info
@@ -318,11 +325,16 @@ class FrozenLake(GridEnv):
         return [row.translate(DRAWN) for row in self.rows()]
 
     @property
+    def moving(self) -> int:
+        return self.player
+
+    @property
     def _ended(self) -> bool:
         return self.player == self.lake.goal or self.player in self.lake.holes
 
     def _set_lake(self, lake: Lake) -> None:
         self.lake = lake
+        self.views = lake.views.setdefault(self.observation, {})
         self._planner = Planner(lake, self._success_probability, discount=1 - 1e-6)
 
     def rows(self) -> list[str]:

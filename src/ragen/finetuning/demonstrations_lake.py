@@ -124,7 +124,7 @@ def write_plan(env: FrozenLake, plan: list[str], careful: bool = True) -> str:
     goal = f" G {name_of(lake, lake.goal)}" if careful else ""
     text = f" P {name_of(lake, here)}{goal} :"
     for action in plan:
-        ahead = lake.neighbour(here, env.action_index(action))
+        ahead = lake.neighbours[env.action_index(action)][here]
         for cell in [near for _, near in moves_from(env, here)] if careful else [ahead]:
             text += f" {name_of(lake, here)} {name_of(lake, cell)} {env.symbol(cell)}"
         text += f" {action}"
@@ -134,7 +134,7 @@ def write_plan(env: FrozenLake, plan: list[str], careful: bool = True) -> str:
 
 def moves_from(env: FrozenLake, cell: int) -> list[tuple[str, int]]:
     """The actions that leave a cell if nothing slips, with their destinations."""
-    moves = [(name, env.lake.neighbour(cell, index)) for index, name in enumerate(env.actions)]
+    moves = [(name, env.lake.neighbours[index][cell]) for index, name in enumerate(env.actions)]
     return [move for move in moves if move[1] != cell]
 
 
