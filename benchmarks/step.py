@@ -38,11 +38,11 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from typing_extensions import override
 
 from ragen.config.config import Config
+from ragen.core import user_code
 from ragen.core.types import Episode
 from ragen.engines import factory
 from ragen.engines.sampler import Sampler
 from ragen.envs.frozen_lake import FrozenLake
-from ragen.rollout import guarded
 from ragen.training import running, trainer
 from ragen.training.progress import Watcher
 
@@ -162,7 +162,7 @@ class Meter(Watcher):
         self._since = now
 
 
-def endless(model: Any, _: Any, decode: Any, **sizes: int) -> Sampler:
+def endless(model: Any, _: Any, decode: Any, *, control_ids: object, **sizes: int) -> Sampler:
     """The local sampler, with no token that ends a completion: each has `TURN_TOKENS`."""
     return LOCAL_SAMPLER(model, (), decode, **sizes)
 
@@ -212,7 +212,7 @@ def ours(steps: int) -> dict[str, float]:
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(running, "time", clock),
-        patch.object(guarded, "time", clock),
+        patch.object(user_code, "perf_counter", time.process_time),
         patch.object(factory, "Sampler", endless),
     ):
         make_model(Path(folder, "model"))

@@ -61,6 +61,19 @@ def test_gpu_benchmark_without_a_gpu_prints_one_line(
 
 
 @pytest.mark.slow
+def test_a_training_step_does_what_the_committed_counts_say() -> None:
+    """Calls, operators, bytes and forwards of a step: what a slower step would do more of."""
+    done = subprocess.run(
+        [sys.executable, "counts.py", "--check", "counts.json"],
+        capture_output=True,
+        text=True,
+        cwd=FOLDER,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 def test_tiny_gpu_benchmark_runs_every_phase() -> None:
     _, *runs = (line for line in gpu_benchmark("--tiny", "--steps", "1", "--json"))
     records = [json.loads(line) for line in runs]
