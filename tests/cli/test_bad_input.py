@@ -168,6 +168,7 @@ def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
 def test_invalid_model_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "config.json is missing" in error_line(tmp_path, "train", "bandit", "--model", "empty")
+    shutil.copy(bandit_model() / "model.safetensors", tmp_path / "empty")
     for text, reason in (
         ("{}", "cannot load the model"),
         ("[", "config.json: Expecting value"),

@@ -19,7 +19,14 @@ from ragen.core.errors import GuardStop, NotFiniteError
 from ragen.core.metrics import Metrics
 from ragen.engines.learner import Learner
 from ragen.models.loading import load_policy
-from ragen.storage.checkpoint import folders, newest, step_of
+from ragen.storage.checkpoint import (
+    folders,
+    hash_file,
+    newest,
+    read_state,
+    replace_state,
+    step_of,
+)
 from ragen.storage.reader import read_events
 from ragen.training.trainer import examine, resume, train
 from tests.bandit_model import bandit_model
@@ -191,7 +198,10 @@ def test_a_branch_and_an_examination_name_a_broken_checkpoint(
     run = tmp_path / "run"
     train(make_config(steps=1), run)
     last = newest(run)
-    shutil.copy(broken_model / "model.safetensors", last / "model.safetensors")
+    weights = shutil.copy(broken_model / "model.safetensors", last / "model.safetensors")
+    state = read_state(last)
+    state["files"]["model.safetensors"] = hash_file(Path(weights))
+    replace_state(last, state)
     capsys.readouterr()
     assert main(["branch", str(run), "9", "--turn", "0", "--n", "2"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()

@@ -40,10 +40,16 @@ from ragen.models.decoder import HFDecoder
 from ragen.models.hub import model_folder
 from ragen.models.lora import has_adapters
 from ragen.models.model import backbone
-from ragen.models.model_files import check_files, count_weights, read_object
+from ragen.models.model_files import (
+    check_files,
+    count_weights,
+    read_object,
+    refuse_huge,
+    weight_files,
+)
 from ragen.models.names import EMBEDDED, embedded_folder
 from ragen.models.precision import shape_of
-from ragen.models.pretrained import check_weights, load_errors, model_config
+from ragen.models.pretrained import load_errors, model_config
 from ragen.storage.checkpoint import hash_file
 
 TRIAL = Path(__file__).with_name("trial.py")
@@ -79,7 +85,8 @@ def load_policy(
     folder = model_folder(path)
     config = model_config(folder, name, max_length)
     with tried(folder):  # beside the other checks
-        files = check_weights(folder, name)
+        files = weight_files(folder, name)
+        refuse_huge(files)
         _check_size(config, files, name, getattr(torch, dtype).itemsize, free)
     model = _load_weights(folder, name, config, dtype)
     tokenizer = _read_tokenizer(folder, name)

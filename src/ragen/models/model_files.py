@@ -45,6 +45,8 @@ DTYPE = r"None|auto|(torch\.)?b?float\w+"
 INTERNAL = ("attribute_map", "sub_configs", "tokenizer_object", "init_inputs", "gguf_file")
 """Names of a library's own attributes and arguments, which no file has to set."""
 
+LFS = b"version https://git-lfs.github.com/"
+"""The beginning of the pointer file that git-lfs leaves in place of a large file."""
 INDEX = "model.safetensors.index.json"
 OBJECTS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 """Small files that libraries read without checks of their own."""
@@ -70,6 +72,25 @@ def check_files(folder: Path) -> None:
     for name in OBJECTS:
         if (folder / name).exists():
             _check_kinds(read_object(folder / name), folder / name)
+
+
+def read_config(folder: Path, name: str | Path) -> dict[str, Any]:
+    """The config of a model as it is written, after a check of the folder's files.
+
+    `name` is the user's name for the model, for error messages.
+
+    Raises:
+        RagenError: The folder holds no model, or a file is malformed.
+    """
+    path = folder / "config.json"
+    if folder.is_file():
+        raise RagenError(f"{name} is a file: name the folder of the model")
+    if not path.exists():
+        raise RagenError(f"{name}: this folder holds no model (config.json is missing)")
+    check_files(folder)
+    raw = read_object(path)
+    check_config(raw, path)
+    return raw
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -160,8 +181,15 @@ def weight_files(folder: Path, name: str | Path) -> list[Path]:
     """The safetensors that hold a model's weights: one file, or the shards of its index.
 
     Raises:
-        RagenError: There are none, or the index names anything but safetensors in the folder.
+        RagenError: There are none, they are pointer files of git-lfs, or the index names anything
+            but safetensors in the folder.
     """
+    for file in folder.glob("*.safetensors"):
+        if _begins_with(file, LFS):
+            raise RagenError(
+                f"the model '{name}' was cloned without its weights: {file.name} is a note of "
+                "git-lfs; run `git lfs pull` in the folder, or name the model by its id"
+            )
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     index = folder / INDEX
@@ -192,6 +220,14 @@ def weight_files(folder: Path, name: str | Path) -> list[Path]:
             f"({len(missing)} of {len(shards)} shards); copy or download it again"
         )
     return [folder / shard for shard in shards]
+
+
+def _begins_with(file: Path, start: bytes) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(start)) == start
+    except OSError as error:
+        raise RagenError(f"cannot read {file}: {error.strerror}") from error
 
 
 def refuse_huge(files: list[Path]) -> None:

@@ -10,14 +10,7 @@ from pathlib import Path
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from ragen.core.errors import RagenError
-from ragen.models.model_files import (
-    check_config,
-    check_files,
-    read_object,
-    refuse_huge,
-    shown,
-    weight_files,
-)
+from ragen.models.model_files import read_config, shown
 from ragen.models.names import is_adapter
 
 COUNTS = (
@@ -25,9 +18,6 @@ COUNTS = (
     *("num_key_value_heads", "head_dim", "max_position_embeddings"),
 )
 """Numbers of a config that are at least 1 where they are given."""
-
-LFS = b"version https://git-lfs.github.com/"
-"""The beginning of the pointer file that git-lfs leaves in place of a large file."""
 
 
 def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrainedConfig:
@@ -40,14 +30,8 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
             whose weights are quantised, or one whose positions end before `max_length`.
     """
     path = folder / "config.json"
-    if folder.is_file():
-        raise RagenError(f"{name} is a file: name the folder of the model")
-    if not path.exists():
-        raise RagenError(f"{name}: this folder holds no model (config.json is missing)")
-    check_files(folder)
+    raw = read_config(folder, name)
     is_adapter(folder)  # transformers would load an adapter that lies beside a model
-    raw = read_object(path)
-    check_config(raw, path)
     if "auto_map" in raw and str(raw.get("model_type")) not in CONFIG_MAPPING:
         raise RagenError(
             f"the model '{name}' brings code of its own, which is never run here; use one "
@@ -106,26 +90,6 @@ def _check_numbers(config: PreTrainedConfig, path: Path) -> None:
             f"{path}: pad_token_id = {shown(padding)}, but the vocabulary has {rows} tokens; set "
             "it to one of them, or to null"
         )
-
-
-def check_weights(folder: Path, name: str | Path) -> list[Path]:
-    """The files of the weights, all of them safetensors in the folder.
-
-    Raises:
-        RagenError: They are not there, are of another kind, are pointer files of git-lfs, or are
-            far larger than memory.
-    """
-    for file in folder.glob("*.safetensors"):
-        with load_errors(name), file.open("rb") as opened:
-            start = opened.read(len(LFS))
-        if start == LFS:
-            raise RagenError(
-                f"the model '{name}' was cloned without its weights: {file.name} is a note of "
-                "git-lfs; run `git lfs pull` in the folder, or name the model by its id"
-            )
-    files = weight_files(folder, name)
-    refuse_huge(files)
-    return files
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.models.hub import hub_shapes, model_folder
-from ragen.models.model_files import check_config, check_files, read_object, shapes, weight_files
+from ragen.models.model_files import read_config, shapes, weight_files
 
 Shape = tuple[int, ...]
 
@@ -97,12 +97,7 @@ def read_sizes(name: str) -> Sizes:
         RagenError: There is no such model, or its files are malformed.
     """
     folder = model_folder(name, weights=False)
-    path = folder / "config.json"
-    if not path.is_file():
-        raise RagenError(f"{name}: this folder holds no model (config.json is missing)")
-    check_files(folder)
-    raw = read_object(path)
-    check_config(raw, path)
+    raw = read_config(folder, name)
     if Path(name).is_dir() or any(folder.glob("*.safetensors")):
         found: dict[str, Shape] = {}
         for file in weight_files(folder, name):
