@@ -3,8 +3,9 @@
 The work of a step is known in advance: 8 levels × 16 episodes, each exactly 5 turns of exactly 24
 sampled tokens (no token ends a reply here, so every reply is cut, none is valid and no episode ends
 early), about 382 tokens at the end; then one GRPO loss and one AdamW step over
-all of them. Environment, prompts, parser and recorder take part as in any run. The model is that
-of the peer's script: Qwen2 with 1.12M random parameters.
+all of them. Environment, prompts, parser and recorder take part as in any run; the mutual
+information of thoughts and prompts, which the peer does not measure, is off. The model is that of
+the peer's script: Qwen2 with 1.12M random parameters.
 
 All seconds are CPU seconds of the process, on one thread: they can be compared on a shared machine.
 
@@ -125,6 +126,7 @@ def make_config(model: Path, steps: int) -> Config:
             "loss": {"kl": 0.0},
             "update": {"minibatch_episodes": EPISODES, "lr": 1e-3},
             "eval": {"episodes": 0},
+            "diagnose": {"information_every": 0},
             "checkpoint": {"every": 0},
         }
     )
