@@ -4,9 +4,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ragen.models import fast_blocks, fast_decoder, fast_qwen2
+from ragen.models import fast_blocks, fast_decoder, fast_qwen2, fast_scores
+from ragen.models import model as ragen_model
 from ragen.models.decoder import HFDecoder, make_decoder
-from ragen.models.model import Critic, padded_hidden_states
+from ragen.models.model import Critic, cross_scores, padded_hidden_states
 from tests.models.test_model import ragged, tiny
 from tests.tolerance import GRADIENT, assert_close
 
@@ -132,3 +133,19 @@ def test_prefill_of_a_long_history_and_a_long_prompt_stays_within_the_slots() ->
     # Slot 0 continues at position 13 and slot 1 reads 14 tokens: 27 positions, but a slot has 16.
     expected, got = (decoder.prefill([0, 1], [13, 0], [[5], long]) for decoder in decoders)
     assert_close(got, expected)
+
+
+@pytest.mark.parametrize("scores", [1, 2**20])
+def test_scores_of_thoughts_equal_the_general_path(
+    scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thoughts and prompts of one token and more, in one or many parts."""
+    monkeypatch.setattr(fast_scores, "SCORES", scores)
+    model, generator = tiny(num_hidden_layers=2), torch.Generator().manual_seed(5)
+    prompts, thoughts = (
+        [torch.randint(0, 40, (count,), generator=generator).tolist() for count in counts]
+        for counts in ((1, 6, 11), (4, 1, 7, 7, 2))
+    )
+    got = cross_scores(model, prompts, thoughts, 0.7, 16)
+    monkeypatch.setattr(ragen_model, "shares_prompts", lambda _: False)
+    assert_close(got, cross_scores(model, prompts, thoughts, 0.7, 16))

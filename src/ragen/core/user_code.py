@@ -30,8 +30,10 @@ from ragen.core.process import (
     restore_arithmetic,
 )
 
-_signal: Any = sys.modules["_signal"]  # the functions of `signal` look up enums: 2 µs each
+# The functions of `signal` look up enums, 2 µs each, and `process` replaces them for user code.
+_signal: Any = sys.modules["_signal"]
 _getsignal, _set_handler = _signal.getsignal, _signal.signal
+_set_timer: Any = getattr(_signal, "setitimer", None)
 
 TEXT_S = 1.0
 """Seconds that an exception of user code may take to become a text."""
@@ -263,21 +265,20 @@ class _Timer:
         self.fires_at = inf
         self.num_holders = 0
         self._before: Any = None
-        self._exists = hasattr(signal, "setitimer")
 
     def set(self, deadline: float) -> None:
         """Fire at `deadline`, where this thread can be interrupted."""
-        if deadline == inf or not self._exists or not _is_main_thread():
+        if deadline == inf or _set_timer is None or not _is_main_thread():
             return
         if _getsignal(SIGALRM) is not _ON_ALARM:
             self._before = _set_handler(SIGALRM, _ON_ALARM)
         self.fires_at = deadline
-        signal.setitimer(signal.ITIMER_REAL, max(deadline - perf_counter(), 1e-6))
+        _set_timer(signal.ITIMER_REAL, max(deadline - perf_counter(), 1e-6))
 
     def remove(self) -> None:
         """Clear the timer and put back the handler that was there before it."""
         if self._before is not None and _is_main_thread():
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            _set_timer(signal.ITIMER_REAL, 0)
             _set_handler(SIGALRM, self._before)
             self.fires_at, self._before = inf, None
 

@@ -34,6 +34,26 @@ SCORES = 2**20
 """Attention scores that are in memory at once (4 MB)."""
 
 
+@torch.no_grad()
+def fused_layers(model: PreTrainedModel) -> list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """Copies of each layer's weights, with q, k, v fused, gate and up fused, and norms folded in.
+
+    They are (inputs, outputs): q, k and v with their biases, the output of attention, gate and up,
+    and down. Queries include the scale 1/√D.
+    """
+    fused = []
+    for layer in model.model.layers:
+        attn = layer.self_attn
+        qkv = torch.cat(projections(attn)) * layer.input_layernorm.weight
+        bias = torch.cat(projection_biases(attn))
+        qkv[: attn.q_proj.out_features] *= attn.scaling
+        bias[: attn.q_proj.out_features] *= attn.scaling
+        gate_up = gate_and_up(layer)
+        mix, down = (effective_weight(x).clone() for x in (attn.o_proj, layer.mlp.down_proj))
+        fused.append((qkv.t(), bias, mix.t(), gate_up.t(), down.t()))
+    return fused
+
+
 class Qwen2Decoder:
     """Key–value slots for a model that `ragen.models.fast_qwen2.supports` accepts.
 
@@ -54,18 +74,9 @@ class Qwen2Decoder:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the weights, with q, k, v fused, gate and up fused, and norms and 1/√D folded in."""
+        """Copy the weights."""
         self.rope_T1R = rope_table(self.model.model, self.max_length)
-        self.weights = []
-        for layer in self.model.model.layers:
-            attn = layer.self_attn
-            qkv = torch.cat(projections(attn)) * layer.input_layernorm.weight
-            bias = torch.cat(projection_biases(attn))
-            qkv[: attn.q_proj.out_features] *= attn.scaling
-            bias[: attn.q_proj.out_features] *= attn.scaling
-            gate_up = gate_and_up(layer)
-            mix, down = (effective_weight(x).clone() for x in (attn.o_proj, layer.mlp.down_proj))
-            self.weights.append((qkv.t(), bias, mix.t(), gate_up.t(), down.t()))
+        self.weights = fused_layers(self.model)
         self.head = (self.model.lm_head.weight * self.model.model.norm.weight).t()
         self.embedding = self.model.model.embed_tokens.weight.clone()
 
@@ -175,11 +186,11 @@ class _Reach:
         step = max(1, SCORES // (heads * self.most * self.width))
         for start in range(0, self.num_rows, step):
             part = slice(start, start + step)
-            scores = _matmul(q_RKQD[part], k_RKWD[part].transpose(2, 3))
+            scores = matmul(q_RKQD[part], k_RKWD[part].transpose(2, 3))
             shape = scores.shape
             scores = scores.view(len(scores), heads, self.most, self.width)
             weights = torch.softmax(scores.add_(self.mask_R1TW[part]), dim=-1).view(shape)
-            out_RKQD[part] = _matmul(weights, v_RKWD[part])
+            out_RKQD[part] = matmul(weights, v_RKWD[part])
         out_RTHD = out_RKQD.view(q_RKGTD.shape).permute(0, 3, 1, 2, 4)
         if self.dense:
             return out_RTHD.reshape(self.num_rows, -1)
@@ -193,7 +204,7 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.from_numpy(np.zeros(shape, dtype=np.float32))
 
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Batched product of small matrices; NumPy's is several times as fast as torch's on a CPU."""
     if a.device.type != "cpu":
         return a @ b

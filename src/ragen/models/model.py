@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ragen.models import fast_qwen2
+from ragen.models.fast_scores import PrefixReader
 from ragen.models.lora import adapter_of, has_adapters
 from ragen.models.precision import Shape, output_logits, shape_of
 from ragen.models.sizes import KEPT_LOGITS, KEPT_LOGITS_GPU
@@ -213,18 +214,16 @@ def cross_scores(
     `temperature`. At most `max_tokens` tokens are in memory at once, including each thought's
     prompt; a single row may be longer.
 
-    A prompt is read once; its keys and values then serve as the prefix of all thoughts. For small
-    models on a CPU this costs as much as the flat path of `fast_qwen2` would, and it works for
-    every model with a cache.
+    A prompt is read once; its keys and values then serve as the prefix of all thoughts.
     """
     scores_NM = torch.zeros(len(thoughts), len(prompts), dtype=torch.float64)
+    reader = PrefixReader(model) if shares_prompts(model) else _CachedReader(model)
     for column, prompt in enumerate(prompts):
-        cache = DynamicCache(config=model.config)
-        ids_1T = torch.tensor([list(prompt)], device=model.device)
-        last_11D = _continue(model, ids_1T, cache)[:, -1:]
-        for rows in rectangles([len(thought) for thought in thoughts], len(prompt), max_tokens):
+        last_D = reader.read(prompt)
+        lengths = [len(thought) for thought in thoughts]
+        for rows in rectangles(lengths, reader.tokens_per_row, max_tokens):
             part = [thoughts[row] for row in rows]
-            scores_NM[rows, column] = _thought_scores(model, last_11D, cache, part, temperature)
+            scores_NM[rows, column] = _thought_scores(model, reader, last_D, part, temperature)
     return scores_NM
 
 
@@ -244,34 +243,51 @@ def rectangles(lengths: Sequence[int], prefix: int, max_tokens: int) -> list[lis
 
 def _thought_scores(
     model: PreTrainedModel,
-    last_11D: Tensor,
-    cache: DynamicCache,
+    reader: PrefixReader | _CachedReader,
+    last_D: Tensor,
     thoughts: Sequence[Sequence[int]],
     temperature: float,
 ) -> Tensor:
-    """Scores (R,) of thoughts after the prompt in `cache`, whose last state is `last_11D`."""
-    device, num_rows = model.device, len(thoughts)
+    """Scores (R,) of thoughts after the prompt that `reader` has read, up to the state `last_D`."""
     ids_RT = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(thought) for thought in thoughts], batch_first=True
-    )
-    lengths_R = torch.tensor([len(thought) for thought in thoughts])
-    is_real_RT = torch.arange(ids_RT.shape[1]) < lengths_R[:, None]
-    states_RTD = last_11D.expand(num_rows, -1, -1)
-    if ids_RT.shape[1] > 1:  # the state before each token: the prompt's last one, then its own
-        repeated = copy.deepcopy(cache)
-        repeated.batch_repeat_interleave(num_rows)
-        following_RTD = _continue(model, ids_RT[:, :-1].to(device), repeated)
-        states_RTD = torch.cat((states_RTD, following_RTD), dim=1)
-    states_ND, targets_N = states_RTD[is_real_RT.to(device)], ids_RT[is_real_RT].to(device)
-    logprobs_N, _ = token_logprobs(model, states_ND, targets_N, temperature)
-    scores_R = torch.zeros(num_rows, dtype=torch.float64)
+    ).to(model.device)
+    lengths_R = torch.tensor([len(thought) for thought in thoughts], device=model.device)
+    is_real_RT = torch.arange(ids_RT.shape[1], device=model.device) < lengths_R[:, None]
+    # The state before each token: the prompt's last one, then those of the thought's own tokens.
+    states_RTD = last_D.expand(*ids_RT.shape, -1).clone()
+    if ids_RT.shape[1] > 1:
+        is_followed_RT = is_real_RT[:, 1:]
+        states_RTD[:, 1:][is_followed_RT] = reader.follow(ids_RT[:, :-1], is_followed_RT)
+    logprobs_N, _ = token_logprobs(model, states_RTD[is_real_RT], ids_RT[is_real_RT], temperature)
+    scores_R = torch.zeros(len(thoughts), dtype=torch.float64)
     row_N = is_real_RT.nonzero()[:, 0]
-    return scores_R.index_add_(0, row_N, logprobs_N.double().cpu())
+    return scores_R.index_add_(0, row_N.cpu(), logprobs_N.double().cpu())
 
 
-def _continue(model: PreTrainedModel, ids_RT: Tensor, cache: DynamicCache) -> Tensor:
-    """States after tokens that continue `cache`; padding on the right affects no real token."""
-    states_RTD: Tensor = backbone(model)(
-        input_ids=ids_RT, past_key_values=cache, use_cache=True
-    ).last_hidden_state
-    return states_RTD
+class _CachedReader:
+    """`PrefixReader` for any model with a cache, of which every thought gets a copy."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._cache = DynamicCache()
+        self.tokens_per_row = 0
+
+    def read(self, prompt: Sequence[int]) -> Tensor:
+        """See `PrefixReader.read`."""
+        self._cache = DynamicCache(config=self._model.config)
+        self.tokens_per_row = len(prompt)
+        ids_1T = torch.tensor([list(prompt)], device=self._model.device)
+        return self._continue(ids_1T, self._cache)[0, -1]
+
+    def follow(self, ids_RT: Tensor, is_real_RT: Tensor) -> Tensor:
+        """See `PrefixReader.follow`; padding on the right affects no real token."""
+        repeated = copy.deepcopy(self._cache)
+        repeated.batch_repeat_interleave(len(ids_RT))
+        return self._continue(ids_RT, repeated)[is_real_RT]
+
+    def _continue(self, ids_RT: Tensor, cache: DynamicCache) -> Tensor:
+        states_RTD: Tensor = backbone(self._model)(
+            input_ids=ids_RT, past_key_values=cache, use_cache=True
+        ).last_hidden_state
+        return states_RTD
