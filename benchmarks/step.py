@@ -35,7 +35,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from typing_extensions import override
 
 from ragen.config.config import Config
@@ -72,8 +77,8 @@ class Lake(FrozenLake):
     )
 
 
-def make_model(folder: Path) -> None:
-    """A random model of the peer's shape with a small byte-level tokenizer of our words."""
+def make_model(folder: Path, model: PreTrainedModel | None = None) -> None:
+    """A random model, by default of the peer's shape, with a byte-level tokenizer of our words."""
     torch.manual_seed(0)
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -103,7 +108,7 @@ def make_model(folder: Path) -> None:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    (model or Qwen2ForCausalLM(config)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -169,6 +174,11 @@ def endless(model: Any, _: Any, decode: Any, *, control_ids: object, **sizes: in
     return LOCAL_SAMPLER(model, (), decode, **sizes)
 
 
+def patched_sampler() -> Any:
+    """A context in which the local sampler is `endless`."""
+    return patch.object(factory, "Sampler", endless)
+
+
 def operations(lengths: list[int], prompts: list[int] | None = None) -> float:
     """Floating-point operations of one update: 6·N·tokens and, for attention, 6·D·T² a layer.
 
@@ -215,7 +225,7 @@ def ours(steps: int) -> dict[str, float]:
         tempfile.TemporaryDirectory() as folder,
         patch.object(running, "time", clock),
         patch.object(user_code, "perf_counter", time.process_time),
-        patch.object(factory, "Sampler", endless),
+        patched_sampler(),
     ):
         make_model(Path(folder, "model"))
         config = make_config(Path(folder, "model"), WARM_UP + steps)

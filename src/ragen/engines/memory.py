@@ -31,6 +31,8 @@ ITEM = {"float32": FLOAT, "bfloat16": 2}
 """Bytes of a weight, by the model's dtype."""
 CPU_CACHE_BYTES = 2**30
 """What vLLM gets for keys and values on a CPU, where there is no share of a GPU's memory to set."""
+LIBRARIES = 400 * 2**20
+"""Resident memory of a process that has imported what a run needs, before it loads a model."""
 EPISODE = 4096
 """Bytes of a short episode of one turn, as measured."""
 CHANGES: tuple[tuple[str, Any], ...] = (
@@ -46,7 +48,8 @@ class Plan:
     """Bytes of each part of a run, and of free memory.
 
     `critic` includes its weights, gradients and optimiser. `sampler` is its cache of keys and
-    values, and its copy of the weights if it has one. `available` is ``None`` if this machine does
+    values, and its copy of the weights if it has one. `libraries` is the program itself, on a
+    CPU; it counts as taken when free memory is read. `available` is ``None`` if this machine does
     not report it.
     """
 
@@ -58,6 +61,7 @@ class Plan:
     sampler: int
     logits: int
     activations: int
+    libraries: int = 0
     device: str = "cpu"
     available: int | None = None
 
@@ -69,7 +73,8 @@ class Plan:
     @property
     def total(self) -> int:
         """Bytes at the peak."""
-        return self.certain + self.sampler + self.logits + self.activations
+        estimated = self.sampler + self.logits + self.activations
+        return self.certain + self.libraries + estimated
 
     def lines(self) -> list[str]:
         r"""The plan as text.
@@ -85,7 +90,8 @@ class Plan:
         return [
             f"memory: up to {size(self.total)} on the {self.device}{there}",
             f"  {_listed(self, 'weights', 'gradients', 'optimizer', 'reference', 'critic')}",
-            "  and at most, estimated: " + _listed(self, "sampler", "activations", "logits"),
+            "  and at most, estimated: "
+            + _listed(self, "sampler", "activations", "logits", "libraries"),
         ]
 
 
@@ -115,6 +121,7 @@ def plan(config: Config) -> Plan:
         sampler=sampler_bytes(sizes, config, device),
         logits=logits_bytes(sizes, config, device),
         activations=activations_bytes(sizes, config),
+        libraries=0 if device == "cuda" else LIBRARIES,
         device=device,
         available=available(device),
     )
@@ -246,11 +253,11 @@ def sampler_bytes(sizes: Sizes, config: Config, device: str) -> int:
 
 
 def logits_bytes(sizes: Sizes, config: Config, device: str) -> int:
-    """Estimate for the logits: one chunk three times, and the output layer's gradient."""
+    """Estimate for the logits: one chunk five times, and the output layer's gradient."""
     kept = KEPT_LOGITS_GPU if device == "cuda" else KEPT_LOGITS
     chunk = min(kept, config.update.microbatch_tokens * sizes.vocabulary)
     layer = 0 if config.lora.rank else sizes.vocabulary * sizes.width
-    return int(3 * chunk + layer) * FLOAT
+    return int(5 * chunk + layer) * FLOAT
 
 
 def activations_bytes(sizes: Sizes, config: Config) -> int:

@@ -1,0 +1,156 @@
+"""The memory plan beside the peak of a whole run: both in bytes, run by run.
+
+    python benchmarks/memory.py                  # all models that fit this machine, some minutes
+    python benchmarks/memory.py --models 1M 100M --json
+
+Each run trains a random model in a process of its own, for two steps whose episodes fill the
+microbatches that the settings allow. The peak is the largest resident memory of that process. A
+run whose plan is larger than the free memory is left out.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+import step
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from ragen.config.config import Config
+from ragen.config.reading import changed
+from ragen.engines import memory
+from ragen.training.trainer import train
+
+MODELS: dict[str, Any] = {
+    "1M": lambda: Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=512,
+            hidden_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=512,
+        )
+    ),
+    "100M": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=49_152,
+            hidden_size=576,
+            num_hidden_layers=20,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            intermediate_size=1536,
+            tie_word_embeddings=True,
+        )
+    ),
+    "0.5B": lambda: Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=151_936,
+            hidden_size=896,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            intermediate_size=4864,
+            tie_word_embeddings=True,
+        )
+    ),
+}
+"""Random models of the shapes of RAGEN's own, of SmolLM2 and of Qwen2.5."""
+MODES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "ppo": {"algorithm": "starpo/ppo", "advantage.name": "gae"},
+    "grpo, LoRA": {"lora.rank": 16},
+    "ppo, LoRA": {"algorithm": "starpo/ppo", "advantage.name": "gae", "lora.rank": 16},
+}
+TURNS, TURN_TOKENS = 2, 48
+SETTINGS = {
+    "steps": 2,
+    "threads": 2,
+    "env.max_turns": TURNS,
+    "rollout.num_groups": 2,
+    "rollout.group_size": 2,
+    "rollout.max_tokens": TURN_TOKENS,
+    "rollout.slots": 4,
+    "update.minibatch_episodes": 4,
+    "update.microbatch_tokens": 1024,
+    "model.max_length": 512,
+}
+
+
+def config_of(model: Path, changes: dict[str, Any]) -> Config:
+    """The settings of a run with a model and a mode."""
+    base = step.make_config(model, 2)
+    return changed(base, SETTINGS | changes)
+
+
+def run(model: Path, changes: dict[str, Any]) -> dict[str, int]:
+    """Train in this process, which must be a fresh one; the plan's total and the peak."""
+    config = config_of(model, changes)
+    planned = memory.plan(config)
+    with tempfile.TemporaryDirectory() as folder, step.patched_sampler():
+        train(config, Path(folder, "run"))
+    status = Path("/proc/self/status").read_text()
+    peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    parts = {
+        name: getattr(planned, name)
+        for name in ("weights", "gradients", "optimizer", "critic", "sampler", "activations")
+    }
+    return {"plan": planned.total, "peak": peak, "logits": planned.logits, **parts}
+
+
+def in_a_process(model: Path, changes: dict[str, Any]) -> dict[str, int]:
+    """`run` in a fresh process."""
+    command = [sys.executable, os.path.abspath(__file__), "--run", str(model), json.dumps(changes)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, int] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--json", action="store_true", help="print one line of JSON a run")
+    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        print(json.dumps(run(Path(args.run[0]), json.loads(args.run[1]))))
+        return
+    if not args.json:
+        print(f"{'model':6} {'dtype':9} {'mode':12} {'plan':>8} {'peak':>8} {'plan / peak':>12}")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.models:
+            path = Path(folder, name)
+            torch.manual_seed(0)
+            step.make_model(path, MODELS[name]())
+            for dtype in args.dtypes:
+                for mode in args.modes:
+                    changes = MODES[mode] | {"model.dtype": dtype}
+                    planned = memory.plan(config_of(path, changes))
+                    if planned.available is not None and planned.total > planned.available:
+                        print(
+                            f"{name:6} {dtype:9} {mode:12} {memory.size(planned.total):>8} left out"
+                        )
+                        continue
+                    found = in_a_process(path, changes)
+                    if args.json:
+                        print(json.dumps({"model": name, "dtype": dtype, "mode": mode, **found}))
+                        continue
+                    sizes = (f"{found[key] / 2**20:>8,.0f}" for key in ("plan", "peak"))
+                    ratio = f"{found['plan'] / found['peak']:>12.2f}"
+                    print(f"{name:6} {dtype:9} {mode:12} {' '.join(sizes)} {ratio}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
