@@ -116,7 +116,7 @@ class Rogue(Env):
 
 
 class Unreadable(Rogue):
-    """The corridor, with one attribute that raises, ends the program or hangs when it is read."""
+    """The corridor, with one attribute that raises, ends the program, hangs or is empty."""
 
     def __init__(self, attribute: str = "reads_thoughts", then: str = "raise") -> None:
         super().__init__()
@@ -128,5 +128,7 @@ class Unreadable(Rogue):
             if own["then"] == "hang":
                 while True:
                     pass
+            if own["then"] == "be empty":
+                return ()
             raise SystemExit(3) if own["then"] == "exit" else ZeroDivisionError("by zero")
         return object.__getattribute__(self, name)

@@ -176,6 +176,14 @@ def test_an_attribute_that_fails_when_it_is_read_refuses_the_environment(
         assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("isolate", [False, True])
+def test_an_environment_with_no_action_is_refused(isolate: bool) -> None:
+    params = {"attribute": "actions", "then": "be empty"}
+    config = resolve(None, {"env": UNREADABLE, "env.params": params, "env.isolate": isolate})
+    with pytest.raises(RagenError, match="no actions: names, or None for free text, are expected"):
+        make_setup(config, None)
+
+
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="there are no process groups")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_group_interrupts_an_evaluation_and_fails_no_episode(

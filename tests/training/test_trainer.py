@@ -844,6 +844,21 @@ def test_resume_with_a_changed_reference_is_refused(tmp_path: Path) -> None:
         resume(tmp_path / "run", overrides={"steps": 2})
 
 
+def test_a_kl_term_that_comes_later_needs_the_model_that_the_run_began_with(
+    tmp_path: Path,
+) -> None:
+    model = shutil.copytree(make_config().model.path, tmp_path / "model")
+    before = (model / "model.safetensors").read_bytes()
+    train(make_config(steps=1, model__path=str(model)), tmp_path / "run")
+    newest = checkpoint.newest(tmp_path / "run")
+    shutil.copy(newest / "model.safetensors", model / "model.safetensors")
+    resume(tmp_path / "run", overrides={"steps": 2})  # without KL it does not matter
+    with pytest.raises(RagenError, match="reference is lost"):
+        resume(tmp_path / "run", overrides={"steps": 3, "loss.kl": 0.01})
+    (model / "model.safetensors").write_bytes(before)
+    resume(tmp_path / "run", overrides={"steps": 3, "loss.kl": 0.01})
+
+
 def test_train_refuses_an_existing_folder(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with pytest.raises(RagenError, match="exists already"):

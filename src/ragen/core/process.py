@@ -24,6 +24,11 @@ from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 
 class ProcessEndError(BaseException):
     """User code tried to end or to signal the process; ``except Exception`` does not catch it."""
@@ -122,7 +127,14 @@ def _keep_streams(call: Call, fds: Iterable[int]) -> None:
         if ("stream", fd) in call.undo:
             continue
         with suppress(OSError):  # it was closed before
-            call.undo_later(("stream", fd), partial(_put_back, os.dup(fd), fd))
+            call.undo_later(("stream", fd), partial(_put_back, _copy_of(fd), fd))
+
+
+def _copy_of(fd: int) -> int:
+    """A copy with a higher number than those of the streams, which may be closed, too."""
+    if fcntl is None:
+        return os.dup(fd)
+    return int(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3))
 
 
 def _put_back(copy: int, fd: int) -> None:
@@ -186,6 +198,7 @@ def _start_as_daemon(_: Call, thread: threading.Thread) -> None:
 _REFUSED: tuple[tuple[Any, str, Callable[..., bool]], ...] = (
     (os, "_exit", lambda *_: True),
     (os, "abort", lambda *_: True),
+    (os, "closerange", lambda low, high: low < high),  # the program's own files are among them
     (os, "execv", lambda *_: True),
     (os, "execve", lambda *_: True),
     (os, "kill", _is_own_process),
@@ -198,7 +211,6 @@ _UNDONE: tuple[tuple[Any, str, Callable[..., None]], ...] = (
     (os, "chdir", _keep_folder),
     (os, "fchdir", _keep_folder),
     (os, "close", lambda call, fd: _keep_streams(call, [fd])),
-    (os, "closerange", lambda call, low, high: _keep_streams(call, range(low, min(high, 3)))),
     (os, "dup2", lambda call, _, fd, *__, **___: _keep_streams(call, [fd])),
     (os, "umask", _keep_umask),
     (signal, "signal", _keep_handler),

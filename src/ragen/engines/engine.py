@@ -74,6 +74,8 @@ class Engine:
             )
         critic = needs_values(find_estimator(config.advantage.name))
         self.model = prepare_model(config, path, self.model, critic)
+        # Recorded also without a KL term, which may come later. LoRA identifies its base itself.
+        self._first = None if config.lora.rank else hash_tensors(self.model.state_dict().items())
         self.chat = Chat(self.tokenizer, config.prompt.think, config.prompt.history_thoughts)
         self.version = 0
         sampler, temperature = config.rollout.sampler, config.rollout.temperature
@@ -217,7 +219,7 @@ class Engine:
             _save(optimizer_tensors(optimizer), folder / f"{name}.safetensors")
         for name, masters in learner.named_masters().items():
             _save(masters.tensors(), folder / f"{name}.safetensors")
-        return {"version": self.version, "reference": self._reference_hash()}
+        return {"version": self.version, "reference": self._first}
 
     async def load(self, folder: Path, state: dict[str, Any]) -> None:
         """Load what `save` wrote.
@@ -226,13 +228,14 @@ class Engine:
             RagenError: The folder's contents are damaged or belong to another run.
         """
         learner = self.learner
-        saved = state["reference"]  # None if the guard added the KL term after the save
-        current = self._reference_hash()
-        if current is not None and saved not in (None, current):
-            raise RagenError(
-                "the model that this run began with has changed, so its KL reference is lost; "
-                "restore the old weights where model.path points"
-            )
+        saved = state["reference"]
+        if saved is not None and saved != self._first:
+            if learner.reference is not None:
+                raise RagenError(
+                    "the model that this run began with has changed, so its KL reference is lost; "
+                    "restore the old weights where model.path points"
+                )
+            self._first = saved
         if lora.has_adapters(self.model):
             load_adapter(self.model, folder)
         else:
@@ -245,13 +248,6 @@ class Engine:
             masters.restore(_load(folder / f"{name}.safetensors"))
         self.version = int(state["version"])
         await self._push()
-
-    def _reference_hash(self) -> str | None:
-        """A hash of the reference; none with LoRA, whose adapter folder identifies the base."""
-        reference = self.learner.reference
-        if reference is None or reference is self.model:
-            return None
-        return hash_tensors(reference.state_dict().items())
 
     async def close(self) -> None:
         """Free its memory, even while the engine itself is still referenced."""

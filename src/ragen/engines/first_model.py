@@ -68,7 +68,7 @@ def find_first(config: Config, checkpoint: Path, engine_state: dict[str, Any]) -
         return resolve_model(config.model.path, config.env.name)
     others = [*reversed(folders(run)), *held(run)]
     candidates = [path for path in dict.fromkeys([name, *others]) if path in others]
-    expected = _recorded(checkpoint, engine_state)
+    expected = _recorded(config, checkpoint, engine_state)
     if expected is None:
         is_any = name == run or not _is_needed(config, str(candidates[0] if candidates else name))
         intact = (path for path in candidates if path == name or (is_any and is_intact(path)))
@@ -88,9 +88,9 @@ def _is_needed(config: Config, path: str) -> bool:
     return config.may_use_kl or (config.lora.rank > 0 and not is_adapter(path))
 
 
-def _recorded(checkpoint: Path, engine_state: dict[str, Any]) -> str | None:
+def _recorded(config: Config, checkpoint: Path, engine_state: dict[str, Any]) -> str | None:
     """What identifies the model that a run began with; ``None`` if its weights do not matter."""
-    known: str | None = engine_state["reference"]
+    known: str | None = engine_state["reference"] if config.may_use_kl else None
     if is_adapter(checkpoint) and (checkpoint / BASE).exists():
         known = read_object(checkpoint / BASE).get("fingerprint")
     return known

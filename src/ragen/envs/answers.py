@@ -54,6 +54,10 @@ def action_names(value: Any, call: str, max_chars: int) -> tuple[str, ...] | Non
         return None
     if not isinstance(value, tuple | list):
         raise _unfit(call, value, "actions", "a tuple of names, or None, is expected")
+    if not value:
+        raise UserCodeError(
+            f"{call} returned no actions: names, or None for free text, are expected"
+        )
     text("".join(each for each in value if isinstance(each, str)), call, "actions", max_chars)
     return tuple(text(each, call, "an action", max_chars) for each in value)
 
@@ -181,7 +185,8 @@ def reading(value: Any, max_chars: int) -> Reading | None:
         raise UserCodeError(
             f"read_thought returned {shortened(value)}: counts with true ≤ stated are expected"
         )
-    return Reading(int(stated), int(true), action_names(value.plan, "read_thought", max_chars))
+    plan = action_names(value.plan, "read_thought", max_chars) if value.plan != () else None
+    return Reading(int(stated), int(true), plan)
 
 
 def scalar_of(value: Any) -> Any:
