@@ -279,12 +279,12 @@ TAKEN: dict[str, tuple[dict[str, Any], float]] = {
 """Answers that are taken, with the reward of the first step."""
 
 WORKER: dict[str, tuple[Callable[[], object], str]] = {
-    "segmentation fault": (lambda: ctypes.string_at(0), r"exit code -11"),
+    "segmentation fault": (lambda: ctypes.string_at(0), r"signal 11"),
     "C exit": (lambda: ctypes.CDLL(None)._exit(0), r"exit code 0"),
     "C kill": (lambda: ctypes.CDLL(None).raise_(9), "raise_"),
     "killed from outside": (
         lambda: (subprocess.run(["kill", "-9", str(os.getpid())], check=False), time.sleep(9)),
-        "exit code -9",
+        "signal 9",
     ),
     "stopped": (
         lambda: (subprocess.run(["kill", "-STOP", str(os.getpid())], check=False), time.sleep(9)),
@@ -308,7 +308,7 @@ WORKER: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "deep recursion in C": (
         lambda: (sys.setrecursionlimit(10**9), ctypes.string_at(1)),
-        "exit code -11",
+        "signal 11",
     ),
 }
 """What only a worker process survives, by the reason."""

@@ -33,6 +33,8 @@ class Rogue(Env):
             raise RagenError("misdeed = refuse is no misdeed")
         if misdeed == "raise in init":
             raise KeyError("no key")
+        if misdeed == "hang in init":
+            time.sleep(1000)
         self.misdeed, self.every, self.slip = misdeed, every, slip
         self.where, self.level = 0, 0
 
@@ -43,6 +45,10 @@ class Rogue(Env):
     @property
     def actions(self) -> tuple[str, ...]:
         return ("Left", "Right")
+
+    def close(self) -> None:
+        if self._misbehaves("hang in close"):
+            time.sleep(1000)
 
     def _misbehaves(self, misdeed: str) -> bool:
         return misdeed == self.misdeed and self.level % self.every == 0

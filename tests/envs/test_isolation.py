@@ -21,7 +21,7 @@ import pytest
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError
-from ragen.envs import isolation
+from ragen.envs import isolation, registry
 from ragen.envs.isolation import IsolatedEnv, Workers
 from ragen.envs.registry import make
 from ragen.evaluation.evaluation import evaluate_target
@@ -100,7 +100,7 @@ def test_isolated_episodes_are_equal_and_workers_are_reused(start_workers: Any) 
         ("hang in C", "timeout", "longer than 0.3 s in step"),
         ("hang", "timeout", "longer than 0.3 s in step"),
         ("hang in reset", "timeout", "longer than 0.3 s in reset"),
-        ("die", "error", "process ended (exit code -11) in step"),
+        ("die", "error", "process ended (signal 11) in step"),
         ("exit", "error", "SystemExit: 3"),
         ("raise", "error", "ZeroDivisionError: by zero"),
         ("raise in init", "error", "KeyError"),
@@ -150,6 +150,62 @@ def test_calls_of_a_dead_worker_raise(start_workers: Any) -> None:
         with pytest.raises(UserCodeError, match="process"):
             call()
     env.close()
+
+
+@pytest.mark.parametrize(("misdeed", "reason"), [("die", "signal 11"), ("hang", "longer than")])
+def test_a_reset_makes_the_environment_again_after_its_worker_ended(
+    start_workers: Any, misdeed: str, reason: str
+) -> None:
+    env = start_workers(timeout_s=0.3, misdeed=misdeed, every=2).make()
+    for level in range(4):
+        env.reset(seed=level)
+        if level % 2:
+            assert env.step("Right")[0] == ".A..."
+        else:
+            with pytest.raises(UserCodeError, match=reason):
+                env.step("Right")
+    env.close()
+
+
+def test_baselines_after_a_worker_s_crash_equal_those_after_an_exception() -> None:
+    """Every third level fails; the levels after it count."""
+    values = {"env": ROGUE, "env.params.slip": 0.25, "env.params.every": 3}
+    in_process, _ = evaluate_target("random", values | {"env.params.misdeed": "raise"}, episodes=7)
+    crashing = values | {"env.params.misdeed": "die", "env.isolate": True}
+    isolated, _ = evaluate_target("random", crashing, episodes=7)
+    assert (isolated.random, isolated.optimal) == (in_process.random, in_process.optimal)
+    assert (isolated.random_return, isolated.failed) == (in_process.random_return, 3)
+
+
+def test_a_crash_on_most_levels_is_the_reason_that_there_are_no_baselines() -> None:
+    values = {"env": ROGUE, "env.params": {"misdeed": "die", "every": 2}, "env.isolate": True}
+    with pytest.raises(RagenError, match=r"baselines: .* ended \(signal 11\) in step"):
+        evaluate_target("random", values, episodes=4)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_hang_in_close_costs_one_time_limit(
+    monkeypatch: pytest.MonkeyPatch, isolate: bool
+) -> None:
+    monkeypatch.setattr(registry, "CLOSE_S", 0.5)
+    monkeypatch.setattr(registry, "_HANGING", set())
+    values = {"env": ROGUE, "env.params.misdeed": "hang in close", "env.isolate": isolate}
+    start = time.monotonic()
+    result, _ = evaluate_target("random", values | {"env.timeout_s": 1.0}, episodes=8)
+    assert result.failed == 0 and time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_hang_in_init_ends_an_evaluation_at_once(
+    monkeypatch: pytest.MonkeyPatch, isolate: bool
+) -> None:
+    monkeypatch.setattr(registry, "LOAD_S", 0.5)
+    values = {"env": ROGUE, "env.params.misdeed": "hang in init", "env.isolate": isolate}
+    start = time.monotonic()
+    with pytest.raises(RagenError, match=r"cannot be made: .* longer than 0\.5 s"):
+        evaluate_target("random", values, episodes=4)
+    assert time.monotonic() - start < 5
 
 
 def test_an_environment_that_cannot_be_made_is_a_ragen_error() -> None:

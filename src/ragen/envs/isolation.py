@@ -76,6 +76,7 @@ class Workers:
         self._job = (env, dict(params), timeout_s, memory_gb)
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
+        self.can_close = True  # until an environment hangs in it
 
     def make(self) -> Env:
         """An environment in a worker; closing it returns the worker.
@@ -83,13 +84,22 @@ class Workers:
         Raises:
             UserCodeError: The environment cannot be made.
         """
-        worker = self._idle.pop() if self._idle else _Worker(self._context, self._job)
-        self._all.add(worker)
+        worker = self.take()
         try:
             return IsolatedEnv(self, worker)
         except UserCodeError:
             self.give_back(worker)
             raise
+
+    def take(self) -> _Worker:
+        """An idle worker, or a new one; `give_back` returns it.
+
+        Raises:
+            UserCodeError: No process can be started.
+        """
+        worker = self._idle.pop() if self._idle else _Worker(self._context, self._job)
+        self._all.add(worker)
+        return worker
 
     def give_back(self, worker: _Worker) -> None:
         """Keep a living worker for the next environment."""
@@ -206,7 +216,9 @@ class _Worker:
         self._process.join(1.0)
         code = self._process.exitcode
         self.stop()
-        how = "closed its connection" if code is None else f"ended (exit code {code})"
+        how = "closed its connection"
+        if code is not None:
+            how = f"ended (signal {-code})" if code < 0 else f"ended (exit code {code})"
         return UserCodeError(f"the environment's process {how} in {call}")
 
     def stop(self) -> None:
@@ -241,8 +253,9 @@ def _reading(answer: Any) -> Reading | None:
 class IsolatedEnv(Env):
     """A proxy of an environment in a worker: each method is one call over the pipe.
 
-    Its texts are the environment's own after it was made, reset or restored. Every method raises
-    `UserCodeError` where the environment raises, takes too long, or its process dies.
+    Its texts are the environment's own after it was made, reset or restored. Every method but
+    `close` raises `UserCodeError` where the environment raises, takes too long, or its process
+    dies. After its process has died, `reset` makes the environment again in another one.
     """
 
     rules: str = ""
@@ -261,6 +274,10 @@ class IsolatedEnv(Env):
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         """See `Env.reset`."""
+        if not self._worker.alive:
+            self._workers.give_back(self._worker)
+            self._worker = self._workers.take()
+            self._keep_texts("make")
         observation, info = self._worker.ask("reset", seed, options)
         self._keep_texts()
         return observation, info
@@ -282,15 +299,21 @@ class IsolatedEnv(Env):
         raise TypeError("an environment in a worker process cannot be copied; use get_state")
 
     def close(self) -> None:
-        """Close the environment and return its worker."""
+        """Close the environment and return its worker; a failure to close is no failure.
+
+        After one hang in `close`, the process is ended instead.
+        """
         if self._closed:
             return
         self._closed = True
         try:
-            if self._worker.alive:
+            if not self._workers.can_close:
+                self._worker.stop()
+            elif self._worker.alive:
                 self._worker.ask("close")
-        finally:
-            self._workers.give_back(self._worker)
+        except UserCodeError as failure:
+            self._workers.can_close = not failure.timed_out
+        self._workers.give_back(self._worker)  # not where an interrupt leaves an answer to come
 
 
 def _serve(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, get_type_hints
@@ -13,10 +13,13 @@ from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from ragen.core.errors import RagenError, nearest
 from ragen.core.plugins import LOAD_S, installed, load_object
-from ragen.core.user_code import UserCodeError, boundary
+from ragen.core.user_code import Stopwatch, UserCodeError, boundary
 from ragen.envs.contract import Env
 
 Built = TypeVar("Built")
+
+CLOSE_S = 5.0
+"""Seconds that an environment may take to close after it was tried or its baselines were played."""
 
 GROUP = "ragen.envs"
 """Entry-point group under which packages register their environments."""
@@ -122,8 +125,26 @@ def closing_env(env: Env) -> Iterator[Env]:
     try:
         yield env
     finally:
-        with suppress(UserCodeError), boundary("close", LOAD_S):
+        close_env(env, CLOSE_S)
+
+
+def close_env(env: Env, timeout_s: float | None, stopwatch: Stopwatch | None = None) -> None:
+    """Close an environment behind the boundary; a failure to close is no failure.
+
+    After one hang, environments of this class are not closed: each would cost a time limit.
+    """
+    if type(env) in _HANGING:
+        return
+    try:
+        with boundary("close", timeout_s, stopwatch):
             env.close()
+    except UserCodeError as failure:
+        if failure.timed_out:
+            _HANGING.add(type(env))
+
+
+_HANGING: set[type[Env]] = set()
+"""The classes that hung in `close`."""
 
 
 def try_env(name: str, params: Mapping[str, Any]) -> type[Env]:

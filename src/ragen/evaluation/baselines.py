@@ -15,7 +15,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from ragen.core.seeding import derive
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs import answers
 from ragen.envs.contract import Baselines, Env
-from ragen.envs.registry import closing_env, make, try_env
+from ragen.envs.registry import closing_env, env_class, make
 from ragen.rollout.players import Player, random_player, solver
 
 VERSION = 1
@@ -66,8 +66,8 @@ def measure_baselines(
 
     They are exact for environments with `Env.baselines` (all of RAGEN's). In others, both players
     play `draws` episodes per level, without those in which the environment fails. `name` and
-    `params` are those of `make`, `levels` are seeds, and `build` makes the instance to play, by
-    default with `make`.
+    `params` are those of `make`, `levels` are seeds, and `build` makes the instance to play in a
+    worker process, by default `make` in this one.
 
     Raises:
         RagenError: The environment cannot be made, or mostly fails when it is played.
@@ -81,7 +81,7 @@ def measure_baselines(
         raise ValueError("baselines need at least one level")
     key = {
         "version": VERSION,
-        "sources": sources(try_env(name, params)),
+        "sources": sources(env_class(name)),
         "env": name,
         "params": dict(params),
         "budget": asdict(budget),
@@ -96,7 +96,7 @@ def measure_baselines(
         if known is not None:
             return known
     try:
-        with closing_env(build() if build else make(name, **params)) as played:
+        with closing(build()) if build else closing_env(make(name, **params)) as played:
             baselines = compute_baselines(played, budget, levels, draws=draws)
     except UserCodeError as error:
         raise RagenError(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from ragen.core.user_code import Stopwatch, UserCodeError, boundary, hold_timer, release_timer
 from ragen.envs import answers
 from ragen.envs.answers import MAX_CHARS
 from ragen.envs.contract import Env, Reading
+from ragen.envs.registry import close_env
 
 
 class GuardedEnv:
@@ -114,8 +114,7 @@ class GuardedEnv:
 
     def close(self) -> None:
         """Let the environment free its resources; a failure here does not fail the episode."""
-        with suppress(UserCodeError), self._calling("close"):
-            self.env.close()
+        close_env(self.env, self._timeout_s, self._stopwatch)
         self._release()
         self._release = lambda: None
 
