@@ -133,12 +133,20 @@ def adapter_shapes(config: Config, sizes: Sizes) -> list[Shape]:
     Raises:
         RagenError: LoRA does not suit the model.
     """
-    rank = config.lora.rank
-    if not rank:
-        return []
-    names = adapted(sizes.linear, config.lora.targets, rank)
-    layers = [s for name, s in sizes.linear.items() if name.rpartition(".")[2] in names]
+    rank, layers = config.lora.rank, adapted_layers(config, sizes)
     return [shape for rows, columns in layers for shape in ((rank, columns), (rows, rank))]
+
+
+def adapted_layers(config: Config, sizes: Sizes) -> list[Shape]:
+    """The shapes of the linear layers that get LoRA matrices, (outputs, inputs).
+
+    Raises:
+        RagenError: LoRA does not suit the model.
+    """
+    if not config.lora.rank:
+        return []
+    names = adapted(sizes.linear, config.lora.targets, config.lora.rank)
+    return [shape for name, shape in sizes.linear.items() if name.rpartition(".")[2] in names]
 
 
 def uses_critic(config: Config) -> bool:
@@ -269,7 +277,9 @@ def activations_bytes(sizes: Sizes, config: Config) -> int:
         6 D + 2 H d + 2 K d + 4 I
 
     plus 2 D in bfloat16, whose norms compute in float32, plus 2 H times the length if attention
-    stores its scores (eager). With gradient checkpointing it is D per layer and one full layer.
+    stores its scores (eager). An adapted linear layer keeps, in float32, as many numbers as it has
+    outputs, and in bfloat16 its input as well. With gradient checkpointing it is D per layer and
+    one full layer.
     """
     item, width = ITEM[config.model.dtype], sizes.width
     norms = 6 if item == FLOAT else 8
@@ -277,11 +287,14 @@ def activations_bytes(sizes: Sizes, config: Config) -> int:
     layer = norms * width + 2 * heads * sizes.head_width + 4 * sizes.inner
     if sizes.stores_scores:
         layer += 2 * sizes.heads * config.model.max_length
-    numbers = layer * sizes.num_layers
+    adapters = 0
+    for rows, columns in adapted_layers(config, sizes):
+        adapters += FLOAT * (rows if item == FLOAT else rows + columns)
+    num_layers = sizes.num_layers
+    kept = item * layer * num_layers + adapters
     if config.model.gradient_checkpointing:
-        numbers = width * sizes.num_layers + layer
-    tokens = max(config.update.microbatch_tokens, config.model.max_length)
-    return int(tokens * numbers) * item
+        kept = item * width * num_layers + kept // num_layers
+    return kept * max(config.update.microbatch_tokens, config.model.max_length)
 
 
 def _numbers(shapes: Iterable[Shape]) -> int:
