@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -306,6 +307,12 @@ def test_a_model_from_the_hub_is_cached_for_use_without_a_network(hub: Callable[
     assert model_config(words, "me/tiny").model_type == "qwen2"
     assert read_sizes("me/tiny") == read_sizes(str(Hub.folder))
     assert not (words / "model.safetensors").exists(), "sizes need the headers only"
+    index = {"metadata": {}, "weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
+    (words / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(Hub.folder / "model.safetensors", words / "a.safetensors")
+    assert read_sizes("me/tiny") == read_sizes(str(Hub.folder)), "a download that was interrupted"
+    (words / "model.safetensors.index.json").unlink()
+    (words / "a.safetensors").unlink()
     loaded, _ = load_policy("me/tiny", "cpu", "float32")
     probe = torch.arange(6)[None]
     assert torch.equal(loaded(probe).logits, tiny_model(WORDS)(probe).logits)

@@ -98,12 +98,15 @@ def read_sizes(name: str) -> Sizes:
     """
     folder = model_folder(name, weights=False)
     raw = read_config(folder, name)
-    if Path(name).is_dir() or any(folder.glob("*.safetensors")):
-        found: dict[str, Shape] = {}
-        for file in weight_files(folder, name):
-            found |= {each: tuple(shape) for each, shape in shapes(file).items()}
-    else:
-        found = hub_shapes(name)
+    try:
+        files = weight_files(folder, name)
+    except RagenError:
+        if Path(name).is_dir():
+            raise
+        return sizes_of(raw, hub_shapes(name))  # not all of them have been downloaded
+    found: dict[str, Shape] = {}
+    for file in files:
+        found |= {each: tuple(shape) for each, shape in shapes(file).items()}
     return sizes_of(raw, found)
 
 
