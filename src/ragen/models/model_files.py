@@ -80,7 +80,7 @@ def read_config(folder: Path, name: str | Path) -> dict[str, Any]:
     `name` is the user's name for the model, for error messages.
 
     Raises:
-        RagenError: The folder holds no model, or a file is malformed.
+        RagenError: The folder holds no model, a quantised one, or a malformed file.
     """
     path = folder / "config.json"
     if folder.is_file():
@@ -90,6 +90,11 @@ def read_config(folder: Path, name: str | Path) -> dict[str, Any]:
     check_files(folder)
     raw = read_object(path)
     check_config(raw, path)
+    if raw.get("quantization_config") is not None:
+        raise RagenError(
+            f"the weights of '{name}' are quantised and cannot be trained; use the model that it "
+            "was made from"
+        )
     return raw
 
 

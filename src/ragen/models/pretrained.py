@@ -46,11 +46,6 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
             f"the model '{name}' ({config.model_type}) is no causal language model: it does not "
             "write on where a text ends; use one such as Qwen/Qwen2.5-0.5B-Instruct"
         )
-    if getattr(config, "quantization_config", None) is not None:
-        raise RagenError(
-            f"the weights of '{name}' are quantised and cannot be trained; use the model that it "
-            "was made from"
-        )
     with load_errors(name, str(path)):
         text = config.get_text_config()
     if not isinstance(text, PreTrainedConfig):
