@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ragen.models import fast_blocks, fast_decoder, fast_qwen2, fast_scores
+from ragen.models import fast_decoder, fast_qwen2, fast_scores, key_store, packing
 from ragen.models import model as ragen_model
 from ragen.models.decoder import HFDecoder, make_decoder
 from ragen.models.model import Critic, cross_scores, padded_hidden_states
@@ -51,8 +51,8 @@ def test_samples_with_a_shared_prefix_equal_the_general_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two groups, one member with a prompt of its own, one without a wanted token."""
-    monkeypatch.setattr(fast_blocks, "SHARED", 3)
-    monkeypatch.setattr(fast_blocks, "QUERIES", 2)
+    monkeypatch.setattr(packing, "SHARED", 3)
+    monkeypatch.setattr(packing, "QUERIES", 2)
     model = tiny(num_hidden_layers=2)
     generator = torch.Generator().manual_seed(2)
     token_ids_BT = torch.randint(0, 40, (6, 12), generator=generator)
@@ -62,7 +62,7 @@ def test_samples_with_a_shared_prefix_equal_the_general_path(
     wanted_BT = torch.zeros(6, 12, dtype=torch.bool)
     wanted_BT[0, [4, 5, 9]] = wanted_BT[2, [5, 8]] = wanted_BT[3, 4] = True
     wanted_BT[1, 2] = wanted_BT[4, [4, 6]] = wanted_BT[5, 4] = True
-    origin_B, shared_B = fast_blocks.shared_prefixes(token_ids_BT, lengths_B, wanted_BT)
+    origin_B, shared_B = packing.shared_prefixes(token_ids_BT, lengths_B, wanted_BT)
     assert origin_B.tolist() == [0, 1, 0, 0, 1, 5]
     assert shared_B.tolist() == [0, 0, 5, 4, 4, 0]  # up to the first wanted position of each
     assert_equal_to_the_general_path(model, token_ids_BT, lengths_B, wanted_BT)
@@ -119,7 +119,7 @@ def test_decoder_equals_the_general_one_for_ragged_slots() -> None:
 def test_attention_scores_in_several_parts_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = tiny(), [list(range(i, i + 3 + i)) for i in range(5)]
     full = make_decoder(model, 5, 16).prefill(range(5), [0] * 5, tokens)
-    monkeypatch.setattr(fast_decoder, "SCORES", 1)
+    monkeypatch.setattr(key_store, "SCORES", 1)
     parts = make_decoder(model, 5, 16).prefill(range(5), [0] * 5, tokens)
     assert_close(parts, full)
 

@@ -30,6 +30,7 @@ from ragen.models.adapter_folder import (
     save_adapter,
 )
 from ragen.models.decoder import HFDecoder, make_decoder
+from ragen.models.loading import recompute_layers
 from ragen.models.lora import acting, adapter_of, attach
 from ragen.models.model import hidden_states
 from ragen.models.names import ADAPTER_CONFIG, base_of, is_adapter
@@ -335,8 +336,7 @@ def test_gradients_do_not_depend_on_microbatches_and_checkpointing(
         roles: tuple[Role, ...] = ("policy",) if shared else BOTH
         policy = adapted(tiny_model(tiny_tokenizer()), roles, rank=4)
         if checkpointing:
-            policy.gradient_checkpointing_enable({"use_reentrant": False})
-            policy.train()
+            recompute_layers(policy)
         one = Learner(
             policy,
             UpdateConfig(microbatch_tokens=tokens),

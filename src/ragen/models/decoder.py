@@ -25,21 +25,78 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ragen.core.errors import RagenError
-from ragen.models import fast_qwen2
+from ragen.models import fast_qwen2, packed
 from ragen.models.fast_decoder import Qwen2Decoder
+from ragen.models.key_store import KeyStore
 from ragen.models.precision import output_logits, shape_of
 
 
 def make_decoder(
     model: PreTrainedModel, num_slots: int, max_length: int, *, fast: bool = True
-) -> HFDecoder | Qwen2Decoder:
+) -> HFDecoder | FlatDecoder | Qwen2Decoder:
     """The fastest decoder that is exact for this model, or the general one if not `fast`.
 
-    The fast one keeps fused copies of all weights, which pays off for small models on a CPU.
+    That for Qwen2 keeps fused copies of all weights, which pays off for small models on a CPU.
     """
-    if fast and model.device.type == "cpu" and fast_qwen2.supports(model):
-        return Qwen2Decoder(model, num_slots, max_length)
+    if fast and model.device.type == "cpu":
+        if fast_qwen2.supports(model):
+            return Qwen2Decoder(model, num_slots, max_length)
+        if packed.longest(model.get_decoder()) >= max_length:
+            return FlatDecoder(model, num_slots, max_length)
     return HFDecoder(model, num_slots, max_length)
+
+
+class FlatDecoder:
+    """Slots for a model on a CPU that reads flat tokens (`ragen.models.packed.longest`).
+
+    New tokens of all slots are one list without padding. A beginning that slots share is held and
+    read once. The model's weights are read at every call, so an update is seen at once.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
+        self.model = model
+        self.store = KeyStore(num_slots, max_length)
+
+    @torch.no_grad()
+    def prefill(
+        self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """See `HFDecoder.prefill`."""
+        counts_N = torch.tensor([len(row) for row in tokens])
+        token_ids_F = torch.tensor(list(chain.from_iterable(tokens)))
+        return self._read(torch.tensor(slots), torch.tensor(starts), counts_N, token_ids_F)
+
+    @torch.no_grad()
+    def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
+        """See `HFDecoder.decode`."""
+        return self._read(slots_N, starts_N, torch.ones_like(slots_N), tokens_N)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """See `HFDecoder.copy`."""
+        self.store.share(source, target, length)
+
+    def refresh(self) -> None:
+        """See `HFDecoder.refresh`."""
+        self.store.clear()
+
+    def _read(
+        self, slots_N: Tensor, starts_N: Tensor, counts_N: Tensor, token_ids_F: Tensor
+    ) -> Tensor:
+        """Logits (N, V) after each slot's last new token."""
+        self.store.begin(slots_N, starts_N)
+        reach = self.store.reach(slots_N, starts_N, counts_N)
+
+        def mix(layer: int, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, scale: float) -> Tensor:
+            stored = self.store.write(layer, reach.places, k_FKD, v_FKD)
+            mixed_FE = reach.attend(q_FHD.float().mul(scale), stored)
+            return mixed_FE.view(*q_FHD.shape[:2], -1).to(q_FHD.dtype)
+
+        decoder = self.model.get_decoder()
+        states_FD = packed.read(decoder, token_ids_F, reach.places[1], mix)
+        head = self.model.get_output_embeddings()
+        last_ND = states_FD[counts_N.cumsum(0) - 1]
+        logits_NV = output_logits(last_ND, head.weight, getattr(head, "bias", None))
+        return shape_of(self.model).of(logits_NV)
 
 
 class HFDecoder:

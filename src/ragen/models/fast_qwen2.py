@@ -1,10 +1,8 @@
 """A fast float32 Qwen2 for learning on CPUs: the same function as transformers' model.
 
-The tokens of all samples are one flat list without padding, from the embedding to the last norm. A
-prompt that several samples share is computed once. Attention works on blocks of a sample's queries,
-and a block reads only the keys up to its own last query. Rows pass the wide layers in chunks that
-fit the processor's cache, forward and backward. In the last layer, queries and everything after
-them are computed at the wanted positions only.
+The tokens of all samples are one flat list (`ragen.models.packing`), from the embedding to the last
+norm. Rows pass the wide layers in chunks that fit the processor's cache, forward and backward. In
+the last layer, queries and everything after them are computed at the wanted positions only.
 
 Axes: **B** samples, **T** tokens, **F** flat tokens, **N** flat tokens with a query, **H** heads,
 **K** key–value heads, **D** width, **E** heads times width, **R** half a head's width.
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ragen.models.fast_blocks import Block, blocks_of, shared_prefixes
+from ragen.models.packing import Block, attend, attend_backward, pack
 
 CHUNK = 512
 """Rows that pass a wide layer at once on a CPU (512 × 1,024 floats are 2 MB)."""
@@ -60,22 +58,18 @@ def hidden_states(
 ) -> Tensor:
     """`ragen.models.model.hidden_states` for a model that `supports` accepts; differentiable."""
     backbone: Any = getattr(model, "model", model)
-    origin_B, shared_B = shared_prefixes(token_ids_BT, lengths_B, wanted_BT)
-    columns_T = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device)
-    own_BT = (columns_T >= shared_B[:, None]) & (columns_T < lengths_B[:, None])
-    rows_F, columns_F = own_BT.nonzero(as_tuple=True)
-    wanted_F = wanted_BT[rows_F, columns_F].nonzero()[:, 0]
-    assert len(wanted_F) == int(wanted_BT.sum()), "wanted beyond a row's length"
+    packing = pack(token_ids_BT, lengths_B, wanted_BT)
+    columns_F, wanted_N = packing.places[1], packing.wanted_N
     rope_T1R = rope_table(backbone, token_ids_BT.shape[1])
-    rope_F1R, rope_N1R = rope_T1R[columns_F], rope_T1R[columns_F[wanted_F]]
+    rope_F1R, rope_N1R = rope_T1R[columns_F], rope_T1R[columns_F[wanted_N]]
 
-    states_FD = backbone.embed_tokens(token_ids_BT[rows_F, columns_F])
+    states_FD = backbone.embed_tokens(token_ids_BT[packing.places])
     *body, last = backbone.layers
-    every = blocks_of(origin_B, shared_B, own_BT, own_BT)
+    every = packing.blocks()
     for layer in body:
         states_FD = _layer(layer, states_FD, states_FD, rope_F1R, rope_F1R, every)
-    some = blocks_of(origin_B, shared_B, own_BT, wanted_BT)
-    states_ND = _layer(last, states_FD[wanted_F], states_FD, rope_N1R, rope_F1R, some)
+    some = packing.blocks(only_wanted=True)
+    states_ND = _layer(last, states_FD[wanted_N], states_FD, rope_N1R, rope_F1R, some)
     final_ND: Tensor = backbone.norm(states_ND)
     return final_ND
 
@@ -198,15 +192,7 @@ class _Attention(torch.autograd.Function):
         q_NHD = rotate(q_NE.unflatten(1, (-1, head_dim)), rope_N1R).mul_(head_dim**-0.5)
         k_FKD, v_FKD = kv_FE.unflatten(1, (-1, head_dim)).chunk(2, dim=1)
         k_FKD = rotate(k_FKD, rope_F1R)
-        out_NHD = torch.empty_like(q_NHD)
-        weights = []
-        for block in blocks:
-            k_WKD, v_WKD = block.keys(k_FKD), block.keys(v_FKD)
-            scores = torch.bmm(_by_kv(q_NHD[block.queries], k_FKD), k_WKD.permute(1, 2, 0))
-            grouped = scores.view(len(scores), len(block.mask), -1, scores.shape[2])
-            grouped[..., block.seen :].add_(block.mask)
-            weights.append(torch.softmax(scores, dim=-1))
-            _from_kv(torch.bmm(weights[-1], v_WKD.transpose(0, 1)), out_NHD[block.queries])
+        out_NHD, weights = attend(q_NHD, k_FKD, v_FKD, blocks)
         ctx.save_for_backward(q_NHD, k_FKD, v_FKD, out_NHD, rope_N1R, rope_F1R, *weights)
         ctx.blocks = blocks
         return out_NHD.flatten(1)
@@ -215,36 +201,12 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_NHD, k_FKD, v_FKD, out_NHD, rope_N1R, rope_F1R, *weights = ctx.saved_tensors
         grad_NHD = grads[0].view(out_NHD.shape)
-        # The gradient of a softmax: dS = P ⊙ (dP − Σ dP ⊙ P), and the sum is that of dO ⊙ O.
-        sum_NH1 = (grad_NHD * out_NHD).sum(-1, keepdim=True)
-        grad_q = torch.empty_like(q_NHD)
-        grad_k, grad_v = torch.zeros_like(k_FKD), torch.zeros_like(k_FKD)
-        for block, weight in zip(ctx.blocks, weights, strict=True):
-            queries = block.queries
-            grad = _by_kv(grad_NHD[queries], k_FKD)
-            block.add(grad_v, torch.bmm(weight.transpose(1, 2), grad).transpose(0, 1))
-            inner = torch.bmm(grad, block.keys(v_FKD).permute(1, 2, 0))
-            inner.sub_(_by_kv(sum_NH1[queries], k_FKD)).mul_(weight)
-            _from_kv(torch.bmm(inner, block.keys(k_FKD).transpose(0, 1)), grad_q[queries])
-            q = _by_kv(q_NHD[queries], k_FKD)
-            block.add(grad_k, torch.bmm(inner.transpose(1, 2), q).transpose(0, 1))
+        blocks = zip(ctx.blocks, weights, strict=True)
+        grad_q, grad_k, grad_v = attend_backward(grad_NHD, q_NHD, k_FKD, v_FKD, out_NHD, blocks)
         grad_q = rotate(grad_q, rope_N1R.conj()).mul_(q_NHD.shape[2] ** -0.5)
         grad_k = rotate(grad_k, rope_F1R.conj())
         grad_kv = torch.cat((grad_k, grad_v), dim=1)
         return grad_q.flatten(1), grad_kv.flatten(1), None, None, None, None
-
-
-def _by_kv(x_NHD: Tensor, k_FKD: Tensor) -> Tensor:
-    """(N, H, D) to (K, N · H/K, D): queries that read the same keys are rows of one matrix."""
-    x_NKGD = x_NHD.view(len(x_NHD), k_FKD.shape[1], -1, x_NHD.shape[2])
-    return x_NKGD.transpose(0, 1).reshape(k_FKD.shape[1], -1, x_NHD.shape[2])
-
-
-def _from_kv(x_KQD: Tensor, out_NHD: Tensor) -> None:
-    """The inverse of `_by_kv`, written into (N, H, D)."""
-    num_kv, num_rows = len(x_KQD), len(out_NHD)
-    x_KNGD = x_KQD.view(num_kv, num_rows, -1, x_KQD.shape[2])
-    out_NHD.view(num_rows, num_kv, -1, x_KQD.shape[2]).copy_(x_KNGD.transpose(0, 1))
 
 
 class _NormLinear(torch.autograd.Function):

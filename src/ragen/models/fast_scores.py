@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ragen.models.fast_decoder import SCORES, fused_layers, matmul
+from ragen.models.fast_decoder import fused_layers
 from ragen.models.fast_qwen2 import as_complex, chunks, inverse_rms, rope_table
+from ragen.models.key_store import SCORES, matmul
 
 
 class PrefixReader:
@@ -27,9 +28,6 @@ class PrefixReader:
 
     `model` is one that `ragen.models.fast_qwen2.supports` accepts; its weights are copied.
     """
-
-    tokens_per_row = 0
-    """Tokens of the prompt that each thought holds again."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         attention = model.model.layers[0].self_attn
@@ -42,8 +40,8 @@ class PrefixReader:
         self._values = [torch.empty(0)] * len(self._layers)
 
     @torch.no_grad()
-    def read(self, prompt: Sequence[int]) -> Tensor:
-        """Keep a prompt's keys and values; returns its last state (D,)."""
+    def read(self, prompt: Sequence[int]) -> None:
+        """Keep a prompt's keys and values, and its last state."""
         device = self._model.device
         rope_P1R = rope_table(self._model, len(prompt))
         x_PD = self._model.embed_tokens(torch.tensor(prompt, device=device))
@@ -59,14 +57,28 @@ class PrefixReader:
                 q_1HPE, k_1KPE, v_1KPE, is_causal=not is_last, scale=1.0, enable_gqa=True
             )
             x_PD = self._finish(x_PD, mixed_1HPE[0].transpose(0, 1), weights)
-        return self._normed(x_PD)[0]
+        self._last_D = self._normed(x_PD)[0]
 
     @torch.no_grad()
-    def follow(self, ids_RT: Tensor, is_real_RT: Tensor) -> Tensor:
-        """States (F, D) of the real tokens of thoughts that follow the prompt.
+    def follow(self, thoughts: Sequence[Sequence[int]]) -> Tensor:
+        """The states from which each token of the thoughts is predicted, thought by thought.
 
-        Tokens (R, T) are padded on the right.
+        Each thought follows the prompt and has a token at least. The states are (N, D).
         """
+        device = self._model.device
+        rows = [torch.tensor(thought, device=device) for thought in thoughts]
+        ids_RT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        lengths_R = torch.tensor([len(thought) for thought in thoughts], device=device)
+        is_real_RT = torch.arange(ids_RT.shape[1], device=device) < lengths_R[:, None]
+        # The state before each token: the prompt's last one, then those of the thought's tokens.
+        states_RTD = self._last_D.expand(*ids_RT.shape, -1).clone()
+        if ids_RT.shape[1] > 1:
+            is_followed_RT = is_real_RT[:, 1:]
+            states_RTD[:, 1:][is_followed_RT] = self._read_after(ids_RT[:, :-1], is_followed_RT)
+        return states_RTD[is_real_RT]
+
+    def _read_after(self, ids_RT: Tensor, is_real_RT: Tensor) -> Tensor:
+        """States (F, D) of the real tokens (R, T) of rows that are padded on the right."""
         num_prompt = self._keys[0].shape[2]
         rope_T1R = rope_table(self._model, num_prompt + ids_RT.shape[1])[num_prompt:]
         columns_F = is_real_RT.nonzero()[:, 1]

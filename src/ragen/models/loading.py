@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -48,6 +48,7 @@ from ragen.models.model_files import (
     weight_files,
 )
 from ragen.models.names import EMBEDDED, embedded_folder
+from ragen.models.packed import attending
 from ragen.models.precision import shape_of
 from ragen.models.pretrained import load_errors, model_config
 from ragen.storage.checkpoint import hash_file
@@ -395,8 +396,18 @@ def recompute_layers(model: PreTrainedModel) -> None:
         )
     for layer in layers:
         layer.gradient_checkpointing = True  # `is_gradient_checkpointing` reads it
-        again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        layer.forward = again
+        layer.forward = partial(
+            checkpoint,
+            layer.forward,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=partial(_same_attention, backbone(model).config),
+        )
+
+
+def _same_attention(config: PreTrainedConfig) -> tuple[Any, Any]:
+    """Contexts of a layer's forward and of its repetition, which needs the same attention."""
+    return nullcontext(), attending(config, config._attn_implementation)
 
 
 @torch.no_grad()

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ragen.models import fast_qwen2
+from ragen.models import fast_qwen2, packed
 from ragen.models.fast_scores import PrefixReader
 from ragen.models.lora import adapter_of, has_adapters
 from ragen.models.precision import Shape, output_logits, shape_of
@@ -35,15 +36,22 @@ def hidden_states(
     are their real tokens, and the padding never changes the result. `wanted_BT` is true only within
     `lengths_B`. The states are (N, D), row by row, for N true entries.
     """
-    if shares_prompts(model):
+    if is_fast(model):
         return fast_qwen2.hidden_states(model, token_ids_BT, lengths_B, wanted_BT)
+    if token_ids_BT.shape[1] <= packed.longest(backbone(model)):
+        return packed.hidden_states(backbone(model), token_ids_BT, lengths_B, wanted_BT)
     return padded_hidden_states(model, token_ids_BT, lengths_B, wanted_BT)
 
 
-def shares_prompts(model: PreTrainedModel) -> bool:
-    """Whether `hidden_states` computes a prompt that several rows share only once."""
-    recomputes = model.is_gradient_checkpointing  # the fast path does not support it
+def is_fast(model: PreTrainedModel) -> bool:
+    """Whether `hidden_states` uses the code for a plain Qwen2 on a CPU."""
+    recomputes = model.is_gradient_checkpointing  # which that code does not support
     return model.device.type == "cpu" and not recomputes and fast_qwen2.supports(model)
+
+
+def shares_prompts(model: PreTrainedModel) -> bool:
+    """Whether `hidden_states` pads no rows and computes a prompt that several share only once."""
+    return is_fast(model) or packed.longest(backbone(model)) > 0
 
 
 def padded_hidden_states(
@@ -211,19 +219,28 @@ def cross_scores(
     """The matrix S_ij = log p(z_i | x_j), (N, M) in float64 on the CPU.
 
     The x_j and z_i are given as token ids, at least one of each; logits are divided by
-    `temperature`. At most `max_tokens` tokens are in memory at once, including each thought's
-    prompt; a single row may be longer.
+    `temperature`. At most `max_tokens` tokens are in memory at once; a single row may be longer.
 
-    A prompt is read once; its keys and values then serve as the prefix of all thoughts.
+    Thoughts that are scored together share their prompt where the model `shares_prompts`.
     """
     scores_NM = torch.zeros(len(thoughts), len(prompts), dtype=torch.float64)
-    reader = PrefixReader(model) if shares_prompts(model) else _CachedReader(model)
+    lengths = [len(thought) for thought in thoughts]
+    shares = shares_prompts(model)
+    reader = PrefixReader(model) if is_fast(model) else None
     for column, prompt in enumerate(prompts):
-        last_D = reader.read(prompt)
-        lengths = [len(thought) for thought in thoughts]
-        for rows in rectangles(lengths, reader.tokens_per_row, max_tokens):
+        if reader is not None:
+            reader.read(prompt)
+        for rows in rectangles(lengths, 0 if shares else len(prompt), max_tokens):
             part = [thoughts[row] for row in rows]
-            scores_NM[rows, column] = _thought_scores(model, reader, last_D, part, temperature)
+            targets_N = torch.tensor(list(chain.from_iterable(part)), device=model.device)
+            if reader is not None:
+                states_ND = reader.follow(part)
+            else:
+                states_ND = _states_before(model, prompt, part)
+            logprobs_N, _ = token_logprobs(model, states_ND, targets_N, temperature)
+            counts_R = torch.tensor([len(thought) for thought in part])
+            row_N = torch.repeat_interleave(torch.tensor(rows), counts_R)
+            scores_NM[:, column].index_add_(0, row_N, logprobs_N.double().cpu())
     return scores_NM
 
 
@@ -241,53 +258,13 @@ def rectangles(lengths: Sequence[int], prefix: int, max_tokens: int) -> list[lis
     return parts
 
 
-def _thought_scores(
-    model: PreTrainedModel,
-    reader: PrefixReader | _CachedReader,
-    last_D: Tensor,
-    thoughts: Sequence[Sequence[int]],
-    temperature: float,
+def _states_before(
+    model: PreTrainedModel, prompt: Sequence[int], thoughts: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Scores (R,) of thoughts after the prompt that `reader` has read, up to the state `last_D`."""
-    ids_RT = torch.nn.utils.rnn.pad_sequence(
-        [torch.tensor(thought) for thought in thoughts], batch_first=True
-    ).to(model.device)
-    lengths_R = torch.tensor([len(thought) for thought in thoughts], device=model.device)
-    is_real_RT = torch.arange(ids_RT.shape[1], device=model.device) < lengths_R[:, None]
-    # The state before each token: the prompt's last one, then those of the thought's own tokens.
-    states_RTD = last_D.expand(*ids_RT.shape, -1).clone()
-    if ids_RT.shape[1] > 1:
-        is_followed_RT = is_real_RT[:, 1:]
-        states_RTD[:, 1:][is_followed_RT] = reader.follow(ids_RT[:, :-1], is_followed_RT)
-    logprobs_N, _ = token_logprobs(model, states_RTD[is_real_RT], ids_RT[is_real_RT], temperature)
-    scores_R = torch.zeros(len(thoughts), dtype=torch.float64)
-    row_N = is_real_RT.nonzero()[:, 0]
-    return scores_R.index_add_(0, row_N.cpu(), logprobs_N.double().cpu())
-
-
-class _CachedReader:
-    """`PrefixReader` for any model with a cache, of which every thought gets a copy."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._cache = DynamicCache()
-        self.tokens_per_row = 0
-
-    def read(self, prompt: Sequence[int]) -> Tensor:
-        """See `PrefixReader.read`."""
-        self._cache = DynamicCache(config=self._model.config)
-        self.tokens_per_row = len(prompt)
-        ids_1T = torch.tensor([list(prompt)], device=self._model.device)
-        return self._continue(ids_1T, self._cache)[0, -1]
-
-    def follow(self, ids_RT: Tensor, is_real_RT: Tensor) -> Tensor:
-        """See `PrefixReader.follow`; padding on the right affects no real token."""
-        repeated = copy.deepcopy(self._cache)
-        repeated.batch_repeat_interleave(len(ids_RT))
-        return self._continue(ids_RT, repeated)[is_real_RT]
-
-    def _continue(self, ids_RT: Tensor, cache: DynamicCache) -> Tensor:
-        states_RTD: Tensor = backbone(self._model)(
-            input_ids=ids_RT, past_key_values=cache, use_cache=True
-        ).last_hidden_state
-        return states_RTD
+    """The states from which each token of the thoughts is predicted, thought by thought."""
+    rows = [torch.tensor([*prompt, *thought], device=model.device) for thought in thoughts]
+    ids_RT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    lengths_R = torch.tensor([len(row) for row in rows], device=model.device)
+    columns_T = torch.arange(ids_RT.shape[1], device=model.device)
+    before_RT = (columns_T >= len(prompt) - 1) & (columns_T < lengths_R[:, None] - 1)
+    return hidden_states(model, ids_RT, lengths_R, before_RT)

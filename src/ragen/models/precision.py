@@ -10,7 +10,8 @@ Axes: **N** positions, **V** vocabulary, **D** width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -126,6 +127,27 @@ def shape_of(model: nn.Module) -> Shape:
     return Shape(float(scale), float(settings.get("final_logit_softcapping") or 0.0))
 
 
+@contextmanager
+def bfloat16_products(dtype: torch.dtype) -> Iterator[None]:
+    """If `dtype` is bfloat16, let a CPU round the factors of float32 products to it; sums are float32.
+
+    Factors that are bfloat16 already are not changed by it, so the result is that of float32 at
+    about twice the speed. Processors without bfloat16 arithmetic compute in float32.
+    """
+    setting = torch.backends.mkldnn.matmul
+    before = setting.fp32_precision
+    if dtype == torch.bfloat16:
+        setting.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
+
+
+HEAD_ROWS = 2048
+"""Rows of an output layer that are widened to float32 at once on a CPU: they fit its cache."""
+
+
 def output_logits(states_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
     """The output layer W h + b in float32 (N, V), whatever the dtype of states and weights.
 
@@ -137,5 +159,7 @@ def output_logits(states_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -
     if weight_VD.device.type == "cuda":
         logits_NV = torch.mm(states_ND, weight_VD.t(), out_dtype=torch.float32)
     else:  # no other device has a product that widens
-        logits_NV = states_ND.float() @ weight_VD.float().t()
+        states_ND, parts = states_ND.float(), weight_VD.split(HEAD_ROWS)
+        with bfloat16_products(weight_VD.dtype):
+            logits_NV = torch.cat([states_ND @ part.float().t() for part in parts], dim=1)
     return logits_NV if bias_V is None else logits_NV.add_(bias_V)

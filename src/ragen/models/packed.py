@@ -1,0 +1,259 @@
+"""Any model of transformers on one flat list of tokens, each at its own position in its own row.
+
+transformers lets a program replace attention, which alone lets tokens see each other. What replaces
+it here is a `Mix`, which knows the rows. The one for learning lets each query see the keys of its
+own sample and of the prompt that this shares (`ragen.models.packing`): on a CPU block by block, on
+a GPU by torch's attention for sequences of various lengths. The one for sampling is in
+`ragen.models.decoder`.
+
+Axes: see `ragen.models.packing`; **S** keys of all samples, with shared prompts repeated.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from math import inf
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedModel
+
+from ragen.models.packing import SHARED, Block, Packing, attend, attend_backward, pack
+from ragen.models.precision import bfloat16_products
+
+Mix = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+"""Attention of a layer, given its number, queries (F, H, D), keys and values (F, K, D), and the
+scale of the scores; returns (F, H, D)."""
+
+FLAT = "ragen_flat"
+"""The name under which transformers finds `_attention`."""
+
+
+class _Unknown(Exception):
+    """The model's attention is more than scores, softmax and a sum."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """A forward; `calls` counts its layers, `window` is the fewest tokens that one attends to."""
+
+    mix: Mix
+    calls: int = 0
+    window: float = inf
+
+
+def longest(model: PreTrainedModel) -> float:
+    """The longest rows in tokens for which `read` is exact with this backbone; 0 if for none.
+
+    Found out once, by trying. Every layer must mix tokens by attention that transformers lets a
+    program replace, without additions like sinks; on a GPU there must be a kernel for the model's
+    dtype. Rows may not be longer than a sliding window.
+    """
+    if model not in _LONGEST:
+        _LONGEST[model] = _try(model)
+    return _LONGEST[model]
+
+
+_LONGEST: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def _try(model: PreTrainedModel) -> float:
+    """Compare two rows that share a prompt with the model's own padded forward."""
+    config: Any = model.config
+    text, device = config.get_text_config(), model.device
+    if not model._supports_attention_backend or config._attn_implementation == "eager":
+        return 0
+    if device.type != "cpu" and not _has_kernel(model):
+        return 0
+    length = SHARED + 3
+    columns_T = torch.arange(length, device=device)
+    token_ids_BT = columns_T.repeat(2, 1) + 1
+    token_ids_BT[1, SHARED:] += 7
+    token_ids_BT %= text.vocab_size
+    lengths_B = torch.tensor([length, length - 1], device=device)
+    wanted_BT = (columns_T >= SHARED) & (columns_T < lengths_B[:, None])
+    expected_ND = model(input_ids=token_ids_BT, use_cache=False).last_hidden_state[wanted_BT]
+    packing = pack(token_ids_BT, lengths_B, wanted_BT)
+    run = _Run(_learning(packing, device))
+    try:
+        states_FD = _run(model, token_ids_BT[packing.places], packing.places[1], run)
+    except _Unknown:
+        return 0
+    tolerance = torch.finfo(model.dtype).eps ** 0.5 * float(expected_ND.abs().max())
+    agrees = torch.allclose(states_FD[packing.wanted_N], expected_ND, rtol=0, atol=tolerance)
+    return run.window if agrees and run.calls == text.num_hidden_layers else 0
+
+
+def _has_kernel(model: PreTrainedModel) -> bool:
+    """Whether torch has attention for sequences of various lengths on the model's GPU."""
+    is_half = model.dtype in (torch.bfloat16, torch.float16)
+    if model.device.type != "cuda" or not is_half or torch.cuda.get_device_capability() < (8, 0):
+        return False
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # before torch 2.10
+        return False
+    return {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
+
+
+def hidden_states(
+    model: PreTrainedModel, token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor
+) -> Tensor:
+    """`ragen.models.model.hidden_states` for a backbone and rows up to its `longest`."""
+    packing = pack(token_ids_BT, lengths_B, wanted_BT)
+    mix = _learning(packing, model.device)
+    return read(model, token_ids_BT[packing.places], packing.places[1], mix)[packing.wanted_N]
+
+
+def read(model: PreTrainedModel, token_ids_F: Tensor, positions_F: Tensor, mix: Mix) -> Tensor:
+    """Last hidden states (F, D) of a backbone that has a `longest`; as differentiable as `mix`."""
+    return _run(model, token_ids_F, positions_F, _Run(mix))
+
+
+def _run(model: PreTrainedModel, token_ids_F: Tensor, positions_F: Tensor, run: _Run) -> Tensor:
+    with attending(model.config, FLAT):
+        states_1FD: Tensor = model(
+            input_ids=token_ids_F[None],
+            position_ids=positions_F[None],
+            use_cache=False,
+            ragen_run=run,
+        ).last_hidden_state
+    return states_1FD[0]
+
+
+@contextmanager
+def attending(config: Any, name: str) -> Iterator[None]:
+    """Let the model with this config use the attention of this name."""
+    chosen = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = chosen
+
+
+def _attention(
+    module: Any,
+    query_1HFD: Tensor,
+    key_1KFD: Tensor,
+    value_1KFD: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    ragen_run: _Run | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer; returns (1, F, H, D)."""
+    names = ("softcap", "s_aux", "position_bias")
+    if ragen_run is None or any(more.get(name) is not None for name in names):
+        raise _Unknown
+    query, key, value = (x[0].transpose(0, 1) for x in (query_1HFD, key_1KFD, value_1KFD))
+    scale = query.shape[2] ** -0.5 if scaling is None else scaling
+    layer = module.layer_idx
+    ragen_run.calls += 1
+    ragen_run.window = min(ragen_run.window, sliding_window or inf)
+    return ragen_run.mix(layer, query, key, value, scale)[None], None
+
+
+AttentionInterface.register(FLAT, _attention)
+
+
+# Learning: queries see their own samples.
+
+
+def _learning(packing: Packing, device: torch.device) -> Mix:
+    if device.type != "cpu":
+        return _Lengths.of(packing, device)
+    blocks = packing.blocks()
+
+    def mix(_: int, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, scale: float) -> Tensor:
+        mixed_FHD: Tensor = _BlockAttention.apply(q_FHD, k_FKD, v_FKD, blocks, scale)
+        return mixed_FHD
+
+    return mix
+
+
+class _BlockAttention(torch.autograd.Function):
+    """`attend` in float32, which keeps no weights for the backward pass but their normalisers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, blocks: list[Block], scale: float
+    ) -> Tensor:
+        q, k, v = (x.float().contiguous() for x in (q_FHD, k_FKD, v_FKD))
+        with bfloat16_products(q_FHD.dtype):
+            mixed_FHD, normalizers = attend(q.mul(scale), k, v, blocks, keep=False)
+        mixed_FHD = mixed_FHD.to(q_FHD.dtype)
+        ctx.save_for_backward(q_FHD, k_FKD, v_FKD, mixed_FHD, *normalizers)
+        ctx.blocks, ctx.scale = blocks, scale
+        return mixed_FHD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_FHD, k_FKD, v_FKD, mixed_FHD, *normalizers = ctx.saved_tensors
+        dtype = q_FHD.dtype
+        grad, q, k, v, mixed = (
+            x.float().contiguous() for x in (grads[0], q_FHD, k_FKD, v_FKD, mixed_FHD)
+        )
+        q = q.mul(ctx.scale)
+        blocks = (
+            (block, block.scores(q, k).sub_(normalizer).exp_())
+            for block, normalizer in zip(ctx.blocks, normalizers, strict=True)
+        )
+        with bfloat16_products(dtype):
+            grad_q, grad_k, grad_v = attend_backward(grad, q, k, v, mixed, blocks)
+        return grad_q.mul_(ctx.scale).to(dtype), grad_k.to(dtype), grad_v.to(dtype), None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Lengths:
+    """Attention of samples as sequences, each with its queries and its keys, on a GPU."""
+
+    keys_S: Tensor
+    query_ends: Tensor
+    key_ends: Tensor
+    most_queries: int
+    most_keys: int
+
+    @classmethod
+    def of(cls, packing: Packing, device: torch.device) -> _Lengths:
+        """A sample's keys are those of the prompt that it shares, then its own."""
+        counts_B, shared_B = packing.own_BT.sum(1).cpu(), packing.shared_B.cpu()
+        starts_B = counts_B.cumsum(0) - counts_B
+        keys = []
+        for row, origin in enumerate(packing.origin_B.tolist()):
+            first, own = int(starts_B[origin]), int(starts_B[row])
+            keys.append(torch.arange(first, first + int(shared_B[row])))
+            keys.append(torch.arange(own, own + int(counts_B[row])))
+        all_B = counts_B + shared_B
+        ends = [
+            functional.pad(sizes_B.cumsum(0), (1, 0)).to(device, torch.int32)
+            for sizes_B in (counts_B, all_B)
+        ]
+        return cls(torch.cat(keys).to(device), *ends, int(counts_B.max()), int(all_B.max()))
+
+    def __call__(self, _: int, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, scale: float) -> Tensor:
+        """See `Mix`."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        mixed_FHD: Tensor = varlen_attn(
+            q_FHD,
+            k_FKD[self.keys_S],
+            v_FKD[self.keys_S],
+            self.query_ends,
+            self.key_ends,
+            self.most_queries,
+            self.most_keys,
+            scale=scale,
+            window_size=(-1, 0),
+            enable_gqa=q_FHD.shape[1] != k_FKD.shape[1],
+        )
+        return mixed_FHD

@@ -1,0 +1,209 @@
+"""Packed rows give any model's own states, gradients, logits and scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ragen.models import model as ragen_model
+from ragen.models import packed, packing
+from ragen.models.decoder import FlatDecoder, HFDecoder, make_decoder
+from ragen.models.key_store import KeyStore
+from ragen.models.loading import recompute_layers
+from ragen.models.model import backbone, cross_scores, hidden_states, padded_hidden_states
+from tests.tolerance import GRADIENT, assert_close
+
+SIZE: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+PACKED: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 64},
+    "Qwen3": {"head_dim": 8},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    "Gemma3Text": {"head_dim": 4},
+    "Granite": {"attention_multiplier": 0.3},
+    "Cohere": {},
+    "SmolLM3": {},
+    "GPTNeoX": {},
+    "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 4},
+}
+"""Architectures that pack, and settings beyond `SIZE`."""
+PADDED: dict[str, dict[str, Any]] = {
+    "Gemma2": {"head_dim": 4},  # caps its scores
+    "GptOss": {"head_dim": 4, "num_local_experts": 4},  # has sinks
+    "Qwen3Next": {"head_dim": 4},  # some layers are recurrent
+}
+
+
+def build(name: str, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    settings = {**SIZE, **PACKED.get(name, {}), **PADDED.get(name, {}), **changes}
+    name = f"{name[:-4]}TextConfig" if name.endswith("Text") else f"{name}Config"
+    config = getattr(transformers, name)(**settings, initializer_range=0.3)
+    built: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    return built
+
+
+def rows() -> tuple[Tensor, Tensor, Tensor]:
+    """Four rows: three with one prompt, of which one ends with it, and one of its own."""
+    generator = torch.Generator().manual_seed(2)
+    token_ids_BT = torch.randint(1, 40, (4, 30), generator=generator)
+    token_ids_BT[1:3, :20] = token_ids_BT[0, :20]
+    lengths_B = torch.tensor([30, 25, 20, 9])
+    wanted_BT = torch.zeros(4, 30, dtype=torch.bool)
+    wanted_BT[0, 20:29] = wanted_BT[1, 19:24] = wanted_BT[3, 3:8] = True
+    return token_ids_BT, lengths_B, wanted_BT
+
+
+def states_and_gradients(
+    path: Any, model: PreTrainedModel, *inputs: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    states_ND = path(model, *inputs)
+    weights_ND = torch.randn(states_ND.shape, generator=torch.Generator().manual_seed(3))
+    (states_ND * weights_ND).sum().backward()
+    named = model.named_parameters()
+    return states_ND.detach(), {n: w.grad.clone() for n, w in named if w.grad is not None}
+
+
+@pytest.mark.parametrize("name", list(PACKED))
+def test_states_and_gradients_equal_the_padded_path(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "QUERIES", 4)
+    model = build(name)
+    assert packed.longest(backbone(model)) > 30
+    expected, expected_grads = states_and_gradients(padded_hidden_states, model, *rows())
+    got, grads = states_and_gradients(hidden_states, model, *rows())
+    assert_close(got, expected)
+    assert_close(grads, expected_grads, GRADIENT)
+    for grad, other in zip(grads.values(), expected_grads.values(), strict=True):
+        assert float((grad - other).abs().max()) <= 1e-5 * max(1.0, float(other.abs().max()))
+
+
+@pytest.mark.parametrize("name", list(PADDED))
+def test_other_attention_keeps_the_padded_path(name: str) -> None:
+    model = build(name)
+    assert packed.longest(backbone(model)) == 0
+    assert torch.equal(hidden_states(model, *rows()), padded_hidden_states(model, *rows()))
+
+
+def test_rows_longer_than_a_sliding_window_keep_the_padded_path() -> None:
+    model = build("Mistral", sliding_window=24)
+    assert packed.longest(backbone(model)) == 24
+    assert torch.equal(hidden_states(model, *rows()), padded_hidden_states(model, *rows()))
+
+
+def test_a_shared_prompt_is_computed_once() -> None:
+    """Every token but those of a prompt that an earlier row has."""
+    model, counted = build("Llama"), []
+    hook = model.model.embed_tokens.register_forward_hook(
+        lambda _, __, out: counted.append(out.shape[1])
+    )
+    packed.longest(backbone(model))
+    counted.clear()
+    hidden_states(model, *rows())
+    hook.remove()
+    assert counted == [30 + 6 + 0 + 9]  # the third row has no wanted token: all of it is a prompt
+
+
+def test_recomputed_layers_use_the_attention_of_their_forward() -> None:
+    plain, recomputing = build("Llama"), build("Llama")
+    recompute_layers(recomputing)
+    expected = states_and_gradients(hidden_states, plain, *rows())
+    got = states_and_gradients(hidden_states, recomputing, *rows())
+    assert torch.equal(got[0], expected[0])
+    assert all(torch.equal(got[1][name], grad) for name, grad in expected[1].items())
+
+
+def test_bfloat16_states_are_as_near_to_float32_as_the_padded_ones() -> None:
+    exact = build("Llama", num_hidden_layers=4)
+    expected = padded_hidden_states(exact, *rows())
+    half = build("Llama", num_hidden_layers=4).to(torch.bfloat16)
+    errors = [
+        float((path(half, *rows()).float() - expected).detach().square().mean())
+        for path in (hidden_states, padded_hidden_states)
+    ]
+    assert packed.longest(backbone(half)) > 0 and errors[0] < 1.5 * errors[1]
+
+
+def test_scores_of_thoughts_equal_the_padded_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, generator = build("Llama"), torch.Generator().manual_seed(5)
+    prompts, thoughts = (
+        [torch.randint(0, 40, (count,), generator=generator).tolist() for count in counts]
+        for counts in ((1, 20, 31), (4, 1, 7, 7, 2))
+    )
+    got = cross_scores(model, prompts, thoughts, 0.7, 16)
+    monkeypatch.setattr(ragen_model.packed, "longest", lambda _: 0)
+    assert_close(got, cross_scores(model, prompts, thoughts, 0.7, 16))
+
+
+# Sampling.
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GPT2", "Qwen3Moe"])
+def test_the_flat_decoder_equals_the_general_one(name: str) -> None:
+    """Ragged slots, shared beginnings, late members, reused slots: logits and later logits."""
+    model = build(name)
+    flat, general = make_decoder(model, 8, 48), HFDecoder(model, 8, 48)
+    assert isinstance(flat, FlatDecoder)
+    generator = torch.Generator().manual_seed(4)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(0, 40, (count,), generator=generator).tolist()
+
+    def both(method: str, *inputs: Any) -> None:
+        assert_close(getattr(flat, method)(*inputs), getattr(general, method)(*inputs))
+
+    def copy(source: int, target: int, length: int) -> None:
+        flat.copy(source, target, length)
+        general.copy(source, target, length)
+
+    both("prefill", [0, 3], [0, 0], [ids(9), ids(12)])
+    for target in (1, 2):
+        copy(0, target, 9)
+    copy(3, 4, 12)
+    slots = torch.tensor([0, 1, 2, 3, 4])
+    both("decode", slots, torch.tensor([9, 9, 9, 12, 12]), torch.tensor(ids(5)))
+    both("decode", slots, torch.tensor([10, 10, 10, 13, 13]), torch.tensor(ids(5)))
+    copy(0, 5, 8)  # a late member reads the last token of the prompt again
+    both("prefill", [5, 1], [8, 11], [ids(1), ids(6)])
+    both("prefill", [0], [0], [ids(4)])  # the slot that held the prompt begins anew
+    both("decode", torch.tensor([1, 2, 5]), torch.tensor([17, 11, 9]), torch.tensor(ids(3)))
+    copy(2, 6, 11)  # more of a slot than the beginning that it shares
+    copy(6, 7, 5)  # less than it shares
+    copy(4, 0, 12)
+    every = torch.arange(8)
+    lengths = torch.tensor([12, 18, 12, 14, 14, 10, 11, 5])
+    both("decode", every, lengths, torch.tensor(ids(8)))
+    both("prefill", [2], [0], [ids(7)])
+    both(
+        "decode", every, lengths + 1 - torch.tensor([0, 0, 6, 0, 0, 0, 0, 0]), torch.tensor(ids(8))
+    )
+
+
+def test_a_shared_beginning_is_held_once() -> None:
+    store = KeyStore(3, 8)
+    one = torch.ones(1, 1, 4)
+    store.write(0, (torch.tensor([0]), torch.tensor([0])), one, one)
+    store.share(0, 1, 1)
+    store.share(1, 2, 1)
+    keys, values = store.layers[0]
+    assert not keys[1:].any() and not values[1:].any()
+    store.begin(torch.tensor([0]), torch.tensor([0]))  # slot 0 is used anew: slot 1 inherits
+    assert keys[1, :, 0].all() and not keys[2].any()
