@@ -206,12 +206,11 @@ def test_decoding_never_waits_for_the_device() -> None:
         assert decoder.decode(slots, starts, torch.tensor([6, 7, 8])).shape[0] == 3
 
 
-def test_only_the_general_path_reports_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner's fast path is for CPUs, too; the general path reports its padding."""
+def test_only_the_padded_path_reports_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     one = learner("cpu", torch.float32)
     assert "update/padding_fraction" not in one.update(batch(one), 0)
-    for module in ("models.model", "engines.learner"):
-        monkeypatch.setattr(f"ragen.{module}.shares_prompts", lambda _: False)
+    monkeypatch.setattr("ragen.models.model.is_fast", lambda _: False)
+    monkeypatch.setattr("ragen.models.packed.longest", lambda _: 0)
     part = batch(one)
     wide = part.num_rows * int(part.lengths_B.max())
     fraction = one.update(part, 0)["update/padding_fraction"].value

@@ -210,12 +210,16 @@ def take(batch: Batch, rows_R: Tensor) -> Batch:
     return replace(batch, **chosen)
 
 
+def num_minibatches(num_episodes: int, minibatch_episodes: int) -> int:
+    """max(1, round(E ÷ minibatch_episodes)): the size stays near `minibatch_episodes`."""
+    return max(1, round(num_episodes / minibatch_episodes))
+
+
 def minibatches(batch: Batch, minibatch_episodes: int, epochs: int, seed: int) -> list[Batch]:
     """Split one collection into minibatches of whole episodes, one per optimiser step.
 
-    An epoch has max(1, round(E ÷ minibatch_episodes)) minibatches over freshly shuffled episodes,
-    and their sizes differ by one at most. So the size stays near `minibatch_episodes`, whatever the
-    filter kept, and no episode is copied, cut or dropped.
+    An epoch has `num_minibatches` over freshly shuffled episodes, and their sizes differ by one at
+    most. So no episode is copied, cut or dropped, whatever the filter kept.
 
     Example:
         >>> row = Sample((1, 8), (False, True), (0.0, 0.0), (-1, 0), (False, True), 0, 0)
@@ -224,7 +228,7 @@ def minibatches(batch: Batch, minibatch_episodes: int, epochs: int, seed: int) -
         [3, 2, 3, 2]
     """
     episode_E = torch.unique(batch.episode_B)
-    num_parts = max(1, round(len(episode_E) / minibatch_episodes))
+    num_parts = num_minibatches(len(episode_E), minibatch_episodes)
     generator = torch.Generator().manual_seed(seed)
     parts = []
     for _ in range(epochs):

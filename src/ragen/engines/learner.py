@@ -239,8 +239,9 @@ class Learner:
         ``update/skipped``.
 
         The minibatch has old logprobs and advantages (values and returns for the critic, reference
-        logprobs for a KL term) unless the loss is nll. `step` is the run's progress
-        (`Engine.update`), which sets the learning rate.
+        logprobs for a KL term) unless the loss is nll. The first update of a collection needs no
+        old logprobs: they are what it computes. `step` is the run's progress (`Engine.update`),
+        which sets the learning rate.
 
         Raises:
             RagenError: The tokens to be trained are not those that were sampled.
@@ -299,6 +300,9 @@ class Learner:
         if settings.name == "nll":
             loss = self._task_loss(logprobs_N, tokens)
             return Loss(loss.value, loss.metrics | bonus.metrics)
+        if tokens.old_logprobs_N is None:
+            assert self.synced, "old logprobs are those of the weights that sampled"
+            tokens = replace(tokens, old_logprobs_N=logprobs_N.detach())
         tokens, metrics = correct_for_sampler(tokens, IMPORTANCE_CAP)
         loss = self._task_loss(logprobs_N, tokens)
         value = loss.value + settings.entropy * bonus.value

@@ -249,9 +249,10 @@ def sampler_bytes(sizes: Sizes, config: Config, device: str) -> int:
         return item * sizes.numbers + CPU_CACHE_BYTES
     if sampler != "local":
         return 0
-    # Keys and values: slots · tokens · layers · key–value heads · head width · 2.
+    # slots · tokens · layers · key–value heads · head width · bytes of a key and a value
     places = config.rollout.slots * config.model.max_length * sizes.num_layers
-    cache = places * sizes.key_heads * sizes.head_width * 2 * item
+    key = FLOAT if device == "cpu" else item
+    cache = places * sizes.key_heads * sizes.head_width * (key + item)
     if device == "cpu" and item == FLOAT and sizes.is_plain_qwen2:
         # The fast decoder's copies: fused layers with biases, the embedding and the output layer.
         biases = sizes.num_layers * (sizes.heads + 2 * sizes.key_heads) * sizes.head_width

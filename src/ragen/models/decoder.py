@@ -11,8 +11,7 @@ queries of a key–value head (G × T), **D** width.
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from inspect import signature
 from itertools import chain
 from typing import Any
@@ -28,6 +27,7 @@ from ragen.core.errors import RagenError
 from ragen.models import fast_qwen2, packed
 from ragen.models.fast_decoder import Qwen2Decoder
 from ragen.models.key_store import KeyStore
+from ragen.models.packed import Attending
 from ragen.models.precision import output_logits, shape_of
 
 
@@ -55,7 +55,7 @@ class FlatDecoder:
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
         self.model = model
-        self.store = KeyStore(num_slots, max_length)
+        self.store = KeyStore(num_slots, max_length, model.dtype)
 
     @torch.no_grad()
     def prefill(
@@ -181,7 +181,10 @@ class HFDecoder:
         mask_NTW = torch.zeros(hidden_NTW.shape, dtype=dtype, device=device)
         mask_NTW = mask_NTW.masked_fill_(hidden_NTW, torch.finfo(dtype).min)
         decoder = self.model.get_decoder()
-        with _grouping_heads(decoder):
+        config: Any = decoder.config
+        chosen = config._attn_implementation
+        # It also replaces flash attention, which takes no masks; some models need eager attention.
+        with Attending(config, GROUPED if chosen != "eager" else chosen):
             states_NTD: Tensor = decoder(
                 input_ids=tokens_NT.to(device),
                 attention_mask=mask_NTW[:, None],
@@ -224,22 +227,6 @@ def _grouped_attention(
 
 GROUPED = "ragen_grouped"
 """The name under which transformers finds `_grouped_attention`; the first decoder registers it."""
-
-
-@contextmanager
-def _grouping_heads(decoder: PreTrainedModel) -> Iterator[None]:
-    """Use `_grouped_attention`, except where a model needs eager attention.
-
-    It also replaces flash attention, which takes no masks.
-    """
-    config: Any = decoder.config
-    chosen = config._attn_implementation
-    if chosen != "eager":
-        config._attn_implementation = GROUPED
-    try:
-        yield
-    finally:
-        config._attn_implementation = chosen
 
 
 class _SlotCache(Cache):

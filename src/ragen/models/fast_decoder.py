@@ -7,6 +7,7 @@ logits are needed are computed.
 Axes: **F** flat tokens, **N** slots of a call, **H** heads, **D** width.
 """
 
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -192,7 +192,8 @@ class _Attention(torch.autograd.Function):
         q_NHD = rotate(q_NE.unflatten(1, (-1, head_dim)), rope_N1R).mul_(head_dim**-0.5)
         k_FKD, v_FKD = kv_FE.unflatten(1, (-1, head_dim)).chunk(2, dim=1)
         k_FKD = rotate(k_FKD, rope_F1R)
-        out_NHD, weights = attend(q_NHD, k_FKD, v_FKD, blocks)
+        weights: list[Tensor] = []
+        out_NHD = attend(q_NHD, k_FKD, v_FKD, blocks, weights)
         ctx.save_for_backward(q_NHD, k_FKD, v_FKD, out_NHD, rope_N1R, rope_F1R, *weights)
         ctx.blocks = blocks
         return out_NHD.flatten(1)

@@ -2,8 +2,8 @@
 
 A sequence that begins like another one need not hold that beginning: it refers to the other's slot
 until that is used for something else. Keys and values of a prompt are then held and read once for
-all members of a group. Numbers are float32, whatever the model's dtype: on a CPU that is the fast
-one for small products, and scores are not rounded.
+all members of a group. Values have the model's dtype, and keys are float32, so that scores are not
+rounded. All is on a CPU.
 
 Axes: **N** rows of a call, **F** flat new tokens of all rows, **R** stored slots that are read,
 **T** new tokens of a row, **W** stored positions that are read, **S** sequences that hold a shared
@@ -15,10 +15,13 @@ heads of each of these, **Q** queries of a key–value head (G × T), **D** widt
 from __future__ import annotations
 
 from itertools import chain
+from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ragen.models.precision import bfloat16_products
 
 SCORES = 2**20
 """Attention scores that are in memory at once (4 MB)."""
@@ -28,6 +31,10 @@ Stored = tuple[Tensor, Tensor]
 """The keys and the values of a layer, (slots, K, length, D) each."""
 
 
+MANY = 16
+"""Queries of a row for which bfloat16 pays in products with float32 keys."""
+
+
 class KeyStore:
     """Slots of keys and values for `num_slots` sequences of at most `max_length` tokens.
 
@@ -35,8 +42,9 @@ class KeyStore:
     is ever cleared: what lies at or beyond a sequence's length is masked.
     """
 
-    def __init__(self, num_slots: int, max_length: int) -> None:
+    def __init__(self, num_slots: int, max_length: int, dtype: torch.dtype = torch.float32) -> None:
         self.shape = num_slots, max_length
+        self.dtype = dtype
         self.layers: list[Stored] = []
         self.clear()
 
@@ -55,13 +63,14 @@ class KeyStore:
         """
         if layer == len(self.layers):
             num_slots, max_length = self.shape
-            sizes = [(num_slots, x.shape[1], max_length, x.shape[2]) for x in (k_FKD, v_FKD)]
-            # From NumPy, which requests huge pages, unlike torch.
-            keys, values = (torch.from_numpy(np.zeros(size, np.float32)) for size in sizes)
+            keys, values = (
+                _zeros((num_slots, x.shape[1], max_length, x.shape[2]), dtype)
+                for x, dtype in ((k_FKD, torch.float32), (v_FKD, self.dtype))
+            )
             self.layers.append((keys, values))
         slots_F, positions_F = places
         for stored, new_FKD in zip(self.layers[layer], (k_FKD, v_FKD), strict=True):
-            stored[slots_F, :, positions_F] = new_FKD.float()
+            stored[slots_F, :, positions_F] = new_FKD.to(stored.dtype)
         return self.layers[layer]
 
     def share(self, source: int, target: int, length: int) -> None:
@@ -168,22 +177,30 @@ class Reach:
         q_RTKGD = q_RTHD.view(self.num_rows, self.most, kv_heads, -1, width)
         q_RKQD = q_RTKGD.permute(0, 2, 3, 1, 4).reshape(self.num_rows, kv_heads, -1, width)
         k_RKWD, v_RKWD = (x[self.slots, :, self.low : self.width] for x in stored)
-        if self.prefix is not None:
-            out_RKQD = self._attend_after(self.prefix, q_RKQD, k_RKWD, v_RKWD, stored)
-        else:
-            out_RKQD = q_FHD.new_empty(*q_RKQD.shape[:3], v_RKWD.shape[3])
-            step = max(1, SCORES // (heads * self.most * self.width))
-            for start in range(0, self.num_rows, step):
-                part = slice(start, start + step)
-                scores = matmul(q_RKQD[part], k_RKWD[part].transpose(2, 3))
-                weights = self._weights(scores, self.mask_R1TW[part])
-                out_RKQD[part] = matmul(weights, v_RKWD[part])
+        # For a few queries, rounding the keys would take longer than it saves.
+        with bfloat16_products(v_RKWD.dtype if self.most >= MANY else torch.float32):
+            if self.prefix is not None:
+                out_RKQD = self._attend_after(self.prefix, q_RKQD, k_RKWD, v_RKWD, stored)
+            else:
+                out_RKQD = self._attend_alone(q_RKQD, k_RKWD, v_RKWD)
         if self.most == 1:
             out_RE = out_RKQD.reshape(self.num_rows, -1)
             return out_RE if self.dense else out_RE[self.flat[0]]
         out_RKGTD = out_RKQD.view(self.num_rows, kv_heads, -1, self.most, v_RKWD.shape[3])
         out_RTE = out_RKGTD.permute(0, 3, 1, 2, 4).reshape(self.num_rows, self.most, -1)
         return out_RTE[self.flat]
+
+    def _attend_alone(self, q_RKQD: Tensor, k_RKWD: Tensor, v_RKWD: Tensor) -> Tensor:
+        """Attention to the rows' own keys."""
+        out_RKQD = v_RKWD.new_empty(*q_RKQD.shape[:3], v_RKWD.shape[3])
+        scores_per_row = q_RKQD.shape[1] * q_RKQD.shape[2] * self.width
+        step = max(1, SCORES // scores_per_row)
+        for start in range(0, self.num_rows, step):
+            part = slice(start, start + step)
+            scores = matmul(q_RKQD[part], k_RKWD[part].transpose(2, 3))
+            weights = self._weights(scores, self.mask_R1TW[part]).to(v_RKWD.dtype)
+            out_RKQD[part] = matmul(weights, v_RKWD[part])
+        return out_RKQD
 
     def _attend_after(
         self, prefix: _Prefix, q_RKQD: Tensor, k_RKWD: Tensor, v_RKWD: Tensor, stored: Stored
@@ -193,6 +210,7 @@ class Reach:
         of_shared = prefix.multiply(q_RKQD, keys.transpose(2, 3))
         own = matmul(q_RKQD, k_RKWD.transpose(2, 3))
         weights = self._weights(torch.cat((of_shared, own), dim=3), self.mask_R1TW)
+        weights = weights.to(values.dtype)
         of_shared, own = weights.split((of_shared.shape[3], own.shape[3]), dim=3)
         return prefix.multiply(of_shared, values).add_(matmul(own, v_RKWD))
 
@@ -255,6 +273,12 @@ class _Prefix:
         out_RKQB = x_RKQA.new_zeros(num_rows, heads, queries, y_SKAB.shape[3])
         out_RKQB[self.rows_N] = out_SMKQB[self.places]
         return out_RKQB
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros from NumPy, which requests huge pages, unlike torch."""
+    size = prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
 
 
 def matmul(a_RKQA: Tensor, b_RKAB: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ from ragen.models.model_files import (
     weight_files,
 )
 from ragen.models.names import EMBEDDED, embedded_folder
-from ragen.models.packed import attending
+from ragen.models.packed import Attending
 from ragen.models.precision import shape_of
 from ragen.models.pretrained import load_errors, model_config
 from ragen.storage.checkpoint import hash_file
@@ -407,7 +407,7 @@ def recompute_layers(model: PreTrainedModel) -> None:
 
 def _same_attention(config: PreTrainedConfig) -> tuple[Any, Any]:
     """Contexts of a layer's forward and of its repetition, which needs the same attention."""
-    return nullcontext(), attending(config, config._attn_implementation)
+    return nullcontext(), Attending(config, config._attn_implementation)
 
 
 @torch.no_grad()

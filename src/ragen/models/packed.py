@@ -12,8 +12,7 @@ Axes: see `ragen.models.packing`; **S** keys of all samples, with shared prompts
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
 from math import inf
@@ -119,7 +118,7 @@ def read(model: PreTrainedModel, token_ids_F: Tensor, positions_F: Tensor, mix: 
 
 
 def _run(model: PreTrainedModel, token_ids_F: Tensor, positions_F: Tensor, run: _Run) -> Tensor:
-    with attending(model.config, FLAT):
+    with Attending(model.config, FLAT):
         states_1FD: Tensor = model(
             input_ids=token_ids_F[None],
             position_ids=positions_F[None],
@@ -129,15 +128,18 @@ def _run(model: PreTrainedModel, token_ids_F: Tensor, positions_F: Tensor, run: 
     return states_1FD[0]
 
 
-@contextmanager
-def attending(config: Any, name: str) -> Iterator[None]:
-    """Let the model with this config use the attention of this name."""
-    chosen = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = chosen
+class Attending:
+    """A context, which may be entered again, of a model (by its config) with another attention."""
+
+    def __init__(self, config: Any, name: str) -> None:
+        self._config, self._name = config, name
+
+    def __enter__(self) -> None:
+        self._chosen = self._config._attn_implementation
+        self._config._attn_implementation = self._name
+
+    def __exit__(self, *_: object) -> None:
+        self._config._attn_implementation = self._chosen
 
 
 def _attention(
@@ -182,7 +184,7 @@ def _learning(packing: Packing, device: torch.device) -> Mix:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """`attend` in float32, which keeps no weights for the backward pass but their normalisers."""
+    """`attend` in float32; the backward pass computes the weights again, which would be large."""
 
     @staticmethod
     def forward(
@@ -190,24 +192,20 @@ class _BlockAttention(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = (x.float().contiguous() for x in (q_FHD, k_FKD, v_FKD))
         with bfloat16_products(q_FHD.dtype):
-            mixed_FHD, normalizers = attend(q.mul(scale), k, v, blocks, keep=False)
-        mixed_FHD = mixed_FHD.to(q_FHD.dtype)
-        ctx.save_for_backward(q_FHD, k_FKD, v_FKD, mixed_FHD, *normalizers)
+            mixed_FHD = attend(q.mul(scale), k, v, blocks, None).to(q_FHD.dtype)
+        ctx.save_for_backward(q_FHD, k_FKD, v_FKD, mixed_FHD)
         ctx.blocks, ctx.scale = blocks, scale
         return mixed_FHD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_FHD, k_FKD, v_FKD, mixed_FHD, *normalizers = ctx.saved_tensors
+        q_FHD, k_FKD, v_FKD, mixed_FHD = ctx.saved_tensors
         dtype = q_FHD.dtype
         grad, q, k, v, mixed = (
             x.float().contiguous() for x in (grads[0], q_FHD, k_FKD, v_FKD, mixed_FHD)
         )
         q = q.mul(ctx.scale)
-        blocks = (
-            (block, block.scores(q, k).sub_(normalizer).exp_())
-            for block, normalizer in zip(ctx.blocks, normalizers, strict=True)
-        )
+        blocks = ((block, block.weights(q, k)) for block in ctx.blocks)
         with bfloat16_products(dtype):
             grad_q, grad_k, grad_v = attend_backward(grad, q, k, v, mixed, blocks)
         return grad_q.mul_(ctx.scale).to(dtype), grad_k.to(dtype), grad_v.to(dtype), None, None
@@ -238,13 +236,15 @@ class _Lengths:
             functional.pad(sizes_B.cumsum(0), (1, 0)).to(device, torch.int32)
             for sizes_B in (counts_B, all_B)
         ]
-        return cls(torch.cat(keys).to(device), *ends, int(counts_B.max()), int(all_B.max()))
+        most = int(counts_B.max()), int(all_B.max())
+        return cls(torch.cat(keys).to(device), ends[0], ends[1], *most)
 
     def __call__(self, _: int, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, scale: float) -> Tensor:
         """See `Mix`."""
         from torch.nn.attention.varlen import varlen_attn
 
-        mixed_FHD: Tensor = varlen_attn(
+        attend_to: Any = varlen_attn  # its type allows for more results
+        mixed_FHD: Tensor = attend_to(
             q_FHD,
             k_FKD[self.keys_S],
             v_FKD[self.keys_S],

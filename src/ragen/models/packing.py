@@ -13,7 +13,7 @@ key–value heads, **Q** queries of a key–value head, **D** width.
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -50,13 +50,13 @@ class Block(NamedTuple):
         total_FKD[self.prefix] += x_WKD[:num_prefix]
         total_FKD[self.own] += x_WKD[num_prefix:]
 
-    def scores(self, q_NHD: Tensor, k_FKD: Tensor) -> Tensor:
-        """The masked products (K, Q, W) of scaled queries with keys."""
+    def weights(self, q_NHD: Tensor, k_FKD: Tensor) -> Tensor:
+        """The attention (K, Q, W) of scaled queries to keys."""
         k_WKD = self.keys(k_FKD)
         scores_KQW = torch.bmm(by_key_head(q_NHD[self.queries], k_FKD), k_WKD.permute(1, 2, 0))
         grouped = scores_KQW.view(len(scores_KQW), len(self.mask), -1, scores_KQW.shape[2])
         grouped[..., self.seen :].add_(self.mask)
-        return scores_KQW
+        return torch.softmax(scores_KQW, dim=-1)
 
 
 class Packing(NamedTuple):
@@ -136,26 +136,17 @@ def _blocks(origin_B: Tensor, shared_B: Tensor, own_BT: Tensor, chosen_BT: Tenso
 
 
 def attend(
-    q_NHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, blocks: Sequence[Block], keep: bool = True
-) -> tuple[Tensor, list[Tensor]]:
-    """Attention of scaled queries, block by block.
-
-    Returns the mixed values (N, H, D), and of each block what the backward pass needs: its weights
-    (K, Q, W), or if not `keep` the logarithms (K, Q, 1) of their sums before normalisation.
-    """
+    q_NHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, blocks: Iterable[Block], kept: list[Tensor] | None
+) -> Tensor:
+    """Attention of scaled queries, block by block; each block's weights are added to `kept`."""
     out_NHD = q_NHD.new_empty(*q_NHD.shape[:2], v_FKD.shape[2])
-    kept = []
     for block in blocks:
-        scores_KQW = block.scores(q_NHD, k_FKD)
-        if keep:
-            weights_KQW = torch.softmax(scores_KQW, dim=-1)
-            kept.append(weights_KQW)
-        else:
-            kept.append(torch.logsumexp(scores_KQW, dim=-1, keepdim=True))
-            weights_KQW = scores_KQW.sub_(kept[-1]).exp_()
+        weights_KQW = block.weights(q_NHD, k_FKD)
         mixed_KQD = torch.bmm(weights_KQW, block.keys(v_FKD).transpose(0, 1))
         from_key_head(mixed_KQD, out_NHD[block.queries])
-    return out_NHD, kept
+        if kept is not None:
+            kept.append(weights_KQW)
+    return out_NHD
 
 
 def attend_backward(

@@ -8,6 +8,7 @@ affected.
 Axes: **N** positions, **V** vocabulary, **D** width.
 """
 
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -90,7 +91,7 @@ def _master_of(weight: nn.Parameter) -> nn.Parameter:
             master.grad += weight.grad
         weight.grad = None
 
-    weight.register_post_accumulate_grad_hook(take_gradient)  # type: ignore[no-untyped-call]
+    weight.register_post_accumulate_grad_hook(take_gradient)
     return master
 
 
@@ -129,12 +130,13 @@ def shape_of(model: nn.Module) -> Shape:
 
 @contextmanager
 def bfloat16_products(dtype: torch.dtype) -> Iterator[None]:
-    """If `dtype` is bfloat16, let a CPU round the factors of float32 products to it; sums are float32.
+    """If `dtype` is bfloat16, let a CPU round the factors of float32 products, but not their sums.
 
     Factors that are bfloat16 already are not changed by it, so the result is that of float32 at
     about twice the speed. Processors without bfloat16 arithmetic compute in float32.
     """
-    setting = torch.backends.mkldnn.matmul
+    libraries: Any = torch.backends
+    setting = libraries.mkldnn.matmul
     before = setting.fp32_precision
     if dtype == torch.bfloat16:
         setting.fp32_precision = "bf16"

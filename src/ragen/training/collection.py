@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ragen.algorithms.advantages import find_estimator
-from ragen.algorithms.batch import Batch, collate, minibatches
+from ragen.algorithms.batch import Batch, collate, minibatches, num_minibatches
 from ragen.algorithms.credit import credit
 from ragen.algorithms.estimator import compares_group, needs_values
 from ragen.algorithms.filters import reward_std, scores_of, select
@@ -83,16 +83,17 @@ async def make_batch(
     episodes: Sequence[Episode],
     config: Config,
     group_weights: Sequence[float] | None = None,
+    score: bool = True,
 ) -> Batch:
     """The samples as a batch with all that the loss needs: logprobs, values and advantages.
 
     `samples` and `episodes` are what `to_samples` made of the kept groups, `group_weights` as in
-    `credit`.
+    `credit`. Not to `score` leaves old logprobs that the learner must recompute to its update.
     """
     batch = with_fingerprints(collate(samples), episodes)
     if config.one_arithmetic:
         batch = replace(batch, old_logprobs_BT=batch.sampled_logprobs_BT)
-    else:
+    elif score:
         batch = await engine.score(batch, "policy")
     if config.loss.kl > 0:
         batch = await engine.score(batch, "reference")
@@ -111,6 +112,20 @@ async def gradient_norms(engine: Engine, groups: Sequence[Group], config: Config
         return {}
     batch = await make_batch(engine, samples, episodes, config)
     return await gradients_by_std(engine, batch, kept)
+
+
+def needs_scores(config: Config, step: int, num_episodes: int) -> bool:
+    """Whether old logprobs are needed before the update, which computes them anyhow.
+
+    They are if a KL term compares them, if a second update of the step does, or if they are stored.
+    """
+    update = config.update
+    return (
+        config.loss.kl > 0
+        or update.epochs > 1
+        or num_minibatches(num_episodes, update.minibatch_episodes) > 1
+        or is_due(step, config.record.tokens_every)
+    )
 
 
 def split_batch(batch: Batch, update: UpdateConfig, seed: int) -> list[Batch]:

@@ -25,6 +25,7 @@ from ragen.training.collection import (
     filter_settings,
     gradient_norms,
     make_batch,
+    needs_scores,
     record_step,
     split_batch,
 )
@@ -48,7 +49,8 @@ async def loop(run: Run) -> None:
         if samples:
             with clock("score"):
                 weights = group_weights(kept_groups, config.filter.rule)
-                batch = await make_batch(engine, samples, episodes, config, weights)
+                score = needs_scores(config, state.step, len(episodes))
+                batch = await make_batch(engine, samples, episodes, config, weights, score)
             with clock("update"):
                 seed = derive(config.seed, "minibatches", state.step)
                 for part in split_batch(batch, config.update, seed):
