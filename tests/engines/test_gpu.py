@@ -23,6 +23,7 @@ from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.types import Completion, Prompt, Sample
 from ragen.engines.learner import Learner
 from ragen.engines.sampler import Sampler
+from ragen.models import packed
 from ragen.models.decoder import HFDecoder, make_decoder
 from ragen.models.loading import recompute_layers
 from ragen.storage.checkpoint import newest
@@ -87,6 +88,12 @@ def sampled(policy: Any) -> list[Completion]:
         return list(await asyncio.gather(*[sampler.complete(prompt) for prompt in prompts()]))
 
     return asyncio.run(everyone())
+
+
+@DEVICES
+def test_packed_rows_are_computed_in_bfloat16(device: str) -> None:
+    """A GPU's kernel for sequences of various lengths gives the states of the padded rows."""
+    assert packed.longest(model(device, torch.bfloat16).get_decoder()) > 0
 
 
 @DEVICES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -119,10 +120,10 @@ def test_invalid_pictures_are_refused(invalid: Any) -> None:
     assert not is_picture(invalid)
     with pytest.raises(RagenError, match="picture must return None or a list of rows"):
         check(InvalidPicture())
-    env = GuardedEnv(InvalidPicture, None)
-    env.reset(0, 0)
-    with pytest.raises(UserCodeError, match="rows of one length are expected"):
-        env.picture()
+    with closing(GuardedEnv(InvalidPicture, None)) as env:
+        env.reset(0, 0)
+        with pytest.raises(UserCodeError, match="rows of one length are expected"):
+            env.picture()
     episode = play(InvalidPicture, reply("Right"), turns=1)
     assert (episode.stop_reason, episode.turns, episode.final_picture) == ("error", (), None)
 

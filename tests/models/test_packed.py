@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ragen.models import model as ragen_model
-from ragen.models import packed, packing
+from ragen.models import packed
+from ragen.models import packing as packing_module
 from ragen.models.decoder import FlatDecoder, HFDecoder, make_decoder
 from ragen.models.key_store import KeyStore
 from ragen.models.loading import recompute_layers
@@ -85,7 +86,7 @@ def states_and_gradients(
 def test_states_and_gradients_equal_the_padded_path(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "QUERIES", 4)
+    monkeypatch.setattr(packing_module, "QUERIES", 4)
     model = build(name)
     assert packed.longest(backbone(model)) > 30
     expected, expected_grads = states_and_gradients(padded_hidden_states, model, *rows())
@@ -140,6 +141,45 @@ def test_bfloat16_states_are_as_near_to_float32_as_the_padded_ones() -> None:
         for path in (hidden_states, padded_hidden_states)
     ]
     assert packed.longest(backbone(half)) > 0 and errors[0] < 1.5 * errors[1]
+
+
+def reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    most_queries: int,
+    most_keys: int,
+    **options: Any,
+) -> Tensor:
+    """What torch's `varlen_attn` documents, sequence by sequence; the last query sees all keys."""
+    assert options == {"scale": 0.5, "window_size": (-1, 0), "enable_gqa": True}
+    mixed = []
+    for number in range(len(query_ends) - 1):
+        queries, keys = (slice(*ends[number : number + 2]) for ends in (query_ends, key_ends))
+        q, k, v = (
+            x[part].transpose(0, 1) for x, part in ((query, queries), (key, keys), (value, keys))
+        )
+        assert q.shape[1] <= most_queries and k.shape[1] <= most_keys
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        mixed.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, seen, scale=0.5, enable_gqa=True
+            ).transpose(0, 1)
+        )
+    return torch.cat(mixed)
+
+
+def test_sequences_of_various_lengths_see_what_blocks_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention of GPUs, with its kernel replaced: the same queries see the same keys."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", reference)
+    packing = packing_module.pack(*rows())
+    count, cpu = len(packing.places[0]), torch.device("cpu")
+    query, key, value = (torch.randn(count, heads, 4) for heads in (4, 2, 2))
+    expected = packed._learning(packing, cpu)(0, query, key, value, 0.5)
+    got = packed._Lengths.of(packing, cpu)(0, query, key, value, 0.5)
+    assert_close(got, expected)
 
 
 def test_scores_of_thoughts_equal_the_padded_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 Requests occupy slots of a key–value cache. All slots step together; one that ends is refilled
 before the next forward. A prompt that extends what a slot remembers reads only what is new; a
-prompt that several requests share is read once and copied (`ragen.engines.slots`).
+prompt that several requests share is read once (`ragen.engines.slots`).
 
 The order of everything follows from the order of the requests, and every request draws from its own
 generator: the same requests in the same order give the same tokens and logprobs, bit for bit.

@@ -70,15 +70,14 @@ class Qwen2Decoder:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the weights."""
-        self.store.clear()
         self.rope_T1R = rope_table(self.model.model, self.max_length)
         self.weights = fused_layers(self.model)
         self.head = (self.model.lm_head.weight * self.model.model.norm.weight).t()
         self.embedding = self.model.model.embed_tokens.weight.clone()
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """See `HFDecoder.copy`."""
-        self.store.share(source, target, length)
+        """See `HFDecoder.copy`; for small models, to refer to another slot takes longer."""
+        self.store.copy(source, target, length)
 
     @torch.no_grad()
     def prefill(
@@ -87,7 +86,6 @@ class Qwen2Decoder:
         """See `HFDecoder.prefill`: flat through the linear layers, padded inside attention."""
         slots_N, starts_N = torch.tensor(slots), torch.tensor(starts)
         counts_N = torch.tensor([len(row) for row in tokens])
-        self.store.begin(slots_N, starts_N)
         every = self.store.reach(slots_N, starts_N, counts_N)
         last = self.store.reach(slots_N, starts_N + counts_N - 1, torch.ones_like(counts_N))
         tokens_F = torch.tensor(list(chain.from_iterable(tokens)))
@@ -96,7 +94,6 @@ class Qwen2Decoder:
     @torch.no_grad()
     def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
         """See `HFDecoder.decode`."""
-        self.store.begin(slots_N, starts_N)
         reach = self.store.reach(slots_N, starts_N, torch.ones_like(slots_N))
         return self._forward(tokens_N, reach, reach, None)
 

@@ -78,7 +78,7 @@ class KeyStore:
         self._release(target, 0)
         holder = int(self._source[source])
         if holder != source and length > int(self._shared[source]):
-            self._copy(holder, source, int(self._shared[source]))
+            self.copy(holder, source, int(self._shared[source]))
             self._source[source], holder = source, source
         if holder == source:
             self._shared[source] = max(length, int(self._shared[source]))
@@ -96,17 +96,18 @@ class KeyStore:
         """Give a slot's beginning to the others that refer to it; it keeps `start` tokens."""
         holder, shared = int(self._source[slot]), int(self._shared[slot])
         if holder != slot:
-            self._copy(holder, slot, min(start, shared))
+            self.copy(holder, slot, min(start, shared))
         else:
             others = ((self._source == slot) & (self._shared > 0)).nonzero()[:, 0]
             others = others[others != slot]
             if len(others):
                 heir = int(others[self._shared[others].argmax()])
-                self._copy(slot, heir, int(self._shared[heir]))
+                self.copy(slot, heir, int(self._shared[heir]))
                 self._source[others] = heir
         self._source[slot], self._shared[slot] = slot, 0
 
-    def _copy(self, source: int, target: int, length: int) -> None:
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Write the first `length` tokens of `source` into `target`."""
         for stored in chain.from_iterable(self.layers):
             stored[target, :, :length] = stored[source, :, :length]
 
