@@ -259,7 +259,9 @@ def test_a_run_ends_with_table_and_json(
     assert main(["train", "bandit", "--steps", "3", "--out", str(out), "--json"]) == 0
     assert seen == [(3, out)]
     output = capsys.readouterr()
-    assert json.loads(output.out) == {
+    printed = json.loads(output.out)
+    assert printed.pop("command_seconds") > 0
+    assert printed == {
         "env": "bandit",
         "before": 0.5,
         "after": 0.875,
@@ -273,6 +275,9 @@ def test_a_run_ends_with_table_and_json(
     }
     for words in ("random play", "before, T=1", "after, greedy", "77.5% – 97.5%", "optimal play"):
         assert words in output.err
+    assert re.search(
+        r"all took \d+ s with start-up and evaluations, the run's steps 12 s", output.err
+    )
     assert "step 1/3  success 50%  reward std 0.25  entropy 0.12" in output.err
     assert f"ragen play bandit --player {out}" in output.err
 

@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
@@ -20,6 +21,8 @@ from typing_extensions import Buffer, override
 
 from ragen.core.process import REAL
 
+STARTED = time.perf_counter()
+"""When the command began; Python itself started some hundredths of a second before."""
 ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
 """The signals that end a command like Ctrl-C: from `kill`, a closed terminal, a limit of time."""
 

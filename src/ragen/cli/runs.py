@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragen.cli.command import Command, Overrides, Parser, complain, program, terminal, whole
 from ragen.cli.help import train_epilog
-from ragen.cli.process import OutputLost
+from ragen.cli.process import STARTED, OutputLost
 from ragen.core.errors import RagenError
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ def _result_record(result: Result) -> dict[str, Any]:
         "random": after and after.random,
         "optimal": after and after.optimal,
         "seconds": round(result.seconds, 1),
+        "command_seconds": round(time.perf_counter() - STARTED, 1),
         "run": str(result.run),
         "alarms": [str(alarm) for alarm in result.alarms],
     }
@@ -168,7 +170,8 @@ def _show_result(console: Console, result: Result) -> None:
             lines += [f"  {sign}" for sign in result.signs] or ["  none"]
     run, ragen = shlex.quote(str(result.run)), program()
     lines += [
-        f"\nthe steps took {result.seconds:.0f} s, besides start-up and evaluations",
+        f"\nall took {time.perf_counter() - STARTED:.0f} s with start-up and evaluations, "
+        f"the run's steps {result.seconds:.0f} s",
         f"the run is in {result.run}",
         f"watch it play:  {ragen} play {result.env} --player {run}",
         f"evaluate it:    {ragen} eval {run}",
