@@ -182,6 +182,20 @@ def test_sequences_of_various_lengths_see_what_blocks_see(monkeypatch: pytest.Mo
     assert_close(got, expected)
 
 
+def test_packing_never_waits_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No index or number needs the device: here one that has shapes alone."""
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *ends: Any, **_: Any) -> Tensor:
+        assert query.device == key.device == value.device == ends[0].device == ends[1].device
+        return query
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    model = build("Llama").to("meta")
+    states_ND = packed.hidden_states(backbone(model), *rows())
+    assert states_ND.device.type == "meta" and len(states_ND) == int(rows()[2].sum())
+    states_ND.sum().backward()
+
+
 def test_scores_of_thoughts_equal_the_padded_path(monkeypatch: pytest.MonkeyPatch) -> None:
     model, generator = build("Llama"), torch.Generator().manual_seed(5)
     prompts, thoughts = (

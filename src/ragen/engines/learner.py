@@ -397,8 +397,7 @@ class Learner:
         """Ids, lengths, and the positions whose states predict the tokens that the loss covers."""
         before_BT = torch.zeros_like(part.mask_BT)
         before_BT[:, :-1] = part.weight_BT[:, 1:] > 0
-        ids_BT, lengths_B = part.token_ids_BT, part.lengths_B
-        return ids_BT.to(self._device), lengths_B.to(self._device), before_BT.to(self._device)
+        return part.token_ids_BT, part.lengths_B, before_BT
 
 
 def _finite(numbers: str, *fields: Tensor) -> tuple[Tensor, ...]:

@@ -86,13 +86,15 @@ class FlatDecoder:
         self.store.begin(slots_N, starts_N)
         reach = self.store.reach(slots_N, starts_N, counts_N)
 
-        def mix(layer: int, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, scale: float) -> Tensor:
+        def attention(
+            layer: int, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, scale: float
+        ) -> Tensor:
             stored = self.store.write(layer, reach.places, k_FKD, v_FKD)
             mixed_FE = reach.attend(q_FHD.float().mul(scale), stored)
             return mixed_FE.view(*q_FHD.shape[:2], -1).to(q_FHD.dtype)
 
         decoder = self.model.get_decoder()
-        states_FD = packed.read(decoder, token_ids_F, reach.places[1], mix)
+        states_FD = packed.read(decoder, token_ids_F, reach.places[1], attention)
         head = self.model.get_output_embeddings()
         last_ND = states_FD[counts_N.cumsum(0) - 1]
         logits_NV = output_logits(last_ND, head.weight, getattr(head, "bias", None))

@@ -32,9 +32,10 @@ def hidden_states(
 ) -> Tensor:
     """Final hidden states at the wanted positions: the input of the output layer or a value head.
 
-    The model may be a backbone alone. Rows are padded on the right with any valid id; `lengths_B`
-    are their real tokens, and the padding never changes the result. `wanted_BT` is true only within
-    `lengths_B`. The states are (N, D), row by row, for N true entries.
+    The model may be a backbone alone. The other arguments are on the CPU. Rows are padded on the
+    right with any valid id; `lengths_B` are their real tokens, and the padding never changes the
+    result. `wanted_BT` is true only within `lengths_B`. The states are (N, D), row by row, for N
+    true entries.
     """
     if is_fast(model):
         return fast_qwen2.hidden_states(model, token_ids_BT, lengths_B, wanted_BT)
@@ -62,7 +63,8 @@ def padded_hidden_states(
     No mask is needed: padding on the right follows every real token, and a causal model never
     attends to later ones. So attention is plainly causal, which has the fastest kernels.
     """
-    states_BTD = backbone(model)(input_ids=token_ids_BT, use_cache=False).last_hidden_state
+    ids_BT, wanted_BT = token_ids_BT.to(model.device), wanted_BT.to(model.device)
+    states_BTD = backbone(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
     states_ND: Tensor = states_BTD[wanted_BT]
     return states_ND
 
@@ -262,9 +264,9 @@ def _states_before(
     model: PreTrainedModel, prompt: Sequence[int], thoughts: Sequence[Sequence[int]]
 ) -> Tensor:
     """The states from which each token of the thoughts is predicted, thought by thought."""
-    rows = [torch.tensor([*prompt, *thought], device=model.device) for thought in thoughts]
+    rows = [torch.tensor([*prompt, *thought]) for thought in thoughts]
     ids_RT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    lengths_R = torch.tensor([len(row) for row in rows], device=model.device)
-    columns_T = torch.arange(ids_RT.shape[1], device=model.device)
+    lengths_R = torch.tensor([len(row) for row in rows])
+    columns_T = torch.arange(ids_RT.shape[1])
     before_RT = (columns_T >= len(prompt) - 1) & (columns_T < lengths_R[:, None] - 1)
     return hidden_states(model, ids_RT, lengths_R, before_RT)

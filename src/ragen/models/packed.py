@@ -1,10 +1,9 @@
 """Any model of transformers on one flat list of tokens, each at its own position in its own row.
 
-transformers lets a program replace attention, which alone lets tokens see each other. What replaces
-it here is a `Mix`, which knows the rows. The one for learning lets each query see the keys of its
-own sample and of the prompt that this shares (`ragen.models.packing`): on a CPU block by block, on
-a GPU by torch's attention for sequences of various lengths. The one for sampling is in
-`ragen.models.decoder`.
+Only attention lets tokens see each other, and transformers lets a program replace it: here by an
+`Attention` that knows the rows. In learning, each query sees the keys of its own sample and of the
+prompt that this shares (`ragen.models.packing`): on a CPU block by block, on a GPU by torch's
+attention for sequences of various lengths. That of sampling is in `ragen.models.decoder`.
 
 Axes: see `ragen.models.packing`; **S** keys of all samples, with shared prompts repeated.
 """
@@ -27,12 +26,12 @@ from transformers import AttentionInterface, PreTrainedModel
 from ragen.models.packing import SHARED, Block, Packing, attend, attend_backward, pack
 from ragen.models.precision import bfloat16_products
 
-Mix = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """Attention of a layer, given its number, queries (F, H, D), keys and values (F, K, D), and the
 scale of the scores; returns (F, H, D)."""
 
 FLAT = "ragen_flat"
-"""The name under which transformers finds `_attention`."""
+"""The name under which transformers finds `_hook`."""
 
 
 class _Unknown(Exception):
@@ -43,7 +42,7 @@ class _Unknown(Exception):
 class _Run:
     """A forward; `calls` counts its layers, `window` is the fewest tokens that one attends to."""
 
-    mix: Mix
+    attention: Attention
     calls: int = 0
     window: float = inf
 
@@ -51,16 +50,20 @@ class _Run:
 def longest(model: PreTrainedModel) -> float:
     """The longest rows in tokens for which `read` is exact with this backbone; 0 if for none.
 
-    Found out once, by trying. Every layer must mix tokens by attention that transformers lets a
-    program replace, without additions like sinks; on a GPU there must be a kernel for the model's
-    dtype. Rows may not be longer than a sliding window.
+    Found out by trying, once for each device and dtype. Every layer must have attention that
+    transformers lets a program replace, without additions like sinks, and nothing else that lets
+    tokens see each other; on a GPU there must be a kernel for the model's dtype. Rows may not be
+    longer than a sliding window.
     """
-    if model not in _LONGEST:
-        _LONGEST[model] = _try(model)
-    return _LONGEST[model]
+    known = _LONGEST.setdefault(model, {})
+    where = model.device.type, model.dtype
+    if where not in known:
+        known[where] = _try(model)
+    return known[where]
 
 
-_LONGEST: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
+_LONGEST: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, torch.dtype], float]]
+_LONGEST = WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -73,13 +76,14 @@ def _try(model: PreTrainedModel) -> float:
     if device.type != "cpu" and not _has_kernel(model):
         return 0
     length = SHARED + 3
-    columns_T = torch.arange(length, device=device)
+    columns_T = torch.arange(length)
     token_ids_BT = columns_T.repeat(2, 1) + 1
     token_ids_BT[1, SHARED:] += 7
     token_ids_BT %= text.vocab_size
-    lengths_B = torch.tensor([length, length - 1], device=device)
+    lengths_B = torch.tensor([length, length - 1])
     wanted_BT = (columns_T >= SHARED) & (columns_T < lengths_B[:, None])
-    expected_ND = model(input_ids=token_ids_BT, use_cache=False).last_hidden_state[wanted_BT]
+    padded_BTD = model(input_ids=token_ids_BT.to(device), use_cache=False).last_hidden_state
+    expected_ND = padded_BTD[wanted_BT.to(device)]
     packing = pack(token_ids_BT, lengths_B, wanted_BT)
     run = _Run(_learning(packing, device))
     try:
@@ -87,7 +91,8 @@ def _try(model: PreTrainedModel) -> float:
     except _Unknown:
         return 0
     tolerance = torch.finfo(model.dtype).eps ** 0.5 * float(expected_ND.abs().max())
-    agrees = torch.allclose(states_FD[packing.wanted_N], expected_ND, rtol=0, atol=tolerance)
+    states_ND = states_FD[packing.wanted_N.to(device)]
+    agrees = torch.allclose(states_ND, expected_ND, rtol=0, atol=tolerance)
     return run.window if agrees and run.calls == text.num_hidden_layers else 0
 
 
@@ -108,20 +113,26 @@ def hidden_states(
 ) -> Tensor:
     """`ragen.models.model.hidden_states` for a backbone and rows up to its `longest`."""
     packing = pack(token_ids_BT, lengths_B, wanted_BT)
-    mix = _learning(packing, model.device)
-    return read(model, token_ids_BT[packing.places], packing.places[1], mix)[packing.wanted_N]
+    attention = _learning(packing, model.device)
+    states_FD = read(model, token_ids_BT[packing.places], packing.places[1], attention)
+    return states_FD[packing.wanted_N.to(model.device)]
 
 
-def read(model: PreTrainedModel, token_ids_F: Tensor, positions_F: Tensor, mix: Mix) -> Tensor:
-    """Last hidden states (F, D) of a backbone that has a `longest`; as differentiable as `mix`."""
-    return _run(model, token_ids_F, positions_F, _Run(mix))
+def read(
+    model: PreTrainedModel, token_ids_F: Tensor, positions_F: Tensor, attention: Attention
+) -> Tensor:
+    """Last hidden states (F, D) of a backbone that has a `longest`.
+
+    Differentiable if `attention` is. Ids and positions are on the CPU or on the model's device.
+    """
+    return _run(model, token_ids_F, positions_F, _Run(attention))
 
 
 def _run(model: PreTrainedModel, token_ids_F: Tensor, positions_F: Tensor, run: _Run) -> Tensor:
     with Attending(model.config, FLAT):
         states_1FD: Tensor = model(
-            input_ids=token_ids_F[None],
-            position_ids=positions_F[None],
+            input_ids=token_ids_F[None].to(model.device),
+            position_ids=positions_F[None].to(model.device),
             use_cache=False,
             ragen_run=run,
         ).last_hidden_state
@@ -142,7 +153,7 @@ class Attending:
         self._config._attn_implementation = self._chosen
 
 
-def _attention(
+def _hook(
     module: Any,
     query_1HFD: Tensor,
     key_1KFD: Tensor,
@@ -162,25 +173,25 @@ def _attention(
     layer = module.layer_idx
     ragen_run.calls += 1
     ragen_run.window = min(ragen_run.window, sliding_window or inf)
-    return ragen_run.mix(layer, query, key, value, scale)[None], None
+    return ragen_run.attention(layer, query, key, value, scale)[None], None
 
 
-AttentionInterface.register(FLAT, _attention)
+AttentionInterface.register(FLAT, _hook)
 
 
 # Learning: queries see their own samples.
 
 
-def _learning(packing: Packing, device: torch.device) -> Mix:
+def _learning(packing: Packing, device: torch.device) -> Attention:
     if device.type != "cpu":
         return _Lengths.of(packing, device)
     blocks = packing.blocks()
 
-    def mix(_: int, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, scale: float) -> Tensor:
+    def attention(_: int, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, scale: float) -> Tensor:
         mixed_FHD: Tensor = _BlockAttention.apply(q_FHD, k_FKD, v_FKD, blocks, scale)
         return mixed_FHD
 
-    return mix
+    return attention
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -224,7 +235,7 @@ class _Lengths:
     @classmethod
     def of(cls, packing: Packing, device: torch.device) -> _Lengths:
         """A sample's keys are those of the prompt that it shares, then its own."""
-        counts_B, shared_B = packing.own_BT.sum(1).cpu(), packing.shared_B.cpu()
+        counts_B, shared_B = packing.own_BT.sum(1), packing.shared_B
         starts_B = counts_B.cumsum(0) - counts_B
         keys = []
         for row, origin in enumerate(packing.origin_B.tolist()):
@@ -240,7 +251,7 @@ class _Lengths:
         return cls(torch.cat(keys).to(device), ends[0], ends[1], *most)
 
     def __call__(self, _: int, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, scale: float) -> Tensor:
-        """See `Mix`."""
+        """See `Attention`."""
         from torch.nn.attention.varlen import varlen_attn
 
         attend_to: Any = varlen_attn  # its type allows for more results

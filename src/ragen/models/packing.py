@@ -81,9 +81,12 @@ class Packing(NamedTuple):
 
 
 def pack(token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor) -> Packing:
-    """Pack rows that are padded on the right; `wanted_BT` is true only within `lengths_B`."""
+    """Pack rows that are padded on the right; `wanted_BT` is true only within `lengths_B`.
+
+    All tensors are on the CPU, so that a GPU is never waited for.
+    """
     origin_B, shared_B = shared_prefixes(token_ids_BT, lengths_B, wanted_BT)
-    columns_T = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device)
+    columns_T = torch.arange(token_ids_BT.shape[1])
     own_BT = (columns_T >= shared_B[:, None]) & (columns_T < lengths_B[:, None])
     rows_F, columns_F = own_BT.nonzero(as_tuple=True)
     wanted_N = wanted_BT[rows_F, columns_F].nonzero()[:, 0]
@@ -100,7 +103,7 @@ def shared_prefixes(
     sample has computes its own; its entries are its own number and 0 tokens.
     """
     origin_B, shared_B = torch.arange(len(lengths_B)), torch.zeros_like(lengths_B)
-    columns_T = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device)
+    columns_T = torch.arange(token_ids_BT.shape[1])
     prompt_B = torch.where(wanted_BT, columns_T, lengths_B[:, None]).amin(1)
     left = list(range(len(lengths_B)))
     while len(left) > 1:
@@ -125,9 +128,8 @@ def _blocks(origin_B: Tensor, shared_B: Tensor, own_BT: Tensor, chosen_BT: Tenso
         for columns in chosen_BT[row].nonzero()[:, 0].split(QUERIES):
             if len(columns):
                 seen, end = int(columns[0]) + 1, int(columns[-1]) + 1
-                hidden = torch.arange(seen, end, device=columns.device) > columns[:, None]
-                mask = torch.zeros(hidden.shape, device=columns.device)
-                mask = mask.masked_fill_(hidden, -torch.inf)[:, None]
+                hidden = torch.arange(seen, end) > columns[:, None]
+                mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None]
                 queries = slice(query, query + len(columns))
                 own = slice(starts[row], starts[row] + end - shared)
                 blocks.append(Block(queries, prefix, own, seen, mask))
