@@ -374,6 +374,23 @@ def test_importance_is_one_if_sampler_and_learner_agree() -> None:
     assert (metrics["importance/mean"].value, metrics["importance/capped_fraction"].value) == (1, 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_first_update_computes_its_own_old_logprobs(dtype: torch.dtype) -> None:
+    """The same update as with those computed before it, and all ratios are exactly 1."""
+    pair = []
+    for _ in range(2):
+        one = learner()
+        pair.append(Learner(one.model.to(dtype), UpdateConfig(lr=1e-2), LossConfig(**PLAIN)))
+    before, inside = pair
+    part = batch(before)
+    expected = before.update(part, 0)
+    metrics = inside.update(replace(part, old_logprobs_BT=None), 0)
+    assert equal(weights(before), weights(inside)) and metrics == expected
+    assert metrics["kl/old"].value == 0.0
+    with pytest.raises(AssertionError, match="weights that sampled"):
+        inside.update(replace(part, old_logprobs_BT=None), 1)
+
+
 def test_importance_weights_correct_a_mismatch_up_to_their_cap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -367,10 +367,21 @@ def test_training_twice_gives_identical_results(tmp_path: Path, more: dict[str, 
     )
 
 
-@pytest.mark.parametrize(("dtype", "roles"), [("bfloat16", ["policy"]), ("float32", [])])
-def test_learner_recomputes_old_logprobs_in_bfloat16_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, roles: list[str]
+@pytest.mark.parametrize(
+    ("changes", "roles"),
+    [
+        ({"model__dtype": "float32"}, []),
+        ({}, []),
+        ({"update__epochs": 2}, ["policy"]),
+        ({"update__minibatch_episodes": 1}, ["policy"]),
+        ({"loss__kl": 0.1}, ["policy", "reference"]),
+        ({"record__tokens_every": 1}, ["policy", "policy"]),  # before and after the update
+    ],
+)
+def test_old_logprobs_are_computed_before_the_update_only_where_they_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], roles: list[str]
 ) -> None:
+    """In bfloat16, if a second update or a KL term compares them, or if they are recorded."""
     scored_roles, score = [], Engine.score
 
     async def watched(engine: Engine, batch: Batch, role: Role) -> Batch:
@@ -378,8 +389,9 @@ def test_learner_recomputes_old_logprobs_in_bfloat16_only(
         return await score(engine, batch, role)
 
     monkeypatch.setattr(Engine, "score", watched)
-    config = make_config(steps=1, model__dtype=dtype, eval__episodes=0, record__tokens_every=0)
-    train(config, tmp_path / "run")
+    usual = {"model__dtype": "bfloat16", "record__tokens_every": 0, "loss__kl": 0.0}
+    once = {"update__epochs": 1, "update__minibatch_episodes": 1000}
+    train(make_config(steps=1, eval__episodes=0, **usual | once | changes), tmp_path / "run")
     assert scored_roles == roles
 
 
