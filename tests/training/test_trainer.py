@@ -372,10 +372,11 @@ def test_training_twice_gives_identical_results(tmp_path: Path, more: dict[str, 
     [
         ({"model__dtype": "float32"}, []),
         ({}, []),
-        ({"update__epochs": 2}, ["policy"]),
-        ({"update__minibatch_episodes": 1}, ["policy"]),
-        ({"loss__kl": 0.1}, ["policy", "reference"]),
-        ({"record__tokens_every": 1}, ["policy", "policy"]),  # before and after the update
+        ({"update__epochs": 2}, ["policy"] * 2),
+        ({"update__minibatch_episodes": 1}, ["policy"] * 2),
+        ({"loss__kl": 0.1}, ["policy", "reference"] * 2),
+        ({"record__tokens_every": 1}, ["policy"] * 4),  # before and after each update
+        ({"record__tokens_every": 2}, ["policy"] * 2),
     ],
 )
 def test_old_logprobs_are_computed_before_the_update_only_where_they_are_needed(
@@ -391,7 +392,7 @@ def test_old_logprobs_are_computed_before_the_update_only_where_they_are_needed(
     monkeypatch.setattr(Engine, "score", watched)
     usual = {"model__dtype": "bfloat16", "record__tokens_every": 0, "loss__kl": 0.0}
     once = {"update__epochs": 1, "update__minibatch_episodes": 1000}
-    train(make_config(steps=1, eval__episodes=0, **usual | once | changes), tmp_path / "run")
+    train(make_config(steps=2, eval__episodes=0, **usual | once | changes), tmp_path / "run")
     assert scored_roles == roles
 
 

@@ -117,7 +117,8 @@ async def gradient_norms(engine: Engine, groups: Sequence[Group], config: Config
 def needs_scores(config: Config, step: int, num_episodes: int) -> bool:
     """Whether old logprobs are needed before the update, which computes them anyhow.
 
-    They are if a KL term compares them, if a second update of the step does, or if they are stored.
+    They are if a KL term compares them, if a second update does, or if they are recorded at the end
+    of `step`, which is counted from 1.
     """
     update = config.update
     return (

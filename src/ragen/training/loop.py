@@ -49,7 +49,7 @@ async def loop(run: Run) -> None:
         if samples:
             with clock("score"):
                 weights = group_weights(kept_groups, config.filter.rule)
-                score = needs_scores(config, state.step, len(episodes))
+                score = needs_scores(config, state.step + 1, len(episodes))
                 batch = await make_batch(engine, samples, episodes, config, weights, score)
             with clock("update"):
                 seed = derive(config.seed, "minibatches", state.step)
