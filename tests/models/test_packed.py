@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ragen.models import decoder as decoder_module
 from ragen.models import model as ragen_model
 from ragen.models import packed
 from ragen.models import packing as packing_module
@@ -210,9 +211,13 @@ def test_scores_of_thoughts_equal_the_padded_path(monkeypatch: pytest.MonkeyPatc
 # Sampling.
 
 
+@pytest.mark.parametrize("queries", [1, 12, 4096])
 @pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GPT2", "Qwen3Moe"])
-def test_the_flat_decoder_equals_the_general_one(name: str) -> None:
+def test_the_flat_decoder_equals_the_general_one(
+    name: str, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ragged slots, shared beginnings, late members, reused slots: logits and later logits."""
+    monkeypatch.setattr(decoder_module, "PADDED_QUERIES", queries)
     model = build(name)
     flat, general = make_decoder(model, 8, 48), HFDecoder(model, 8, 48)
     assert isinstance(flat, FlatDecoder)

@@ -30,6 +30,10 @@ from ragen.models.key_store import KeyStore
 from ragen.models.packed import Attending
 from ragen.models.precision import output_logits, shape_of
 
+PADDED_QUERIES = 4096
+"""Most queries of one forward of `FlatDecoder` with the padding inside attention, which bounds its
+memory (more only for a single longer row)."""
+
 
 def make_decoder(
     model: PreTrainedModel, num_slots: int, max_length: int, *, fast: bool = True
@@ -61,10 +65,27 @@ class FlatDecoder:
     def prefill(
         self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> Tensor:
-        """See `HFDecoder.prefill`."""
-        counts_N = torch.tensor([len(row) for row in tokens])
-        token_ids_F = torch.tensor(list(chain.from_iterable(tokens)))
-        return self._read(torch.tensor(slots), torch.tensor(starts), counts_N, token_ids_F)
+        """See `HFDecoder.prefill`; a long row is read apart from many short ones."""
+        logits, first, longest = [], 0, 0
+        for row, count in enumerate(map(len, tokens)):
+            longest = max(longest, count)
+            if row > first and (row + 1 - first) * longest > PADDED_QUERIES:
+                logits.append(self._prefill(slots, starts, tokens, slice(first, row)))
+                first, longest = row, count
+        logits.append(self._prefill(slots, starts, tokens, slice(first, len(tokens))))
+        return torch.cat(logits)
+
+    def _prefill(
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        rows: slice,
+    ) -> Tensor:
+        counts_N = torch.tensor([len(row) for row in tokens[rows]])
+        token_ids_F = torch.tensor(list(chain.from_iterable(tokens[rows])))
+        slots_N, starts_N = torch.tensor(slots[rows]), torch.tensor(starts[rows])
+        return self._read(slots_N, starts_N, counts_N, token_ids_F)
 
     @torch.no_grad()
     def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
