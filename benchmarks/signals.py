@@ -39,6 +39,7 @@ SIGNALS: tuple[tuple[Any, str], ...] = (
     (loop, "smooth"),
     (loop, "averaged"),
     (learner, "mismatch_kl"),
+    (learner, "read"),
     (Recorder, "log"),
     (Recorder, "commit"),
 )

@@ -19,9 +19,8 @@ from ragen.config.sections import RolloutConfig
 from ragen.core.errors import GuardStop
 from ragen.core.metrics import Metrics
 from ragen.diagnostics.detectors import MISMATCH, MISMATCH_BOUND, mismatch
-from ragen.engines import sampler
+from ragen.engines import learner, sampler
 from ragen.engines.engine import Engine
-from ragen.engines.learner import Learner
 from ragen.models.loading import save_model
 from ragen.storage.checkpoint import newest
 from ragen.storage.reader import read_events, read_metrics
@@ -144,13 +143,13 @@ def test_a_mismatch_stops_a_run_in_float32_before_its_update(
 def test_a_mismatch_that_is_not_a_number_stops_a_run(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backward = Learner._outputs_of_states
+    compute = learner.token_logprobs
 
-    def broken(learner: Learner, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    def broken(*arguments: Any) -> tuple[torch.Tensor, ...]:
         nothing = math.nan if torch.is_grad_enabled() else 1.0  # not where scores are verified
-        return tuple(nothing * field for field in backward(learner, *arguments))
+        return tuple(nothing * field for field in compute(*arguments))
 
-    monkeypatch.setattr(Learner, "_outputs_of_states", broken)
+    monkeypatch.setattr(learner, "token_logprobs", broken)
     with pytest.raises(GuardStop, match="nan nats apart"):
         train(settings(folder), tmp_path / "run")
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ragen.core.metrics import Metrics, mean
 from ragen.core.types import Sample
+from ragen.models.device import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,10 +320,11 @@ class TokenFields:
     advantages_N: Tensor | None = None
     returns_N: Tensor | None = None
 
-    def to(self, device: torch.device | str) -> TokenFields:
+    def to(self, device: torch.device) -> TokenFields:
         """The same fields on another device."""
-        present = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{k: v.to(device) for k, v in present.items() if v is not None})
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {k: to_device(v, device) for k, v in given.items() if v is not None}
+        return replace(self, **moved)
 
 
 def flatten(batch: Batch) -> TokenFields:

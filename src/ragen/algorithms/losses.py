@@ -11,9 +11,9 @@ microbatches or learners changes it. Only `gspo` needs all of an episode in one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ragen.algorithms.batch import Batch, TokenFields
 from ragen.config.extensions import LOSS
 from ragen.core.errors import RagenError
 from ragen.core.inputs import call, names_input
-from ragen.core.metrics import Metric, Metrics, largest, mean
+from ragen.core.metrics import Kind, Metric, Metrics, largest, mean
 
 Aggregation = Literal["token_mean", "episode_mean", "constant"]
 
@@ -31,12 +31,23 @@ LARGEST_LOG_RATIO = 20.0
 """In nats. Beyond it, a ratio counts as e²⁰ and has no gradient; float32 overflows at e⁸⁸."""
 
 
+class Measured(NamedTuple):
+    """A `Metric` whose numbers are still on the device, where reading one would wait for it."""
+
+    value: Tensor
+    weight: Tensor | float = 1.0
+    kind: Kind = "mean"
+
+
+Measurements = dict[str, Metric | Measured]
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
     """A scalar to minimise, and metrics about it."""
 
     value: Tensor
-    metrics: Metrics
+    metrics: Measurements
 
 
 PolicyLoss = Callable[..., Loss]
@@ -108,7 +119,7 @@ def ppo_clip(
         >>> logprobs = torch.log(torch.tensor([1.5]))
         >>> loss = ppo_clip(logprobs, tokens, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
         >>> round(loss.value.item(), 4), loss.metrics["clip/fraction"].value
-        (-1.28, 1.0)
+        (-1.28, tensor(1.))
     """
     old_N, advantages_N = _trained(tokens)
     ratio_N = ratio(logprobs_N - old_N)
@@ -154,11 +165,11 @@ def gspo(
     """
     old_N, advantages_N = _trained(tokens)
     with torch.no_grad():
-        episode_E, rank_N = torch.unique(episode_N, return_inverse=True)
-        blank_E = torch.zeros(len(episode_E), device=rank_N.device)
-        total_E = blank_E.index_add(0, rank_N, logprobs_N - old_N)
-        count_E = blank_E.index_add(0, rank_N, torch.ones_like(old_N))
-        mean_N = (total_E / count_E)[rank_N]
+        # Each episode sums at its own place among N, for a GPU does not tell how many there are.
+        place_N = torch.searchsorted(episode_N.sort().values, episode_N)
+        total_N = torch.zeros_like(old_N).index_add(0, place_N, logprobs_N - old_N)
+        count_N = torch.zeros_like(old_N).index_add(0, place_N, torch.ones_like(old_N))
+        mean_N = (total_N / count_N)[place_N]
     ratio_N = ratio(mean_N + logprobs_N - logprobs_N.detach())
     free_N = -ratio_N * advantages_N
     clipped_N = -ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
@@ -241,7 +252,7 @@ def needs_whole_episodes(loss: PolicyLoss) -> bool:
     return names_input(loss, "episode_N")
 
 
-def correct_for_sampler(tokens: TokenFields, cap: float) -> tuple[TokenFields, Metrics]:
+def correct_for_sampler(tokens: TokenFields, cap: float) -> tuple[TokenFields, Measurements]:
     """Truncated importance sampling between the sampler and the learner, at equal weights.
 
         A ← min(exp(old logprob − sampled logprob), cap) · A
@@ -262,7 +273,7 @@ def correct_for_sampler(tokens: TokenFields, cap: float) -> tuple[TokenFields, M
     old_N, advantages_N = _trained(tokens)
     exact_N = ratio(old_N - tokens.sampled_logprobs_N)
     weight_N = exact_N.clamp(max=cap)
-    metrics = {
+    metrics: Measurements = {
         "importance/mean": _average(weight_N),
         "importance/capped_fraction": _share(exact_N > cap),
     }
@@ -282,7 +293,7 @@ def value_loss(values_N: Tensor, tokens: TokenFields, *, value_clip: float) -> L
     free_N, clipped_N = (values_N - tokens.returns_N) ** 2, (near_N - tokens.returns_N) ** 2
     value = (tokens.weights_N * 0.5 * torch.maximum(free_N, clipped_N)).sum()
     with torch.no_grad():
-        metrics = {
+        metrics: Measurements = {
             "loss/value": _weighted(value, tokens),
             "clip/value_fraction": _share(clipped_N > free_N),
         }
@@ -351,32 +362,36 @@ def _trained(tokens: TokenFields) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def _policy_metrics(
     value: Tensor, logprobs_N: Tensor, tokens: TokenFields, ratio_N: Tensor, clamped_N: Tensor
-) -> Metrics:
+) -> Measurements:
     """The metrics of every clipped loss. `clamped_N` is true where the clip had an effect."""
     assert tokens.old_logprobs_N is not None
     return {
         "loss/policy": _weighted(value, tokens),
         "clip/fraction": _share(clamped_N),
-        "ratio/max": largest(ratio_N.max().item() if len(ratio_N) else 0.0),
+        "ratio/max": _largest(ratio_N) if len(ratio_N) else largest(0.0),
         "kl/old": _average(k3(tokens.old_logprobs_N, logprobs_N)),
     }
 
 
-def _weighted(value: Tensor, tokens: TokenFields) -> Metric:
+def _weighted(value: Tensor, tokens: TokenFields) -> Measured:
     """A loss as a weighted mean, so that microbatches merge to the minibatch's loss."""
-    weight = float(tokens.weights_N.sum())
-    return mean(value.item() / weight if weight else 0.0, weight)
+    weight = tokens.weights_N.sum().double()
+    return Measured(torch.where(weight != 0, value.detach().double() / weight, 0.0), weight)
 
 
-def _average(field_N: Tensor) -> Metric:
-    return mean(field_N.mean().item() if len(field_N) else 0.0, len(field_N))
+def _average(field_N: Tensor) -> Metric | Measured:
+    return Measured(field_N.detach().mean(), len(field_N)) if len(field_N) else mean(0.0, 0)
 
 
-def _share(condition_N: Tensor) -> Metric:
+def _share(condition_N: Tensor) -> Metric | Measured:
     return _average(condition_N.float())
 
 
-def mismatch_kl(sampled_logprobs_N: Tensor, recomputed_logprobs_N: Tensor) -> Metrics:
+def _largest(field_N: Tensor) -> Measured:
+    return Measured(field_N.detach().max(), kind="max")
+
+
+def mismatch_kl(sampled_logprobs_N: Tensor, recomputed_logprobs_N: Tensor) -> Measurements:
     """The difference between the learner's and the sampler's logprobs at equal weights, in nats.
 
     ``mismatch/kl`` is the mean of k3 with x = recomputed − sampled logprob, and
@@ -385,6 +400,36 @@ def mismatch_kl(sampled_logprobs_N: Tensor, recomputed_logprobs_N: Tensor) -> Me
     """
     if not len(sampled_logprobs_N):
         return {}
-    kl = k3(sampled_logprobs_N, recomputed_logprobs_N).mean().item()
-    gap = (recomputed_logprobs_N - sampled_logprobs_N).abs().max().item()
-    return {"mismatch/kl": mean(kl, len(sampled_logprobs_N)), "mismatch/max_abs": largest(gap)}
+    return {
+        "mismatch/kl": _average(k3(sampled_logprobs_N, recomputed_logprobs_N)),
+        "mismatch/max_abs": _largest((recomputed_logprobs_N - sampled_logprobs_N).abs()),
+    }
+
+
+def read(
+    parts: Sequence[Mapping[str, Metric | Measured]], *scalars: Tensor
+) -> tuple[list[Metrics], list[float]]:
+    """Metrics whose numbers are on the host, and the numbers of other scalars of the same device.
+
+    All are copied from the device at once, which is the only wait for it.
+
+    Example:
+        >>> read([{"ratio/max": Measured(torch.ones(()), kind="max")}], torch.tensor(0.5))
+        ([{'ratio/max': Metric(value=1.0, weight=1.0, kind='max')}], [0.5])
+    """
+    metrics = [metric for part in parts for metric in part.values()]
+    fields = (field for each in metrics for field in (each.value, each.weight))
+    waiting = [*scalars, *(field for field in fields if isinstance(field, Tensor))]
+    numbers = iter(torch.stack([each.double() for each in waiting]).tolist() if waiting else ())
+
+    def number(field: Tensor | float) -> float:
+        return next(numbers) if isinstance(field, Tensor) else field
+
+    found = [number(each) for each in scalars]
+    return [
+        {
+            name: Metric(number(each.value), number(each.weight), each.kind)
+            for name, each in part.items()
+        }
+        for part in parts
+    ], found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from ragen.algorithms.batch import Batch, TokenFields, flatten, padding, row_splits, take
 from ragen.algorithms.losses import (
     Loss,
+    Measured,
     correct_for_sampler,
     entropy_bonus,
     find_loss,
@@ -26,14 +27,16 @@ from ragen.algorithms.losses import (
     mismatch_kl,
     needs_whole_episodes,
     policy_loss,
+    read,
     token_weights,
     value_loss,
 )
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import MismatchError, NotFiniteError
-from ragen.core.metrics import Metrics, largest, last, mean, merge, total
+from ragen.core.metrics import Metric, Metrics, largest, last, mean, merge, total
 from ragen.engines.exactness import verify
 from ragen.engines.optimizers import WEIGHT_DECAY, optimizers
+from ragen.models.device import to_device
 from ragen.models.lora import acting, adapter_of, has_adapters
 from ragen.models.model import Critic, cross_scores, hidden_states, shares_prompts, token_logprobs
 from ragen.models.precision import Masters
@@ -218,12 +221,12 @@ class Learner:
             part = take(batch, rows)
             wanted = (part.weight_BT > 0).nonzero(as_tuple=True)
             places.append(torch.stack([rows[wanted[0]], wanted[1]]))
-            pieces.append([field.float().cpu() for field in compute(part)])
+            pieces.append([field.float() for field in compute(part)])
         row_N, column_N = torch.cat(places, dim=1)
         fields = []
         for field in zip(*pieces, strict=True):
             field_BT = torch.zeros_like(batch.weight_BT)
-            field_BT[row_N, column_N] = torch.cat(field)
+            field_BT[row_N, column_N] = torch.cat(field).cpu()  # a GPU is waited for only here
             fields.append(field_BT)
         return tuple(fields)
 
@@ -250,50 +253,62 @@ class Learner:
         weights_BT = token_weights(batch, self._loss.aggregation, self._longest)
         batch = replace(batch, weight_BT=weights_BT)
         microbatches = [take(batch, rows) for rows in self._microbatches(batch)]
-        parts = [verify(microbatches)]
+        parts: list[Mapping[str, Metric | Measured]] = [verify(microbatches)]
         losses, critic_losses = list[Tensor](), list[Tensor]()
+        compared = list[tuple[Tensor, ...]]()
         if not shares_prompts(self.model):  # with shared prompts rows are not padded
             parts.append(padding(microbatches))
         for part in microbatches:
             tokens = flatten(part).to(self._device)
-            loss = self._policy_backward(part, tokens)
+            loss, logprobs_N = self._policy_backward(part, tokens)
             losses.append(loss.value.detach())
             parts.append(loss.metrics)
+            compared.append((tokens.token_ids_N, tokens.sampled_logprobs_N, logprobs_N))
             if self.critic is not None and not self.critic.shared:
                 with acting(self.model, "critic"):
                     loss = value_loss(self._critic_values(part), tokens, value_clip=VALUE_CLIP)
                     loss.value.backward()  # type: ignore[no-untyped-call]
                 critic_losses.append(loss.value.detach())
                 parts.append(loss.metrics)
-        metrics = merge(parts)
-        scale = self._learning_rate(step)
-        metrics |= self._apply(self.optimizers, self.masters, scale, "policy", losses)
-        metrics["update/lr"] = last(self._update.lr * scale)
-        self.synced = False
+        trained = [("policy", self.optimizers, self.masters, losses)]
         if self.critic is not None:
             losses = losses if self.critic.shared else critic_losses
-            metrics |= self._apply(
-                self.critic_optimizers, self.critic_masters, scale, "critic", losses
-            )
-        metrics["update/count"] = total(1)
-        return metrics
+            trained.append(("critic", self.critic_optimizers, self.critic_masters, losses))
+        norms = [
+            nn.utils.clip_grad_norm_(masters.trained.values(), MAX_GRAD_NORM)
+            for _, _, masters, _ in trained
+        ]
+        finite = [torch.stack(losses).isfinite().all() for *_, losses in trained]
+        # Here alone a GPU is waited for, when all gradients are computed and no weight is changed.
+        read_parts, numbers = read(parts, *norms, *finite)
+        metrics = merge(read_parts)
+        self._refuse_mismatch(metrics, compared)
+        scale = self._learning_rate(step)
+        for side, norm, is_finite in zip(
+            trained, numbers[: len(norms)], numbers[len(norms) :], strict=True
+        ):
+            metrics |= self._apply(*side[:3], scale, norm, bool(is_finite))
+        self.synced = False
+        return metrics | {"update/lr": last(self._update.lr * scale), "update/count": total(1)}
 
-    def _policy_backward(self, part: Batch, tokens: TokenFields) -> Loss:
-        """Gradients of the policy's loss, and of the critic's if it shares the backbone."""
+    def _policy_backward(self, part: Batch, tokens: TokenFields) -> tuple[Loss, Tensor]:
+        """Gradients of the policy's loss, and of the critic's if it shares the backbone.
+
+        Returns the logprobs (N,) too.
+        """
         hidden_ND = hidden_states(self.model, *self._model_inputs(part))
-        loss = self._policy_loss(
-            part, tokens, *self._outputs_of_states(self.model, part, hidden_ND)
+        logprobs_N, entropy_N = token_logprobs(
+            self.model, hidden_ND, tokens.token_ids_N, self._temperature
         )
+        loss = self._policy_loss(tokens, logprobs_N, entropy_N)
         if self.critic is not None and self.critic.shared:
             value = value_loss(self.critic.read(hidden_ND), tokens, value_clip=VALUE_CLIP)
             both = SHARED_VALUE_WEIGHT * value.value + loss.value
             loss = Loss(both, value.metrics | loss.metrics)
         loss.value.backward()  # type: ignore[no-untyped-call]
-        return loss
+        return loss, logprobs_N.detach()
 
-    def _policy_loss(
-        self, part: Batch, tokens: TokenFields, logprobs_N: Tensor, entropy_N: Tensor
-    ) -> Loss:
+    def _policy_loss(self, tokens: TokenFields, logprobs_N: Tensor, entropy_N: Tensor) -> Loss:
         """The policy's loss with its entropy bonus and KL term."""
         settings = self._loss
         bonus = entropy_bonus(entropy_N, tokens)
@@ -308,32 +323,29 @@ class Learner:
         value = loss.value + settings.entropy * bonus.value
         metrics |= loss.metrics | bonus.metrics
         if self.synced:
-            metrics |= self._mismatch(part, tokens.sampled_logprobs_N, logprobs_N.detach())
+            metrics |= mismatch_kl(tokens.sampled_logprobs_N, logprobs_N.detach())
+            metrics["mismatch/bound"] = largest(self._mismatch_bound)
         if settings.kl > 0 and settings.kl_kind != "k1":
             term = kl_loss(logprobs_N, tokens, kind=settings.kl_kind)
             value = value + settings.kl * term.value
             metrics |= term.metrics
         return Loss(value, metrics)
 
-    def _mismatch(self, part: Batch, sampled_N: Tensor, recomputed_N: Tensor) -> Metrics:
-        """See `mismatch_kl`; the weights are those that sampled.
+    def _refuse_mismatch(self, metrics: Metrics, compared: list[tuple[Tensor, ...]]) -> None:
+        """Refuse a ``mismatch/max_abs`` that is more than rounding, if this learner refuses that.
 
-        ``mismatch/bound`` is the largest difference that is rounding.
+        `compared` are the ids of each microbatch's tokens, their sampled and their recomputed
+        logprobs.
 
         Raises:
-            MismatchError: The difference is more than rounding, and this learner refuses that.
+            MismatchError: It names the token of the largest difference.
         """
-        bound = self._mismatch_bound
-        metrics = mismatch_kl(sampled_N, recomputed_N) | {"mismatch/bound": largest(bound)}
-        if (
-            self._refuses_mismatch
-            and len(sampled_N)
-            and not metrics["mismatch/max_abs"].value <= bound
-        ):
+        gap, bound = metrics.get("mismatch/max_abs"), self._mismatch_bound
+        if self._refuses_mismatch and gap is not None and not gap.value <= bound:
+            ids_N, sampled_N, recomputed_N = map(torch.cat, zip(*compared, strict=True))
             worst = int((recomputed_N - sampled_N).abs().argmax())  # a NaN is the largest
-            token = int(part.token_ids_BT[part.weight_BT > 0][worst])
-            raise MismatchError(token, float(sampled_N[worst]), float(recomputed_N[worst]), bound)
-        return metrics
+            found = float(sampled_N[worst]), float(recomputed_N[worst])
+            raise MismatchError(int(ids_N[worst]), *found, bound)
 
     def _task_loss(self, logprobs_N: Tensor, tokens: TokenFields) -> Loss:
         settings = self._loss
@@ -348,26 +360,26 @@ class Learner:
 
     def _apply(
         self,
+        name: str,
         optimizers: list[Optimizer],
         masters: Masters,
         scale: float,
-        name: str,
-        losses: list[Tensor],
+        norm: float,
+        is_finite: bool,
     ) -> Metrics:
-        trained = masters.trained.values()
-        norm = float(nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM))
-        finite = math.isfinite(norm) and bool(torch.stack(losses).isfinite().all())
+        """Step on gradients of this norm, unless they or their losses are not finite."""
+        is_finite = is_finite and math.isfinite(norm)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["full_lr"] * scale
-            if finite:
+            if is_finite:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         masters.round()
         return {
             f"gradient/{name}_norm": mean(norm),
             f"gradient/{name}_norm_max": largest(norm),
-            f"update/skipped_{name}": total(not finite),
+            f"update/skipped_{name}": total(not is_finite),
         }
 
     def _learning_rate(self, step: int) -> float:
@@ -379,13 +391,8 @@ class Learner:
 
     def _policy_outputs(self, model: PreTrainedModel, part: Batch) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies ``(N,)`` of the tokens that the loss covers."""
-        return self._outputs_of_states(model, part, hidden_states(model, *self._model_inputs(part)))
-
-    def _outputs_of_states(
-        self, model: PreTrainedModel, part: Batch, hidden_ND: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """`_policy_outputs` from hidden states that are already computed."""
-        targets_N = part.token_ids_BT[part.weight_BT > 0].to(self._device)
+        hidden_ND = hidden_states(model, *self._model_inputs(part))
+        targets_N = to_device(part.token_ids_BT[part.weight_BT > 0], self._device)
         return token_logprobs(model, hidden_ND, targets_N, self._temperature)
 
     def _critic_values(self, part: Batch) -> Tensor:

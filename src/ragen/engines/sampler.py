@@ -26,6 +26,7 @@ from ragen.core.types import Prompt
 from ragen.engines.sampling import QUIET_ROUNDS, Decode, QueuedPolicy
 from ragen.engines.slots import SlotTable, Tokens
 from ragen.models.decoder import make_decoder
+from ragen.models.device import to_device
 
 PREFILL_TOKENS = 1024
 """Most new prompt tokens that one forward reads (more only for a single longer prompt)."""
@@ -272,18 +273,19 @@ def draw(
     greedy_N = temperatures_N == 0
     divisors_N = np.where(greedy_N, 1.0, temperatures_N)
     if (divisors_N != 1.0).any():
-        logits_NV = logits_NV / torch.from_numpy(divisors_N).to(device, torch.float32)[:, None]
+        logits_NV = logits_NV / to_device(torch.from_numpy(divisors_N).float(), device)[:, None]
     log_p_NV = torch.log_softmax(logits_NV, dim=-1)
     cdf_NV = log_p_NV.exp().cumsum(dim=-1, dtype=torch.float64)
     total_N1 = cdf_NV[:, -1:]
-    below_N1 = torch.from_numpy(uniforms_N).to(device)[:, None] * total_N1
+    below_N1 = to_device(torch.from_numpy(uniforms_N), device)[:, None] * total_N1
     below_N1 = torch.minimum(below_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
     # The clamp matters where all is NaN: an index past the end would be an error of the device.
     tokens_N1 = torch.searchsorted(cdf_NV, below_N1, right=True).clamp_(max=cdf_NV.shape[1] - 1)
     if greedy_N.any():
         best_N1 = logits_NV.argmax(dim=-1, keepdim=True)
-        tokens_N1 = torch.where(torch.from_numpy(greedy_N).to(device)[:, None], best_N1, tokens_N1)
-    # Both in one transfer, since each waits for a GPU; float64 holds every id.
+        greedy_N1 = to_device(torch.from_numpy(greedy_N), device)[:, None]
+        tokens_N1 = torch.where(greedy_N1, best_N1, tokens_N1)
+    # Both in one transfer, the only wait for a GPU in a step; float64 holds every id.
     drawn_2N1 = torch.stack((tokens_N1.double(), log_p_NV.gather(1, tokens_N1).double()))
     tokens, logprobs = drawn_2N1[:, :, 0].cpu().numpy()
     return tokens.astype(np.int64), logprobs

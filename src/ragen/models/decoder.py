@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ragen.core.errors import RagenError
 from ragen.models import fast_qwen2, packed
+from ragen.models.device import to_device
 from ragen.models.fast_decoder import Qwen2Decoder
 from ragen.models.key_store import KeyStore
 from ragen.models.packed import Attending
@@ -166,7 +167,7 @@ class HFDecoder:
         is_real_NT = torch.arange(tokens_NT.shape[1]) < counts_N[:, None]
         tokens_NT[is_real_NT] = torch.tensor(list(chain.from_iterable(tokens)))
         states_NTD = self._read(torch.tensor(slots), torch.tensor(starts), tokens_NT, is_real_NT)
-        last_N1 = (counts_N - 1)[:, None].to(states_NTD.device)
+        last_N1 = to_device((counts_N - 1)[:, None], states_NTD.device)
         return self._logits(torch.take_along_dim(states_NTD, last_N1[:, :, None], 1)[:, 0])
 
     @torch.no_grad()
@@ -199,7 +200,7 @@ class HFDecoder:
         positions_NT = starts_N[:, None] + torch.arange(tokens_NT.shape[1])
         width = int(positions_NT[is_real_NT].max()) + 1
         self.cache.aim(slots_N, positions_NT, is_real_NT, width, device)
-        positions_NT = positions_NT.clamp_max(width - 1).to(device)
+        positions_NT = to_device(positions_NT.clamp_max(width - 1), device)
         hidden_NTW = torch.arange(width, device=device) > positions_NT[:, :, None]
         mask_NTW = torch.zeros(hidden_NTW.shape, dtype=dtype, device=device)
         mask_NTW = mask_NTW.masked_fill_(hidden_NTW, torch.finfo(dtype).min)
@@ -209,7 +210,7 @@ class HFDecoder:
         # It also replaces flash attention, which takes no masks; some models need eager attention.
         with Attending(config, GROUPED if chosen != "eager" else chosen):
             states_NTD: Tensor = decoder(
-                input_ids=tokens_NT.to(device),
+                input_ids=to_device(tokens_NT, device),
                 attention_mask=mask_NTW[:, None],
                 position_ids=positions_NT,
                 past_key_values=self.cache,
@@ -275,11 +276,11 @@ class _SlotCache(Cache):
         rows_F, columns_F = is_real_NT.nonzero(as_tuple=True)
         first, end = int(slots_N.min()), int(slots_N.max()) + 1
         neighbours = torch.equal(slots_N, torch.arange(first, end))  # read in place
-        self.slots: slice | Tensor = slice(first, end) if neighbours else slots_N.to(device)
+        self.slots: slice | Tensor = slice(first, end) if neighbours else to_device(slots_N, device)
         self.width = width
-        self.sources = rows_F.to(device), columns_F.to(device)
-        self.target_slots = slots_N[rows_F].to(device)
-        self.target_positions = positions_NT[rows_F, columns_F].to(device)
+        self.sources = to_device(rows_F, device), to_device(columns_F, device)
+        self.target_slots = to_device(slots_N[rows_F], device)
+        self.target_positions = to_device(positions_NT[rows_F, columns_F], device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any

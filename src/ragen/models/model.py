@@ -12,15 +12,17 @@ Axes: **B** samples, **T** tokens, **N** wanted positions, **V** vocabulary, **D
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from ragen.models import fast_qwen2, packed
+from ragen.models.device import to_device
 from ragen.models.fast_scores import PrefixReader
 from ragen.models.lora import adapter_of, has_adapters
 from ragen.models.precision import Shape, output_logits, shape_of
@@ -63,10 +65,27 @@ def padded_hidden_states(
     No mask is needed: padding on the right follows every real token, and a causal model never
     attends to later ones. So attention is plainly causal, which has the fastest kernels.
     """
-    ids_BT, wanted_BT = token_ids_BT.to(model.device), wanted_BT.to(model.device)
-    states_BTD = backbone(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
-    states_ND: Tensor = states_BTD[wanted_BT]
+    ids_BT = to_device(token_ids_BT, model.device)
+    with _whole_rows():
+        states_BTD = backbone(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
+    # Places, since a GPU would be waited for to count those of a mask.
+    wanted = (to_device(places_N, model.device) for places_N in wanted_BT.nonzero(as_tuple=True))
+    states_ND: Tensor = states_BTD[tuple(wanted)]
     return states_ND
+
+
+@contextmanager
+def _whole_rows() -> Iterator[None]:
+    """Spare transformers the question whether a row holds several sequences: here it never does.
+
+    A GPU would be waited for at each forward to learn the answer.
+    """
+    asked = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = asked
 
 
 def backbone(model: PreTrainedModel) -> PreTrainedModel:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
+from ragen.models.device import to_device
 from ragen.models.packing import SHARED, Block, Packing, attend, attend_backward, pack
 from ragen.models.precision import bfloat16_products
 
@@ -82,7 +83,7 @@ def _try(model: PreTrainedModel) -> float:
     token_ids_BT %= text.vocab_size
     lengths_B = torch.tensor([length, length - 1])
     wanted_BT = (columns_T >= SHARED) & (columns_T < lengths_B[:, None])
-    padded_BTD = model(input_ids=token_ids_BT.to(device), use_cache=False).last_hidden_state
+    padded_BTD = model(input_ids=to_device(token_ids_BT, device), use_cache=False).last_hidden_state
     expected_ND = padded_BTD[wanted_BT.to(device)]
     packing = pack(token_ids_BT, lengths_B, wanted_BT)
     run = _Run(_learning(packing, device))
@@ -115,7 +116,7 @@ def hidden_states(
     packing = pack(token_ids_BT, lengths_B, wanted_BT)
     attention = _learning(packing, model.device)
     states_FD = read(model, token_ids_BT[packing.places], packing.places[1], attention)
-    return states_FD[packing.wanted_N.to(model.device)]
+    return states_FD[to_device(packing.wanted_N, model.device)]
 
 
 def read(
@@ -131,8 +132,8 @@ def read(
 def _run(model: PreTrainedModel, token_ids_F: Tensor, positions_F: Tensor, run: _Run) -> Tensor:
     with Attending(model.config, FLAT):
         states_1FD: Tensor = model(
-            input_ids=token_ids_F[None].to(model.device),
-            position_ids=positions_F[None].to(model.device),
+            input_ids=to_device(token_ids_F[None], model.device),
+            position_ids=to_device(positions_F[None], model.device),
             use_cache=False,
             ragen_run=run,
         ).last_hidden_state
@@ -244,11 +245,11 @@ class _Lengths:
             keys.append(torch.arange(own, own + int(counts_B[row])))
         all_B = counts_B + shared_B
         ends = [
-            functional.pad(sizes_B.cumsum(0), (1, 0)).to(device, torch.int32)
+            to_device(functional.pad(sizes_B.cumsum(0), (1, 0)).int(), device)
             for sizes_B in (counts_B, all_B)
         ]
         most = int(counts_B.max()), int(all_B.max())
-        return cls(torch.cat(keys).to(device), ends[0], ends[1], *most)
+        return cls(to_device(torch.cat(keys), device), ends[0], ends[1], *most)
 
     def __call__(self, _: int, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, scale: float) -> Tensor:
         """See `Attention`."""

@@ -1,0 +1,146 @@
+"""A GPU is waited for once in an update, and once for each token that is sampled."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ragen.algorithms.batch import Batch, collate
+from ragen.config.sections import LossConfig, UpdateConfig
+from ragen.engines.learner import Learner
+from ragen.engines.sampler import draw
+from ragen.models import lora
+from ragen.models.device import to_device
+from ragen.models.loading import recompute_layers
+from tests.engines.test_gpu import model, sampled
+from tests.engines.test_learner import sample
+from tests.waits import DEVICE, Waits
+
+WAYS: dict[str, dict[str, Any]] = {
+    "grpo": {"loss": {"aggregation": "episode_mean"}},
+    "grpo with kl": {"loss": {"kl": 0.1, "kl_kind": "k3", "entropy": 0.01}},
+    "gspo": {"loss": {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}},
+    "nll": {"loss": {"name": "nll"}},
+    "ppo": {"critic": True},
+    "ppo, shared critic": {"critic": True, "shared": True},
+    "ppo, lora": {"critic": True, "adapted": True},
+    "ppo, recomputed": {"critic": True, "recomputes": True},
+    "muon": {"muon_lr": 1e-3},
+}
+
+
+@pytest.fixture
+def _with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has a fused optimiser and attention for rows of various lengths, as GPUs do."""
+    optimizer = sys.modules["torch.optim.optimizer"]  # torch.optim deletes its own reference
+    monkeypatch.setattr(optimizer, "_get_fused_kernels_supported_devices", lambda: [DEVICE])
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        return query + 0 * key.sum() + 0 * value.sum()
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+
+
+def learner(
+    *, loss: Any = None, adapted: bool = False, recomputes: bool = False, **settings: Any
+) -> Learner:
+    policy = model("cpu", torch.bfloat16)
+    if adapted:
+        roles = ("policy", "critic")
+        lora.attach(policy, roles, rank=2, alpha=2, targets="all-linear", seed=0, base="base")
+    if recomputes:
+        recompute_layers(policy)
+    update = UpdateConfig(lr=1e-2, critic_lr=1e-2, microbatch_tokens=20)
+    return Learner(
+        policy.to(DEVICE), update, LossConfig(**(loss or {})), steps=10, longest=20, **settings
+    )
+
+
+def batch() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    rows = collate([sample(e, length, generator) for e, length in enumerate((7, 12, 5, 9))])
+    field = 0.1 * rows.mask_BT
+    return replace(
+        rows,
+        old_logprobs_BT=-field,
+        reference_logprobs_BT=-field,
+        advantages_BT=field,
+        returns_BT=field,
+        values_BT=field,
+    )
+
+
+@pytest.mark.usefixtures("_with_kernels")
+@pytest.mark.parametrize(
+    ("way", "packs"),
+    [(way, True) for way in WAYS] + [("grpo with kl", False), ("ppo, recomputed", False)],
+)
+def test_an_update_waits_for_the_device_once(
+    way: str, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragen.models.packed.longest", lambda _: torch.inf if packs else 0)
+    one = learner(**WAYS[way])
+    with Waits() as waits:
+        metrics = one.update(batch(), 0)
+    assert waits.counts == Counter({"to the host": 1})
+    assert metrics["update/skipped_policy"].value == 0  # what was read is 1
+
+
+def test_sampling_waits_for_the_device_once_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host reads drawn ids and logprobs together: it looks for the end, and hashes them."""
+    draws = []
+
+    def counted(*arguments: Any) -> Any:
+        draws.append(arguments)
+        return draw(*arguments)
+
+    monkeypatch.setattr("ragen.engines.sampler.draw", counted)
+    policy = model(DEVICE, torch.bfloat16)
+    with Waits() as waits:
+        completions = sampled(policy)
+    assert [len(each.token_ids or ()) for each in completions] == [16] * 4
+    assert waits.counts == Counter({"to the host": len(draws)})
+
+
+def test_a_gpu_copies_from_pinned_memory_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda each: calls.append("pinned") or each)
+    monkeypatch.setattr(Tensor, "to", lambda _, device, **how: calls.append((device.type, how)))
+    here, gpu = torch.zeros(2), torch.device("cuda")
+    to_device(here, gpu)
+    assert calls == ["pinned", ("cuda", {"non_blocking": True})]
+
+
+def test_a_transfer_to_the_cpu_is_no_copy() -> None:
+    here = torch.zeros(2)
+    assert to_device(here, here.device) is here
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        Tensor.item,
+        Tensor.cpu,
+        Tensor.tolist,
+        lambda x: bool(x.any()),
+        lambda x: torch.zeros(2)[x.long()[0]],  # an index of one number
+        lambda x: x[x > 0],
+        lambda x: x[torch.tensor([0])],  # an index on the host
+        lambda x: x.nonzero(),
+        lambda x: x.unique(),
+        lambda x: x.masked_select(x > 0),
+        lambda x: torch.zeros(1).to(x.device),
+        lambda x: x.copy_(torch.zeros(1)),
+    ],
+)
+def test_every_wait_is_counted(wait: Any) -> None:
+    with Waits() as waits, suppress(NotImplementedError, RuntimeError):
+        wait(torch.zeros(1, device=DEVICE))
+    assert waits.counts.total() >= 1
