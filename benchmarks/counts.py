@@ -7,7 +7,7 @@
 The run is that of `step.py`, with two groups of four episodes: its tokens are known in advance. The
 counts are those of the second and third step, so that what is only done once is left out.
 
-- **python_calls**: calls of RAGEN's own functions.
+- **python_calls**: calls of RAGEN's own functions in the main thread.
 - **operators**, **new_bytes**, **copied_bytes**: torch operators, the bytes of the tensors that
   they return in new memory, and the bytes that copies and conversions write.
 - **forwards**, **prefilled**, **reused**: forwards of the sampler, prompt tokens that it read, and

@@ -7,8 +7,10 @@ import shutil
 import sqlite3
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from ragen.storage.database import DATABASE, new_run_folder, read
 from ragen.storage.reader import read_evaluations, read_events, read_metrics, standing
 from ragen.storage.recorder import Recorder, append_event
 from ragen.storage.schema import SAMPLE_ARRAYS, SCHEMA_VERSION, decompress
+from ragen.storage.stored_episodes import episode_rows, write_episodes
 
 
 def episode(
@@ -183,8 +186,6 @@ def test_an_attempt_replaces_earlier_attempts_from_its_first_step_on(recorder: R
     assert read_metrics(recorder.folder, ["loss"]) == {"loss": expected}
     assert list(read_metrics(recorder.folder)) == ["loss", "reward"]
     assert read_metrics(recorder.folder, []) == {}
-    assert read_metrics(recorder.folder, ["loss"], after=(2, 3)) == {"loss": {4: 24.0}}
-    assert read_metrics(recorder.folder, ["loss"], after=(2, 4)) == {}
     stands = standing(recorder.folder)
     assert [stands(0, 2), stands(0, 3), stands(1, 5), stands(2, 9)] == [True, False, False, True]
 
@@ -302,6 +303,71 @@ def test_a_full_disk_is_one_line_and_drops_the_whole_step(recorder: Recorder) ->
     recorder.close()
     assert rows(recorder, "SELECT step FROM metrics") == [(0,)]
     assert count(recorder, "episodes") == 0
+
+
+# Writing beside the run.
+
+
+def test_one_step_at_a_time_is_written_later_and_readers_see_it_whole(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        inside.set()
+        assert go_on.wait(10)
+        write_episodes(*arguments)
+
+    monkeypatch.setattr("ragen.storage.recorder.write_episodes", slow)
+    for step in (1, 2):
+        recorder.log(step, {"loss": mean(step)})
+        recorder.episodes(step, groups())
+        if step == 1:
+            recorder.commit_later()
+            assert inside.wait(10)
+            assert count(recorder, "metrics") == 0  # in the middle of its transaction
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(recorder.commit_later)
+        time.sleep(0.05)
+        assert not second.done()  # it waits for the first, so that memory is bounded
+        go_on.set()
+        second.result()
+    recorder.event(2, "alarm", "entropy fell")  # after what was committed
+    assert (count(recorder, "metrics"), count(recorder, "episodes")) == (2, 8)
+    recorder.close()
+
+
+def test_rows_are_made_before_their_transaction_so_that_other_writers_go_on(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def beside(*arguments: Any) -> Any:
+        append_event(recorder.folder, 0, 1, "alarm", "stalled", {})
+        return episode_rows(*arguments)
+
+    monkeypatch.setattr("ragen.storage.recorder.episode_rows", beside)
+    recorder.episodes(1, groups(1, 1))
+    recorder.close()
+    assert (count(recorder, "episodes"), count(recorder, "events")) == (1, 1)
+
+
+def test_a_write_that_failed_later_is_raised_once_and_ends_the_writing(recorder: Recorder) -> None:
+    recorder._connection.execute("PRAGMA query_only = ON")
+    recorder.log(1, {"loss": mean(1.0)})
+    recorder.commit_later()
+    recorder._writer.submit(recorder._connection.execute, "PRAGMA query_only = OFF").result()
+    recorder.log(2, {"loss": mean(2.0)})
+    with pytest.raises(RagenError, match=r"^cannot write .*readonly"), recorder:
+        recorder.commit_later()
+    assert count(recorder, "metrics") == 0
+
+
+def test_a_bug_in_the_writer_has_a_traceback_into_it(recorder: Recorder) -> None:
+    recorder.log(1, {"loss": mean(1.0)})
+    recorder.log(1, {"loss": total(1.0)})
+    recorder.commit_later()
+    with pytest.raises(ValueError, match="two kinds") as failure:
+        recorder.close()
+    assert "_write" in [entry.name for entry in failure.traceback]
 
 
 def test_a_read_only_database_is_refused(recorder: Recorder) -> None:

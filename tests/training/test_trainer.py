@@ -13,6 +13,7 @@ import sqlite3
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -37,7 +38,7 @@ from ragen.engines import engine
 from ragen.engines.engine import Engine
 from ragen.engines.learner import Learner
 from ragen.engines.sampler import Sampler
-from ragen.storage import checkpoint
+from ragen.storage import checkpoint, recorder
 from ragen.storage.database import DATABASE
 from ragen.storage.recorder import Recorder
 from ragen.training import running
@@ -642,7 +643,8 @@ PHASES: dict[str, tuple[tuple[Any, str], int]] = {
     "rollout": ((Sampler, "_draw"), 5),
     "update": ((Learner, "_apply"), 2),  # after the first epoch, or after the policy's update
     "inside an optimiser": ((torch.optim.AdamW, "step"), 2),
-    "before a commit": ((Recorder, "commit"), 1),
+    "before a commit": ((Recorder, "_write"), 1),
+    "inside a commit": ((recorder, "write_tokens"), 1),
     "after a commit": ((Watcher, "step"), 1),
     "evaluation": ((running, "evaluate_policy"), 1),
 }
@@ -659,6 +661,59 @@ def test_resume_after_a_kill_in_each_phase(
     assert checkpoint.newest(run).name == "step-1"
     resume(run)
     assert_same_results(run, uninterrupted(config, tmp_path))
+
+
+def test_a_checkpoint_waits_until_its_steps_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, write, write_state = tmp_path / "run", Recorder._write, running.write_state
+    steps: list[int] = []
+
+    def slow(recorder: Recorder, step: Any) -> None:
+        time.sleep(0.1)
+        write(recorder, step)
+
+    def watched(folder: Path, state: dict[str, Any]) -> None:
+        if step := state["loop"]["step"]:
+            metrics = rows(run, f"SELECT count(*) > 20 FROM metrics WHERE step = {step}")
+            episodes = rows(run, f"SELECT count(*) FROM episodes WHERE step = {step}")
+            assert (metrics, episodes) == ([(1,)], [({1: 8, 2: 12, 3: 16}[step],)])
+            steps.append(step)
+        write_state(folder, state)
+
+    monkeypatch.setattr(Recorder, "_write", slow)
+    monkeypatch.setattr(running, "write_state", watched)
+    train(make_config(eval__every=2), run)
+    assert steps == [1, 2, 3]
+    monkeypatch.undo()
+    assert_same_results(run, uninterrupted(make_config(eval__every=2), tmp_path))
+
+
+class InTurn(Executor):
+    """Does what is submitted at once."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(work(*arguments, **named))
+        return future
+
+
+def test_a_run_that_writes_beside_its_steps_has_the_rows_of_one_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row of every table, and in their order; only times differ."""
+    config = make_config(eval__every=2, record__tokens_every=1)
+    train(config, tmp_path / "beside")
+    monkeypatch.setattr(recorder, "ThreadPoolExecutor", InTurn)
+    train(config, tmp_path / "waits")
+    for table in ("episodes", "turns", "samples", "cross_scores", "tokens", "settings"):
+        query = f"SELECT * FROM {table}"
+        assert rows(tmp_path / "beside", query) == rows(tmp_path / "waits", query)
+    for name in ("beside", "waits"):
+        assert_same_results(tmp_path / name, recorded_results(tmp_path / "beside"))
 
 
 @GAE_AND_SLOW_GRPO

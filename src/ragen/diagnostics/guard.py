@@ -133,20 +133,16 @@ def raise_alarms(
     return alarms
 
 
-def read_history(
-    folder: Path, temperature: float, after: tuple[int, int] | None = None
-) -> dict[str, dict[int, float]]:
+def read_history(folder: Path, temperature: float) -> dict[str, dict[int, float]]:
     """The metrics of a run, with its evaluations at `temperature`.
-
-    After an attempt and a step that were read before (`after`), only what is newer is read.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
-    stands, every = standing(folder, after), read_evaluations(folder)
+    stands, every = standing(folder), read_evaluations(folder)
     counting = (each for each in every if stands(each["attempt"], each["step"]))
     evaluations = [each for each in counting if each["temperature"] == temperature]
-    return read_metrics(folder, after=after) | {
+    return read_metrics(folder) | {
         EVALUATED: {each["step"]: each["success"] for each in evaluations},
         LEVELS: {each["step"]: each["episodes"] for each in evaluations},
     }

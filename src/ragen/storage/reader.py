@@ -88,38 +88,30 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def read_metrics(
-    folder: Path, names: Collection[str] | None = None, after: tuple[int, int] | None = None
-) -> dict[str, dict[int, float]]:
+def read_metrics(folder: Path, names: Collection[str] | None = None) -> dict[str, dict[int, float]]:
     """A run's metrics: name, then step, to value, in the order of the steps.
 
-    Each attempt replaces earlier ones from its first step on. `names` and `after`, an attempt and a
-    step, select some; ``None`` means all.
+    Each attempt replaces earlier ones from its first step on. `names` selects some; ``None`` means
+    all.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
-    condition, values = "(attempt, step) > (?, ?)", [*(after or (-1, 0)), *(names or ())]
-    if names is not None:
-        condition += f" AND name IN ({','.join('?' * len(names))})"
+    condition = "true" if names is None else f"name IN ({','.join('?' * len(names))})"
     metrics: dict[str, dict[int, float]] = {}
-    counts = standing(folder, after)
-    for attempt, step, name, value in read(folder, _METRICS.format(condition), values):
+    counts = standing(folder)
+    for attempt, step, name, value in read(folder, _METRICS.format(condition), [*(names or ())]):
         if counts(attempt, step):
             metrics.setdefault(name, {})[step] = value
     return metrics
 
 
-def standing(folder: Path, after: tuple[int, int] | None = None) -> Counts:
+def standing(folder: Path) -> Counts:
     """Whether a step of an attempt still counts: no later attempt began at or before it.
-
-    With `after`, a step of the last attempt, only later steps count.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
-    if after is not None:
-        return lambda attempt, step: (attempt, step) > after
     with reading_database(folder) as connection:
         return still_counts(connection)
 

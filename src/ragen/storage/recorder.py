@@ -1,7 +1,8 @@
 """Writing a run's database.
 
 The rows of a step are collected in memory and written in one transaction, so a database never holds
-half a step, even if the run is killed or the disk is full.
+half a step, even if the run is killed or the disk is full. A thread makes and writes them while the
+next step is played: the episodes and arrays that it is given must not change.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +21,7 @@ import numpy.typing as npt
 
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metric, merge
-from ragen.core.types import Group
+from ragen.core.types import Episode, Group
 from ragen.storage.checkpoint import hash_text
 from ragen.storage.database import (
     DATABASE,
@@ -30,9 +32,8 @@ from ragen.storage.database import (
     open_database,
     transaction,
 )
-from ragen.storage.schema import SAMPLE_ARRAYS, SETTINGS, Row, as_json, compress, insert
+from ragen.storage.schema import ARRAYS, SAMPLE_ARRAYS, SETTINGS, Row, as_json, compress, insert
 from ragen.storage.stored_episodes import (
-    EpisodeRows,
     delete_episodes,
     episode_rows,
     write_episodes,
@@ -45,7 +46,8 @@ class Recorder:
 
     Rows belong to `attempt`, which the guard increases when it rolls back. Rows of a step are
     collected until `commit`, until the first row of another step, or until `close`; `discard` drops
-    them. Only events are written at once, and they are never deleted.
+    them. With `commit_later`, at most one step is being written while the next one is collected.
+    Only events are written at once, after what was committed, and they are never deleted.
 
     Args:
         folder: The run's folder.
@@ -86,6 +88,8 @@ class Recorder:
         self.settings_hash = ""
         self._known_tokens = {token for (token,) in connection.execute("SELECT id FROM tokens")}
         self._pending = _Step(attempt, 0)
+        self._writer = ThreadPoolExecutor(1, "recorder")
+        self._written: Future[None] | None = None
 
     @classmethod
     def create(
@@ -122,7 +126,7 @@ class Recorder:
         Raises:
             RagenError: The database cannot be written.
         """
-        with transaction(self._connection, self.folder):
+        with self._transaction():
             insert(self._connection, "events", [_event(self.attempt, step, kind, text, data)])
 
     def keep_settings(self, text: str) -> None:
@@ -131,7 +135,7 @@ class Recorder:
         Raises:
             RagenError: The database cannot be written.
         """
-        with transaction(self._connection, self.folder):
+        with self._transaction():
             self._connection.execute(SETTINGS)
             self._connection.execute("INSERT INTO settings (text) VALUES (?)", (text,))
 
@@ -148,14 +152,10 @@ class Recorder:
         For each group, `kept` is whether the filter kept it (``None``: all were), and `scores` its
         score, if there is one. The phase is ``train``, ``eval`` or ``eval greedy``.
         """
-        pending = self._step(step)
         flags = [True] * len(groups) if kept is None else kept
         scores = [None] * len(groups) if scores is None else scores
         for group, keep, score in zip(groups, flags, scores, strict=True):
-            for episode in group.episodes:
-                rows = episode_rows(episode, phase, keep, score)
-                pending.episodes.append(rows)
-                pending.token_ids |= rows.token_ids
+            self._step(step).episodes += [(each, phase, keep, score) for each in group.episodes]
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Record training samples: their ``group`` and ``member``, and any of `SAMPLE_ARRAYS`.
@@ -173,10 +173,8 @@ class Recorder:
                 array = sample.get(name)
                 if array is not None and np.shape(array) != (length,):
                     raise ValueError(f"{name} has shape {np.shape(array)}, not ({length},)")
-                row[name] = None if array is None else compress(name, array)
-            pending = self._step(step)
-            pending.rows["samples"].append(row)
-            pending.token_ids.update(map(int, sample["token_ids"]))
+                row[name] = array
+            self._step(step).rows["samples"].append(row)
 
     def cross_scores(
         self,
@@ -200,19 +198,19 @@ class Recorder:
         assert np.shape(scores) == (len(thoughts), len(prompts)), "a score for each pair"
         row = {
             "path": path,
-            "scores": compress("scores", scores),
-            "own": compress("own", own),
+            "scores": scores,
+            "own": own,
             "num_thoughts": len(thoughts),
             "num_prompts": len(prompts),
-            "thoughts": as_json(thoughts),
-            "prompts": as_json(prompts),
+            "thoughts": thoughts,
+            "prompts": prompts,
         }
         self._step(step).rows["cross_scores"].append(row)
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
         """Record an evaluation, as ``ragen eval --json`` prints it."""
         row = {name: record.get(name) for name in ("env", "temperature", "episodes", "success")}
-        row |= {"time": time.time(), "record": as_json(record)}
+        row |= {"time": time.time(), "record": record}
         self._step(step).rows["evaluations"].append(row)
 
     def commit(self) -> None:
@@ -221,13 +219,49 @@ class Recorder:
         Raises:
             RagenError: The disk is full or read-only; nothing of the step is written.
         """
+        self.commit_later()
+        self._drain()
+
+    def commit_later(self) -> None:
+        """As `commit`, in the writer's thread, once it has written the step before this one.
+
+        Raises:
+            RagenError: The step before it was not written, so neither is this one.
+        """
         pending = self._pending
         self.discard()
-        if pending.empty:
-            return
-        new = pending.token_ids - self._known_tokens
+        self._drain()
+        if not pending.empty:
+            self._written = self._writer.submit(self._write, pending)
+
+    def _drain(self) -> None:
+        """Wait for the writer, whose errors are raised here."""
+        failure = self._written and self._written.exception()
+        self._written = None
+        if failure:
+            raise failure
+
+    def _transaction(self) -> contextlib.AbstractContextManager[None]:
+        self._drain()
+        return transaction(self._connection, self.folder)
+
+    def _write(self, step: _Step) -> None:
+        when = {"attempt": step.attempt, "step": step.step}
+        # SQLite has no NaN and stores it as NULL.
+        metrics = [
+            {**when, "name": name, "value": metric.value}
+            for name, metric in merge(step.metrics).items()
+        ]
+        episodes = [episode_rows(*each) for each in step.episodes]
+        tables = {name: [when | _encoded(row) for row in rows] for name, rows in step.rows.items()}
+        ids = [each.token_ids for each in episodes]
+        ids += [frozenset(map(int, row["token_ids"])) for row in step.rows["samples"]]
+        new = frozenset().union(*ids) - self._known_tokens
         with transaction(self._connection, self.folder):
-            pending.write(self._connection)
+            insert(self._connection, "metrics", metrics, "INSERT OR REPLACE")
+            write_episodes(self._connection, step.attempt, step.step, episodes)
+            for name, rows in tables.items():
+                insert(self._connection, name, rows)
             if self._text_of is not None:
                 write_tokens(self._connection, new, self._text_of)
         self._known_tokens |= new
@@ -246,7 +280,7 @@ class Recorder:
         """
         self.discard()
         later = "(attempt, step) > (?, ?)"
-        with transaction(self._connection, self.folder):
+        with self._transaction():
             delete_episodes(self._connection, later, (attempt, step))
             for table in ("metrics", "samples", "cross_scores", "evaluations"):
                 self._connection.execute(f"DELETE FROM {table} WHERE {later}", (attempt, step))
@@ -260,6 +294,7 @@ class Recorder:
         try:
             self.commit()
         finally:
+            self._writer.shutdown()
             close_database(self._connection)
             if self._claim is not None:
                 os.close(self._claim)
@@ -275,7 +310,8 @@ class Recorder:
 
     def _step(self, step: int) -> _Step:
         if (self.attempt, step) != (self._pending.attempt, self._pending.step):
-            self.commit()
+            if not self._pending.empty:
+                self.commit()
             self._pending = _Step(self.attempt, step)
         return self._pending
 
@@ -287,25 +323,24 @@ class _Step:
         self.attempt = attempt
         self.step = step
         self.metrics: list[Mapping[str, Metric]] = []
-        self.episodes: list[EpisodeRows] = []
+        self.episodes: list[tuple[Episode, str, bool, float | None]] = []
         self.rows: dict[str, list[Row]] = {"samples": [], "cross_scores": [], "evaluations": []}
-        self.token_ids: set[int] = set()
 
     @property
     def empty(self) -> bool:
         return not any((self.metrics, self.episodes, *self.rows.values()))
 
-    def write(self, connection: sqlite3.Connection) -> None:
-        when = {"attempt": self.attempt, "step": self.step}
-        # SQLite has no NaN and stores it as NULL.
-        metrics = [
-            {**when, "name": name, "value": metric.value}
-            for name, metric in merge(self.metrics).items()
-        ]
-        insert(connection, "metrics", metrics, "INSERT OR REPLACE")
-        write_episodes(connection, self.attempt, self.step, self.episodes)
-        for table, rows in self.rows.items():
-            insert(connection, table, [when | row for row in rows])
+
+def _encoded(row: Row) -> Row:
+    """A row whose arrays, lists and objects are as SQLite stores them."""
+    return {
+        name: compress(name, value)
+        if name in ARRAYS and value is not None
+        else as_json(value)
+        if isinstance(value, Mapping | Sequence) and not isinstance(value, str)
+        else value
+        for name, value in row.items()
+    }
 
 
 def append_event(

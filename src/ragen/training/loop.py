@@ -68,8 +68,10 @@ async def loop(run: Run) -> None:
         metrics |= batch_metrics(batch) if batch else {}
         metrics |= clock.metrics(run.setup.env_time.seconds, metrics["tokens/sampled"].value)
         state.averages = smooth(state.averages, metrics)
-        run.recorder.log(state.step, metrics | averaged(state.averages, metrics))
-        run.recorder.commit()
+        recorded = metrics | averaged(state.averages, metrics)
+        run.recorder.log(state.step, recorded)
+        run.recorder.commit_later()
+        run.remember(values(recorded))
         state.seconds += clock.seconds
         run.watcher.step(state.step, values(metrics))
         if is_due(state.step, config.eval.every) and not run.is_complete:

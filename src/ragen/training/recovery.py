@@ -52,10 +52,9 @@ async def run_guard(run: Run) -> bool:
     state, config = run.state, run.config
     if state.step <= run.guard.checked_step:  # a resumed run: the guard has seen this step
         return False
-    # Everything is read once, then only what is new: reading it all would take longer every step.
-    after = (state.attempt, run.guard.checked_step) if run.history else None
-    for name, series in read_history(run.folder, config.eval.temperature, after).items():
-        run.history.setdefault(name, {}).update(series)
+    if not run.history:
+        run.recorder.commit()
+        run.history = read_history(run.folder, config.eval.temperature)
     alarms = raise_alarms(run.history, state.step, run.guard, active_detectors(config.guard))
     for alarm in alarms:
         run.recorder.event(alarm.step, "alarm", str(alarm), asdict(alarm))

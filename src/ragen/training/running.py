@@ -15,6 +15,7 @@ from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, last, total
 from ragen.core.stopping import Stop
 from ragen.diagnostics.collapse import Sign, echo_trap_signs
+from ragen.diagnostics.detectors import EVALUATED, LEVELS
 from ragen.diagnostics.guard import ROLLBACK_REACH, Alarm, GuardState, read_alarms
 from ragen.engines.engine import Engine
 from ragen.evaluation.evaluation import evaluate_policy
@@ -124,7 +125,7 @@ class Run:
     Attributes:
         original: The config that the run began with.
         config: The config in force; it differs from `original` by what the guard changed.
-        history: The metrics that the guard has read so far, by name and step.
+        history: The metrics so far, by name and step; empty until the guard reads the database.
         stop: The user's request to stop.
         beat: Tells the watchdog that the run is alive.
     """
@@ -150,6 +151,12 @@ class Run:
         makes, so runs that are compared at equal work on the weights count ``"updates"``.
         """
         return progress_of(self.state, self.config)
+
+    def remember(self, numbers: Mapping[str, float]) -> None:
+        """Add what the present step has recorded to a history that the guard has read."""
+        for name in sorted(numbers) if self.history else ():
+            if not math.isnan(numbers[name]):  # as the database, which has none
+                self.history.setdefault(name, {})[self.state.step] = numbers[name]
 
     @property
     def is_complete(self) -> bool:
@@ -218,7 +225,9 @@ async def evaluate(run: Run, temperature: float) -> None:
     run.recorder.evaluation(step, evaluation.record())
     if config.record.episodes_every:
         run.recorder.episodes(step, groups, phase="eval" if temperature else "eval greedy")
-    run.recorder.commit()
+    run.recorder.commit_later()
+    if temperature == config.eval.temperature:
+        run.remember({EVALUATED: evaluation.success, LEVELS: evaluation.episodes})
     run.watcher.evaluated(step, evaluation)
     compare_with_best(run, temperature, evaluation.success)
 
@@ -261,6 +270,7 @@ def is_finished(folder: Path, config: Config, state: LoopState) -> bool:
 
 async def evaluate_missing(run: Run, *temperatures: float) -> None:
     """Evaluate at each temperature for which this step has no evaluation that still stands."""
+    run.recorder.commit()
     done = evaluated(run.folder, run.state)
     for temperature in temperatures:
         if temperature in done:  # the run may have been killed before it compared
@@ -282,15 +292,17 @@ async def save(run: Run) -> None:
     own[SETTINGS_HASH] = run.recorder.settings_hash
     existing = checkpoint_of(run.folder, state.step)
     if existing is not None:
+        run.recorder.commit()
         replace_state(existing, read_state(existing) | own)
         drop_old(run.folder, keep, best, every)
         return
     start = time.perf_counter()
     with writing(run.folder, state.step, keep, best, every) as folder:
         engine_state = await run.engine.save(folder)
+        run.recorder.commit()  # the database is never behind a checkpoint
         write_state(folder, own | {"engine": engine_state})
     run.recorder.log(state.step, {"time/save_s": total(time.perf_counter() - start)})
-    run.recorder.commit()
+    run.recorder.commit_later()
 
 
 def kept_checkpoints(run: Run) -> int:
