@@ -1,10 +1,14 @@
 """What a step of the papers' size costs on a GPU: speed of rollout and update, and memory.
 
 The model has the configuration of Qwen2.5-0.5B and random weights, in bfloat16; the tokenizer is
-made on the spot, so nothing is downloaded. A step is the papers' batch (arXiv:2504.20073): 8 levels
-× 16 episodes of 5 turns, each of exactly 400 sampled tokens, under the papers' prompts, on each of
-three environments. It is played, scored, trained and published by the engine of `ragen train`; only
-evaluation and checkpoints are left out.
+made on the spot, so nothing is downloaded.
+
+First come the parts of a step by themselves: decoding with and without CUDA graphs, transfers from
+pinned and from other memory, and AdamW fused and not. Then come whole steps: the papers' batch
+(arXiv:2504.20073) of 8 levels × 16 episodes of 5 turns, each of exactly 400 sampled tokens, under
+the papers' prompts, on each of three environments. It is played, scored, trained and published by
+the engine of `ragen train`; only evaluation and checkpoints are left out. How often the host waits
+for the GPU is what torch notes.
 
     python benchmarks/gpu.py [--steps 2] [--environments sokoban] [--modes full lora] [--json]
     python benchmarks/gpu.py --tiny       # every phase on a CPU, with a tiny model, in a minute
@@ -21,12 +25,14 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -38,13 +44,16 @@ from ragen.config.reading import resolve
 from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import derive
 from ragen.engines.engine import Engine
-from ragen.engines.sampler import Sampler
+from ragen.engines.sampler import Sampler, draw
+from ragen.models.decoder import HFDecoder
+from ragen.models.graphs import GraphDecoder, recorder
 from ragen.rollout.setup import make_setup
 from ragen.training.collection import collect_groups, make_batch, split_batch
 
 ENVS = ("bandit", "frozen-lake", "sokoban")
 MODES: dict[str, dict[str, Any]] = {
     "full": {},
+    "full, graphs": {"rollout.cuda_graphs": True},
     "full, recomputed": {"model.gradient_checkpointing": True},
     "lora": {"lora.rank": 64, "lora.alpha": 64},
     "lora, recomputed": {
@@ -57,6 +66,9 @@ MODES: dict[str, dict[str, Any]] = {
 
 WARM_UP = 1
 """Steps at the start that are not counted."""
+
+PROMPT = 64
+"""Tokens before those that are decoded where this is measured alone."""
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -169,10 +181,83 @@ class Phases:
         return statistics.mean(self.seconds[name][WARM_UP:])
 
 
+@contextmanager
+def waits() -> Iterator[list[str]]:
+    """Where the host waited for the GPU, as torch notes it; none on a CPU."""
+    found: list[str] = []
+    if not torch.cuda.is_available():
+        yield found
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places = (
+        f"{each.filename}:{each.lineno}" for each in caught if "synchron" in str(each.message)
+    )
+    found.extend(places)
+
+
+def measure_parts(folder: Path, size: Size, device: str) -> dict[str, float]:
+    """Rates of decoding, transfers and the optimiser, each by itself."""
+    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+    rows, length = size.prompts * size.members, PROMPT + size.turn_tokens
+    record = recorder() if device == "cuda" else lambda compute: compute
+    decoders = {
+        "": HFDecoder(model, rows, length),
+        "_graphs": GraphDecoder(model, rows, length, record),
+    }
+    found: dict[str, float] = {}
+    for name, decoder in decoders.items():
+        seconds = best(lambda decoder=decoder: decode(decoder, rows, size.turn_tokens), 3)
+        found[f"decode{name}_tokens_per_s"] = rows * size.turn_tokens / seconds
+        with waits() as waited:
+            decode(decoder, rows, size.turn_tokens)
+        found[f"decode{name}_waits_per_step"] = len(waited) / size.turn_tokens
+    here = torch.zeros(size.matrix, size.matrix)
+    found["transfer_gb_per_s"] = here.nbytes / best(lambda: here.to(device, copy=True)) / 1e9
+    if device == "cuda":
+        pinned = here.pin_memory()
+        seconds = best(lambda: pinned.to(device, non_blocking=True))
+        found["transfer_pinned_gb_per_s"] = here.nbytes / seconds / 1e9
+    weights = [torch.zeros_like(each, dtype=torch.float32) for each in model.parameters()]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    for name, fused in (("", False), ("_fused", True)):
+        found[f"adamw{name}_s"] = best(torch.optim.AdamW(weights, fused=fused).step)
+    return found
+
+
+def decode(decoder: HFDecoder, rows: int, num_tokens: int) -> None:
+    """Sample from every slot, as the sampler does."""
+    logits_NV = decoder.prefill(range(rows), [0] * rows, [[1] * PROMPT] * rows)
+    ones, slots = np.ones(rows), torch.arange(rows)
+    for at in range(PROMPT, PROMPT + num_tokens):
+        tokens, _ = draw(logits_NV, ones, ones / 2)
+        starts = torch.full((rows,), at)
+        logits_NV = decoder.decode(slots, starts, torch.from_numpy(tokens))
+
+
+def best(work: Callable[[], Any], times: int = 10) -> float:
+    """Seconds of the best of some calls, after one that is not counted."""
+    seconds = []
+    for _ in range(1 + times):
+        start = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
+
+
 async def measure(config: Config, size: Size, steps: int, rate: float) -> dict[str, float]:
     """Rates and memory of some training steps."""
     phases, operations, tokens, sampled = Phases(), 0.0, 0, 0
     metrics: Metrics = {}
+    waits_per_update = 0.0
     with phases("load"):
         engine = Engine(config, config.model.path)
     assert isinstance(engine.policy, Sampler)
@@ -186,10 +271,12 @@ async def measure(config: Config, size: Size, steps: int, rate: float) -> dict[s
             groups = await collect_groups(engine, setup, config.rollout, config.seed, step)
         with phases("score"):
             batch = await make_batch(engine, *to_samples(groups), config)
-        with phases("update"):
+        with phases("update"), waits() as waited:
             seed = derive(config.seed, "minibatches", step)
-            for part in split_batch(batch, config.update, seed):
+            parts = split_batch(batch, config.update, seed)
+            for part in parts:
                 metrics = merge([metrics, await engine.update(part, step)])
+        waits_per_update = len(waited) / len(parts)
         with phases("publish"):
             await engine.publish()
         tokens, sampled = int(batch.lengths_B.sum()), batch.num_tokens
@@ -207,6 +294,7 @@ async def measure(config: Config, size: Size, steps: int, rate: float) -> dict[s
         "update_mfu": operations / phases.mean("update") / rate,
         "padding_fraction": 0.0,
         "mismatch_kl": metrics["mismatch/kl"].value,
+        "waits_per_update": waits_per_update,
     }
     if "update/padding_fraction" in metrics:
         result["padding_fraction"] = metrics["update/padding_fraction"].value
@@ -237,14 +325,7 @@ def needed_operations(lengths: Sequence[int], sampled: int, size: Size, *, froze
 def matrix_rate(width: int, device: str) -> float:
     """Operations a second of the best of several bfloat16 products of square matrices."""
     a, b = torch.randn(2, width, width, device=device).bfloat16()
-    seconds = []
-    for _ in range(10):
-        start = time.perf_counter()
-        a @ b
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return 2 * width**3 / min(seconds)
+    return 2 * width**3 / best(lambda: a @ b)
 
 
 def main() -> None:
@@ -266,6 +347,7 @@ def main() -> None:
     print(f"{name}: {rate / 1e12:.3g} TFLOP/s in bfloat16", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         make_model(Path(scratch), size)
+        report("parts", "alone", measure_parts(Path(scratch), size, device), as_json=args.json)
         for env in args.envs:
             # Environments differ in the length of their prompts alone: one of them shows all modes.
             for mode in args.modes if env == args.envs[-1] else args.modes[:1]:

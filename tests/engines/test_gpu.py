@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import waits
 from ragen.algorithms.batch import collate
 from ragen.config.reading import resolve
 from ragen.config.sections import LossConfig, UpdateConfig
@@ -81,8 +82,8 @@ def prompts() -> list[Prompt]:
     return [Prompt((), ids, 0, 16, 1.0, seed) for seed, ids in enumerate(starts)]
 
 
-def sampled(policy: Any) -> list[Completion]:
-    sampler = Sampler(policy, [2], lambda _: "", slots=3, max_length=64)
+def sampled(policy: Any, **how: Any) -> list[Completion]:
+    sampler = Sampler(policy, [2], lambda _: "", slots=3, max_length=64, **how)
 
     async def everyone() -> list[Completion]:
         return list(await asyncio.gather(*[sampler.complete(prompt) for prompt in prompts()]))
@@ -172,6 +173,26 @@ def test_sampling_equals_that_of_the_cpu(device: str) -> None:
     """Equal uniforms and almost equal distributions give equal tokens, except in rare cases."""
     on_cpu, on_device = sampled(model("cpu", torch.float32)), sampled(model(device, torch.float32))
     assert [each.token_ids for each in on_cpu] == [each.token_ids for each in on_device]
+
+
+@DEVICES
+def test_graphs_sample_the_same_tokens(device: str) -> None:
+    policy = model(device, torch.float32)
+    with_graphs, without = sampled(policy, graphs=True), sampled(policy)
+    assert [each.token_ids for each in with_graphs] == [each.token_ids for each in without]
+    for ours, theirs in zip(with_graphs, without, strict=True):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=LOGPROB)
+
+
+@DEVICES
+def test_an_update_waits_for_the_gpu_once(device: str) -> None:
+    """As `tests/engines/test_waits.py` counts on a device without numbers."""
+    one = learner(device, torch.bfloat16, microbatch_tokens=20)
+    part = batch(one)
+    one.update(part, 0)
+    with waits() as found:
+        one.update(part, 1)
+    assert len(found) == (device == "cuda")
 
 
 @DEVICES

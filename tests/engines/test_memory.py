@@ -102,7 +102,9 @@ def llama(**more: Any) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**{**shape, **size, **more}))
 
 
-def test_the_plan_of_the_cache_is_exact_for_any_model(tmp_path: Path) -> None:
+def test_the_plan_of_the_cache_is_exact_for_any_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = llama(num_hidden_layers=3)
     sampler = Sampler(model, {0}, TOKENIZER.decode, slots=5, max_length=40)
     asyncio.run(sampler.complete(Prompt((), (1, 2), 0, 2, 1.0, 0)))
@@ -111,7 +113,11 @@ def test_the_plan_of_the_cache_is_exact_for_any_model(tmp_path: Path) -> None:
     assert held(chain.from_iterable(stored)) == 153_600
     save_model(model, TOKENIZER, tmp_path)
     sizes = {"rollout__slots": 5, "rollout__max_tokens": 8, "model__max_length": 40}
-    assert plan(make_config(model__path=str(tmp_path), **sizes)).sampler == 153_600
+    config = make_config(model__path=str(tmp_path), **sizes, rollout__cuda_graphs=True)
+    assert plan(config).sampler == 153_600
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (600, 1000))
+    assert plan(config).sampler == 6 * 153_600 // 5  # a spare slot for graphs
 
 
 def test_plan_in_bfloat16_golden() -> None:

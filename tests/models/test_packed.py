@@ -216,21 +216,28 @@ def test_scores_of_thoughts_equal_the_padded_path(monkeypatch: pytest.MonkeyPatc
 def test_the_flat_decoder_equals_the_general_one(
     name: str, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ragged slots, shared beginnings, late members, reused slots: logits and later logits."""
     monkeypatch.setattr(decoder_module, "PADDED_QUERIES", queries)
-    model = build(name)
-    flat, general = make_decoder(model, 8, 48), HFDecoder(model, 8, 48)
+    flat = make_decoder(build(name), 8, 48)
     assert isinstance(flat, FlatDecoder)
+    assert_equals_the_general_decoder(flat)
+
+
+def assert_equals_the_general_decoder(decoder: Any) -> None:
+    """Ragged slots, shared beginnings, late members, reused slots: logits and later logits.
+
+    The decoder has 8 slots for 48 tokens.
+    """
+    general = HFDecoder(decoder.model, 8, 48)
     generator = torch.Generator().manual_seed(4)
 
     def ids(count: int) -> list[int]:
         return torch.randint(0, 40, (count,), generator=generator).tolist()
 
     def both(method: str, *inputs: Any) -> None:
-        assert_close(getattr(flat, method)(*inputs), getattr(general, method)(*inputs))
+        assert_close(getattr(decoder, method)(*inputs), getattr(general, method)(*inputs))
 
     def copy(source: int, target: int, length: int) -> None:
-        flat.copy(source, target, length)
+        decoder.copy(source, target, length)
         general.copy(source, target, length)
 
     both("prefill", [0, 3], [0, 0], [ids(9), ids(12)])

@@ -34,6 +34,7 @@ UNUSUAL: dict[str, list[Any]] = {
     "slots": [1, 3],
     "refill": [2],
     "sampler": ["vllm"],
+    "cuda_graphs": [True],
     "gpu_memory": [0.9],
 }
 """Values of each key of the section `rollout` that are far from the defaults."""

@@ -35,7 +35,11 @@ def make_sampler(
     max_length, control_ids = config.model.max_length, chat.control_ids
     if name == "local":
         return Sampler(
-            model, end_ids, decode, slots=slots, max_length=max_length, control_ids=control_ids
+            *(model, end_ids, decode),
+            slots=slots,
+            max_length=max_length,
+            control_ids=control_ids,
+            graphs=config.rollout.cuda_graphs,
         )
     if name != "vllm":
         return VllmServer(

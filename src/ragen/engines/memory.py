@@ -250,7 +250,8 @@ def sampler_bytes(sizes: Sizes, config: Config, device: str) -> int:
     if sampler != "local":
         return 0
     # slots · tokens · layers · key–value heads · head width · bytes of a key and a value
-    places = config.rollout.slots * config.model.max_length * sizes.num_layers
+    spare = device == "cuda" and config.rollout.cuda_graphs  # a slot for the rows beyond a call's
+    places = (config.rollout.slots + spare) * config.model.max_length * sizes.num_layers
     key = FLOAT if device == "cpu" else item
     cache = places * sizes.key_heads * sizes.head_width * (key + item)
     if device == "cpu" and item == FLOAT and sizes.is_plain_qwen2:

@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 from ragen.core.types import Prompt
 from ragen.engines.sampling import QUIET_ROUNDS, Decode, QueuedPolicy
 from ragen.engines.slots import SlotTable, Tokens
-from ragen.models.decoder import make_decoder
+from ragen.models.decoder import Decoder, make_decoder
 from ragen.models.device import to_device
+from ragen.models.graphs import GraphDecoder, recorder
 
 PREFILL_TOKENS = 1024
 """Most new prompt tokens that one forward reads (more only for a single longer prompt)."""
@@ -44,7 +45,7 @@ class Sampler(QueuedPolicy):
 
     `model` is any causal language model of transformers with a key–value cache. Its weights are
     read in place; call `publish` after changing them. `slots` completions are sampled at once.
-    `fast` uses the fast path where the architecture has one.
+    `fast` uses the fast path where the architecture has one, `graphs` CUDA graphs on a GPU.
     """
 
     def __init__(
@@ -57,9 +58,13 @@ class Sampler(QueuedPolicy):
         max_length: int = 1024,
         control_ids: Collection[int] = (),
         fast: bool = True,
+        graphs: bool = False,
     ) -> None:
         super().__init__(end_ids, decode, max_length, control_ids)
-        self._decoder = make_decoder(model, slots, max_length, fast=fast)
+        if graphs and model.device.type == "cuda":
+            self._decoder: Decoder = GraphDecoder(model, slots, max_length, recorder())
+        else:
+            self._decoder = make_decoder(model, slots, max_length, fast=fast)
         self._waiting: list[_Request] = []
         self._running: dict[int, _Request] = {}
         self._rows: NDArray[np.int64] | None = None  # the running slots; None after a change

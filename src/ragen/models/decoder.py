@@ -38,7 +38,7 @@ memory (more only for a single longer row)."""
 
 def make_decoder(
     model: PreTrainedModel, num_slots: int, max_length: int, *, fast: bool = True
-) -> HFDecoder | FlatDecoder | Qwen2Decoder:
+) -> Decoder:
     """The fastest decoder that is exact for this model, or the general one if not `fast`.
 
     That for Qwen2 keeps fused copies of all weights, which pays off for small models on a CPU.
@@ -196,13 +196,27 @@ class HFDecoder:
         self, slots_N: Tensor, starts_N: Tensor, tokens_NT: Tensor, is_real_NT: Tensor
     ) -> Tensor:
         """States (N, T, D); all arguments are on the CPU, so that a GPU is never waited for."""
-        device, dtype = self.model.device, self.model.dtype
+        device = self.model.device
         positions_NT = starts_N[:, None] + torch.arange(tokens_NT.shape[1])
         width = int(positions_NT[is_real_NT].max()) + 1
-        self.cache.aim(slots_N, positions_NT, is_real_NT, width, device)
+        rows_F, columns_F = is_real_NT.nonzero(as_tuple=True)
+        first, end = int(slots_N.min()), int(slots_N.max()) + 1
+        neighbours = torch.equal(slots_N, torch.arange(first, end))  # read in place
+        self.cache.aim(
+            slice(first, end) if neighbours else to_device(slots_N, device),
+            width,
+            (to_device(rows_F, device), to_device(columns_F, device)),
+            to_device(slots_N[rows_F], device),
+            to_device(positions_NT[rows_F, columns_F], device),
+        )
         positions_NT = to_device(positions_NT.clamp_max(width - 1), device)
-        hidden_NTW = torch.arange(width, device=device) > positions_NT[:, :, None]
-        mask_NTW = torch.zeros(hidden_NTW.shape, dtype=dtype, device=device)
+        return self._forward(to_device(tokens_NT, device), positions_NT, width)
+
+    def _forward(self, tokens_NT: Tensor, positions_NT: Tensor, width: int) -> Tensor:
+        """States (N, T, D), with keys up to `width`; all tensors are on the model's device."""
+        dtype = self.model.dtype
+        hidden_NTW = torch.arange(width, device=tokens_NT.device) > positions_NT[:, :, None]
+        mask_NTW = torch.zeros(hidden_NTW.shape, dtype=dtype, device=tokens_NT.device)
         mask_NTW = mask_NTW.masked_fill_(hidden_NTW, torch.finfo(dtype).min)
         decoder = self.model.get_decoder()
         config: Any = decoder.config
@@ -210,13 +224,16 @@ class HFDecoder:
         # It also replaces flash attention, which takes no masks; some models need eager attention.
         with Attending(config, GROUPED if chosen != "eager" else chosen):
             states_NTD: Tensor = decoder(
-                input_ids=to_device(tokens_NT, device),
+                input_ids=tokens_NT,
                 attention_mask=mask_NTW[:, None],
                 position_ids=positions_NT,
                 past_key_values=self.cache,
                 use_cache=True,
             ).last_hidden_state
         return states_NTD
+
+
+Decoder = HFDecoder | FlatDecoder | Qwen2Decoder
 
 
 def _grouped_attention(
@@ -263,24 +280,18 @@ class _SlotCache(Cache):
 
     def aim(
         self,
-        slots_N: Tensor,
-        positions_NT: Tensor,
-        is_real_NT: Tensor,
+        slots: slice | Tensor,
         width: int,
-        device: torch.device,
+        sources: tuple[Any, Any],
+        target_slots: Tensor,
+        target_positions: Tensor,
     ) -> None:
-        """Set where the next forward stores its tokens; padding is not stored.
+        """Set which slots the next forward reads, and where it stores which of its tokens (N, T).
 
-        This is done once on the CPU: with a boolean index, every layer would wait for the GPU.
+        These are indices for all layers: with a mask, every layer would wait for the GPU.
         """
-        rows_F, columns_F = is_real_NT.nonzero(as_tuple=True)
-        first, end = int(slots_N.min()), int(slots_N.max()) + 1
-        neighbours = torch.equal(slots_N, torch.arange(first, end))  # read in place
-        self.slots: slice | Tensor = slice(first, end) if neighbours else to_device(slots_N, device)
-        self.width = width
-        self.sources = to_device(rows_F, device), to_device(columns_F, device)
-        self.target_slots = to_device(slots_N[rows_F], device)
-        self.target_positions = to_device(positions_NT[rows_F, columns_F], device)
+        self.slots, self.width, self.sources = slots, width, sources
+        self.target_slots, self.target_positions = target_slots, target_positions
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any

@@ -1,0 +1,136 @@
+"""Decoding by CUDA graphs: a forward of fixed shapes is recorded once, and replayed without Python.
+
+A graph always reads and writes the same memory. So a decode has few shapes (`bucket`), static
+inputs, and the preallocated keys and values of `HFDecoder`, whose slots have sequences of different
+lengths; transformers' `StaticCache` has one length for all. Weights are updated in place.
+
+Axes: **N** rows of a call, **R** rows of a graph, **D** width.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from ragen.core.errors import RagenError
+from ragen.models.decoder import HFDecoder
+from ragen.models.device import to_device
+
+LEAST_ROWS, LEAST_WIDTH = 8, 256
+"""Fewest rows, and fewest stored positions, of a graph."""
+
+WARM_UPS = 3
+"""Forwards before one is recorded: torch's libraries choose kernels and reserve memory in them."""
+
+Compute = Callable[[], Tensor]
+
+
+def recorder() -> Callable[[Compute], Compute]:
+    """A function that records what another computes, and returns its replay.
+
+    A replay overwrites the result of the one before. The graphs share the memory for what they
+    compute on the way, since they never run at the same time.
+    """
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(compute: Compute) -> Compute:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                compute()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                result = compute()
+        except torch.AcceleratorError as error:
+            first = str(error).strip().splitlines()[0]
+            raise RagenError(
+                f"this model's decoding cannot be recorded as a CUDA graph ({first}): set "
+                "rollout.cuda_graphs = false"
+            ) from error
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    return record
+
+
+def bucket(size: int, least: int, most: int) -> int:
+    """The smallest power of two that holds `size`, from `least` to `most`.
+
+    Example:
+        >>> [bucket(size, 8, 100) for size in (1, 8, 9, 64, 65)]
+        [8, 8, 16, 64, 100]
+    """
+    return min(most, max(least, 1 << (size - 1).bit_length()))
+
+
+class GraphDecoder(HFDecoder):
+    """An `HFDecoder` that decodes by replays of what `record` recorded.
+
+    Rows that a graph has more than a call write to a spare slot. The graph for all slots reads them
+    in place: its row r is slot r. Others read copies of their rows' keys and values.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_slots: int,
+        max_length: int,
+        record: Callable[[Compute], Compute],
+    ) -> None:
+        super().__init__(model, num_slots + 1, max_length)
+        self._spare, self._record = num_slots, record
+        self._graphs: dict[tuple[int, int], tuple[Tensor, Compute]] = {}
+        self._addresses: list[int] = []
+
+    @override
+    @torch.no_grad()
+    def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
+        """See `HFDecoder.decode`."""
+        count = len(slots_N)
+        rows = bucket(count, LEAST_ROWS, self._spare)
+        width = bucket(int(starts_N.max()) + 1, LEAST_WIDTH, self.cache.max_length)
+        rows_N = slots_N if rows == self._spare else torch.arange(count)
+        inputs_4R = torch.zeros(4, rows, dtype=torch.long)
+        inputs_4R[0] = self._spare
+        inputs_4R[:3, rows_N] = torch.stack((slots_N, starts_N, tokens_N))
+        inputs_4R[3, :count] = rows_N
+        inputs_4R = to_device(inputs_4R, self.model.device)
+        if (rows, width) in self._graphs:
+            inputs_4R = self._graphs[rows, width][0].copy_(inputs_4R)
+        else:
+            self._graphs[rows, width] = inputs_4R, self._recorded(inputs_4R, width)
+        states_RD = self._graphs[rows, width][1]()
+        return self._logits(states_RD[inputs_4R[3, :count]])
+
+    @override
+    def refresh(self) -> None:
+        """Drop the graphs of weights that are elsewhere now; changes in place need no new ones."""
+        tensors = chain(self.model.parameters(), self.model.buffers())
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if addresses != self._addresses:
+            self._graphs.clear()
+        self._addresses = addresses
+
+    def _recorded(self, inputs_4R: Tensor, width: int) -> Compute:
+        """The states (R, D) of these inputs; to compute them again stores the same once more."""
+        slots_R, positions_R, tokens_R, _ = inputs_4R
+        read = slice(0, self._spare) if len(slots_R) == self._spare else slots_R
+
+        def compute() -> Tensor:
+            self.cache.aim(read, width, (slice(None), 0), slots_R, positions_R)
+            return self._forward(tokens_R[:, None], positions_R[:, None], width)[:, 0]
+
+        return self._record(compute)
