@@ -20,11 +20,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import step
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from typing_extensions import override
 
 from ragen.config.config import Config
 from ragen.config.reading import changed
@@ -72,24 +73,34 @@ MODES: dict[str, dict[str, Any]] = {
     "grpo, LoRA": {"lora.rank": 16},
     "ppo, LoRA": {"algorithm": "starpo/ppo", "advantage.name": "gae", "lora.rank": 16},
 }
-TURNS, TURN_TOKENS = 2, 48
 SETTINGS = {
-    "steps": 2,
-    "threads": 2,
-    "env.max_turns": TURNS,
+    "env.name": f"{__file__}:Apart",
+    "env.max_turns": 1,
     "rollout.num_groups": 2,
     "rollout.group_size": 2,
-    "rollout.max_tokens": TURN_TOKENS,
+    "rollout.max_tokens": 96,
     "rollout.slots": 4,
+    "update.epochs": 2,
     "update.minibatch_episodes": 4,
-    "update.microbatch_tokens": 1024,
-    "model.max_length": 512,
+    "update.microbatch_tokens": 768,
+    "model.max_length": 256,
 }
+
+
+class Apart(step.Lake):
+    """An environment in which no two episodes share a prompt, which would save activations."""
+
+    @override
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        observation, info = super().reset(seed=seed, options=options)
+        return f"{(options or {}).get('noise_seed')}\n{observation}", info
 
 
 def config_of(model: Path, changes: dict[str, Any]) -> Config:
     """The settings of a run with a model and a mode."""
-    base = step.make_config(model, 2)
+    base = step.make_config(model, 1)
     return changed(base, SETTINGS | changes)
 
 
@@ -145,7 +156,10 @@ def main() -> None:
                         continue
                     found = in_a_process(path, changes)
                     if args.json:
-                        print(json.dumps({"model": name, "dtype": dtype, "mode": mode, **found}))
+                        print(
+                            json.dumps({"model": name, "dtype": dtype, "mode": mode, **found}),
+                            flush=True,
+                        )
                         continue
                     sizes = (f"{found[key] / 2**20:>8,.0f}" for key in ("plan", "peak"))
                     ratio = f"{found['plan'] / found['peak']:>12.2f}"

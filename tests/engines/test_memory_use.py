@@ -269,6 +269,42 @@ def test_the_decoder_gives_equal_logits_with_every_attention(kind: str) -> None:
         assert_close(logits[4], exact)
 
 
+def test_long_rows_keep_no_attention_weights_and_get_the_same_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    results = []
+    for kept in (10**9, 0):
+        monkeypatch.setattr("ragen.models.fast_qwen2.KEPT_SCORES", kept)
+        one = Learner(tiny_model(tiny_tokenizer("chatml")), UpdateConfig(), LossConfig(**PLAIN))
+        assert is_fast(one.model)
+        part = long_batch(one, (700, 300))
+        memory = measured(lambda one=one, part=part: one.update(part, 0))  # type: ignore[misc]
+        results.append((memory.peak, list(one.model.parameters())))
+    (peak, stored), (lower_peak, again) = results
+    assert lower_peak < 0.6 * peak
+    assert all(map(torch.equal, stored, again)), "bit for bit"
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_long_prompt_is_read_in_parts_of_bounded_memory(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = Prompt((), tuple(range(3, 203)) * 4, 0, 3, 1.0, 7)
+    found = []
+    for most in (1024, 100):
+        monkeypatch.setattr("ragen.engines.sampler.PREFILL_TOKENS", most)
+        sampler = Sampler(
+            tiny_model(tiny_tokenizer("chatml")), (), str, slots=2, max_length=1000, fast=fast
+        )
+        with Memory() as memory:
+            completion = asyncio.run(sampler.complete(prompt))
+        found.append((memory.largest, sampler.stats.prefilled, completion))
+    (whole, num_read, once), (part, num_again, again) = found
+    assert part < whole / 4 and num_read == num_again == 800
+    assert once.token_ids == again.token_ids
+    assert_close(torch.tensor(once.logprobs), torch.tensor(again.logprobs))
+
+
 def test_decoding_repeats_no_keys() -> None:
     """Eight heads share the keys of one; without grouping, there would be eight times as many."""
     model = tiny_model(tiny_tokenizer("chatml"), num_attention_heads=8, num_key_value_heads=1)

@@ -173,6 +173,23 @@ def test_unknown_target_layers_are_refused_with_the_possible_ones(name: str) -> 
         attach(tiny(), ("policy",), **SHAPE | {"targets": f"q_proj,{name}"})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_adapted_layers_compute_bit_for_bit_what_peft_does(dtype: torch.dtype) -> None:
+    results = []
+    for ours in (True, False):
+        policy = adapted(tiny("llama").to(dtype))
+        layers = [each for each in policy.modules() if hasattr(each, "lora_A")]
+        for layer in () if ours else layers:
+            del layer.forward  # the instance's, which hides peft's
+        states_ND = hidden_states(policy, *ragged())
+        states_ND.float().square().sum().backward()
+        gradients = [weight.grad for weight in adapter_of(policy, "policy").parameters()]
+        with acting(policy, "reference"):
+            results.append([states_ND, hidden_states(policy, *ragged()), *gradients])
+    assert len(results[0]) > 10
+    assert all(map(torch.equal, *results))
+
+
 def test_adapters_are_float32_on_a_bfloat16_base() -> None:
     one = adapted(tiny().to(torch.bfloat16))
     assert {weight.dtype for weight in adapter_of(one, "critic").parameters()} == {torch.float32}

@@ -20,7 +20,15 @@ from ragen.core.errors import RagenError
 from ragen.core.inputs import names_input
 from ragen.engines.machine import available, usable_device
 from ragen.models.names import base_of, resolve_model
-from ragen.models.sizes import KEPT_LOGITS, KEPT_LOGITS_GPU, Shape, Sizes, adapted, read_sizes
+from ragen.models.sizes import (
+    KEPT_LOGITS,
+    KEPT_LOGITS_GPU,
+    KEPT_SCORES,
+    Shape,
+    Sizes,
+    adapted,
+    read_sizes,
+)
 
 GIB = 2**30
 WORTH_TELLING = GIB
@@ -120,7 +128,7 @@ def plan(config: Config) -> Plan:
         critic=critic,
         sampler=sampler_bytes(sizes, config, device),
         logits=logits_bytes(sizes, config, device),
-        activations=activations_bytes(sizes, config),
+        activations=activations_bytes(sizes, config, device),
         libraries=0 if device == "cuda" else LIBRARIES,
         device=device,
         available=available(device),
@@ -270,7 +278,7 @@ def logits_bytes(sizes: Sizes, config: Config, device: str) -> int:
     return int(5 * chunk + layer) * FLOAT
 
 
-def activations_bytes(sizes: Sizes, config: Config) -> int:
+def activations_bytes(sizes: Sizes, config: Config, device: str) -> int:
     """Estimate for the activations of one microbatch, kept for its backward pass.
 
     With width D, H · d for queries, K · d for keys and I for the feed-forward block, a Qwen2 or
@@ -279,9 +287,11 @@ def activations_bytes(sizes: Sizes, config: Config) -> int:
         6 D + 2 H d + 2 K d + 4 I
 
     plus 2 D in bfloat16, whose norms compute in float32, plus 2 H times the length if attention
-    stores its scores (eager). An adapted linear layer keeps, in float32, as many numbers as it has
-    outputs, and in bfloat16 its input as well. With gradient checkpointing it is D per layer and
-    one full layer.
+    stores its scores (eager). The fast path keeps the causal half of the scores after the softmax,
+    at most `KEPT_SCORES` a layer. An adapted linear layer has, in float32, a temporary of as many
+    numbers as it has outputs, whose room in the heap larger tensors after it cannot take; in
+    bfloat16 it keeps that and its input. With gradient checkpointing it is D per layer and one full
+    layer.
     """
     item, width = ITEM[config.model.dtype], sizes.width
     norms = 6 if item == FLOAT else 8
@@ -294,9 +304,13 @@ def activations_bytes(sizes: Sizes, config: Config) -> int:
         adapters += FLOAT * (rows if item == FLOAT else rows + columns)
     num_layers = sizes.num_layers
     kept = item * layer * num_layers + adapters
+    tokens = max(config.update.microbatch_tokens, config.model.max_length)
     if config.model.gradient_checkpointing:
-        kept = item * width * num_layers + kept // num_layers
-    return kept * max(config.update.microbatch_tokens, config.model.max_length)
+        return (item * width * num_layers + kept // num_layers) * tokens
+    scores = 0
+    if sizes.is_plain_qwen2 and item == FLOAT and device == "cpu":
+        scores = min(KEPT_SCORES, sizes.heads * tokens * config.model.max_length // 2) * num_layers
+    return kept * tokens + FLOAT * scores
 
 
 def _numbers(shapes: Iterable[Shape]) -> int:

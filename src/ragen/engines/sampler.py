@@ -30,7 +30,7 @@ from ragen.models.device import to_device
 from ragen.models.graphs import GraphDecoder, recorder
 
 PREFILL_TOKENS = 1024
-"""Most new prompt tokens that one forward reads (more only for a single longer prompt)."""
+"""Most new prompt tokens that one forward reads, which bounds its scores of attention."""
 
 
 @dataclass(slots=True, eq=False)
@@ -217,6 +217,7 @@ class Sampler(QueuedPolicy):
     # Forwards.
 
     def _prefill(self, reads: list[tuple[_Request, int]]) -> Tensor:
+        reads = [(request, self._read_ahead(request, known)) for request, known in reads]
         logits, batch, size = [], [], 0
         for k, (request, known) in enumerate(reads):
             batch.append((request.slot, known, request.tokens[known:]))
@@ -228,6 +229,15 @@ class Sampler(QueuedPolicy):
                 self.stats.forwards += 1
                 batch, size = [], 0
         return torch.cat(logits) if len(logits) > 1 else logits[0]
+
+    def _read_ahead(self, request: _Request, known: int) -> int:
+        """Read a long prompt up to its last `PREFILL_TOKENS`; returns how many tokens are known."""
+        while len(request.tokens) - known > PREFILL_TOKENS:
+            tokens = request.tokens[known : known + PREFILL_TOKENS]
+            self._decoder.prefill([request.slot], [known], [tokens])
+            self.stats.forwards += 1
+            known += PREFILL_TOKENS
+        return known
 
     def _step(self) -> None:
         """Sample one token of every running request."""

@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ragen.models.packing import Block, attend, attend_backward, pack
+from ragen.models.sizes import KEPT_SCORES
 
 CHUNK = 512
 """Rows that pass a wide layer at once on a CPU (512 × 1,024 floats are 2 MB)."""
@@ -192,9 +193,10 @@ class _Attention(torch.autograd.Function):
         q_NHD = rotate(q_NE.unflatten(1, (-1, head_dim)), rope_N1R).mul_(head_dim**-0.5)
         k_FKD, v_FKD = kv_FE.unflatten(1, (-1, head_dim)).chunk(2, dim=1)
         k_FKD = rotate(k_FKD, rope_F1R)
-        weights: list[Tensor] = []
+        num_scores = q_NHD.shape[1] * sum(block.num_pairs for block in blocks)
+        weights = list[Tensor]() if num_scores <= KEPT_SCORES else None
         out_NHD = attend(q_NHD, k_FKD, v_FKD, blocks, weights)
-        ctx.save_for_backward(q_NHD, k_FKD, v_FKD, out_NHD, rope_N1R, rope_F1R, *weights)
+        ctx.save_for_backward(q_NHD, k_FKD, v_FKD, out_NHD, rope_N1R, rope_F1R, *weights or ())
         ctx.blocks = blocks
         return out_NHD.flatten(1)
 
@@ -202,7 +204,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_NHD, k_FKD, v_FKD, out_NHD, rope_N1R, rope_F1R, *weights = ctx.saved_tensors
         grad_NHD = grads[0].view(out_NHD.shape)
-        blocks = zip(ctx.blocks, weights, strict=True)
+        again = (block.weights(q_NHD, k_FKD) for block in ctx.blocks)
+        blocks = zip(ctx.blocks, weights or again, strict=True)
         grad_q, grad_k, grad_v = attend_backward(grad_NHD, q_NHD, k_FKD, v_FKD, out_NHD, blocks)
         grad_q = rotate(grad_q, rope_N1R.conj()).mul_(q_NHD.shape[2] ** -0.5)
         grad_k = rotate(grad_k, rope_F1R.conj())

@@ -38,6 +38,11 @@ class Block(NamedTuple):
     seen: int
     mask: Tensor
 
+    @property
+    def num_pairs(self) -> int:
+        """Queries times keys."""
+        return len(self.mask) * (self.seen + self.mask.shape[2])
+
     def keys(self, x_FKD: Tensor) -> Tensor:
         """The rows of the block's keys."""
         if self.prefix.start == self.prefix.stop:

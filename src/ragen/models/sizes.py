@@ -32,6 +32,10 @@ KEPT_LOGITS_GPU = 2**27
 """The same on a GPU (512 MB). Each chunk reads the output layer and its gradient once, which for a
 vocabulary of 150,000 takes as long as the products of a thousand rows."""
 
+KEPT_SCORES = 2**24
+"""Weights of attention that a layer of the fast path may keep until the backward pass (64 MB); more
+are computed again there, so that their memory does not grow with the square of the length."""
+
 EMBEDDING = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe)\.weight$")
 WORDS = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight$")
 """The embedding of tokens, among all embeddings."""
