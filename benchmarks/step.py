@@ -56,6 +56,7 @@ from ragen.config.config import Config
 from ragen.core import user_code
 from ragen.core.types import Episode
 from ragen.engines import factory
+from ragen.engines.machine import use_threads
 from ragen.engines.sampler import Sampler
 from ragen.envs.frozen_lake import FrozenLake
 from ragen.training import running, trainer
@@ -311,7 +312,7 @@ def ours(steps: int, work: Work, model: Path | None) -> dict[str, float]:
     The recorder keeps tokens at every tenth step, for which they are scored once more: the mean of
     ten steps charges each with its share, a median would hide it.
     """
-    torch.set_num_threads(1)
+    use_threads(1)
     rate, copied, meter = mm_rate(getattr(torch, work.dtype)), copy_rate(), Meter(work)
     decoding = Decoding()
     # The loop's own clock by phase, and that of the environments, running on CPU seconds.

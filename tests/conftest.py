@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
+
+from ragen.engines.machine import use_threads
 
 settings.register_profile("ragen", deadline=None, derandomize=True)
 settings.load_profile("ragen")
@@ -17,12 +18,12 @@ settings.load_profile("ragen")
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Use one thread, and do not measure whether more would be faster.
+    """Use one thread and one library of products, and do not measure whether more would be faster.
 
     Some tests run commands in forks of this process. OpenMP's threads do not survive a fork, so a
     child that uses several would wait forever. ``RAGEN_TEST_THREADS`` sets another number.
     """
-    torch.set_num_threads(int(os.environ.get("RAGEN_TEST_THREADS", "1")))
+    use_threads(int(os.environ.get("RAGEN_TEST_THREADS", "1")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ragen.engines.machine._probe", lambda: 1)
         yield

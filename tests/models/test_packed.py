@@ -272,4 +272,4 @@ def test_a_shared_beginning_is_held_once() -> None:
     keys, values = store.layers[0]
     assert not keys[1:].any() and not values[1:].any()
     store.begin(torch.tensor([0]), torch.tensor([0]))  # slot 0 is used anew: slot 1 inherits
-    assert keys[1, :, 0].all() and not keys[2].any()
+    assert keys[1, :, :, 0].all() and not keys[2].any()

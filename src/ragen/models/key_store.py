@@ -14,25 +14,25 @@ heads of each of these, **Q** queries of a key–value head (G × T), **D** widt
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-from itertools import chain
 from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ragen.models.precision import bfloat16_products
+from ragen.models.precision import bfloat16_products, mkl_products
 
 SCORES = 2**20
 """Attention scores that are in memory at once (4 MB)."""
 
 
 Stored = tuple[Tensor, Tensor]
-"""The keys and the values of a layer, (slots, K, length, D) each."""
+"""The keys of a layer, (slots, K, D, length), and its values, (slots, K, length, D): in this order
+each is read along its rows by the products of few queries."""
 
 
 MANY = 16
-"""Queries of a row for which bfloat16 pays in products with float32 keys."""
+"""Queries of a row for which oneDNN pays, and bfloat16 in products with float32 keys."""
 
 
 class KeyStore:
@@ -63,14 +63,13 @@ class KeyStore:
         """
         if layer == len(self.layers):
             num_slots, max_length = self.shape
-            keys, values = (
-                _zeros((num_slots, x.shape[1], max_length, x.shape[2]), dtype)
-                for x, dtype in ((k_FKD, torch.float32), (v_FKD, self.dtype))
-            )
+            keys = _zeros((num_slots, *k_FKD.shape[1:], max_length), torch.float32)
+            values = _zeros((num_slots, v_FKD.shape[1], max_length, v_FKD.shape[2]), self.dtype)
             self.layers.append((keys, values))
         slots_F, positions_F = places
-        for stored, new_FKD in zip(self.layers[layer], (k_FKD, v_FKD), strict=True):
-            stored[slots_F, :, positions_F] = new_FKD.to(stored.dtype)
+        keys, values = self.layers[layer]
+        keys[slots_F, :, :, positions_F] = k_FKD.float()
+        values[slots_F, :, positions_F] = v_FKD.to(values.dtype)
         return self.layers[layer]
 
     def share(self, source: int, target: int, length: int) -> None:
@@ -108,8 +107,9 @@ class KeyStore:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Write the first `length` tokens of `source` into `target`."""
-        for stored in chain.from_iterable(self.layers):
-            stored[target, :, :length] = stored[source, :, :length]
+        for keys, values in self.layers:
+            keys[target, :, :, :length] = keys[source, :, :, :length]
+            values[target, :, :length] = values[source, :, :length]
 
     def reach(self, slots_N: Tensor, starts_N: Tensor, counts_N: Tensor) -> Reach:
         """What new tokens see: `counts_N` of each slot, the first of them at `starts_N`.
@@ -177,13 +177,14 @@ class Reach:
         # Heads that share keys are rows of one product: (R, K, G · T, D).
         q_RTKGD = q_RTHD.view(self.num_rows, self.most, kv_heads, -1, width)
         q_RKQD = q_RTKGD.permute(0, 2, 3, 1, 4).reshape(self.num_rows, kv_heads, -1, width)
-        k_RKWD, v_RKWD = (x[self.slots, :, self.low : self.width] for x in stored)
-        # For a few queries, rounding the keys would take longer than it saves.
-        with bfloat16_products(v_RKWD.dtype if self.most >= MANY else torch.float32):
+        k_RKDW = stored[0][self.slots, :, :, self.low : self.width]
+        v_RKWD = stored[1][self.slots, :, self.low : self.width]
+        # For a few queries, MKL is faster, and rounding the keys would take longer than it saves.
+        with mkl_products() if self.most < MANY else bfloat16_products(v_RKWD.dtype):
             if self.prefix is not None:
-                out_RKQD = self._attend_after(self.prefix, q_RKQD, k_RKWD, v_RKWD, stored)
+                out_RKQD = self._attend_after(self.prefix, q_RKQD, k_RKDW, v_RKWD, stored)
             else:
-                out_RKQD = self._attend_alone(q_RKQD, k_RKWD, v_RKWD)
+                out_RKQD = self._attend_alone(q_RKQD, k_RKDW, v_RKWD)
         if self.most == 1:
             out_RE = out_RKQD.reshape(self.num_rows, -1)
             return out_RE if self.dense else out_RE[self.flat[0]]
@@ -191,25 +192,26 @@ class Reach:
         out_RTE = out_RKGTD.permute(0, 3, 1, 2, 4).reshape(self.num_rows, self.most, -1)
         return out_RTE[self.flat]
 
-    def _attend_alone(self, q_RKQD: Tensor, k_RKWD: Tensor, v_RKWD: Tensor) -> Tensor:
+    def _attend_alone(self, q_RKQD: Tensor, k_RKDW: Tensor, v_RKWD: Tensor) -> Tensor:
         """Attention to the rows' own keys."""
         out_RKQD = v_RKWD.new_empty(*q_RKQD.shape[:3], v_RKWD.shape[3])
         scores_per_row = q_RKQD.shape[1] * q_RKQD.shape[2] * self.width
         step = max(1, SCORES // scores_per_row)
         for start in range(0, self.num_rows, step):
             part = slice(start, start + step)
-            scores = matmul(q_RKQD[part], k_RKWD[part].transpose(2, 3))
+            scores = matmul(q_RKQD[part], k_RKDW[part])
             weights = self._weights(scores, self.mask_R1TW[part]).to(v_RKWD.dtype)
             out_RKQD[part] = matmul(weights, v_RKWD[part])
         return out_RKQD
 
     def _attend_after(
-        self, prefix: _Prefix, q_RKQD: Tensor, k_RKWD: Tensor, v_RKWD: Tensor, stored: Stored
+        self, prefix: _Prefix, q_RKQD: Tensor, k_RKDW: Tensor, v_RKWD: Tensor, stored: Stored
     ) -> Tensor:
         """Attention to shared beginnings and to the rows' own keys, under one softmax."""
-        keys, values = (x[prefix.sources, :, : prefix.length] for x in stored)
-        of_shared = prefix.multiply(q_RKQD, keys.transpose(2, 3))
-        own = matmul(q_RKQD, k_RKWD.transpose(2, 3))
+        keys, values = stored
+        of_shared = prefix.multiply(q_RKQD, keys[prefix.sources, :, :, : prefix.length])
+        values = values[prefix.sources, :, : prefix.length]
+        own = matmul(q_RKQD, k_RKDW)
         weights = self._weights(torch.cat((of_shared, own), dim=3), self.mask_R1TW)
         weights = weights.to(values.dtype)
         of_shared, own = weights.split((of_shared.shape[3], own.shape[3]), dim=3)

@@ -12,7 +12,7 @@ Axes: **N** positions, **V** vocabulary, **D** width.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -128,18 +128,26 @@ def shape_of(model: nn.Module) -> Shape:
     return Shape(float(scale), float(settings.get("final_logit_softcapping") or 0.0))
 
 
-@contextmanager
-def bfloat16_products(dtype: torch.dtype) -> Iterator[None]:
+def bfloat16_products(dtype: torch.dtype) -> AbstractContextManager[None]:
     """If `dtype` is bfloat16, let a CPU round the factors of float32 products, but not their sums.
 
     Factors that are bfloat16 already are not changed by it, so the result is that of float32 at
-    about twice the speed. Processors without bfloat16 arithmetic compute in float32.
+    about twice the speed. Processors without AMX compute in float32, by oneDNN.
     """
+    return _products("bf16") if dtype == torch.bfloat16 else nullcontext()
+
+
+def mkl_products() -> AbstractContextManager[None]:
+    """Compute float32 products with MKL even if `ragen.engines.machine.use_threads` chose oneDNN."""
+    return _products("none")
+
+
+@contextmanager
+def _products(precision: str) -> Iterator[None]:
     libraries: Any = torch.backends
     setting = libraries.mkldnn.matmul
     before = setting.fp32_precision
-    if dtype == torch.bfloat16:
-        setting.fp32_precision = "bf16"
+    setting.fp32_precision = precision
     try:
         yield
     finally:
