@@ -29,7 +29,7 @@ from ragen.models.decoder import Decoder, make_decoder
 from ragen.models.device import to_device
 from ragen.models.graphs import GraphDecoder, recorder
 
-PREFILL_TOKENS = 1024
+PREFILL_TOKENS = 2048
 """Most new prompt tokens that one forward reads, which bounds its scores of attention."""
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ragen.models.packing import Block, attend, attend_backward, pack
+from ragen.models.packing import Blocks, attend, attend_backward, pack
 from ragen.models.sizes import KEPT_SCORES
 
 CHUNK = 512
@@ -81,7 +81,7 @@ def _layer(
     states_FD: Tensor,
     rope_N1R: Tensor,
     rope_F1R: Tensor,
-    blocks: list[Block],
+    blocks: Blocks,
 ) -> Tensor:
     """One layer for N of the F tokens; the others only provide keys and values."""
     attn, norm = layer.self_attn, layer.input_layernorm
@@ -188,12 +188,12 @@ class _Attention(torch.autograd.Function):
         head_dim: int,
         rope_N1R: Tensor,
         rope_F1R: Tensor,
-        blocks: list[Block],
+        blocks: Blocks,
     ) -> Tensor:
         q_NHD = rotate(q_NE.unflatten(1, (-1, head_dim)), rope_N1R).mul_(head_dim**-0.5)
         k_FKD, v_FKD = kv_FE.unflatten(1, (-1, head_dim)).chunk(2, dim=1)
         k_FKD = rotate(k_FKD, rope_F1R)
-        num_scores = q_NHD.shape[1] * sum(block.num_pairs for block in blocks)
+        num_scores = q_NHD.shape[1] * sum(block.num_pairs for block in blocks.each)
         weights = list[Tensor]() if num_scores <= KEPT_SCORES else None
         out_NHD = attend(q_NHD, k_FKD, v_FKD, blocks, weights)
         ctx.save_for_backward(q_NHD, k_FKD, v_FKD, out_NHD, rope_N1R, rope_F1R, *weights or ())
@@ -204,9 +204,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_NHD, k_FKD, v_FKD, out_NHD, rope_N1R, rope_F1R, *weights = ctx.saved_tensors
         grad_NHD = grads[0].view(out_NHD.shape)
-        again = (block.weights(q_NHD, k_FKD) for block in ctx.blocks)
-        blocks = zip(ctx.blocks, weights or again, strict=True)
-        grad_q, grad_k, grad_v = attend_backward(grad_NHD, q_NHD, k_FKD, v_FKD, out_NHD, blocks)
+        grad_q, grad_k, grad_v = attend_backward(
+            grad_NHD, q_NHD, k_FKD, v_FKD, out_NHD, ctx.blocks, weights
+        )
         grad_q = rotate(grad_q, rope_N1R.conj()).mul_(q_NHD.shape[2] ** -0.5)
         grad_k = rotate(grad_k, rope_F1R.conj())
         grad_kv = torch.cat((grad_k, grad_v), dim=1)

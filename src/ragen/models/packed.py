@@ -5,7 +5,7 @@ Only attention lets tokens see each other, and transformers lets a program repla
 prompt that this shares (`ragen.models.packing`): on a CPU block by block, on a GPU by torch's
 attention for sequences of various lengths. That of sampling is in `ragen.models.decoder`.
 
-Axes: see `ragen.models.packing`; **S** keys of all samples, with shared prompts repeated.
+Axes: see `ragen.models.packing`.
 """
 
 # mypy: allow-untyped-calls
@@ -24,7 +24,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 from ragen.models.device import to_device
-from ragen.models.packing import SHARED, Block, Packing, attend, attend_backward, pack
+from ragen.models.packing import SHARED, Blocks, Packing, attend, attend_backward, pack
 from ragen.models.precision import bfloat16_products
 
 Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
@@ -200,7 +200,7 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, blocks: list[Block], scale: float
+        ctx: Any, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, blocks: Blocks, scale: float
     ) -> Tensor:
         q, k, v = (x.float().contiguous() for x in (q_FHD, k_FKD, v_FKD))
         with bfloat16_products(q_FHD.dtype):
@@ -217,9 +217,8 @@ class _BlockAttention(torch.autograd.Function):
             x.float().contiguous() for x in (grads[0], q_FHD, k_FKD, v_FKD, mixed_FHD)
         )
         q = q.mul(ctx.scale)
-        blocks = ((block, block.weights(q, k)) for block in ctx.blocks)
         with bfloat16_products(dtype):
-            grad_q, grad_k, grad_v = attend_backward(grad, q, k, v, mixed, blocks)
+            grad_q, grad_k, grad_v = attend_backward(grad, q, k, v, mixed, ctx.blocks)
         return grad_q.mul_(ctx.scale).to(dtype), grad_k.to(dtype), grad_v.to(dtype), None, None
 
 
@@ -235,21 +234,15 @@ class _Lengths:
 
     @classmethod
     def of(cls, packing: Packing, device: torch.device) -> _Lengths:
-        """A sample's keys are those of the prompt that it shares, then its own."""
-        counts_B, shared_B = packing.own_BT.sum(1), packing.shared_B
-        starts_B = counts_B.cumsum(0) - counts_B
-        keys = []
-        for row, origin in enumerate(packing.origin_B.tolist()):
-            first, own = int(starts_B[origin]), int(starts_B[row])
-            keys.append(torch.arange(first, first + int(shared_B[row])))
-            keys.append(torch.arange(own, own + int(counts_B[row])))
-        all_B = counts_B + shared_B
+        """The sequences of a batch."""
+        counts_B = packing.own_BT.sum(1)
+        all_B = counts_B + packing.shared_B
         ends = [
             to_device(functional.pad(sizes_B.cumsum(0), (1, 0)).int(), device)
             for sizes_B in (counts_B, all_B)
         ]
         most = int(counts_B.max()), int(all_B.max())
-        return cls(to_device(torch.cat(keys), device), ends[0], ends[1], *most)
+        return cls(to_device(packing.keys_S, device), ends[0], ends[1], *most)
 
     def __call__(self, _: int, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, scale: float) -> Tensor:
         """See `Attention`."""

@@ -6,20 +6,20 @@ Attention works on blocks of a sample's queries, and a block reads only the keys
 query.
 
 Axes: **B** samples, **T** tokens of a sample, **F** flat tokens (those that are computed), **N**
-flat tokens with a query, **R** samples not yet assigned, **W** keys of a block, **H** heads, **K**
-key–value heads, **Q** queries of a key–value head, **D** width.
+flat tokens with a query, **S** keys of all samples, **R** samples not yet assigned, **W** keys of a
+block, **H** heads, **K** key–value heads, **Q** queries of a key–value head, **D** width.
 """
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-QUERIES = 96
+QUERIES = 192
 """Queries in a block."""
 SHARED = 16
 """Shortest prompt in tokens that is computed in one sample for the others."""
@@ -28,13 +28,12 @@ SHARED = 16
 class Block(NamedTuple):
     """Neighbouring queries of one sample, and the keys that the last of them sees.
 
-    The keys are a prefix that another sample computes, which may be empty, and the sample's own.
-    All queries see the first `seen` of the keys; `mask` is −∞ where one does not see a later key.
+    `queries` are flat tokens with a query, `keys` are among those of all samples. All queries see
+    the first `seen` of the keys; `mask` is −∞ where one does not see a later key.
     """
 
     queries: slice
-    prefix: slice
-    own: slice
+    keys: slice
     seen: int
     mask: Tensor
 
@@ -43,46 +42,57 @@ class Block(NamedTuple):
         """Queries times keys."""
         return len(self.mask) * (self.seen + self.mask.shape[2])
 
-    def keys(self, x_FKD: Tensor) -> Tensor:
-        """The rows of the block's keys."""
-        if self.prefix.start == self.prefix.stop:
-            return x_FKD[self.own]
-        return torch.cat((x_FKD[self.prefix], x_FKD[self.own]))
+    def rows(self, group: int) -> slice:
+        """The queries where `group` heads of each are rows of one matrix."""
+        return slice(self.queries.start * group, self.queries.stop * group)
 
-    def add(self, total_FKD: Tensor, x_WKD: Tensor) -> None:
-        """Add to the rows of the block's keys."""
-        num_prefix = self.prefix.stop - self.prefix.start
-        total_FKD[self.prefix] += x_WKD[:num_prefix]
-        total_FKD[self.own] += x_WKD[num_prefix:]
-
-    def weights(self, q_NHD: Tensor, k_FKD: Tensor) -> Tensor:
-        """The attention (K, Q, W) of scaled queries to keys."""
-        k_WKD = self.keys(k_FKD)
-        scores_KQW = torch.bmm(by_key_head(q_NHD[self.queries], k_FKD), k_WKD.permute(1, 2, 0))
+    def weights(self, q_KQD: Tensor, k_KWD: Tensor) -> Tensor:
+        """The attention (K, Q, W) of its scaled queries to its keys."""
+        scores_KQW = torch.bmm(q_KQD, k_KWD.transpose(1, 2))
         grouped = scores_KQW.view(len(scores_KQW), len(self.mask), -1, scores_KQW.shape[2])
         grouped[..., self.seen :].add_(self.mask)
         return torch.softmax(scores_KQW, dim=-1)
+
+
+class Blocks(NamedTuple):
+    """The blocks of a batch, and the flat token (S,) of each sample's keys (`Packing.keys_S`)."""
+
+    keys_S: Tensor
+    each: list[Block]
 
 
 class Packing(NamedTuple):
     """Which tokens of a padded batch a forward computes, and what their queries see.
 
     `places` are row and column of each flat token in the batch; the column is its position.
-    `wanted_N` are the flat tokens whose states are wanted. `origin_B` and `shared_B` say for each
-    sample which sample computes its prompt, and how many tokens that saves.
+    `wanted_N` are the flat tokens whose states are wanted. `shared_B` is the number of tokens of
+    each sample that another one computes. `keys_S` are the flat tokens that a sample's queries see:
+    those of the prompt that it shares, then its own.
     """
 
     places: tuple[Tensor, Tensor]
     wanted_N: Tensor
-    origin_B: Tensor
+    keys_S: Tensor
     shared_B: Tensor
     own_BT: Tensor
     wanted_BT: Tensor
 
-    def blocks(self, only_wanted: bool = False) -> list[Block]:
+    def blocks(self, only_wanted: bool = False) -> Blocks:
         """The blocks of the flat tokens, or of the wanted ones, row by row."""
         chosen_BT = self.wanted_BT if only_wanted else self.own_BT
-        return _blocks(self.origin_B, self.shared_B, self.own_BT, chosen_BT)
+        sizes_B = self.own_BT.sum(1) + self.shared_B
+        starts = (sizes_B.cumsum(0) - sizes_B).tolist()
+        blocks, query = [], 0
+        for chosen_T, start in zip(chosen_BT, starts, strict=True):
+            for columns in chosen_T.nonzero()[:, 0].split(QUERIES):
+                if len(columns):
+                    seen, end = int(columns[0]) + 1, int(columns[-1]) + 1
+                    hidden = torch.arange(seen, end) > columns[:, None]
+                    mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None]
+                    queries = slice(query, query + len(columns))
+                    blocks.append(Block(queries, slice(start, start + end), seen, mask))
+                    query += len(columns)
+        return Blocks(self.keys_S, blocks)
 
 
 def pack(token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor) -> Packing:
@@ -96,7 +106,13 @@ def pack(token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor) -> Packing:
     rows_F, columns_F = own_BT.nonzero(as_tuple=True)
     wanted_N = wanted_BT[rows_F, columns_F].nonzero()[:, 0]
     assert len(wanted_N) == int(wanted_BT.sum()), "wanted beyond a row's length"
-    return Packing((rows_F, columns_F), wanted_N, origin_B, shared_B, own_BT, wanted_BT)
+    counts_B = own_BT.sum(1)
+    starts_B = counts_B.cumsum(0) - counts_B
+    keys = []
+    for row, origin in enumerate(origin_B.tolist()):
+        for first, size_B in ((starts_B[origin], shared_B), (starts_B[row], counts_B)):
+            keys.append(torch.arange(int(first), int(first + size_B[row])))
+    return Packing((rows_F, columns_F), wanted_N, torch.cat(keys), shared_B, own_BT, wanted_BT)
 
 
 def shared_prefixes(
@@ -123,37 +139,20 @@ def shared_prefixes(
     return origin_B, shared_B
 
 
-def _blocks(origin_B: Tensor, shared_B: Tensor, own_BT: Tensor, chosen_BT: Tensor) -> list[Block]:
-    """The blocks of the chosen positions, row by row; `own_BT` is true on computed tokens."""
-    counts_B = own_BT.sum(1)
-    starts = (counts_B.cumsum(0) - counts_B).tolist()
-    blocks, query = [], 0
-    for row, (origin, shared) in enumerate(zip(origin_B.tolist(), shared_B.tolist(), strict=True)):
-        prefix = slice(starts[origin], starts[origin] + shared)
-        for columns in chosen_BT[row].nonzero()[:, 0].split(QUERIES):
-            if len(columns):
-                seen, end = int(columns[0]) + 1, int(columns[-1]) + 1
-                hidden = torch.arange(seen, end) > columns[:, None]
-                mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None]
-                queries = slice(query, query + len(columns))
-                own = slice(starts[row], starts[row] + end - shared)
-                blocks.append(Block(queries, prefix, own, seen, mask))
-                query += len(columns)
-    return blocks
-
-
 def attend(
-    q_NHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, blocks: Iterable[Block], kept: list[Tensor] | None
+    q_NHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, blocks: Blocks, kept: list[Tensor] | None
 ) -> Tensor:
     """Attention of scaled queries, block by block; each block's weights are added to `kept`."""
-    out_NHD = q_NHD.new_empty(*q_NHD.shape[:2], v_FKD.shape[2])
-    for block in blocks:
-        weights_KQW = block.weights(q_NHD, k_FKD)
-        mixed_KQD = torch.bmm(weights_KQW, block.keys(v_FKD).transpose(0, 1))
-        from_key_head(mixed_KQD, out_NHD[block.queries])
+    q_KQD, group = by_key_head(q_NHD, k_FKD), q_NHD.shape[1] // k_FKD.shape[1]
+    k_KSD, v_KSD = (x[blocks.keys_S].transpose(0, 1) for x in (k_FKD, v_FKD))
+    out_KQD = q_KQD.new_empty(*q_KQD.shape[:2], v_FKD.shape[2])
+    for block in blocks.each:
+        rows = block.rows(group)
+        weights_KQW = block.weights(q_KQD[:, rows], k_KSD[:, block.keys])
+        out_KQD[:, rows] = torch.bmm(weights_KQW, v_KSD[:, block.keys])
         if kept is not None:
             kept.append(weights_KQW)
-    return out_NHD
+    return from_key_head(out_KQD, group)
 
 
 def attend_backward(
@@ -162,33 +161,40 @@ def attend_backward(
     k_FKD: Tensor,
     v_FKD: Tensor,
     out_NHD: Tensor,
-    blocks: Iterable[tuple[Block, Tensor]],
+    blocks: Blocks,
+    kept: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attend` by queries, keys and values; `blocks` come with their weights."""
+    """Gradients of `attend` by queries, keys and values; weights are those `kept`, or computed."""
+    group = q_NHD.shape[1] // k_FKD.shape[1]
     # The gradient of a softmax: dS = P ⊙ (dP − Σ dP ⊙ P), and the sum is that of dO ⊙ O.
     sum_NH1 = (grad_NHD * out_NHD).sum(-1, keepdim=True)
-    grad_q = torch.empty_like(q_NHD)
-    grad_k, grad_v = torch.zeros_like(k_FKD), torch.zeros_like(v_FKD)
-    for block, weight in blocks:
-        queries = block.queries
-        grad = by_key_head(grad_NHD[queries], k_FKD)
-        block.add(grad_v, torch.bmm(weight.transpose(1, 2), grad).transpose(0, 1))
-        inner = torch.bmm(grad, block.keys(v_FKD).permute(1, 2, 0))
-        inner.sub_(by_key_head(sum_NH1[queries], k_FKD)).mul_(weight)
-        from_key_head(torch.bmm(inner, block.keys(k_FKD).transpose(0, 1)), grad_q[queries])
-        q = by_key_head(q_NHD[queries], k_FKD)
-        block.add(grad_k, torch.bmm(inner.transpose(1, 2), q).transpose(0, 1))
-    return grad_q, grad_k, grad_v
+    q_KQD, grad_KQD, sum_KQ1 = (by_key_head(x, k_FKD) for x in (q_NHD, grad_NHD, sum_NH1))
+    k_KSD, v_KSD = (x[blocks.keys_S].transpose(0, 1) for x in (k_FKD, v_FKD))
+    grad_q = torch.empty_like(q_KQD)
+    grad_k, grad_v = torch.zeros_like(k_KSD), torch.zeros_like(v_KSD)
+    for index, block in enumerate(blocks.each):
+        rows, keys = block.rows(group), block.keys
+        q, k, grad = q_KQD[:, rows], k_KSD[:, keys], grad_KQD[:, rows]
+        weights = kept[index] if kept else block.weights(q, k)
+        grad_v[:, keys].baddbmm_(weights.transpose(1, 2), grad)
+        inner = torch.bmm(grad, v_KSD[:, keys].transpose(1, 2))
+        inner.sub_(sum_KQ1[:, rows]).mul_(weights)
+        grad_q[:, rows] = torch.bmm(inner, k)
+        grad_k[:, keys].baddbmm_(inner.transpose(1, 2), q)
+    grad_k, grad_v = (
+        torch.zeros_like(x_FKD).index_add_(0, blocks.keys_S, grad_KSD.transpose(0, 1))
+        for x_FKD, grad_KSD in ((k_FKD, grad_k), (v_FKD, grad_v))
+    )
+    return from_key_head(grad_q, group), grad_k, grad_v
 
 
 def by_key_head(x_NHD: Tensor, k_FKD: Tensor) -> Tensor:
     """(N, H, D) to (K, N · H/K, D): queries that read the same keys are rows of one matrix."""
-    x_NKGD = x_NHD.view(len(x_NHD), k_FKD.shape[1], -1, x_NHD.shape[2])
-    return x_NKGD.transpose(0, 1).reshape(k_FKD.shape[1], -1, x_NHD.shape[2])
+    x_NKGD = x_NHD.unflatten(1, (k_FKD.shape[1], -1))
+    return x_NKGD.transpose(0, 1).flatten(1, 2)
 
 
-def from_key_head(x_KQD: Tensor, out_NHD: Tensor) -> None:
-    """The inverse of `by_key_head`, written into (N, H, D)."""
-    num_kv, num_rows = len(x_KQD), len(out_NHD)
-    x_KNGD = x_KQD.view(num_kv, num_rows, -1, x_KQD.shape[2])
-    out_NHD.view(num_rows, num_kv, -1, x_KQD.shape[2]).copy_(x_KNGD.transpose(0, 1))
+def from_key_head(x_KQD: Tensor, group: int) -> Tensor:
+    """The inverse of `by_key_head`, (N, H, D); `group` heads share a key–value head."""
+    x_KNGD = x_KQD.unflatten(1, (x_KQD.shape[1] // group, group))
+    return x_KNGD.transpose(0, 1).flatten(1, 2)
