@@ -191,10 +191,12 @@ def attend_backward(
 def by_key_head(x_NHD: Tensor, k_FKD: Tensor) -> Tensor:
     """(N, H, D) to (K, N · H/K, D): queries that read the same keys are rows of one matrix."""
     x_NKGD = x_NHD.unflatten(1, (k_FKD.shape[1], -1))
-    return x_NKGD.transpose(0, 1).flatten(1, 2)
+    x_KQD: Tensor = x_NKGD.transpose(0, 1).flatten(1, 2)
+    return x_KQD
 
 
 def from_key_head(x_KQD: Tensor, group: int) -> Tensor:
     """The inverse of `by_key_head`, (N, H, D); `group` heads share a key–value head."""
     x_KNGD = x_KQD.unflatten(1, (x_KQD.shape[1] // group, group))
-    return x_KNGD.transpose(0, 1).flatten(1, 2)
+    x_NHD: Tensor = x_KNGD.transpose(0, 1).flatten(1, 2)
+    return x_NHD
