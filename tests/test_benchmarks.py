@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,3 +86,31 @@ def test_tiny_gpu_benchmark_runs_every_phase() -> None:
         assert each["tokens_sampled"] == 2 * 2 * 2 * 8 < each["tokens_trained_on"]
         assert min(each["rollout_s"], each["update_s"], each["update_mfu"]) > 0
         assert 0 <= each["padding_fraction"] < 0.5 and each["mismatch_kl"] < 1e-3
+
+
+def lines_of(script: str, *arguments: str) -> list[dict[str, Any]]:
+    """The lines of JSON that a benchmark prints, among empty ones of the tokenizer's training."""
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / script), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.slow
+def test_the_memory_plan_is_within_a_seventh_of_the_peak_of_whole_runs() -> None:
+    runs = lines_of("memory.py", "--models", "1M", "--modes", "grpo", "ppo, LoRA", "--json")
+    assert len(runs) == 4
+    for each in runs:
+        assert each["plan"] == pytest.approx(each["peak"], rel=0.15), each
+
+
+@pytest.mark.slow
+def test_the_memory_plan_refuses_what_would_not_fit_and_only_that() -> None:
+    for each in lines_of("memory.py", "--models", "1M", "--modes", "ppo", "--limits"):
+        assert [each[name] for name in ("enough", "too little", "too little, unchecked")] == [
+            *("finished", "refused", "killed")
+        ]

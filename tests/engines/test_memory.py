@@ -92,7 +92,8 @@ def test_the_plan_of_the_sampler_is_exact() -> None:
     decoder.prefill([0], [0], [[1]])
     fused, stored = map(chain.from_iterable, (decoder.weights, decoder.store.layers))
     copied = held((*stored, *fused, decoder.head, decoder.embedding))
-    assert plan(config).sampler == copied
+    planned = plan(config)
+    assert planned.sampler + planned.copies == copied
 
 
 def llama(**more: Any) -> PreTrainedModel:
@@ -149,7 +150,8 @@ def test_plan_with_lora_golden() -> None:
 def test_the_plan_includes_the_share_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(rollout__sampler="vllm", rollout__gpu_memory=0.25)
     # vLLM's own weights, and 1 GiB for keys and values.
-    assert plan(config).sampler == held(tiny_model(TOKENIZER)) + 2**30
+    planned = plan(config)
+    assert (planned.copies, planned.sampler) == (held(tiny_model(TOKENIZER)), 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (600, 1000))
     planned = plan(config)
@@ -193,6 +195,19 @@ def test_only_a_large_plan_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_too_large(make_config(), printed.append)
     assert printed == plan(make_config()).lines()
     assert printed[0].startswith("memory: up to ") and "are free" in printed[0]
+
+
+def test_a_run_that_fits_only_with_short_episodes_is_told_and_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned = plan(make_config())
+    printed: list[str] = []
+    monkeypatch.setattr(memory, "available", lambda _: planned.needed)
+    refuse_too_large(make_config(), printed.append)
+    assert printed == []
+    monkeypatch.setattr(memory, "available", lambda _: planned.needed - 1)
+    refuse_too_large(make_config(), printed.append)
+    assert printed[0].startswith("memory: up to ") and "set update.microbatch_tokens" in printed[-1]
 
 
 BFLOAT16, LORA, SHARED = (f"--{key} {value}" for key, value in CHANGES)

@@ -41,6 +41,9 @@ CPU_CACHE_BYTES = 2**30
 """What vLLM gets for keys and values on a CPU, where there is no share of a GPU's memory to set."""
 LIBRARIES = 400 * 2**20
 """Resident memory of a process that has imported what a run needs, before it loads a model."""
+PROGRAMS = 128 * 2**20
+"""Memory of the programs that oneDNN compiles for bfloat16 products on a CPU, half a MB for each
+shape that occurs: a run of a million parameters reaches 125 MB in two steps, and stays there."""
 EPISODE = 4096
 """Bytes of a short episode of one turn, as measured."""
 CHANGES: tuple[tuple[str, Any], ...] = (
@@ -55,10 +58,10 @@ CHANGES: tuple[tuple[str, Any], ...] = (
 class Plan:
     """Bytes of each part of a run, and of free memory.
 
-    `critic` includes its weights, gradients and optimiser. `sampler` is its cache of keys and
-    values, and its copy of the weights if it has one. `libraries` is the program itself, on a
-    CPU; it counts as taken when free memory is read. `available` is ``None`` if this machine does
-    not report it.
+    `critic` includes its weights, gradients and optimiser. `copies` are the sampler's own of the
+    weights, `sampler` is its cache of keys and values. `libraries` is the program itself, on a CPU;
+    it counts as taken when free memory is read. `available` is ``None`` if this machine does not
+    report it.
     """
 
     weights: int
@@ -66,9 +69,11 @@ class Plan:
     optimizer: int
     reference: int
     critic: int
+    copies: int
     sampler: int
     logits: int
     activations: int
+    programs: int = 0
     libraries: int = 0
     device: str = "cpu"
     available: int | None = None
@@ -76,20 +81,25 @@ class Plan:
     @property
     def certain(self) -> int:
         """Bytes that are always held, however small the batches are."""
-        return self.weights + self.gradients + self.optimizer + self.reference + self.critic
+        trained = self.weights + self.gradients + self.optimizer
+        return trained + self.reference + self.critic + self.copies
+
+    @property
+    def needed(self) -> int:
+        """Bytes at the peak beyond the program itself, if episodes fill what settings allow."""
+        return self.certain + self.sampler + self.logits + self.activations + self.programs
 
     @property
     def total(self) -> int:
         """Bytes at the peak."""
-        estimated = self.sampler + self.logits + self.activations
-        return self.certain + self.libraries + estimated
+        return self.needed + self.libraries
 
     def lines(self) -> list[str]:
         r"""The plan as text.
 
         Example:
             >>> third = 2**30 // 3
-            >>> print("\n".join(Plan(GIB, GIB, 2 * GIB, GIB, 0, third, 0, third).lines()))
+            >>> print("\n".join(Plan(GIB, GIB, 2 * GIB, GIB, 0, 0, third, 0, third).lines()))
             memory: up to 5.67 GiB on the cpu
               weights 1.00 GiB, gradients 1.00 GiB, optimiser 2.00 GiB, reference 1.00 GiB
               and at most, estimated: sampler 341 MiB, activations 341 MiB
@@ -97,9 +107,10 @@ class Plan:
         there = "" if self.available is None else f", where {size(self.available)} are free"
         return [
             f"memory: up to {size(self.total)} on the {self.device}{there}",
-            f"  {_listed(self, 'weights', 'gradients', 'optimizer', 'reference', 'critic')}",
+            "  "
+            + _listed(self, "weights", "gradients", "optimizer", "reference", "critic", "copies"),
             "  and at most, estimated: "
-            + _listed(self, "sampler", "activations", "logits", "libraries"),
+            + _listed(self, "sampler", "activations", "logits", "programs", "libraries"),
         ]
 
 
@@ -126,9 +137,11 @@ def plan(config: Config) -> Plan:
         optimizer=optimizer,
         reference=base if config.loss.kl > 0 and not adapter else 0,
         critic=critic,
+        copies=copied_bytes(sizes, config, device),
         sampler=sampler_bytes(sizes, config, device),
         logits=logits_bytes(sizes, config, device),
         activations=activations_bytes(sizes, config, device),
+        programs=PROGRAMS if device == "cpu" and width < FLOAT else 0,
         libraries=0 if device == "cuda" else LIBRARIES,
         device=device,
         available=available(device),
@@ -180,6 +193,9 @@ def critic_bytes(config: Config, sizes: Sizes, adapter: list[Shape]) -> int:
 def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
     """Refuse a run whose weights and optimiser cannot fit; `tell` the plan of a large one.
 
+    Episodes may be shorter than the settings allow. So a run that only then fits is not refused,
+    but told.
+
     Raises:
         RagenError: They need more than is free (the smallest change that fits is named), or the
             model cannot be trained.
@@ -197,9 +213,15 @@ def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
         options = " ".join(f"--{key} {value}" for key, value in change.items())
         raise RagenError(f"{need}; they fit with {options}")
     refuse_too_many(config)
-    if planned.total >= WORTH_TELLING:
+    too_little = free is not None and planned.needed > free
+    if too_little or planned.total >= WORTH_TELLING:
         for line in planned.lines():
             tell(line)
+    if too_little:
+        tell(
+            "memory: this fits only if episodes stay short: set update.microbatch_tokens or "
+            "rollout.slots lower, or model.gradient_checkpointing = true"
+        )
 
 
 def refuse_too_many(config: Config) -> None:
@@ -242,32 +264,39 @@ def trained_bytes(shapes: Sequence[Shape], item: int) -> tuple[int, int]:
     return FLOAT * numbers, masters + FLOAT * (2 * numbers + len(shapes))
 
 
-def sampler_bytes(sizes: Sizes, config: Config, device: str) -> int:
-    """Bytes of the sampler: its cache of keys and values, and its copy of the weights if any.
+def copied_bytes(sizes: Sizes, config: Config, device: str) -> int:
+    """Bytes of the weights that the sampler has for itself, if they are not the learner's."""
+    item = ITEM[config.model.dtype]
+    if device != "cpu":
+        return 0
+    if config.rollout.sampler == "vllm":
+        return item * sizes.numbers
+    if config.rollout.sampler == "local" and item == FLOAT and sizes.is_plain_qwen2:
+        # The fast decoder's copies: fused layers with biases, the embedding and the output layer.
+        biases = sizes.num_layers * (sizes.heads + 2 * sizes.key_heads) * sizes.head_width
+        words = 2 * sizes.vocabulary * sizes.width
+        return FLOAT * (_numbers(sizes.linear.values()) + biases + words)
+    return 0
 
-    vLLM takes its configured share of a GPU, or a cache of fixed size on a CPU. A server uses
-    another process's memory.
+
+def sampler_bytes(sizes: Sizes, config: Config, device: str) -> int:
+    """Bytes of the sampler's cache of keys and values.
+
+    vLLM takes its configured share of a GPU, weights included, or a cache of fixed size on a CPU. A
+    server uses another process's memory.
     """
     sampler, item = config.rollout.sampler, ITEM[config.model.dtype]
     if sampler == "vllm" and device == "cuda":
         import torch
 
         return int(config.rollout.gpu_memory * torch.cuda.mem_get_info()[1])
-    if sampler == "vllm":
-        return item * sizes.numbers + CPU_CACHE_BYTES
     if sampler != "local":
-        return 0
+        return CPU_CACHE_BYTES if sampler == "vllm" else 0
     # slots · tokens · layers · key–value heads · head width · bytes of a key and a value
     spare = device == "cuda" and config.rollout.cuda_graphs  # a slot for the rows beyond a call's
     places = (config.rollout.slots + spare) * config.model.max_length * sizes.num_layers
     key = FLOAT if device == "cpu" else item
-    cache = places * sizes.key_heads * sizes.head_width * (key + item)
-    if device == "cpu" and item == FLOAT and sizes.is_plain_qwen2:
-        # The fast decoder's copies: fused layers with biases, the embedding and the output layer.
-        biases = sizes.num_layers * (sizes.heads + 2 * sizes.key_heads) * sizes.head_width
-        words = 2 * sizes.vocabulary * sizes.width
-        return cache + FLOAT * (_numbers(sizes.linear.values()) + biases + words)
-    return cache
+    return places * sizes.key_heads * sizes.head_width * (key + item)
 
 
 def logits_bytes(sizes: Sizes, config: Config, device: str) -> int:
