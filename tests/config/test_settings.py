@@ -164,7 +164,7 @@ FILLED_IN = {"recipe", "sources"}
 
 
 def test_number_of_settings_is_bounded() -> None:
-    assert len(keys().keys() - FILLED_IN) <= 77
+    assert len(keys().keys() - FILLED_IN) <= 78
 
 
 def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
@@ -259,6 +259,18 @@ def test_differences_name_the_preset_value() -> None:
             {"reward.terms.length": 1, "prompt.think": False},
             "reward.terms are about thoughts: set prompt.think = true",
         ),
+        (
+            {"eval.background": True, "eval.every": 15},
+            "set eval.every = 15 to a multiple of checkpoint.every = 10, which must be above 0",
+        ),
+        (
+            {"eval.background": True, "eval.every": 10, "rollout.sampler": "vllm"},
+            "which rollout.sampler = 'vllm' does not serve: set it to false",
+        ),
+        (
+            {"eval.background": True, "eval.every": 10, "sources": {"python:Env": "0"}},
+            "eval.background needs code that another process can load: name a file",
+        ),
         ({"loss.name": "nll"}, 'loss.name = "nll" learns from demonstrations'),
         (
             {"advantage.name": "grpo", "rollout.group_size": 1},
@@ -322,6 +334,7 @@ UNREAD = {  # for each key, a value other than the default and settings that lea
     "loss.dual_clip": (2.0, {"loss.name": "cispo"}),
     "loss.kl_kind": ("k2", {"loss.kl": 0.0}),
     "update.critic_lr": (0.1, {"algorithm": "starpo/grpo"}),
+    "eval.background": (True, {}),
     "eval.every": (5, {"eval.episodes": 0}),
     "eval.temperature": (0.5, {"eval.episodes": 0}),
     "diagnose.information_every": (1, {"prompt.think": False}),
@@ -336,6 +349,7 @@ READ = {
     "filter.score": {"filter.rule": "top_k"},
     "filter.value": {"filter.rule": "top_k"},
     "guard.remedy": {"guard.responses.mi_drop": "rollback"},
+    "eval.background": {"eval.every": 10},
 }
 """The settings that make the default algorithm read a key."""
 

@@ -222,6 +222,33 @@ def test_watchers_forward_every_call(tracker_calls: list[Any], tmp_path: Path) -
     assert tracker_calls == [("begin", tmp_path, 3), ("log", 4, {"loss/policy": 0.5}), "close"]
 
 
+def test_an_evaluation_of_an_earlier_step_is_no_rollback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It ran in the background; after a rollback, TensorBoard's writer is opened again."""
+    opened: list[int | None] = []
+    points: list[tuple[str, int]] = []
+
+    def open_fake(tracker: Tracker, purge_step: int | None) -> None:
+        opened.append(purge_step)
+        tracker._run = SimpleNamespace(
+            add_scalar=lambda name, _, step: points.append((name, step)),
+            flush=lambda: None,
+            close=lambda: None,
+        )
+
+    monkeypatch.setattr(trackers.TensorBoard, "_open", open_fake)
+    watcher, of_step_1 = trackers.TensorBoard(), dict.fromkeys(trackers.EVALUATED, 0.5)
+    watcher.begin(tmp_path, resolve("bandit"), 0)
+    for step in (1, 2):
+        watcher.step(step, {"loss": 0.5})
+    watcher.evaluated(1, SimpleNamespace(temperature=1.0, **of_step_1))  # type: ignore[arg-type]
+    watcher.step(3, {"loss": 0.5})
+    assert opened == [None] and ("eval/success", 1) in points
+    watcher.step(2, {"loss": 0.5})
+    assert opened == [None, 2]
+
+
 def test_a_failing_run_closes_its_tracker(tracker_calls: list[Any], tmp_path: Path) -> None:
     class Fails(Watcher):
         def step(self, step: int, metrics: Mapping[str, float]) -> None:

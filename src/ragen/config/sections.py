@@ -296,6 +296,10 @@ class EvalConfig(Section):
     """Steps between evaluations; 0 evaluates before and after only."""
     episodes: int = Field(256, ge=0, le=9877)
     """Number of levels, with one episode each; 0 never evaluates."""
+    background: bool = False
+    """Let another process evaluate what every asks for, while the run trains on: the same numbers,
+    which the guard sees one evaluation later. It takes cores and memory of its own, also of a GPU.
+    """
     temperature: float = Field(1.0, ge=0, le=100)
     """Sampling temperature of evaluations; 0 is greedy."""
 

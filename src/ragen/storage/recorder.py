@@ -285,6 +285,20 @@ class Recorder:
             for table in ("metrics", "samples", "cross_scores", "evaluations"):
                 self._connection.execute(f"DELETE FROM {table} WHERE {later}", (attempt, step))
 
+    def forget_evaluation(self, attempt: int, step: int) -> None:
+        """Delete what was recorded of the evaluations of a step.
+
+        Raises:
+            RagenError: The database cannot be written; nothing is deleted.
+        """
+        with self._transaction():
+            delete_episodes(
+                self._connection, "(attempt, step) = (?, ?) AND phase != 'train'", (attempt, step)
+            )
+            self._connection.execute(
+                "DELETE FROM evaluations WHERE (attempt, step) = (?, ?)", (attempt, step)
+            )
+
     def close(self) -> None:
         """Write the collected rows and close the database.
 

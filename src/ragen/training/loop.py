@@ -30,7 +30,18 @@ from ragen.training.collection import (
     split_batch,
 )
 from ragen.training.recovery import STALLED_S, Watchdog, recover, report_stall, run_guard, update
-from ragen.training.running import Clock, LoopState, Run, evaluate, evaluate_missing, is_due, save
+from ragen.training.running import (
+    Clock,
+    LoopState,
+    Run,
+    evaluate,
+    evaluate_missing,
+    evaluated,
+    is_due,
+    save,
+    save_and_evaluate,
+    take_evaluation,
+)
 
 
 async def loop(run: Run) -> None:
@@ -71,14 +82,14 @@ async def loop(run: Run) -> None:
         recorded = metrics | averaged(state.averages, metrics)
         run.recorder.log(state.step, recorded)
         run.recorder.commit_later()
-        run.remember(values(recorded))
+        run.remember(state.step, values(recorded))
         state.seconds += clock.seconds
         run.watcher.step(state.step, values(metrics))
         if is_due(state.step, config.eval.every) and not run.is_complete:
-            await evaluate(run, config.eval.temperature)
+            await evaluate_due(run)
         rolled_back = await run_guard(run)
         if not rolled_back and is_due(state.step, config.checkpoint.every) and not run.is_complete:
-            await save(run)
+            await save_and_evaluate(run)
 
 
 async def play(run: Run) -> list[Group]:
@@ -159,6 +170,7 @@ async def run_to_the_end(run: Run) -> None:
                 except NotFiniteError as failure:
                     await recover(run, failure)
     finally:
+        run.background.end()
         run.watcher.end()
 
 
@@ -174,12 +186,10 @@ async def evaluate_and_loop(run: Run) -> None:
         if run.state.step == 0:
             await evaluate_missing(run, *both)
             await save(run)
-        elif is_due(run.state.step, run.config.eval.every):
-            # The run may have stopped between the step and its evaluation or the guard.
-            await evaluate_missing(run, run.config.eval.temperature)
-            await run_guard(run)
-            await save(run)
+        else:
+            await catch_up(run)
         await loop(run)
+        await run.stop.or_finish(take_evaluation(run))
         await evaluate_missing(run, *both)
         await save(run)
     except StopRequested as request:
@@ -189,3 +199,48 @@ async def evaluate_and_loop(run: Run) -> None:
         done = f"stopped after {run.state.step} steps"
         text = f"{done}; resume with: ragen resume {run.folder}"
         raise StopRequested(request.signal_number, text) from None
+
+
+async def evaluate_due(run: Run) -> None:
+    """Evaluate; in the background, take the evaluation before, for this one begins once it can.
+
+    Raises:
+        StopRequested: As `run_to_the_end`.
+    """
+    if run.config.eval.background:
+        await run.stop.or_finish(take_evaluation(run))
+    else:
+        await evaluate(run, run.config.eval.temperature)
+
+
+async def catch_up(run: Run) -> None:
+    """Do what the step that a run was resumed after has left to do.
+
+    It may have stopped between the step and its evaluation or the guard, and in the middle of an
+    evaluation in the background. That one is made again: what was recorded of it came later.
+
+    Raises:
+        GuardStop, StopRequested: As `run_to_the_end`.
+    """
+    state, settings = run.state, run.config.eval
+    if state.evaluating is not None:
+        run.recorder.forget_evaluation(state.attempt, state.evaluating)
+        if settings.background:
+            run.background.ask(run.folder, state.evaluating, run.beat)
+        else:
+            text = f"step {state.evaluating} is not evaluated: eval.background is false now"
+            run.recorder.event(state.step, "evaluation", text)
+            run.watcher.alarm(state.step, text)
+            state.evaluating = None
+    if not is_due(state.step, settings.every) or state.evaluating == state.step:
+        return
+    if settings.background:
+        # It was evaluated where the run was rolled back to this step.
+        if not (run.is_complete or evaluated(run.folder, state, state.step)):
+            await run.stop.or_finish(take_evaluation(run))
+            if not await run_guard(run):
+                await save_and_evaluate(run)
+    else:
+        await evaluate_missing(run, settings.temperature)
+        await run_guard(run)
+        await save(run)

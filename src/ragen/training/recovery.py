@@ -34,7 +34,15 @@ from ragen.storage.checkpoint import (
     verified_state,
 )
 from ragen.storage.recorder import append_event
-from ragen.training.running import LoopState, Run, local_engine, save
+from ragen.training.running import (
+    LoopState,
+    Run,
+    compare_with_best,
+    evaluated,
+    local_engine,
+    save,
+    take_evaluation,
+)
 
 STACKS = "stalled.txt"
 """The file to which a run that hangs writes the stacks of its threads."""
@@ -178,6 +186,7 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
         if is_broken:
             stop_before(run, alarm.onset, f"{alarm}; {why}")
         await stop(run, f"{alarm}; {why}")
+    await take_evaluation(run)  # so that none is missing of the steps that still count
     checkpoint = good[-1]
     saved = verified_state(checkpoint)
     attempt, began, step = run.state.attempt + 1, step_of(checkpoint), run.state.step
@@ -188,6 +197,11 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
     state = replace(
         LoopState(**saved["loop"]), attempt=attempt, began=began, seconds=run.state.seconds
     )
+    if state.evaluating is not None:  # it has ended since
+        run.recorder.commit()
+        for temperature, success in evaluated(run.folder, run.state, state.evaluating).items():
+            compare_with_best(run.config, state, state.evaluating, temperature, success)
+        state.evaluating = None
     drop_after(run.folder, began)
     replace_state(checkpoint, saved | {"loop": asdict(state), "guard": asdict(guard)})
     settings = ", ".join(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, last, total
 from ragen.core.stopping import Stop
+from ragen.core.types import Group
 from ragen.diagnostics.collapse import Sign, echo_trap_signs
 from ragen.diagnostics.detectors import EVALUATED, LEVELS
 from ragen.diagnostics.guard import ROLLBACK_REACH, Alarm, GuardState, read_alarms
@@ -33,6 +34,7 @@ from ragen.storage.checkpoint import (
 )
 from ragen.storage.reader import read_evaluations, read_metrics
 from ragen.storage.recorder import Recorder
+from ragen.training.background import Background
 from ragen.training.progress import Watcher
 
 
@@ -86,6 +88,7 @@ class LoopState:
         began: The step after which the present attempt began.
         best_step: Of the evaluated steps with a regular checkpoint, the one with most success.
         best_success: Its success; −1 before the first evaluation.
+        evaluating: The step whose evaluation runs in the background; its answer was not taken yet.
         seconds: Time of the steps, those that were rolled back included.
         threads: Of torch; a resumed run takes the same number.
         averages: Moving averages of the metrics.
@@ -103,6 +106,7 @@ class LoopState:
     tokens: int = 0
     best_step: int = 0
     best_success: float = -1.0
+    evaluating: int | None = None
     seconds: float = 0.0
     threads: int = 1
     averages: dict[str, float] = field(default_factory=dict)
@@ -126,6 +130,7 @@ class Run:
         original: The config that the run began with.
         config: The config in force; it differs from `original` by what the guard changed.
         history: The metrics so far, by name and step; empty until the guard reads the database.
+        background: Evaluates beside the run.
         stop: The user's request to stop.
         beat: Tells the watchdog that the run is alive.
     """
@@ -142,6 +147,7 @@ class Run:
     history: dict[str, dict[int, float]] = field(default_factory=dict)
     stop: Stop = field(default_factory=Stop)
     beat: Callable[[], None] = lambda: None
+    background: Background = field(default_factory=Background)
 
     @property
     def progress(self) -> int:
@@ -152,11 +158,11 @@ class Run:
         """
         return progress_of(self.state, self.config)
 
-    def remember(self, numbers: Mapping[str, float]) -> None:
-        """Add what the present step has recorded to a history that the guard has read."""
+    def remember(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Add what was recorded of a step to a history that the guard has read."""
         for name in sorted(numbers) if self.history else ():
             if not math.isnan(numbers[name]):  # as the database, which has none
-                self.history.setdefault(name, {})[self.state.step] = numbers[name]
+                self.history.setdefault(name, {})[step] = numbers[name]
 
     @property
     def is_complete(self) -> bool:
@@ -222,34 +228,57 @@ async def evaluate(run: Run, temperature: float) -> None:
     evaluation, groups = await run.stop.or_finish(
         evaluate_policy(policy, setup, config, target, seed, lambda _: run.beat())
     )
+    record_evaluation(run, step, evaluation, groups)
+
+
+def record_evaluation(run: Run, step: int, evaluation: Evaluation, groups: Sequence[Group]) -> None:
+    """Record an evaluation of a step, and let it count."""
+    config, temperature = run.config, evaluation.temperature
     run.recorder.evaluation(step, evaluation.record())
     if config.record.episodes_every:
         run.recorder.episodes(step, groups, phase="eval" if temperature else "eval greedy")
     run.recorder.commit_later()
     if temperature == config.eval.temperature:
-        run.remember({EVALUATED: evaluation.success, LEVELS: evaluation.episodes})
+        run.remember(step, {EVALUATED: evaluation.success, LEVELS: evaluation.episodes})
     run.watcher.evaluated(step, evaluation)
-    compare_with_best(run, temperature, evaluation.success)
+    compare_with_best(config, run.state, step, temperature, evaluation.success)
 
 
-def compare_with_best(run: Run, temperature: float, success: float) -> None:
-    """Remember the step as the best one, if its checkpoint is regular and none was better.
+async def take_evaluation(run: Run) -> None:
+    """Record the evaluation that runs in the background, if there is one, once it has ended.
+
+    Raises:
+        RagenError: It failed, or its process was killed.
+    """
+    step = run.state.evaluating
+    if step is not None:
+        evaluation, groups = await run.background.answer()
+        run.state.evaluating = None
+        record_evaluation(run, step, evaluation, groups)
+
+
+def compare_with_best(
+    config: Config, state: LoopState, step: int, temperature: float, success: float
+) -> None:
+    """Remember a step as the best one, if its checkpoint is regular and none was better.
 
     Calling it twice for one evaluation changes nothing.
     """
-    if is_best(run.config, run.state, temperature, success):
-        run.state.best_step, run.state.best_success = run.state.step, success
+    if is_best(config, state, step, temperature, success):
+        state.best_step, state.best_success = step, success
 
 
-def is_best(config: Config, state: LoopState, temperature: float, success: float) -> bool:
-    """Whether an evaluation of the present step is better than the best one so far."""
-    counts = is_due(state.step, spacing(config)) and temperature == config.eval.temperature
+def is_best(
+    config: Config, state: LoopState, step: int, temperature: float, success: float
+) -> bool:
+    """Whether an evaluation of a step is better than the best one so far."""
+    counts = is_due(step, spacing(config)) and temperature == config.eval.temperature
     return counts and success > state.best_success
 
 
-def evaluated(folder: Path, state: LoopState) -> dict[float, float]:
-    """The success of the present step by temperature, of the evaluations that still stand."""
-    step, attempt, began = state.step, state.attempt, state.began
+def evaluated(folder: Path, state: LoopState, step: int) -> dict[float, float]:
+    """The success of a step by temperature, of the evaluations that still stand."""
+    attempt, began = state.attempt, state.began
     return {
         each["temperature"]: each["success"]
         for each in read_evaluations(folder)
@@ -259,45 +288,60 @@ def evaluated(folder: Path, state: LoopState) -> dict[float, float]:
 
 def is_finished(folder: Path, config: Config, state: LoopState) -> bool:
     """Whether a run has nothing left to do: neither a step nor an evaluation nor a checkpoint."""
-    if progress_of(state, config) < config.steps:
+    if progress_of(state, config) < config.steps or state.evaluating is not None:
         return False
-    done = evaluated(folder, state)
+    done = evaluated(folder, state, state.step)
     wanted = {config.eval.temperature, 0.0} if config.eval.episodes else set()
     return wanted <= done.keys() and not any(
-        is_best(config, state, temperature, success) for temperature, success in done.items()
+        is_best(config, state, state.step, temperature, success)
+        for temperature, success in done.items()
     )
 
 
 async def evaluate_missing(run: Run, *temperatures: float) -> None:
     """Evaluate at each temperature for which this step has no evaluation that still stands."""
     run.recorder.commit()
-    done = evaluated(run.folder, run.state)
+    done = evaluated(run.folder, run.state, run.state.step)
     for temperature in temperatures:
         if temperature in done:  # the run may have been killed before it compared
-            compare_with_best(run, temperature, done[temperature])
+            compare_with_best(run.config, run.state, run.state.step, temperature, done[temperature])
         else:
             await evaluate(run, temperature)
 
 
-async def save(run: Run) -> None:
+async def save_and_evaluate(run: Run) -> None:
+    """Save, and evaluate what is saved in the background, if this is due."""
+    settings, step = run.config.eval, run.state.step
+    evaluates = settings.background and settings.episodes > 0 and is_due(step, settings.every)
+    await save(run, evaluates)
+    if evaluates:
+        run.state.evaluating = step
+        run.background.ask(run.folder, step, run.beat)
+
+
+async def save(run: Run, evaluates: bool = False) -> None:
     """Write a checkpoint of the last finished step.
 
-    Where that step has a checkpoint, its weights are the same and only the loop's state is written.
+    Where that step has a checkpoint, its weights are the same and only the loop's state is written,
+    which says whether its evaluation begins now.
 
     Raises:
         RagenError: The disk does not take it.
     """
-    state, best, keep, every = run.state, run.state.best_step, kept_checkpoints(run), run.spacing
+    state, keep, every = run.state, kept_checkpoints(run), run.spacing
+    if evaluates:
+        state = replace(state, evaluating=state.step)
+    others = state.best_step, state.evaluating
     own: dict[str, Any] = {"loop": asdict(state), "guard": asdict(run.guard)}
     own[SETTINGS_HASH] = run.recorder.settings_hash
     existing = checkpoint_of(run.folder, state.step)
     if existing is not None:
         run.recorder.commit()
         replace_state(existing, read_state(existing) | own)
-        drop_old(run.folder, keep, best, every)
+        drop_old(run.folder, keep, others, every)
         return
     start = time.perf_counter()
-    with writing(run.folder, state.step, keep, best, every) as folder:
+    with writing(run.folder, state.step, keep, others, every) as folder:
         engine_state = await run.engine.save(folder)
         run.recorder.commit()  # the database is never behind a checkpoint
         write_state(folder, own | {"engine": engine_state})
@@ -309,8 +353,10 @@ def kept_checkpoints(run: Run) -> int:
     """How many of the regular checkpoints stay: as many as a rollback may reach back."""
     keep, responses = run.config.checkpoint.keep, run.config.guard.responses
     if "rollback" in responses.values():
-        # A drop of success shows in two evaluations in a row, and its onset lies before both.
-        evaluations = 2 * run.config.eval.every * (responses.get("reward_drop") == "rollback")
+        # A drop of success shows in two evaluations in a row, and its onset lies before both. In
+        # the background, they are known one evaluation later.
+        late = 2 + run.config.eval.background
+        evaluations = late * run.config.eval.every * (responses.get("reward_drop") == "rollback")
         keep = max(keep, 1 + math.ceil(max(ROLLBACK_REACH, evaluations) / run.spacing))
     # A stop may come before the guard has looked at the step, and pushes none out.
     return keep + (run.guard.checked_step < run.state.step)

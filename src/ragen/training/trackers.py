@@ -95,6 +95,13 @@ class TensorBoard(Tracker):
         self._run.flush()
 
     @override
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        last, named = self._last, self._named
+        self._last, self._named = step, set[str]()  # of an earlier step: nothing was rolled back
+        super().evaluated(step, evaluation)
+        self._last, self._named = last, named
+
+    @override
     def end(self) -> None:
         if self._run is not None:
             self._run.close()

@@ -1,0 +1,161 @@
+"""Evaluations beside training: a process of their own plays with the weights that a run has saved.
+
+The run alone writes its database. It takes an answer where its steps say so, however early it comes
+(`training.loop`): the answer's time decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+
+from ragen.config.sources import refuse_changed
+from ragen.core.errors import RagenError
+from ragen.core.stopping import run_async
+from ragen.core.types import Episode, Group
+from ragen.engines.factory import make_policy
+from ragen.engines.machine import use_threads
+from ragen.evaluation.evaluation import evaluate_policy
+from ragen.evaluation.results import Evaluation
+from ragen.rollout.setup import make_setup
+from ragen.storage.checkpoint import sound
+from ragen.storage.database import CHECKPOINTS
+from ragen.storage.settings import run_config
+
+Played = tuple[Evaluation, list[Group]]
+"""An evaluation and its episodes."""
+
+EPISODE, ANSWER = b".", b"\n"
+"""What the process sends after each episode, and before a pickled answer."""
+
+PROGRAM = "from ragen.training.background import serve; serve()"
+
+
+class Background:
+    """A process that evaluates a run's checkpoints, one at a time.
+
+    It starts with the first one, and ends with `end`, or with this process if that is killed.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader = ThreadPoolExecutor(1, "evaluation")
+        self._answer: Future[Played | str] | None = None
+
+    def ask(self, folder: Path, step: int, beat: Callable[[], None]) -> None:
+        """Begin with a run's checkpoint of `step`; `beat` is called after each episode."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            # Of a session of its own: Ctrl-C is for the run, which ends it.
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", PROGRAM],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has just died, as reading its answer tells
+            os.write(process.stdin.fileno(), json.dumps([step, str(folder)]).encode() + b"\n")
+        self._answer = self._reader.submit(_read, process, folder, step, beat)
+
+    async def answer(self) -> Played:
+        """What was asked for last; where this is cancelled, it can be asked for again.
+
+        Raises:
+            RagenError: The policy could not be evaluated, or the process was killed.
+        """
+        assert self._answer is not None
+        answer = await asyncio.wrap_future(self._answer)
+        if isinstance(answer, str):
+            raise RagenError(answer)
+        return answer
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        if self._process is not None:
+            self._process.kill()
+            self._reader.shutdown()
+            with self._process:  # closes the pipes
+                pass
+
+
+def _read(
+    process: subprocess.Popen[bytes], folder: Path, step: int, beat: Callable[[], None]
+) -> Played | str:
+    assert process.stdout is not None
+    try:
+        while process.stdout.read(1) == EPISODE:
+            beat()
+        answer: Played | str = pickle.load(process.stdout)
+    except (EOFError, pickle.UnpicklingError):
+        run = shlex.quote(str(folder))
+        return (
+            f"the process that evaluates step {step} ended with code {process.wait()}; go on with: "
+            f"ragen resume {run} (--eval.background false leaves this evaluation out)"
+        )
+    return answer
+
+
+def serve() -> None:
+    """Evaluate the checkpoints that are named on standard input, until it ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # where the environment's own output goes
+    asked = SimpleQueue[tuple[int, Path]]()
+    Thread(target=_listen, args=(asked,), daemon=True).start()
+
+    def tell(_: Episode) -> None:
+        answers.write(EPISODE)
+        answers.flush()
+
+    while True:
+        step, folder = asked.get()
+        try:
+            answer: Played | str = run_async(evaluate_checkpoint(folder, step, tell))
+        except RagenError as error:
+            answer = str(error)
+        answers.write(ANSWER)
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+def _listen(asked: SimpleQueue[tuple[int, Path]]) -> None:
+    for line in sys.stdin:
+        step, folder = json.loads(line)
+        asked.put((step, Path(folder)))
+    os._exit(0)  # the run has ended
+
+
+async def evaluate_checkpoint(
+    folder: Path, step: int, on_episode: Callable[[Episode], None]
+) -> Played:
+    """Evaluate the checkpoint of a step as the run itself would have, bit for bit.
+
+    Raises:
+        RagenError: The checkpoint is damaged, the environment's code has changed, or every episode
+            failed.
+    """
+    checkpoint = folder / CHECKPOINTS / f"step-{step}"
+    saved, config = sound(checkpoint, ()), run_config(folder)
+    refuse_changed(config)
+    use_threads(int(saved["loop"]["threads"]))
+    policy, chat = make_policy(config, str(checkpoint))
+    policy.version = int(saved["engine"]["version"])
+    try:
+        with closing(make_setup(config, chat)) as setup:
+            setup = replace(setup, temperature=config.eval.temperature)
+            target, seed = str(folder), config.seed
+            return await evaluate_policy(policy, setup, config, target, seed, on_episode)
+    finally:
+        await policy.close()
