@@ -4,10 +4,10 @@
 
 Each trial trains an embedded model in a process of its own, by turns with each of `CONFIGS`: GRPO
 with a filter, PPO with its critic, a rollback of the guard on FrozenLake with thoughts, Sokoban in
-isolated workers, GSPO with LoRA, and GiGPO in bfloat16. The process gets SIGKILL at a random moment
-and is resumed, and so on, at most three times; then it is left to its end. Compared with a run that
-nobody killed: all rows of the database (those about seconds excepted), and every tensor of the last
-checkpoint, bit for bit.
+isolated workers, GSPO with LoRA, GRPO with evaluations in the background, and GiGPO in bfloat16.
+The process gets SIGKILL at a random moment and is resumed, and so on, at most three times; then it
+is left to its end. Compared with a run that nobody killed: all rows of the database (those about
+seconds excepted), and every tensor of the last checkpoint, bit for bit.
 Prints a line a trial and at the end one JSON line.
 """
 
@@ -70,6 +70,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "rollback": ("frozen-lake-still", FEW | {"diagnose.information_every": 2}),
     "isolated": ("sokoban", FEW | {"env.isolate": True, "env.max_turns": 2, "steps": 3}),
     "lora": ("bandit", {"algorithm": "gspo", "lora.rank": 4}),
+    "background": ("bandit", {"eval.background": True, "steps": 6}),
     "bfloat16": ("frozen-lake-still", FEW | {"algorithm": "gigpo", "model.dtype": "bfloat16"}),
 }
 """A recipe and its changes, besides `SETTINGS`."""
@@ -111,7 +112,7 @@ def main() -> None:
             places = kill_and_resume(configs[name], run, seconds, chooser)
             outcomes.append(difference(wanted, contents(run)))
             killed_in.update(places)
-            print(f"{trial + 1:3} {name:8} killed {', '.join(places)}: {outcomes[-1]}", flush=True)
+            print(f"{trial + 1:3} {name:10} killed {', '.join(places)}: {outcomes[-1]}", flush=True)
             shutil.rmtree(run)
     found = {"trials": len(outcomes), IDENTICAL: outcomes.count(IDENTICAL)}
     print(json.dumps(found | {"kills": sum(killed_in.values()), "in": dict(killed_in)}))
