@@ -145,7 +145,7 @@ OPTIONS = {
     ],
     "compare": ["--suite", "--episodes", "--samples", "--seed", "--temperature", "--env", "--out"],
     "play": ["--player", "--seed"],
-    "sft": ["--out", "--data", "--episodes", "--epochs", "--lr"],
+    "sft": ["--out", "--player", "--keep", "--episodes", "--epochs", "--lr"],
     "base": ["--out", "--seed", "--steps", "--stages"],
     "study": ["--seeds", "--scale", "--out", "--jobs"],
     "export": ["--out", "--step", "--episodes"],

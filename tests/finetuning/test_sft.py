@@ -22,13 +22,14 @@ from ragen.core.seeding import SFT_LEVELS
 from ragen.core.types import Prompt
 from ragen.engines.learner import Learner
 from ragen.envs.registry import make
-from ragen.finetuning.demonstrations import plan_in_words
+from ragen.finetuning.demonstrations import NEUTRAL, plan_in_words
 from ragen.finetuning.sft import (
+    Examples,
     collate_examples,
     epoch_minibatches,
     mean_nll,
+    played_examples,
     sft,
-    solver_examples,
     split_examples,
 )
 from ragen.finetuning.tokenizer import build
@@ -58,6 +59,10 @@ def tiny_config(**more: Any) -> Config:
 
 def weights(folder: Path) -> str:
     return hash_tensors(AutoModelForCausalLM.from_pretrained(folder).state_dict().items())
+
+
+def solved(config: Config, chat: Chat, episodes: int) -> Examples:
+    return played_examples(config, chat, "solver", episodes, None)
 
 
 def write_conversations(path: Path, count: int, reply: str = "<answer>Dragon</answer>") -> Path:
@@ -127,7 +132,9 @@ def test_the_same_call_gives_the_same_weights(tmp_path: Path) -> None:
 def test_conversations_teach_their_replies(tmp_path: Path) -> None:
     messages: list[str] = []
     data = write_conversations(tmp_path / "talks.jsonl", 20)
-    tuned = sft(tiny_config(), tmp_path / "tuned", data, epochs=6, lr=1e-2, watch=messages.append)
+    tuned = sft(
+        tiny_config(), tmp_path / "tuned", str(data), epochs=6, lr=1e-2, watch=messages.append
+    )
     # The model answers with either arm: ln 2 nats for the name, among about six certain tokens.
     assert tuned.nll_after < 0.2 * tuned.nll_before
     assert (tuned.examples, tuned.held_out) == (18, 2)
@@ -140,7 +147,7 @@ def test_conversations_teach_their_replies(tmp_path: Path) -> None:
 def test_held_out_loss_is_the_mean_over_the_trained_tokens(tmp_path: Path) -> None:
     """By hand: log softmax of the model's own logits at the tokens of the mask."""
     model, tokenizer = load_policy(bandit_model(), "cpu", "float32")
-    batch = collate_examples(solver_examples(tiny_config(), Chat(tokenizer, think=False), 4).kept)
+    batch = collate_examples(solved(tiny_config(), Chat(tokenizer, think=False), 4).kept)
     learner = Learner(model, UpdateConfig(), LossConfig(name="nll"))
     with torch.no_grad():
         logprobs_BTV = model(batch.token_ids_BT).logits.log_softmax(-1)
@@ -154,9 +161,7 @@ def test_held_out_loss_is_the_mean_over_the_trained_tokens(tmp_path: Path) -> No
 def test_every_example_is_used_once_per_epoch() -> None:
     tokenizer = tiny_tokenizer()
     sizes = settings(model__max_length=512, rollout__max_tokens=64)
-    examples = solver_examples(
-        resolve("frozen-lake-still", sizes), Chat(tokenizer, think=False), 9
-    ).kept
+    examples = solved(resolve("frozen-lake-still", sizes), Chat(tokenizer, think=False), 9).kept
     training, held_out = split_examples(examples, seed=3)
     assert len(held_out) == 1 and held_out[0] in examples
     assert [each for each in examples if each in training or each in held_out] == examples
@@ -165,6 +170,41 @@ def test_every_example_is_used_once_per_epoch() -> None:
     seen = [int(e) for part in parts for e in part.episode_B.unique()]
     assert len(parts) == 2 * round(8 / 3) and sorted(seen) == sorted(2 * list(range(len(training))))
     assert seen[: len(training)] != seen[len(training) :]  # in another order
+
+
+# Random play, and play of a run.
+
+
+def test_random_play_is_kept_whatever_came_of_it_and_leans_to_no_action() -> None:
+    config = resolve("bandit", {"rollout.max_tokens": 200, "model.max_length": 4096})
+    chat = Chat(tiny_tokenizer("chatml"))
+    examples = played_examples(config, chat, "random", 64, None)
+    assert (len(examples.kept), examples.unsolved) == (64, 0) and "no skill" in examples.shows
+    replies = [example[0][1].text for example in examples.kept]
+    thoughts = [reply.partition("</think>")[0] for reply in replies]
+    assert set(thoughts) == set(NEUTRAL)
+    chosen = [reply.partition("<answer>")[2].partition("<")[0] for reply in replies]
+    assert 16 <= chosen.count(chosen[0]) <= 48
+    won = played_examples(config, chat, "random", 64, "solved")
+    assert 0 < len(won.kept) < 64 == len(won.kept) + won.unsolved
+    again = played_examples(config, chat, "random", 64, None)
+    assert again.kept == examples.kept
+
+
+def test_a_run_teaches_its_solved_episodes(tmp_path: Path) -> None:
+    config = tiny_config()
+    run = train(config, out=tmp_path / "run").run
+    tuned = sft(config, tmp_path / "tuned", str(run), episodes=64, epochs=2)
+    kept = tuned.examples + tuned.held_out
+    assert 0 < kept < 64 == kept + tuned.unsolved
+    card = (tmp_path / "tuned" / "README.md").read_text(encoding="utf-8")
+    assert f"{kept} {run} episodes (left out: {tuned.unsolved} unsolved" in card
+
+
+def test_a_player_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    config = resolve("bandit", {"rollout.max_tokens": 80, "env.max_turns": 1})
+    with pytest.raises(RagenError, match=r"the tokens of base are not those of .*FILE\.jsonl"):
+        played_examples(config, Chat(tiny_tokenizer("chatml")), "base", 4, "all")
 
 
 # The solver's episodes.
@@ -191,7 +231,7 @@ def test_solver_writes_its_plan_as_thought_and_answer() -> None:
 def test_solver_episodes_are_solved_with_every_chat_template(template: str, prefill: bool) -> None:
     more = {"prompt.style": "paper", "prompt.prefill": prefill, "env.actions_per_turn": 1}
     sizes = {"rollout.max_tokens": 200, "model.max_length": 16384}
-    examples = solver_examples(resolve("sokoban", more | sizes), Chat(tiny_tokenizer(template)), 2)
+    examples = solved(resolve("sokoban", more | sizes), Chat(tiny_tokenizer(template)), 2)
     assert (len(examples.kept), examples.unsolved) == (2, 0)
 
 
@@ -215,7 +255,7 @@ def test_solver_examples_come_from_solved_levels_reserved_for_sft(
 
     monkeypatch.setattr(module, "run_groups", spy)
     config = resolve("frozen-lake", {"threads": 1})
-    examples = solver_examples(config, Chat(build()), 40)
+    examples = solved(config, Chat(build()), 40)
     assert seen_levels == [SFT_LEVELS + index for index in range(40)]
     # Optimal play on slippery ice solves about half of the levels.
     assert examples.unsolved + len(examples.kept) == 40 and 8 < examples.unsolved < 32
@@ -268,10 +308,13 @@ def test_interrupted_or_failed_sft_leaves_nothing_behind(
         (("--update.lr", "1e-3"), "set --lr"),
         (("--loss.kl", "0.1"), "loss.kl has no effect on supervised fine-tuning"),
         (("--rollout.max_tokens", "3"), "0 solver episodes (left out: 0 unsolved, 1024 too"),
-        (("--data", "none"), "cannot read none: no such file"),
-        (("--data", "talks", "--episodes", "3"), "leave out --episodes or --data"),
+        (("--player", "none.jsonl"), "none.jsonl"),
+        (("--player", "talks", "--episodes", "3"), "leave out --episodes and --keep"),
         (("--env", f"{ROGUE}:Rogue"), "1024 unsolved, 0 too long); at least two are needed"),
-        (("--env", "mute.py:Mute"), "no solver; give conversations to learn from with --data"),
+        (
+            ("--env", "mute.py:Mute"),
+            "no solver; give conversations to learn from with --player FILE",
+        ),
         (("--out", "talks"), "talks exists already"),
     ],
 )
@@ -291,7 +334,7 @@ def test_too_long_conversations_are_left_out_and_counted(tmp_path: Path) -> None
     short = data.read_text()
     write_conversations(data, 2, reply=f"<answer>{'Dragon ' * 20}</answer>")
     data.write_text(short + data.read_text())
-    tuned = sft(tiny_config(), tmp_path / "tuned", data, epochs=1)
+    tuned = sft(tiny_config(), tmp_path / "tuned", str(data), epochs=1)
     assert (tuned.examples + tuned.held_out, tuned.too_long) == (3, 2)
 
 

@@ -27,9 +27,11 @@ PORT = 7246
 def _sft_options(parser: Parser) -> None:
     parser.take("recipe", "RECIPE", "a recipe's name, or a path to a .toml")
     parser.take("--out", "DIR", "the model's folder; must not exist", Path, required=True)
-    data = 'conversations, one {"messages": […]} per line [episodes of optimal play]'
-    parser.take("--data", "FILE", data, Path)
-    parser.take("--episodes", "N", "episodes of optimal play [1024]", whole(2, 10_000_000))
+    player = "random, solver, a run or model, or conversations in FILE.jsonl"
+    parser.take("--player", "P", player, default="solver")
+    keep = "which episodes: solved or all [all of random, else solved]"
+    parser.take("--keep", "K", keep, choices=("solved", "all"))
+    parser.take("--episodes", "N", "episodes that it plays [1024]", whole(2, 10_000_000))
     parser.take("--epochs", "E", "epochs over the examples [3]", whole(1, 1000))
     parser.take("--lr", "LR", "learning rate [10 × the recipe's update.lr]", number(1e-12, 1))
     parser.output_flags()
@@ -49,12 +51,12 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
     from ragen.finetuning.sft import refuse_unread, sft
 
     refuse_unread(overrides)
-    if options.data and options.episodes is not None:
-        raise RagenError("--episodes counts optimal play: leave out --episodes or --data")
-    given = {name: getattr(options, name) for name in ("episodes", "epochs", "lr")}
+    if Path(options.player).is_file() and (options.episodes or options.keep):
+        raise RagenError("a file has its own episodes: leave out --episodes and --keep")
+    given = {name: getattr(options, name) for name in ("keep", "episodes", "epochs", "lr")}
     given = {name: value for name, value in given.items() if value is not None}
     watch = (lambda line: None) if options.quiet else partial(print, file=sys.stderr)
-    tuned = sft(config, options.out, options.data, watch=watch, **given)
+    tuned = sft(config, options.out, options.player, watch=watch, **given)
     if options.json:
         print(json.dumps(tuned.record()))
         return 0

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ragen.core.seeding import derive
 from ragen.core.types import Completion, Prompt
 from ragen.envs.bandit import Bandit
 from ragen.envs.contract import Env, Info, State, generators, pick
@@ -63,7 +64,7 @@ def answer(actions: list[str]) -> str:
     return f"</think><answer>{' || '.join(actions)}</answer>"
 
 
-def plan_in_words(actions: Sequence[str]) -> str:
+def plan_in_words(actions: Sequence[str], seed: int = 0) -> str:
     """The thought of a solver that states its plan, in words that fit every environment.
 
     It is short, true and carried out. It shows no reasoning, since a solver has none to show: it
@@ -75,6 +76,24 @@ def plan_in_words(actions: Sequence[str]) -> str:
         'try Right then Down'
     """
     return f"try {' then '.join(actions)}"
+
+
+NEUTRAL = (
+    "I will try something and see what happens.",
+    "I do not know yet what is best, so I just pick.",
+    "Any of these could be right. I choose one.",
+    "Let me try this and look at the result.",
+    "I have no reason to prefer one of them.",
+    "It is not clear to me. I will take a guess.",
+    "I simply choose, and learn from what follows.",
+    "Nothing here decides it for me, so I try.",
+)
+"""Thoughts that fit every environment and lean to no action."""
+
+
+def neutral_thought(actions: Sequence[str], seed: int) -> str:
+    """The thought of random play: one of `NEUTRAL`, whatever the actions are."""
+    return pick(np.random.Generator(np.random.PCG64(derive(seed, "thought"))), NEUTRAL)
 
 
 # Look-up: read the contents of a named cell from a map. Demonstrations of play do not teach it:

@@ -1,9 +1,9 @@
 """Supervised fine-tuning: a model learns from examples before reinforcement learning.
 
-The examples are episodes of the environment's optimal player, or conversations from a file. They
-take the path of training: prompts and completions become samples, and the learner takes optimiser
-steps on them with the loss ``nll``. The result is a model folder, for ``--model`` and
-``ragen eval``.
+The examples are episodes of a player or a model, or conversations from a file. They take the path
+of training: prompts and completions become samples, and the learner takes optimiser steps on them
+with the loss ``nll``. The result is a model folder, for ``--model`` and ``ragen eval``, whose card
+says what the model was shown.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,15 +32,17 @@ from ragen.engines.first_model import hold_first
 from ragen.engines.learner import Learner
 from ragen.engines.machine import use_threads
 from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
-from ragen.finetuning.demonstrations import plan_in_words
+from ragen.evaluation.targets import load_target, refuse_absent
+from ragen.finetuning.demonstrations import neutral_thought, plan_in_words
 from ragen.finetuning.transcripts import Transcript, read_transcripts, to_exchanges
 from ragen.models.loading import save_model
 from ragen.models.names import resolve_model
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
-from ragen.rollout.players import PlayerPolicy, solver
+from ragen.rollout.players import PlayerPolicy, random_player, solver
+from ragen.rollout.policies import Policy
 from ragen.rollout.prompt import prefill
-from ragen.rollout.setup import make_setup
+from ragen.rollout.setup import Setup, make_setup
 from ragen.storage.checkpoint import new_folder
 
 HELD_OUT = 0.1
@@ -61,6 +64,9 @@ KEYS = (
 )
 """The keys and sections that `sft` reads, besides `update.lr` (`LR_FACTOR`)."""
 
+Keep = Literal["solved", "all"]
+"""Which episodes are learnt from."""
+
 Example = list[Exchange]
 """The prompts and completions of an episode or a conversation."""
 
@@ -69,11 +75,13 @@ Example = list[Exchange]
 class Examples:
     """Training examples.
 
-    `unsolved` counts the episodes in which the optimal player failed, `too_long` the examples that
-    do not fit into a rollout. Both are left out.
+    `unsolved` counts the episodes without success where only solved ones are kept, `too_long` the
+    examples that do not fit into a rollout. Both are left out. `shows` says in a sentence what
+    there is to learn from them.
     """
 
     source: str
+    shows: str
     kept: list[Example]
     unsolved: int
     too_long: int
@@ -119,8 +127,9 @@ class SftResult:
 def sft(
     config: Config,
     out: Path,
-    data: Path | None = None,
+    player: str = "solver",
     *,
+    keep: Keep | None = None,
     episodes: int = 1024,
     epochs: int = 3,
     lr: float | None = None,
@@ -128,11 +137,14 @@ def sft(
 ) -> SftResult:
     """Fine-tune a model on examples and save it in Hugging Face's layout, or its adapter in PEFT's.
 
-    Only the keys in `KEYS` are read. `out` is a folder that does not exist yet. `data` is a file of
-    conversations (`ragen.finetuning.transcripts`). Without one, the examples are `episodes` of the
-    environment's optimal player, on levels that neither training nor evaluation uses. `lr` is the
-    peak learning rate, by default `LR_FACTOR` times ``update.lr``. `watch` receives lines of
-    progress. On one machine, with one thread count, the same call gives the same weights.
+    Only the keys in `KEYS` are read. `out` is a folder that does not exist yet. `player` is
+    ``random`` (with thoughts that lean to no action), ``solver`` (whose thought is its plan), a run
+    or a model with the same tokenizer, which plays at temperature 1, or a file of conversations
+    (`ragen.finetuning.transcripts`). But for the last, the examples are those of `episodes` to
+    `keep`, on levels that neither training nor evaluation uses; by default all of random play, else
+    the solved ones. `lr` is the peak learning rate, by default `LR_FACTOR` times ``update.lr``.
+    `watch` receives lines of progress. On one machine, with one thread count, the same call gives
+    the same weights.
 
     Raises:
         RagenError: `out` exists, a number is out of its range, there are too few examples, the
@@ -141,7 +153,7 @@ def sft(
     began = time.monotonic()
     lr = LR_FACTOR * config.update.lr if lr is None else lr
     _refuse(config, out, episodes, epochs, lr)
-    transcripts = None if data is None else read_transcripts(data)
+    transcripts = read_transcripts(Path(player)) if Path(player).is_file() else None
     use_threads(config.threads)
     path = resolve_model(config.model.path, config.env.name)
     model, tokenizer = load_model(config, path)
@@ -150,7 +162,7 @@ def sft(
     if chat.warning:
         watch(chat.warning)
     if transcripts is None:
-        examples = solver_examples(config, chat, episodes)
+        examples = played_examples(config, chat, player, episodes, keep)
     else:
         examples = transcript_examples(config, chat, transcripts)
     training, held_out = split_examples(examples.kept, derive(config.seed, "sft", "held out"))
@@ -171,6 +183,7 @@ def sft(
                 f"{failure.numbers} are not finite after {num_steps} steps: set a lower --lr"
             ) from failure
         save_model(model, tokenizer, folder)
+        (folder / "README.md").write_text(card(config, examples, len(training)), encoding="utf-8")
     return SftResult(
         model=out,
         examples=len(training),
@@ -229,27 +242,68 @@ def refuse_unread(overrides: Mapping[str, Any]) -> None:
             raise RagenError(f"{key} has no effect on supervised fine-tuning; leave it out")
 
 
-def solver_examples(config: Config, chat: Chat, episodes: int) -> Examples:
-    """Solved episodes of the environment's optimal player, which states its plan.
+def played_examples(
+    config: Config, chat: Chat, player: str, episodes: int, keep: Keep | None
+) -> Examples:
+    """Episodes of a player, a run or a model.
 
     Raises:
-        RagenError: The environment has no solver, fails in every episode, or too few are solved.
+        RagenError: There is no such player, its tokenizer is another one, it cannot play the
+            environment, or too few episodes are left.
     """
-    setup = make_setup(config, chat)
-    player = partial(solver, instead="give conversations to learn from with --data FILE.jsonl")
-
-    def encode(text: str) -> tuple[int, ...]:
-        return (*chat.encode_text(text), chat.end)
-
-    policy = PlayerPolicy(lambda _: player, setup.think, setup.prefill, encode, plan_in_words)
+    env, keep = config.env.name, keep or ("all" if player == "random" else "solved")
+    policy, setup = _player(config, chat, player)
     levels = [SFT_LEVELS + index for index in range(episodes)]
     with closing(setup):
         groups = run_async(run_groups(policy, setup, levels, 1, (config.seed, "sft")))
     played = [group.episodes[0] for group in groups]
     refuse_unplayable([outcome_of(episode) for episode in played])
-    won = [episode for episode in played if episode.success]
-    solved = [[(turn.prompt, turn.completion) for turn in episode.turns] for episode in won]
-    return _fitting("solver episodes", solved, len(played) - len(solved), config)
+    kept = [each for each in played if (each.success or keep == "all") and not each.failed]
+    examples = [[(turn.prompt, turn.completion) for turn in episode.turns] for episode in kept]
+    for example in examples:
+        first, _ = example[0]
+        texts = all(chat.decode(reply.token_ids or ()) == reply.text for _, reply in example)
+        if not texts or chat.open(first.messages, setup.prefill)[0] != first.token_ids:
+            raise RagenError(
+                f"the tokens of {player} are not those of {config.model.path}: give its episodes "
+                "as conversations, --player FILE.jsonl"
+            )
+    if keep == "solved":
+        shows = f"Only episodes of {player} play in {env} that ended in success were kept."
+    elif player == "random":
+        shows = (
+            f"All of them are random play in {env} with thoughts that lean to no action, kept "
+            "whatever came of it: they show the form of a reply and the legal actions, and no skill."
+        )
+    else:
+        shows = f"All episodes of {player} in {env} were kept, whatever came of them."
+    return _fitting(f"{player} episodes", shows, examples, len(played) - len(kept), config)
+
+
+def _player(config: Config, chat: Chat, player: str) -> tuple[Policy | PlayerPolicy, Setup]:
+    """Who plays the examples, and the set-up of its episodes."""
+    if player not in ("random", "solver"):
+        refuse_absent(player)
+        return load_target(player, config)
+    setup = make_setup(config, chat)
+
+    def encode(text: str) -> tuple[int, ...]:
+        return (*chat.encode_text(text), chat.end)
+
+    if player == "random":
+        make, thought = random_player, neutral_thought
+    else:
+        remedy = "give conversations to learn from with --player FILE.jsonl"
+        make, thought = lambda _: partial(solver, instead=remedy), plan_in_words
+    return PlayerPolicy(make, setup.think, setup.prefill, encode, thought), setup
+
+
+def card(config: Config, examples: Examples, count: int) -> str:
+    """What a fine-tuned model is, for the README of its folder."""
+    return (
+        f"# Fine-tuned from {Path(config.model.path).name}\n\n"
+        f"RAGEN {version('ragen')} trained it on {count} examples ({examples}). {examples.shows}\n"
+    )
 
 
 def transcript_examples(config: Config, chat: Chat, transcripts: Sequence[Transcript]) -> Examples:
@@ -262,10 +316,12 @@ def transcript_examples(config: Config, chat: Chat, transcripts: Sequence[Transc
     given = prefill(prompt.think) if prompt.prefill else ""
     drops = prompt.think and prompt.history_thoughts == "drop"
     examples = [to_exchanges(each, chat, given, most, drops) for each in transcripts]
-    return _fitting("conversations", examples, 0, config)
+    return _fitting("conversations", "They are conversations from a file.", examples, 0, config)
 
 
-def _fitting(source: str, examples: list[Example], unsolved: int, config: Config) -> Examples:
+def _fitting(
+    source: str, shows: str, examples: list[Example], unsolved: int, config: Config
+) -> Examples:
     """The examples that fit into a rollout."""
     most, longest = config.rollout.max_tokens, config.model.max_length
 
@@ -274,7 +330,7 @@ def _fitting(source: str, examples: list[Example], unsolved: int, config: Config
         return completion <= most and prompt + completion <= longest
 
     kept = [example for example in examples if all(map(fits, example))]
-    result = Examples(source, kept, unsolved, len(examples) - len(kept))
+    result = Examples(source, shows, kept, unsolved, len(examples) - len(kept))
     if len(kept) >= 2:
         return result
     if unsolved > result.too_long:
