@@ -273,7 +273,7 @@ def played_examples(
     elif player == "random":
         shows = (
             f"All of them are random play in {env} with thoughts that lean to no action, kept "
-            "whatever came of it: they show the form of a reply and the legal actions, and no skill."
+            "whatever came of it: they show the form of a reply and legal actions, and no skill."
         )
     else:
         shows = f"All episodes of {player} in {env} were kept, whatever came of them."
