@@ -39,7 +39,7 @@ from ragen.models.loading import save_model
 from ragen.models.names import resolve_model
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
-from ragen.rollout.players import PlayerPolicy, random_player, solver
+from ragen.rollout.players import Player, PlayerPolicy, random_player, solver
 from ragen.rollout.policies import Policy
 from ragen.rollout.prompt import prefill
 from ragen.rollout.setup import Setup, make_setup
@@ -290,12 +290,12 @@ def _player(config: Config, chat: Chat, player: str) -> tuple[Policy | PlayerPol
     def encode(text: str) -> tuple[int, ...]:
         return (*chat.encode_text(text), chat.end)
 
+    remedy = "give conversations to learn from with --player FILE.jsonl"
+    best: Player = partial(solver, instead=remedy)
+    form = setup.think, setup.prefill, encode
     if player == "random":
-        make, thought = random_player, neutral_thought
-    else:
-        remedy = "give conversations to learn from with --player FILE.jsonl"
-        make, thought = lambda _: partial(solver, instead=remedy), plan_in_words
-    return PlayerPolicy(make, setup.think, setup.prefill, encode, thought), setup
+        return PlayerPolicy(random_player, *form, neutral_thought), setup
+    return PlayerPolicy(lambda _: best, *form, plan_in_words), setup
 
 
 def card(config: Config, examples: Examples, count: int) -> str:
