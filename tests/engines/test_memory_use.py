@@ -26,6 +26,7 @@ from ragen.core.types import Prompt
 from ragen.engines.learner import Learner
 from ragen.engines.sampler import Sampler
 from ragen.models.decoder import HFDecoder
+from ragen.models.fast_decoder import Qwen2Decoder
 from ragen.models.loading import recompute_layers
 from ragen.models.model import KEPT_LOGITS, is_fast, padded_hidden_states
 from tests.engines.test_learner import PLAIN, batch, sample
@@ -303,6 +304,18 @@ def test_a_long_prompt_is_read_in_parts_of_bounded_memory(
     assert part < whole / 4 and num_read == num_again == 800
     assert once.token_ids == again.token_ids
     assert_close(torch.tensor(once.logprobs), torch.tensor(again.logprobs))
+
+
+def test_a_decoder_frees_its_copies_of_the_weights_before_it_makes_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = Qwen2Decoder(tiny_model(tiny_tokenizer("chatml")), 1, 8)
+    old = [weakref.ref(each) for each in (*decoder.weights[0], decoder.head, decoder.embedding)]
+    monkeypatch.setattr(
+        "ragen.models.fast_decoder.fused_layers", lambda _: [each() for each in old]
+    )
+    decoder.refresh()
+    assert decoder.weights == [None] * len(old)
 
 
 def test_decoding_repeats_no_keys() -> None:

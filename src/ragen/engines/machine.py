@@ -67,14 +67,20 @@ def _choose_products() -> None:
     import torch
 
     libraries: Any = torch.backends
-    products, info = libraries.mkldnn.matmul, Path("/proc/cpuinfo")
-    processor = info.read_text() if info.is_file() else platform.processor()
-    if "AuthenticAMD" not in processor or libraries.cpu.get_cpu_capability() != "AVX512":
+    products = libraries.mkldnn.matmul
+    if not is_amd() or libraries.cpu.get_cpu_capability() != "AVX512":
         return
     products.fp32_precision = "bf16"
     fine = torch.full((64, 64), 1 + 2.0**-12)  # bfloat16 would make it 1
     if not torch.equal(fine @ torch.eye(64), fine):
         products.fp32_precision = "none"
+
+
+def is_amd() -> bool:
+    """Whether the processor is one of AMD's."""
+    info = Path("/proc/cpuinfo")
+    processor = info.read_text() if info.is_file() else platform.processor()
+    return "AuthenticAMD" in processor
 
 
 def usable_cpus() -> int:

@@ -18,7 +18,7 @@ from ragen.config.reading import changed, flatten
 from ragen.config.rules import CRITIC
 from ragen.core.errors import RagenError
 from ragen.core.inputs import names_input
-from ragen.engines.machine import available, usable_device
+from ragen.engines.machine import available, is_amd, usable_device
 from ragen.models.names import base_of, resolve_model
 from ragen.models.sizes import (
     KEPT_LOGITS,
@@ -41,9 +41,10 @@ CPU_CACHE_BYTES = 2**30
 """What vLLM gets for keys and values on a CPU, where there is no share of a GPU's memory to set."""
 LIBRARIES = 400 * 2**20
 """Resident memory of a process that has imported what a run needs, before it loads a model."""
-PROGRAMS = 128 * 2**20
-"""Memory of the programs that oneDNN compiles for bfloat16 products on a CPU, half a MB for each
-shape that occurs: a run of a million parameters reaches 125 MB in two steps, and stays there."""
+PROGRAMS = 96 * 2**20
+"""Memory of the programs that oneDNN compiles for products on a CPU, up to half a MB for each shape
+that occurs: a run of a million parameters reaches 73 MB in float32 and 125 MB in bfloat16 in two
+steps, and stays there."""
 EPISODE = 4096
 """Bytes of a short episode of one turn, as measured."""
 CHANGES: tuple[tuple[str, Any], ...] = (
@@ -141,7 +142,8 @@ def plan(config: Config) -> Plan:
         sampler=sampler_bytes(sizes, config, device),
         logits=logits_bytes(sizes, config, device),
         activations=activations_bytes(sizes, config, device),
-        programs=PROGRAMS if device == "cpu" and width < FLOAT else 0,
+        # In float32 MKL computes products elsewhere than on AMD's processors.
+        programs=PROGRAMS if device == "cpu" and (width < FLOAT or is_amd()) else 0,
         libraries=0 if device == "cuda" else LIBRARIES,
         device=device,
         available=available(device),
@@ -316,13 +318,16 @@ def activations_bytes(sizes: Sizes, config: Config, device: str) -> int:
         6 D + 2 H d + 2 K d + 4 I
 
     plus 2 D in bfloat16, whose norms compute in float32, plus 2 H times the length if attention
-    stores its scores (eager). The fast path keeps the causal half of the scores after the softmax,
-    at most `KEPT_SCORES` a layer. An adapted linear layer has, in float32, a temporary of as many
+    stores its scores (eager). An adapted linear layer has, in float32, a temporary of as many
     numbers as it has outputs, whose room in the heap larger tensors after it cannot take; in
     bfloat16 it keeps that and its input. With gradient checkpointing it is D per layer and one full
-    layer.
+    layer. For a model of the fast path see `fast_activations_bytes`.
     """
     item, width = ITEM[config.model.dtype], sizes.width
+    tokens = max(config.update.microbatch_tokens, config.model.max_length)
+    recomputes = config.model.gradient_checkpointing
+    if sizes.is_plain_qwen2 and item == FLOAT and device == "cpu" and not recomputes:
+        return fast_activations_bytes(sizes, config, tokens)
     norms = 6 if item == FLOAT else 8
     heads = sizes.heads + sizes.key_heads
     layer = norms * width + 2 * heads * sizes.head_width + 4 * sizes.inner
@@ -333,13 +338,29 @@ def activations_bytes(sizes: Sizes, config: Config, device: str) -> int:
         adapters += FLOAT * (rows if item == FLOAT else rows + columns)
     num_layers = sizes.num_layers
     kept = item * layer * num_layers + adapters
-    tokens = max(config.update.microbatch_tokens, config.model.max_length)
-    if config.model.gradient_checkpointing:
-        return (item * width * num_layers + kept // num_layers) * tokens
-    scores = 0
-    if sizes.is_plain_qwen2 and item == FLOAT and device == "cpu":
-        scores = min(KEPT_SCORES, sizes.heads * tokens * config.model.max_length // 2) * num_layers
-    return kept * tokens + FLOAT * scores
+    if recomputes:
+        kept = item * width * num_layers + kept // num_layers
+    return kept * tokens
+
+
+def fast_activations_bytes(sizes: Sizes, config: Config, tokens: int) -> int:
+    """`activations_bytes` of `ragen.models.fast_qwen2`.
+
+    Numbers per token and layer are, with I of gate and of up,
+
+        2 D + 2 H d + 3 K d + 2 I
+
+    and half of the attention's weights, at most `KEPT_SCORES` a layer. Besides, each layer keeps
+    its weights as it computes with them: those behind a norm times its gain, and as they were if
+    the gain is trained; with LoRA the sums of the others with their adapters.
+    """
+    width, queries, keys = sizes.width, sizes.heads, sizes.key_heads
+    numbers = 2 * width + (2 * queries + 3 * keys) * sizes.head_width + 2 * sizes.inner
+    pairs = min(KEPT_SCORES, sizes.heads * tokens * config.model.max_length // 2)
+    others = width * (queries * sizes.head_width + sizes.inner)  # behind attention, and down
+    fused = _numbers(sizes.linear.values()) // sizes.num_layers - others
+    weights = fused + others if config.lora.rank else 2 * fused
+    return FLOAT * sizes.num_layers * (numbers * tokens + pairs + weights)
 
 
 def _numbers(shapes: Iterable[Shape]) -> int:

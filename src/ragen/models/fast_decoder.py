@@ -70,6 +70,8 @@ class Qwen2Decoder:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the weights."""
+        for name in ("weights", "head", "embedding"):
+            vars(self).pop(name, None)  # or there would be two copies for a while
         self.rope_T1R = rope_table(self.model.model, self.max_length)
         self.weights = fused_layers(self.model)
         self.head = (self.model.lm_head.weight * self.model.model.norm.weight).t()
