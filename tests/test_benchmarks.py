@@ -35,6 +35,39 @@ def test_script_prints_help(
     assert capsys.readouterr().out.startswith(f"usage: {script.name}")
 
 
+def test_growth_finds_the_cost_of_a_pair_and_draws_what_remains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    import growth
+
+    def point(tokens: float) -> dict[str, float]:
+        """One whose update takes 1 s, 1 s a token and half a second a pair."""
+        phases = {"rollout_s": tokens, "score_s": tokens, "update_s": 1 + 2.5 * tokens**2 + tokens}
+        stored = {"record_s": 1.0, "record_bytes": 8.0, "episodes": 2, "save_s": 1.0}
+        return phases | stored | {"at": tokens, "tokens": tokens, "pairs": 5 * tokens**2}
+
+    points = [point(tokens) for tokens in (1, 2, 4, 8)]
+    pair, rest = growth.without_attention(points, "update")
+    assert pair == pytest.approx(0.5)
+    assert rest == pytest.approx([2, 1.5, 1.25, 1.125])  # 1 + 1 / tokens
+    assert growth.without_attention(points, "score")[0] == pytest.approx(0, abs=1e-9)
+    found = dict.fromkeys(growth.AXES, points)
+    lines = list(growth.table(found))
+    assert lines[2].startswith("| 1 turns | 1 | 1e+06 (1e+06) |") and len(lines) == 2 + 4 * 4
+    (legend,) = growth.draw(found).legends
+    assert [text.get_text() for text in legend.get_texts()][::2] == list(growth.PHASES)
+
+
+@pytest.mark.slow
+def test_growth_measures_a_point_of_each_axis(tmp_path: Path) -> None:
+    lines_of("growth.py", "--most", "16", "--out", str(tmp_path), "--axes", "episodes")
+    ((point,),) = json.loads((tmp_path / "growth.json").read_text()).values()
+    # Two turns of 24 tokens for each of 16 episodes, and their one first prompt.
+    assert point["episodes"] == 16 and 16 * 2 * 24 < point["tokens"] < 2000
+    assert min(point.values()) > 0
+
+
 def gpu_benchmark(*arguments: str) -> list[str]:
     """The lines that the GPU benchmark prints."""
     done = subprocess.run(
