@@ -115,6 +115,8 @@ class Point:
             "loss.kl": 0.001,
             "loss.kl_kind": "k3",
             "rollout.slots": min(self.work.episodes, 128),
+            # Members that are in different microbatches do not share their prompt.
+            "update.microbatch_tokens": max(8192, 2 * self.max_length),
             "record.tokens_every": 1,
         }
 
@@ -314,10 +316,10 @@ def draw(found: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
                 place.plot(at, spent, ".-", color=colour, label=phase)
                 if axis in FITTED:
                     rest = [1e6 * each for each in without_attention(points, phase)[1]]
-                    label = f"{phase} without attention's pairs"
+                    label = f"{phase} without pairs"
                     place.plot(at, rest, ".:", color=colour, label=label)
             place.set(xscale="log", yscale="log", title=titles[axis])
-            place.set_xticks(at, [f"{each:,.0f}" for each in at])
+            place.set_xticks(at, [f"{each:g}" for each in at])
             place.minorticks_off()
     return figure
 
