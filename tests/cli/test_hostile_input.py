@@ -283,6 +283,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "guard.remedy": {"guard.responses.mi_drop": "rollback"},
     "advantage.name": {"loss.kl": 0.0},
     "budget": {},
+    "eval.background": {"eval.every": 10, "checkpoint.every": 10},
 }
 
 

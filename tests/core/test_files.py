@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,8 @@ def test_an_error_is_one_line_with_the_remedy(tmp_path: Path) -> None:
         whole_file(path) as temporary,
     ):
         temporary.write_text("x")
+
+
+def test_too_many_open_files_are_no_fault_of_the_file() -> None:
+    with pytest.raises(OSError, match="too many"), file_errors("read", "a.txt"):
+        raise OSError(errno.EMFILE, "too many")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -65,7 +66,7 @@ def system_errors() -> Iterator[None]:
 
 @contextmanager
 def file_errors(do: str, path: object, remedy: str = "") -> Iterator[None]:
-    """Report an `OSError` in the body by `cannot`.
+    """Report an `OSError` in the body by `cannot`, unless it is no file's: too many are open.
 
     Raises:
         RagenError: The body raised an `OSError`.
@@ -74,6 +75,8 @@ def file_errors(do: str, path: object, remedy: str = "") -> Iterator[None]:
         with system_errors():
             yield
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         raise cannot(do, path, error, remedy) from None
 
 
