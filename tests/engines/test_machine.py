@@ -44,22 +44,23 @@ def test_products_keep_the_precision_of_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("processor", "capability", "library"),
+    ("threads", "processor", "capability", "library"),
     [
-        (AMD, "AVX512", "oneDNN"),
-        (AMD, "AVX2", "MKL"),
-        ("vendor_id\t: GenuineIntel", "AVX512", "MKL"),
-        ("", "DEFAULT", "MKL"),
+        (1, AMD, "AVX512", "oneDNN"),
+        (2, AMD, "AVX512", "MKL"),
+        (1, AMD, "AVX2", "MKL"),
+        (1, "vendor_id\t: GenuineIntel", "AVX512", "MKL"),
+        (1, "", "DEFAULT", "MKL"),
     ],
 )
 def test_products_are_onednns_only_where_mkl_is_slow(
-    monkeypatch: pytest.MonkeyPatch, processor: str, capability: str, library: str
+    monkeypatch: pytest.MonkeyPatch, threads: int, processor: str, capability: str, library: str
 ) -> None:
     monkeypatch.setattr(PRODUCTS.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(Path, "is_file", lambda path: False)
     monkeypatch.setattr(platform, "processor", lambda: processor)
     with mkl_products():  # and what was chosen before is put back
-        machine._choose_products()
+        machine._choose_products(threads)
         chosen = PRODUCTS.mkldnn.matmul.fp32_precision
     with bfloat16_products(torch.bfloat16):
         rounds = worst_error() > 1e-5  # as a processor with AMX does

@@ -50,25 +50,27 @@ def use_threads(count: int) -> int:
     import torch
     from threadpoolctl import threadpool_limits
 
-    _choose_products()
     count = count or _probe()
     torch.set_num_threads(count)
     threadpool_limits(1, "blas")
+    _choose_products(count)
     return count
 
 
-def _choose_products() -> None:
+def _choose_products(threads: int) -> None:
     """Let oneDNN compute float32 products where MKL is slow: on AMD processors with AVX-512.
 
-    There MKL stays at AVX2's rate, half of the processor's. torch gives float32 products to oneDNN
-    only if that may round their factors to bfloat16. It does so with AMX alone, which no AMD
-    processor has; a product that would show it is tried all the same.
+    There MKL stays at AVX2's rate, half of the processor's. With several threads it is the faster
+    one for small models, and stays. torch gives float32 products to oneDNN only if that may round
+    their factors to bfloat16. It does so with AMX alone, which no AMD processor has; a product that
+    would show it is tried all the same.
     """
     import torch
 
     libraries: Any = torch.backends
     products = libraries.mkldnn.matmul
-    if not is_amd() or libraries.cpu.get_cpu_capability() != "AVX512":
+    products.fp32_precision = "none"
+    if threads > 1 or not is_amd() or libraries.cpu.get_cpu_capability() != "AVX512":
         return
     products.fp32_precision = "bf16"
     fine = torch.full((64, 64), 1 + 2.0**-12)  # bfloat16 would make it 1
