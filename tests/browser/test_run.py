@@ -36,6 +36,23 @@ def test_the_headline_shows_success_baselines_and_gain(visitor: Visitor) -> None
     expect(page.get_by_role("region", name="Gain")).to_contain_text(f"{abs(gain):.1f}")
 
 
+@pytest.mark.parametrize(("rule", "said"), [("all", "all"), ("top_k", "top_k 0.5")])
+def test_main_settings_are_shown_at_a_glance(
+    newcomer: Path, visitor: Visitor, rule: str, said: str
+) -> None:
+    """A value that the run does not read is left out."""
+    newcomer.mkdir()
+    shares = {"filter.value": 0.5} if rule == "top_k" else {}
+    config = resolve("frozen-lake", {"update.lr": 3e-4, "filter.rule": rule, **shares})
+    with Recorder.create(newcomer, dump(config)) as recorder:
+        log_step(recorder, 1, 0.5)
+    page = visitor.visit("#/run/newcomer")
+    glance = page.locator(".glance")
+    for name, value in (("learning rate", "0.0003"), ("filter", said), ("turns, actions", "5, 10")):
+        figure = glance.locator("div", has=page.get_by_text(name, exact=True)).last
+        expect(figure.locator("dd")).to_have_text(value)
+
+
 def test_every_signal_has_its_curve_with_the_recorded_numbers(visitor: Visitor) -> None:
     page = visitor.visit("#/run/lake")
     run = visitor.api("/api/run?run=lake")

@@ -222,6 +222,11 @@ def test_model_absent_from_cache_and_hub_is_reported(
     assert "'nobody/has-this-model' is not in the local cache" in line and "network" in line
 
 
+def test_a_recipe_whose_model_is_not_made_yet_says_how_to_make_it(tmp_path: Path) -> None:
+    line = error_line(tmp_path, "train", "smol/bandit")
+    assert "no model 'models/smollm2-bandit' here: make it first (docs/small-models.md" in line
+
+
 def test_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
     changes = {"tokenizer": None, "tokenizer_config": None, "chat_template": None}
     line = model_error(tmp_path, altered_model(tmp_path / "model", **changes))

@@ -84,8 +84,8 @@ def resolve_model(name: str, env: str, words: str = "base") -> str:
     mistyped = owner in ("", ".", "..", "~", "runs") or path.parent.is_dir()
     if not path.exists() and owner == "models":
         raise RagenError(
-            f"there is no {name} here: it is a folder that you make (docs/small-models.md has the "
-            "commands), or give another with --model"
+            f"there is no model {name!r} here: make it first (docs/small-models.md has the "
+            "warm-ups of the recipes), or name another with --model"
         )
     if not path.exists() and (mistyped or len(rest) != 1):
         raise RagenError(

@@ -8,9 +8,9 @@ that reply and the start of the next one: the *bridge* (`ragen.rollout.template`
 
 The bridge is found from the tokenizer's own template and verified when the `Chat` is made; nothing
 depends on a model's name. A template that drops the thoughts of earlier turns has a bridge too: the
-text between replies without thoughts. The sampled thoughts stay in the sequence all the same. If
-there is no bridge, or thoughts are to be dropped (`without_thought`), `Chat.exact` is false: each
-turn is rendered from its messages and is a sample of its own.
+text between replies without thoughts. The sampled thoughts are kept in the sequence. If there is no
+bridge, or thoughts are dropped (`without_thought`), `Chat.exact` is false: each turn is rendered
+from its messages and is a separate sample.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Chat:
         """Find the bridge of the tokenizer's template and verify it.
 
         `think` says whether replies have thoughts, which templates may drop from the history. With
-        `history_thoughts` = ``"keep"`` they stay even then. With ``"drop"`` the messages to render
+        `history_thoughts` = ``"keep"`` they are kept nevertheless. With ``"drop"`` the messages to render
         must not contain them.
 
         Raises:
@@ -195,8 +195,8 @@ class Chat:
     def token_span(self, ids: Sequence[int], text: str, start: int, end: int) -> tuple[int, int]:
         """The tokens that spell the characters from `start` to `end` of ``text = decode(ids)``.
 
-        Returns a half-open range of `ids` that covers the characters. It includes tokens that reach
-        over an edge, and all tokens of a character whose bytes are spread over several. A negative
+        Returns a half-open range of `ids` that covers the characters. It includes tokens that cross
+        an edge, and every token that holds a byte of one of the characters. A negative
         start counts as 0.
         """
         start, end = max(0, start), min(end, len(text))

@@ -144,8 +144,8 @@ class _Playthrough:
                 completion = await policy.complete(prompt)
                 completion_s = time.monotonic() - start
             conversation.reply(completion)
-            turn = self._turn(env, view.observation, prompt, completion)
-            self.turns.append(replace(turn, completion_s=completion_s))
+            turn = self._turn(env, view.observation, prompt, completion, completion_s)
+            self.turns.append(turn)
             if env.terminated:
                 self.success = env.info["success"]
                 self.stop_reason = "solved" if self.success else "failed"
@@ -222,9 +222,14 @@ class _Playthrough:
         )
 
     def _turn(
-        self, env: GuardedEnv, observation: str, prompt: Prompt, completion: Completion
+        self,
+        env: GuardedEnv,
+        observation: str,
+        prompt: Prompt,
+        completion: Completion,
+        completion_s: float | None,
     ) -> Turn:
-        """Carry out the actions of a completion."""
+        """Carry out the actions of a completion, which took so many seconds."""
         setup = self.setup
         (key, snapshot), picture = env.state(), env.picture()
         parsed = self._parse(env, completion)
@@ -256,6 +261,7 @@ class _Playthrough:
             snapshot,
             picture,
             parsed.problem,
+            completion_s,
         )
         return apply_reward_terms(turn, setup.reward_terms)
 

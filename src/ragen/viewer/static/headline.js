@@ -35,7 +35,7 @@ export function Glance({ run: { config, steps } }) {
     ["learning rate", text("update.lr") && `${text("update.lr")}${critic}`],
     ["episodes a step", text("rollout.num_groups") &&
       `${text("rollout.num_groups")} × ${text("rollout.group_size")}`],
-    ["filter", rule && (rule === "none" ? "none" : `${rule} ${text("filter.value")}`)],
+    ["filter", rule && (rule.startsWith("top") ? `${rule} ${text("filter.value")}` : rule)],
     ["advantage", text("advantage.name")],
     ["loss", text("loss.name")],
     ["KL, entropy bonus", text("loss.kl") && `${text("loss.kl")}, ${text("loss.entropy")}`],
