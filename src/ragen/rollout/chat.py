@@ -74,8 +74,8 @@ class Chat:
         """Find the bridge of the tokenizer's template and verify it.
 
         `think` says whether replies have thoughts, which templates may drop from the history. With
-        `history_thoughts` = ``"keep"`` they are kept nevertheless. With ``"drop"`` the messages to render
-        must not contain them.
+        `history_thoughts` = ``"keep"`` they are kept nevertheless. With ``"drop"`` the messages to
+        render must not contain them.
 
         Raises:
             RagenError: The tokenizer has no chat template, the template refuses the simplest
