@@ -1,6 +1,7 @@
 """The documentation matches the code: links resolve, named tests exist, commands are accepted."""
 
 import re
+import runpy
 import shlex
 import shutil
 import tomllib
@@ -74,6 +75,12 @@ def test_commands_in_pages_are_accepted(
         assert name in COMMANDS
         if name == "train":
             assert main([name, *rest, "--dry-run"]) == 0, capsys.readouterr().err
+
+
+def test_environment_cards_follow_from_the_code() -> None:
+    page = (ROOT / "docs" / "environment-cards.md").read_text("utf-8")
+    script = runpy.run_path(str(ROOT / "scripts" / "environment_cards.py"))
+    assert script["renewed"](page) == page, "run python scripts/environment_cards.py"
 
 
 def test_preset_table_is_complete() -> None:

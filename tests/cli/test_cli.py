@@ -387,6 +387,13 @@ def test_envs_lists_every_environment_with_its_baselines(capsys: Capture) -> Non
     assert "random  optimal" in capsys.readouterr().out
 
 
+def test_envs_with_a_name_shows_the_card_of_the_class(capsys: Capture) -> None:
+    assert main(["envs", "sokoban-large", "--episodes", "1"]) == 0
+    card = capsys.readouterr().out.partition("\nsokoban-large: Push all boxes onto targets.")[2]
+    assert "Ends when:\n    All boxes are on targets (a success)." in card
+    assert ">>>" not in card
+
+
 def test_check_accepts_registered_environments(capsys: Capture) -> None:
     assert main(["check", "bandit", "frozen-lake"]) == 0
     assert capsys.readouterr().out.count("keeps the contract") == 2

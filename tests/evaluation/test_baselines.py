@@ -25,7 +25,7 @@ from ragen.evaluation.baselines import (
 from tests.free_text import Echo, Mute
 
 LEVELS = range(123, 379)
-DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
+DOCS = Path(__file__).parents[2] / "docs" / "environment-cards.md"
 PAPER = Budget(5, 5, 10)
 
 PUBLISHED = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shlex
@@ -140,7 +141,7 @@ def _envs_options(parser: Parser) -> None:
 
 def _envs(options: Namespace, _: Overrides) -> int:
     from ragen.config.extensions import LIBRARIES
-    from ragen.envs.registry import closing_env, make, registered_envs
+    from ragen.envs.registry import closing_env, env_class, make, registered_envs
     from ragen.evaluation.baselines import Budget, measure_baselines
 
     levels = [EVAL_LEVELS + index for index in range(options.episodes)]
@@ -166,6 +167,10 @@ def _envs(options: Namespace, _: Overrides) -> int:
         print(textwrap.fill(row["description"], 78, initial_indent="  ", subsequent_indent="  "))
     print(f"\nSuccess of random and optimal play on {len(levels)} levels, in the given turns and")
     print("actions of an episode.")
+    for name in options.names:
+        if documentation := env_class(name).__doc__:
+            card = inspect.cleandoc(documentation).partition("\n\nExample:")[0]
+            print(f"\n{name}: {card}")
     if not options.names:
         others = (f"{library}:{each.names}" for library, each in LIBRARIES.items())
         print("Environments of other libraries (ragen envs NAME):")

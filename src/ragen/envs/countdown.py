@@ -253,6 +253,7 @@ class Countdown(Env):
 
     Actions:
         Free text: an expression with ``+ - * /`` and brackets that uses each number at most once.
+        Random play joins two or more of the numbers by random operators.
 
     Reward:
         1 for the target; 0.1 for another value, if the numbers are used as allowed; else 0. Of
@@ -265,7 +266,7 @@ class Countdown(Env):
         min_numbers, max_numbers: How many numbers a level has.
         largest_number: The numbers are from 1 to this.
         largest_target: The target is from 1 to this.
-        attempts: Answers that may be given, one a turn.
+        attempts: Answers that may be given, one a turn; a wrong one brings feedback.
 
     Example:
         >>> env = Countdown(attempts=2)

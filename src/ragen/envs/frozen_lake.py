@@ -222,7 +222,8 @@ class FrozenLake(GridEnv):
         size: Rows and columns.
         p_frozen: Probability that a cell is frozen: 0.8 in the paper, 0.9 in its sequel.
         success_probability: 1/3 in the paper, 0.98 in the sequel's text, 0.8 and 1 in its code.
-        observation: The format of the map.
+        observation: The format of the map: its symbols, sizes and positions, both, or every cell
+            with its name (the format of the embedded model).
 
     Example:
         >>> env = FrozenLake(success_probability=1.0)

@@ -1,8 +1,7 @@
 """Manor: a key that is chosen in the first turn decides an episode of up to 40 turns.
 
-The consequence of a choice comes many turns after it, so the environment tells whether credit
-reaches the turn that earned it. States are small and the rules are exact: best play is found by
-breadth-first search, and random play is computed.
+States are small and the rules are exact: best play is found by breadth-first search, and random
+play is computed.
 """
 
 from __future__ import annotations
@@ -264,7 +263,8 @@ class Manor(Env):
     """Choose a key in the hall, pull levers all over the house, and unlock the vault with it.
 
     Only one key may be taken, and the house cannot be entered without one. Which of them fits is
-    written in the hall. So the first action decides the episode, and the last one shows it.
+    written in the hall. So the first action decides the episode, and the last one shows it: this
+    environment tells whether credit reaches the turn that earned it.
 
     Observation:
         What the last action did; the room, its doors and what is in it; in the hall a plan of the

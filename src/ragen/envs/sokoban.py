@@ -263,7 +263,7 @@ class Sokoban(GridEnv):
         boxes: Number of boxes and of targets.
         search_depth: How far the generator plays backwards; it bounds how hard levels are.
         symbols: The symbols of the map.
-        observation: The format of the map.
+        observation: The format of the map, as in FrozenLake.
 
     Example:
         >>> env = Sokoban()

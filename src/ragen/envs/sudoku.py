@@ -142,6 +142,7 @@ class Sudoku(Env):
     Actions:
         Free text: one or more moves ``row column digit``, counted from 1 at the top left, with
         ``;`` between them. They are carried out in order, up to the first that is wrong.
+        Random play fills all blanks in random order with random digits.
 
     Reward:
         For each blank that is filled, 1 divided by the number of blanks of the level.

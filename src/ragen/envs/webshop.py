@@ -71,7 +71,8 @@ class WebShop(Env):
 
     Actions:
         Free text: ``search[keywords]`` (on every page) or ``click[element]``, whatever their case.
-        Anything else does nothing.
+        Anything else does nothing. Random play searches for words of the instruction or clicks
+        something on the page.
 
     Reward:
         For a purchase, from 0 to 1: the share of the attributes, options and price limit that it
@@ -81,7 +82,8 @@ class WebShop(Env):
         Something is bought. The episode is a success if the reward is exactly 1.
 
     Parameters:
-        products: Number of products: 1,000, or with `path` all.
+        products: Number of products: 1,000, or with `path` all. With more than 1,000, an episode
+            has 15 turns.
         catalogue_seed: The seed of RAGEN's own products and goals, and with `path` of the prices
             and limits that the files leave open.
         split: The goals of the levels. The published splits are test (500 goals), validation

@@ -124,7 +124,7 @@ def _problem(line: str, where: str) -> Problem:
 
 
 class WordProblems(Env):
-    """Answer a question with a number.
+    """Answer a question with a number, from a file or from the 1,024 problems of RAGEN.
 
     Levels below 10,000 are for evaluation and all others for training, and they share no problem.
     The first of every four problems of a file is for evaluation, or those of `test_path` if it is
@@ -135,7 +135,8 @@ class WordProblems(Env):
         The question; after a wrong answer, what was wrong with it.
 
     Actions:
-        Free text: the number alone. It is compared exactly, as a fraction.
+        Free text: the number alone. It is compared exactly, as a fraction. Random play answers
+        with a number of the question, or with two of them added, subtracted, multiplied or divided.
 
     Reward:
         1 for the right number at the first attempt, and half as much at each further one.
