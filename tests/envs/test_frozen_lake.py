@@ -33,6 +33,29 @@ def test_every_level_has_a_path_to_the_goal(seed, size, p_frozen):
     assert still.values(size * size, size * size, 1)[lake.start] == 1.0
 
 
+@given(st.integers(0, 2**63 - 1), st.integers(1, 4), st.integers(0, 2))
+@settings(max_examples=40, deadline=None)
+def test_distances_from_start_to_goal_lie_within_their_bounds(seed, low, more):
+    lake = generate(seed, 4, 0.8, low, low + more)
+    assert low <= lake.distances()[lake.start] <= low + more
+    assert generate(seed, 4, 0.8, 1, 16) == generate(seed, 4, 0.8), "16 cells: no bound at all"
+
+
+def test_a_bound_draws_the_levels_of_a_seed_until_one_fits():
+    """So the first level of seed 123, at distance 4, is the one with bounds that it meets."""
+    free = make("frozen-lake")
+    assert free.reset(seed=123)[0] == "___P\n__O_\n___O\n_G_O"
+    assert make("frozen-lake", max_distance=5).reset(seed=123)[0] == free.observe()
+    near = make("frozen-lake", max_distance=1)
+    near.reset(seed=123)
+    assert near.baselines(1, 1, 1).optimal == pytest.approx(1 / 3), "one step, which may slip"
+
+
+def test_impossible_distances_are_refused():
+    with pytest.raises(RagenError, match=r"no FrozenLake level of 2 × 2 cells .* has 3 to any"):
+        make("frozen-lake", size=2, min_distance=3)
+
+
 def test_distances_are_infinite_without_a_path():
     assert CORRIDOR.distances() == [2, 1, np.inf, 0]
     assert Lake(2, frozenset({1, 2}), 0, 3).distances()[0] == np.inf

@@ -42,6 +42,19 @@ def env_at(*rows, **params):
     return env
 
 
+@pytest.mark.parametrize(("low", "high"), [(1, 2), (4, 4), (6, 9)])
+def test_solutions_lie_within_their_bounds(low, high):
+    for seed in range(8):
+        level = generate(seed, 6, 6, 1, 300, low, high)
+        assert low <= len(shortest_solution(*level)) <= high
+        assert generate(seed, 6, 6, 1, 300, 1, 99) == generate(seed, 6, 6, 1, 300)
+
+
+def test_impossible_solutions_are_refused():
+    with pytest.raises(RagenError, match="or set min_solution = 9 and max_solution = 8 further"):
+        make("sokoban", min_solution=9, max_solution=8)
+
+
 def test_a_solution_of_one_push_pays_10_9():
     env = env_at("#####", "#PXO#", "#___#", "#####")
     observation, reward, terminated, truncated, info = env.step("Right")

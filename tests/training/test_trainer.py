@@ -48,6 +48,7 @@ from tests.bandit_model import settings
 from tests.tolerance import LOGPROB
 
 GAE = {"algorithm": "starpo/ppo", "loss__kl": 0.01, "update__epochs": 2, "update__lr_end": 0.1}
+EASIER = {"curriculum__stages": [{"safe_reward": 0.5}]}
 DAPO = {"algorithm": "dapo", "rollout__refill": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -57,6 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "updates": {"budget": "updates", "filter__rule": "all", "update__lr_end": 0.1, "steps": 5},
     "bfloat16": {"model__dtype": "bfloat16"},
     "bfloat16 gae": GAE | {"model__dtype": "bfloat16"},
+    "curriculum": EASIER | {"curriculum__success": 0.01, "steps": 7},
 }
 GRPO_AND_GAE = pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
 # One run suffices: with a critic, a run saves and restores everything that it does without one.
@@ -524,9 +526,11 @@ MOMENTS = {  # event, its occurrence, number of finished steps by then
     "evaluation between": ("evaluated", 3, 2),
     "after the last step": ("step", 3, 3),
     "last evaluation": ("evaluated", 4, 3),
+    "after the advance": ("step", 6, 6),
 }
-CASES: list[Any] = [(moment, signal.SIGINT, "gae") for moment in MOMENTS]
-CASES += [pytest.param(moment, signal.SIGINT, "grpo", marks=pytest.mark.slow) for moment in MOMENTS]
+EVERY = [moment for moment, (_, _, steps) in MOMENTS.items() if steps <= 3]
+CASES: list[Any] = [(moment, signal.SIGINT, "gae") for moment in EVERY]
+CASES += [pytest.param(moment, signal.SIGINT, "grpo", marks=pytest.mark.slow) for moment in EVERY]
 CASES += [("second rollout", signal.SIGTERM, "grpo"), ("last evaluation", signal.SIGTERM, "grpo")]
 CASES += [("third rollout", signal.SIGHUP, "grpo"), ("second rollout", signal.SIGXCPU, "grpo")]
 CASES += [
@@ -538,6 +542,8 @@ CASES += [
     ("last evaluation", signal.SIGINT, "updates"),
     ("second rollout", signal.SIGINT, "bfloat16"),
     ("third rollout", signal.SIGINT, "bfloat16 gae"),
+    ("third rollout", signal.SIGINT, "curriculum"),
+    ("after the advance", signal.SIGINT, "curriculum"),
 ]
 
 
@@ -557,7 +563,7 @@ def test_resume_after_a_stop_equals_the_uninterrupted_run(
     result = resume(run)
     assert result.after is not None
     assert_same_results(run, uninterrupted(config, tmp_path))
-    ((kind, data),) = rows(run, "SELECT kind, data FROM events")
+    ((kind, data),) = rows(run, "SELECT kind, data FROM events WHERE kind != 'curriculum'")
     assert (kind, json.loads(data)) == ("resume", {"checkpoint": f"step-{steps}"})
 
 

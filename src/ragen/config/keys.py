@@ -108,7 +108,7 @@ def expected(key: str) -> str:
         choices = [str(choice) for choice in get_args(kind)]
         return " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
     words: dict[object, str] = {int: "a whole number", float: "a number"}
-    words |= {bool: "true or false", str: "text"}
+    words |= {bool: "true or false", str: "text", list[dict[str, Any]]: "a list of tables"}
     bounds = [
         f"{sign} {getattr(rule, name):.20g}"
         for rule in field.metadata

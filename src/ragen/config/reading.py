@@ -34,7 +34,7 @@ from ragen.config.rules import READ_WITH
 from ragen.core.errors import RagenError, nearest
 from ragen.core.files import read_text
 
-OF_ENV = ("env.", "rollout.max_tokens", "model.max_length")
+OF_ENV = ("env.", "curriculum.", "rollout.max_tokens", "model.max_length")
 """How the keys of a recipe begin that are for its environment alone."""
 
 

@@ -237,6 +237,7 @@ class Use(NamedTuple):
 
 
 _USES: Mapping[tuple[str, ...], Use] = {
+    ("curriculum.success",): Use(lambda c: len(c.curriculum.stages) > 0, "curriculum.stages"),
     ("prompt.history_thoughts",): Use(
         lambda c: c.prompt.think and c.prompt.window != 1,
         "prompt.think = true and prompts that show earlier turns (prompt.window)",

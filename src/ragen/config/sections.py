@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from ragen.config.extensions import DETECTOR, ESTIMATOR, LOSS, SCORE, TERM
 
@@ -64,10 +64,12 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _can_be_saved(cls, value: Any) -> Any:
+    def _can_be_saved(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse text that no file or terminal takes, and tables that cannot be written."""
         if isinstance(value, str):
             check_text(value)
+        elif isinstance(value, list):
+            check_entry(str(info.field_name), value)
         elif isinstance(value, dict):
             for name, entry in value.items():
                 check_text(name)
@@ -137,6 +139,16 @@ class EnvConfig(Section):
     """Run each environment in a worker process, which can be stopped if it hangs."""
     memory_gb: float = Field(4.0, gt=0)
     """Memory in GiB that a worker process may use, with isolate."""
+
+
+class CurriculumConfig(Section):
+    """Training on levels that become harder as success grows; evaluations have the full task."""
+
+    stages: list[dict[str, Any]] = []
+    """Parameters of the environment for the levels of each stage, such as [{max_distance = 1}].
+    After the last stage comes the full task."""
+    success: float = Field(0.7, gt=0, le=1)
+    """Success in training, over five steps, from which on the next stage begins."""
 
 
 class PromptConfig(Section):
@@ -363,6 +375,7 @@ class Sections(Section):
     threads: int = Field(0, ge=0, le=1024)
     """CPU threads of learner and sampler; 0 chooses the fastest number on this machine."""
     env: EnvConfig = EnvConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     prompt: PromptConfig = PromptConfig()
     model: ModelConfig = ModelConfig()
     lora: LoraConfig = LoraConfig()

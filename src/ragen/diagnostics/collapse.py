@@ -71,6 +71,9 @@ def regime_of(
 
 # Windows over a run's metrics.
 
+STAGE = "curriculum/stage"
+"""The metric of the curriculum's stage, counted from 1, in which a step was played."""
+
 WINDOW = 5
 """Steps of the baseline at the start of a run, and of the trailing mean compared with it."""
 
@@ -83,6 +86,28 @@ def finite(series: Series) -> Series:
         {1: 0.5}
     """
     return {step: value for step, value in series.items() if math.isfinite(value)}
+
+
+def since_advance(history: Mapping[str, Series]) -> Mapping[str, Series]:
+    """The metrics of the curriculum's present stage, for its levels are harder than those before.
+
+    Evaluations have the full task in every stage, so all of them stay.
+
+    Example:
+        >>> history = {STAGE: {1: 1.0, 2: 1.0, 3: 2.0}, "reward/mean": {1: 0.4, 2: 0.8, 3: 0.3}}
+        >>> since_advance(history)["reward/mean"]
+        {3: 0.3}
+    """
+    stages = list(history.get(STAGE, {}).items())
+    begins = next((step for step, stage in stages if stage == stages[-1][1]), 0)
+    if not stages or begins == stages[0][0]:
+        return history
+    return {
+        name: series
+        if name.startswith("evaluation/")
+        else {step: value for step, value in series.items() if step >= begins}
+        for name, series in history.items()
+    }
 
 
 def baseline_of(series: Series) -> float:
@@ -168,8 +193,10 @@ def echo_trap_signs(history: Mapping[str, Series]) -> list[Sign]:
     - ``gradient_spike`` (``gradient/policy_norm``): the norm of one step is a spike
       (`detect_spike`).
 
-    A metric that is missing or shorter than two windows shows no sign.
+    A metric that is missing or shorter than two windows shows no sign. With a curriculum, only its
+    last stage counts.
     """
+    history = since_advance(history)
     reward = history.get("reward/mean", {})
     std_sign = _halved("std_before_reward", history.get("reward/std_in_group", {}))
     signs = (

@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import islice
+from itertools import count, islice
 from types import MappingProxyType
 from typing import Annotated, NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, validate_call
 
+from ragen.core.errors import RagenError
 from ragen.envs.contract import (
     Baselines,
     Info,
@@ -32,6 +33,8 @@ ACTIONS, DELTAS = tuple(MOVES), tuple(MOVES.values())
 DRAWN = str.maketrans("OX√", "H@*")
 """From the map's symbols to those of `Env.picture`, where `O` is a target and not a hole."""
 Floats = npt.NDArray[np.float64]
+MOST_DRAWS = 10_000
+"""Maps that are drawn in search of a level whose distance lies within bounds."""
 
 
 @dataclass(frozen=True)
@@ -72,20 +75,37 @@ class Lake:
 
 
 @lru_cache(maxsize=1024)
-def generate(seed: int, size: int, p_frozen: float) -> Lake:
+def generate(
+    seed: int,
+    size: int,
+    p_frozen: float,
+    min_distance: int = 1,
+    max_distance: int | None = None,
+) -> Lake:
     """The level of a seed, drawn once for all episodes of a group.
 
-    Cells, start and goal are drawn again until they are connected.
+    Cells, start and goal are drawn again until they are connected, by a path of the given length.
+
+    Raises:
+        RagenError: `MOST_DRAWS` maps had no such path, and its length is bounded.
     """
     level, _ = generators(seed, None)
-    while True:
+    highest = math.inf if max_distance is None else max_distance + 1
+    for draws in count(1):
         frozen = level.random(size * size) < p_frozen
         start = pick(level, range(size * size))
         goal = pick(level, [cell for cell in range(size * size) if cell != start])
         holes = frozenset(int(cell) for cell in np.flatnonzero(~frozen)) - {start, goal}
         lake = Lake(size, holes, start, goal)
-        if lake.distances()[start] < math.inf:
+        if min_distance <= lake.distances()[start] < highest:
             return lake
+        if draws >= MOST_DRAWS and (min_distance > 1 or max_distance is not None):
+            break
+    raise RagenError(
+        f"no FrozenLake level of {size} × {size} cells was found whose shortest path has "
+        f"{min_distance} to {max_distance or 'any number of'} steps: set min_distance and "
+        "max_distance further apart, or give it more cells"
+    )
 
 
 class Plans(NamedTuple):
@@ -224,6 +244,7 @@ class FrozenLake(GridEnv):
         success_probability: 1/3 in the paper, 0.98 in the sequel's text, 0.8 and 1 in its code.
         observation: The format of the map: its symbols, sizes and positions, both, or every cell
             with its name (the format of the embedded model).
+        min_distance, max_distance: Steps of the shortest path from the start to the goal.
 
     Example:
         >>> env = FrozenLake(success_probability=1.0)
@@ -247,9 +268,11 @@ class FrozenLake(GridEnv):
         p_frozen: Annotated[float, Field(ge=0.05, le=1)] = 0.8,
         success_probability: Probability = 1 / 3,
         observation: Observation = "grid",
+        min_distance: Annotated[int, Field(ge=1)] = 1,
+        max_distance: Annotated[int, Field(ge=1)] | None = None,
     ) -> None:
         self.name = "frozen-lake"
-        self._size, self._p_frozen = size, p_frozen
+        self._size, self._levels = size, (size, p_frozen, min_distance, max_distance)
         self._success_probability = success_probability
         self.observation = observation
         self.reset(seed=0)
@@ -275,7 +298,7 @@ class FrozenLake(GridEnv):
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         seed = fresh_seed() if seed is None else seed
         _, self._noise = generators(seed, options)
-        self._set_lake(generate(seed, self._size, self._p_frozen))
+        self._set_lake(generate(seed, *self._levels))
         self.player = self.lake.start
         return self.observe(), {}
 

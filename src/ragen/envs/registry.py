@@ -230,7 +230,7 @@ def parameter_names(name: str) -> list[str]:
 
     Example:
         >>> parameter_names("frozen-lake")
-        ['size', 'p_frozen', 'success_probability', 'observation']
+        ['size', 'p_frozen', 'success_probability', 'observation', 'min_distance', 'max_distance']
     """
     cls = env_class(name)
     signature = build_env(partial(inspect.signature, cls), name).parameters.values()

@@ -101,16 +101,25 @@ class Room:
 
 
 @lru_cache(maxsize=1024)
-def generate(seed: int, rows: int, cols: int, boxes: int, search_depth: int) -> tuple[Room, Board]:
+def generate(
+    seed: int,
+    rows: int,
+    cols: int,
+    boxes: int,
+    search_depth: int,
+    min_solution: int = 1,
+    max_solution: int | None = None,
+) -> tuple[Room, Board]:
     """The level of a seed, generated once for all episodes of a group.
 
     It is solvable by reverse play: boxes are pulled away from the solved board. It is drawn again
-    until a box can be pulled off its target.
+    until a box can be pulled off its target, and the shortest solution has a given length.
 
     Raises:
         RagenError: A thousand attempts found no level.
     """
     level, _ = generators(seed, None)
+    is_bounded = min_solution > 1 or max_solution is not None
     for _ in range(1000):
         floor = _floor(level, rows, cols)
         cells = _to_list(floor)
@@ -126,10 +135,18 @@ def generate(seed: int, rows: int, cols: int, boxes: int, search_depth: int) -> 
         room = Room(rows, cols, floor, targets)
         board, displacement = _pull_away(room, player, search_depth)
         if displacement:
-            return room, _wander(level, room, board, 0.8 if displacement == 1 else 0.5)
+            board = _wander(level, room, board, 0.8 if displacement == 1 else 0.5)
+            if not is_bounded:
+                return room, board
+            solution = shortest_solution(room, board)
+            if solution and min_solution <= len(solution) <= (max_solution or len(solution)):
+                return room, board
+    bounds = (
+        f", or set min_solution = {min_solution} and max_solution = {max_solution} further apart"
+    )
     raise RagenError(
         f"no Sokoban level of {rows} × {cols} cells with {boxes} boxes was found: "
-        "give it more cells, fewer boxes or a larger search_depth"
+        "give it more cells, fewer boxes or a larger search_depth" + (bounds if is_bounded else "")
     )
 
 
@@ -264,6 +281,7 @@ class Sokoban(GridEnv):
         search_depth: How far the generator plays backwards; it bounds how hard levels are.
         symbols: The symbols of the map.
         observation: The format of the map, as in FrozenLake.
+        min_solution, max_solution: Actions of the shortest solution.
 
     Example:
         >>> env = Sokoban()
@@ -285,11 +303,14 @@ class Sokoban(GridEnv):
         search_depth: Annotated[int, Field(ge=3)] = 300,
         symbols: Literal["standard", "new"] = "standard",
         observation: Observation = "grid",
+        min_solution: Annotated[int, Field(ge=1)] = 1,
+        max_solution: Annotated[int, Field(ge=1)] | None = None,
     ) -> None:
         if boxes > (rows - 2) * (cols - 2) - 2:
             raise RagenError(f"boxes = {boxes} does not fit into {rows} × {cols} cells")
         self.name = "sokoban"
-        self._size = (rows, cols, boxes, search_depth)
+        self._size = (rows, cols)
+        self._levels = (rows, cols, boxes, search_depth, min_solution, max_solution)
         self._symbols = s = SYMBOLS[symbols]
         self.observation = observation
         self.marks = {
@@ -317,7 +338,7 @@ class Sokoban(GridEnv):
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         seed = fresh_seed() if seed is None else seed
-        room, self.board = generate(seed, *self._size)
+        room, self.board = generate(seed, *self._levels)
         self._set_room(room)
         return self.observe(), {}
 
@@ -338,8 +359,7 @@ class Sokoban(GridEnv):
         }
 
     def set_state(self, state: State) -> None:
-        rows, cols, _, _ = self._size
-        self._set_room(Room(rows, cols, _to_bits(state["floor"]), _to_bits(state["targets"])))
+        self._set_room(Room(*self._size, _to_bits(state["floor"]), _to_bits(state["targets"])))
         self.board = Board(state["player"], _to_bits(state["boxes"]))
 
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:

@@ -19,6 +19,7 @@ from ragen.core.statistics import Interval, wilson
 from ragen.core.stopping import run_async
 from ragen.core.tables import Section
 from ragen.core.types import Episode
+from ragen.diagnostics.collapse import STAGE
 from ragen.engines.factory import make_policy
 from ragen.engines.machine import use_threads
 from ragen.engines.sampling import WeightedPolicy
@@ -26,7 +27,7 @@ from ragen.evaluation.outcomes import check_sampling, how_sampled
 from ragen.models.names import resolve_model
 from ragen.rollout.episode import require_unchanged
 from ragen.rollout.groups import run_episodes
-from ragen.rollout.setup import BranchSpec, Setup, make_setup
+from ragen.rollout.setup import BranchSpec, Setup, at_stage, make_setup
 from ragen.storage.branches import MOST, Request, write_branches
 from ragen.storage.checkpoint import (
     checkpoint_of,
@@ -37,6 +38,7 @@ from ragen.storage.checkpoint import (
     step_of,
 )
 from ragen.storage.database import check_run_folder
+from ragen.storage.reader import read_attempts
 from ragen.storage.settings import run_config
 from ragen.storage.stored_episodes import Recorded, read_episode
 
@@ -127,6 +129,7 @@ def branch(
     recorded, config = read_episode(run, episode), run_config(run)
     step, model, saved = weights(run, config, checkpoint)
     config = changed(config, saved["guard"]["changes"])
+    config = at_stage(config, stage_of(run, recorded))
     if temperature is None:
         temperature = config.rollout.temperature
     request = Request(episode, turn, step, n, temperature, seed)
@@ -142,6 +145,18 @@ def branch(
     exact = recorded.exact(turn)
     write_branches(run, request, episodes, exact, chat.text_of)
     return BranchResult(run, request, recorded, exact, tuple(episodes))
+
+
+def stage_of(run: Path, recorded: Recorded) -> int:
+    """The stage of the curriculum in which an episode was played; 0 for that of an evaluation.
+
+    Raises:
+        RagenError: The run's database cannot be read.
+    """
+    if recorded.phase != "train":
+        return 0
+    stages = read_attempts(run).get(recorded.attempt, {}).get(STAGE, {})
+    return int(stages.get(recorded.step, 0))
 
 
 def weights(run: Path, config: Config, checkpoint: int | None) -> tuple[int, str, dict[str, Any]]:

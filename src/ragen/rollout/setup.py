@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ragen.config.config import Config
+from ragen.config.keys import PARAMS
+from ragen.config.reading import changed
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
 from ragen.core.types import Turn
@@ -89,6 +91,20 @@ class Setup:
         if self.prefilled:
             return prefill(self.think)
         return self.chat.opening if self.chat is not None else ""
+
+
+def at_stage(config: Config, stage: int) -> Config:
+    """The config with the environment's parameters in a stage of the curriculum, counted from 1.
+
+    The stage after all others has the full task.
+
+    Example:
+        >>> config = Config(curriculum={"stages": [{"max_distance": 1}]})
+        >>> at_stage(config, 1).env.params, at_stage(config, 2).env.params
+        ({'max_distance': 1}, {})
+    """
+    params = dict(enumerate(config.curriculum.stages, 1)).get(stage, {})
+    return changed(config, {f"{PARAMS}.{name}": value for name, value in params.items()})
 
 
 def make_setup(config: Config, chat: Chat | None) -> Setup:

@@ -29,6 +29,7 @@ from ragen.training.collection import (
     record_step,
     split_batch,
 )
+from ragen.training.curriculum import learn_stage
 from ragen.training.recovery import STALLED_S, Watchdog, recover, report_stall, run_guard, update
 from ragen.training.running import (
     Clock,
@@ -48,7 +49,7 @@ async def loop(run: Run) -> None:
     """Train until the run's budget is used up."""
     while not run.is_complete:
         config, engine, state = run.config, run.engine, run.state
-        clock = Clock(run.beat)
+        clock, setup = Clock(run.beat), run.playing
         with clock("rollout"):
             groups = await run.stop.or_finish(play(run))
         kept = select(groups, **filter_settings(config.filter, config.advantage))
@@ -77,9 +78,11 @@ async def loop(run: Run) -> None:
             await record_step(run, groups, kept, episodes, batch, matrices)
         metrics = merge([summarize(groups, kept), *updates, diagnosis, counters, engine.metrics()])
         metrics |= batch_metrics(batch) if batch else {}
-        metrics |= clock.metrics(run.setup.env_time.seconds, metrics["tokens/sampled"].value)
-        state.averages = smooth(state.averages, metrics)
-        recorded = metrics | averaged(state.averages, metrics)
+        metrics |= clock.metrics(setup.env_time.seconds, metrics["tokens/sampled"].value)
+        averages = state.averages = smooth(state.averages, metrics)
+        if config.curriculum.stages:
+            metrics |= learn_stage(run, metrics["success/mean"].value)
+        recorded = metrics | averaged(averages, metrics)
         run.recorder.log(state.step, recorded)
         run.recorder.commit_later()
         run.remember(state.step, values(recorded))
@@ -105,7 +108,7 @@ async def play(run: Run) -> list[Group]:
 
     config = run.config
     groups = await collect_groups(
-        run.engine, run.setup, config.rollout, config.seed, run.state.step, on_episode
+        run.engine, run.playing, config.rollout, config.seed, run.state.step, on_episode
     )
     refuse_unplayable([outcome_of(episode) for group in groups for episode in group.episodes])
     return groups

@@ -13,6 +13,7 @@ from ragen.algorithms.batch import Batch
 from ragen.config.reading import changed
 from ragen.core.errors import GuardStop, MismatchError, NotFiniteError, RagenError
 from ragen.core.metrics import Metrics
+from ragen.diagnostics.collapse import since_advance
 from ragen.diagnostics.detectors import active_detectors
 from ragen.diagnostics.guard import (
     GRACE_STEPS,
@@ -63,7 +64,8 @@ async def run_guard(run: Run) -> bool:
     if not run.history:
         run.recorder.commit()
         run.history = read_history(run.folder, config.eval.temperature)
-    alarms = raise_alarms(run.history, state.step, run.guard, active_detectors(config.guard))
+    history = since_advance(run.history)
+    alarms = raise_alarms(history, state.step, run.guard, active_detectors(config.guard))
     for alarm in alarms:
         run.recorder.event(alarm.step, "alarm", str(alarm), asdict(alarm))
         run.watcher.alarm(alarm.step, str(alarm))

@@ -92,6 +92,8 @@ class LoopState:
         seconds: Time of the steps, those that were rolled back included.
         threads: Of torch; a resumed run takes the same number.
         averages: Moving averages of the metrics.
+        stage: Of the curriculum, counted from 1.
+        stage_success: Success of the stage's last steps.
 
     Example:
         >>> LoopState(step=3, updates=6).updates
@@ -110,6 +112,8 @@ class LoopState:
     seconds: float = 0.0
     threads: int = 1
     averages: dict[str, float] = field(default_factory=dict)
+    stage: int = 1
+    stage_success: list[float] = field(default_factory=list)
 
 
 def progress_of(state: LoopState, config: Config) -> int:
@@ -129,6 +133,7 @@ class Run:
     Attributes:
         original: The config that the run began with.
         config: The config in force; it differs from `original` by what the guard changed.
+        stages: The set-up of each stage of the curriculum; the last has the full task.
         history: The metrics so far, by name and step; empty until the guard reads the database.
         background: Evaluates beside the run.
         stop: The user's request to stop.
@@ -139,7 +144,7 @@ class Run:
     original: Config
     config: Config
     engine: Engine
-    setup: Setup
+    stages: Sequence[Setup]
     recorder: Recorder
     state: LoopState
     watcher: Watcher
@@ -157,6 +162,16 @@ class Run:
         makes, so runs that are compared at equal work on the weights count ``"updates"``.
         """
         return progress_of(self.state, self.config)
+
+    @property
+    def setup(self) -> Setup:
+        """The set-up of evaluations: the full task."""
+        return self.stages[-1]
+
+    @property
+    def playing(self) -> Setup:
+        """The set-up of training: the present stage of the curriculum."""
+        return self.stages[self.state.stage - 1]
 
     def remember(self, step: int, numbers: Mapping[str, float]) -> None:
         """Add what was recorded of a step to a history that the guard has read."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from ragen.engines.memory import refuse_too_large
 from ragen.evaluation.targets import is_measured
 from ragen.models.prompting import advice
 from ragen.rollout.episode import require_room
-from ragen.rollout.setup import Setup, make_setup
+from ragen.rollout.setup import Setup, at_stage, make_setup
 from ragen.storage.checkpoint import (
     SETTINGS_HASH,
     newest,
@@ -62,6 +62,7 @@ from ragen.training.trackers import with_trackers
 
 FIXED = (
     *("recipe", "algorithm", "seed", "threads", "sources", "env.name", "env.params"),
+    "curriculum.stages",
     *("model.path", "model.dtype", "model.critic", "lora"),
 )
 """Keys and sections that cannot change on a resume: they say which run it is, or what its weights
@@ -94,8 +95,9 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
     engine = local_engine(config)
 
     async def start() -> Result:
-        async with opened(engine, config) as setup:
-            require_room(setup, train_level(0, 0, config.rollout.num_groups))
+        async with opened(engine, config) as stages:
+            for setup in stages:
+                require_room(setup, train_level(0, 0, config.rollout.num_groups))
             hold_first(config, config.model.path, watcher.note)
             of_env = config.recipe == Config().recipe  # no recipe, so the environment names it
             name = short_name(config.env.name) if of_env else config.recipe
@@ -103,7 +105,7 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
             with Recorder.create(folder, dump(config), engine.chat.text_of) as recorder:
                 if engine.chat.warning is not None:
                     watcher.note(engine.chat.warning)
-                run = Run(folder, config, config, engine, setup, recorder, state, watcher)
+                run = Run(folder, config, config, engine, stages, recorder, state, watcher)
                 await run_to_the_end(run)
         return result_of(folder, run.config, run.state)
 
@@ -174,7 +176,7 @@ def resume(
     engine = local_engine(config, path)
 
     async def restart() -> Result:
-        async with opened(engine, config) as setup:
+        async with opened(engine, config) as stages:
             await engine.load(checkpoint, engine_state)
             hold_first(config, path, watcher.note)
             with Recorder.open(folder, state.attempt, engine.chat.text_of) as recorder:
@@ -195,7 +197,7 @@ def resume(
                     data |= {"reason": reason}
                     recorder.event(state.step, "damaged checkpoint", text, data)
                     watcher.alarm(state.step, text)
-                run = Run(folder, original, config, engine, setup, recorder, state, watcher, guard)
+                run = Run(folder, original, config, engine, stages, recorder, state, watcher, guard)
                 await run_to_the_end(run)
         return result_of(folder, run.config, run.state)
 
@@ -248,27 +250,31 @@ def examine(folder: Path) -> dict[str, float]:
     config = changed(run_config(folder), saved["guard"]["changes"])
     if config.rollout.sampler != "vllm":  # a server may hold the weights of a run in progress
         config = changed(config, {"rollout.sampler": "local"})
-    step = int(saved["loop"]["step"])
-    use_threads(int(saved["loop"]["threads"]))
+    state = LoopState(**saved["loop"])
+    use_threads(state.threads)
     engine = local_engine(config, find_first(config, checkpoint, saved["engine"]))
 
     async def measure() -> Metrics:
-        async with opened(engine, config) as setup:
+        async with opened(engine, config) as stages:
             await engine.load(checkpoint, saved["engine"])
-            groups = await collect_groups(engine, setup, config.rollout, config.seed, step)
+            setup, seed = stages[state.stage - 1], config.seed
+            groups = await collect_groups(engine, setup, config.rollout, seed, state.step)
             metrics: Metrics = {}
             if config.prompt.think:
-                metrics, _ = await measure_thoughts(engine, groups, config.seed, step)
+                metrics, _ = await measure_thoughts(engine, groups, seed, state.step)
             return metrics | await gradient_norms(engine, groups, config)
 
     return values(run_async(measure()))
 
 
 @asynccontextmanager
-async def opened(engine: Engine, config: Config) -> AsyncIterator[Setup]:
-    """The set-up of a run; it and the engine, which may hold a GPU, are closed at the end."""
+async def opened(engine: Engine, config: Config) -> AsyncIterator[Sequence[Setup]]:
+    """The set-up of each stage; at the end it closes them and the engine, which may hold a GPU."""
     try:
-        with closing(make_setup(config, engine.chat)) as setup:
-            yield setup
+        with ExitStack() as stack:
+            yield [
+                stack.enter_context(closing(make_setup(at_stage(config, stage), engine.chat)))
+                for stage in range(1, len(config.curriculum.stages) + 2)
+            ]
     finally:
         await engine.close()

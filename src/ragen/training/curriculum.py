@@ -1,0 +1,63 @@
+"""The curriculum: training goes on to harder levels once the agent succeeds on the present ones."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from ragen.core.metrics import Metrics, last
+from ragen.diagnostics.collapse import STAGE
+from ragen.training.running import LoopState, Run
+
+STEPS = 5
+"""Steps over which success is averaged; all of them were played in the stage."""
+
+
+def learn_stage(run: Run, success: float) -> Metrics:
+    """Let the success of a finished step count, and begin the next stage where it is enough.
+
+    The moving averages begin anew with a stage.
+
+    Returns:
+        The stage in which the step was played, and the success that is compared with
+        ``curriculum.success``.
+    """
+    state, settings = run.state, run.config.curriculum
+    stage, num_stages = state.stage, len(settings.stages) + 1
+    reached = count_success(state, success)
+    if advances(state, settings.success, num_stages):
+        state.stage, state.stage_success = stage + 1, []
+        state.averages = {}  # of easier levels
+        params = dict(enumerate(settings.stages, 1)).get(state.stage, {})
+        levels = ", ".join(f"{k} = {v}" for k, v in params.items()) or "the full task"
+        text = (
+            f"stage {state.stage} of {num_stages} begins: {levels}, after success of {reached:.1%} "
+            f"in {STEPS} steps"
+        )
+        data = {"stage": state.stage, "success": reached}
+        run.recorder.event(state.step, "curriculum", text, data)
+        run.watcher.note(text)
+    return {STAGE: last(stage), "curriculum/success": last(reached)}
+
+
+def count_success(state: LoopState, success: float) -> float:
+    """Add the success of a step to those of its stage; returns the mean of the last `STEPS`.
+
+    Example:
+        >>> state = LoopState(stage_success=[0.5])
+        >>> count_success(state, 1.0), state.stage_success
+        (0.75, [0.5, 1.0])
+    """
+    state.stage_success = [*state.stage_success, success][-STEPS:]
+    return fmean(state.stage_success)
+
+
+def advances(state: LoopState, success: float, num_stages: int) -> bool:
+    """Whether the stage has lasted `STEPS` steps and their mean success is enough.
+
+    Example:
+        >>> state = LoopState(stage_success=[0.75] * STEPS)
+        >>> advances(state, 0.75, num_stages=2), advances(state, 0.76, 2), advances(state, 0.7, 1)
+        (True, False, False)
+    """
+    is_full = len(state.stage_success) == STEPS
+    return state.stage < num_stages and is_full and fmean(state.stage_success) >= success
