@@ -170,6 +170,8 @@ BROKEN_CODE = {
     "def f(rewards_ES): return rewards_ES": "returned a Tensor: a Credit is expected",
     "def f(group): return float('nan')": "returned nan: a finite number is expected",
     "def f(turn): return 1 / 0": "failed on an example: ZeroDivisionError",
+    "def f(episode): return 2": "failed on an example: it returned 2: a number from -1 to 1 is",
+    "async def f(episodes): return [1]": "it returned 1 numbers for 2 episodes",
     "def f(history): return 3": "a Detection or None is expected",
     "def f(x): return 3": "is of no kind that RAGEN knows",
 }

@@ -164,7 +164,7 @@ FILLED_IN = {"recipe", "sources"}
 
 
 def test_number_of_settings_is_bounded() -> None:
-    assert len(keys().keys() - FILLED_IN) <= 80
+    assert len(keys().keys() - FILLED_IN) <= 84
 
 
 def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_differences_name_the_preset_value() -> None:
         ({"reward.terms.length": True}, "reward.terms.length = true: expected a number ≥ 0"),
         (
             {"reward.terms.length": 1, "prompt.think": False},
-            "reward.terms are about thoughts: set prompt.think = true",
+            "are about thoughts: set prompt.think = true",
         ),
         (
             {"eval.background": True, "eval.every": 15},
@@ -326,6 +326,10 @@ UNREAD = {  # for each key, a value other than the default and settings that lea
     "rollout.gpu_memory": (0.3, {}),
     "reward.placement": ("turn", {"algorithm": "starpo/grpo"}),
     "reward.over": ("batch", {"algorithm": "starpo/grpo"}),
+    "judge.url": ("http://127.0.0.1:1/v1", {}),
+    "judge.model": ("some/model", {}),
+    "judge.rubric": ("Be right.", {}),
+    "judge.mode": ("absolute", {}),
     "filter.score": ("variance", {"algorithm": "starpo/grpo"}),
     "filter.value": (0.5, {"algorithm": "starpo/grpo"}),
     "curriculum.success": (0.5, {}),
@@ -341,8 +345,14 @@ UNREAD = {  # for each key, a value other than the default and settings that lea
     "diagnose.information_every": (1, {"prompt.think": False}),
     "guard.remedy": ("kl", {}),
 }
+JUDGED = {
+    "reward.terms.judge": 1.0,
+    "judge.url": "http://127.0.0.1:1/v1",
+    "judge.model": "some/model",
+    "judge.rubric": "Be right.",
+}
 READ = {
-    "curriculum.success": {"curriculum.stages": [{}]},
+    assert len(keys().keys() - FILLED_IN) <= 84
     "lora.alpha": {"lora.rank": 8},
     "lora.targets": {"lora.rank": 8},
     "rollout.gpu_memory": {"rollout.sampler": "vllm"},

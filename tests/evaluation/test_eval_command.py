@@ -209,7 +209,7 @@ def test_episodes_that_ended_before_the_server_died_are_kept(
     output = capsys.readouterr()
     assert output.out == "" and output.err.count("\n") == 1
     assert "no longer answers: ConnectError" in output.err
-    assert "run the same command again to continue" in output.err
+    assert "what was played is kept" in output.err
     with closing(sqlite3.connect(Path("evals", DATABASE))) as connection:
         stored = connection.execute("SELECT stop_reason FROM outcomes").fetchall()
     assert len(stored) == 8 and ("request",) not in stored

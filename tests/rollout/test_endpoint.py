@@ -144,7 +144,7 @@ def test_a_server_that_stops_answering_ends_the_run(
         NoCompletion,
         RagenError,
     ]
-    assert "no longer answers: HTTP 502; run the same command again to continue" in str(results[-1])
+    assert "no longer answers: HTTP 502; what was played is kept" in str(results[-1])
 
 
 @pytest.mark.parametrize(

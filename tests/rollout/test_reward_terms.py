@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from records import episode, group, turn
 
-from ragen.config.extensions import TERM
+from ragen.config.extensions import THOUGHT_TERMS
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.metrics import values
@@ -256,8 +256,12 @@ def test_checker_names_the_rule_that_a_reading_breaks(reading: object, words: st
 # Reward terms.
 
 
+def with_terms(turn: Turn, weights: dict[str, float]) -> Turn:
+    return asyncio.run(apply_reward_terms(turn, weights))
+
+
 def test_config_names_the_reward_terms() -> None:
-    assert tuple(TERMS) == TERM.names
+    assert tuple(TERMS) == THOUGHT_TERMS
 
 
 def test_reward_terms_golden() -> None:
@@ -292,13 +296,13 @@ def test_length_term_golden() -> None:
 
 def test_reward_terms_change_the_penalty_and_not_the_reward() -> None:
     before = replace(turn_with_reading(4, 1, ("Down",)), reward=1.0, penalty=-0.1)
-    after = apply_reward_terms(before, {"grounding": 0.2, "consistency": 0.5, "length": 0.0})
+    after = with_terms(before, {"grounding": 0.2, "consistency": 0.5, "length": 0.0})
     # −.1 for the format, −.2 · 3/4, −.5 · 1
     assert (after.reward, after.penalty) == (1.0, pytest.approx(-0.75))
     assert after.info["reward_terms"] == pytest.approx(
         {"grounding": -0.15, "consistency": -0.5, "length": 0.0}
     )
-    assert apply_reward_terms(before, {}) is before
+    assert with_terms(before, {}) is before
 
 
 def test_a_run_applies_its_reward_terms() -> None:
@@ -312,10 +316,10 @@ def test_a_run_applies_its_reward_terms() -> None:
 def test_reward_term_metrics_golden() -> None:
     weights = {"grounding": 1.0, "consistency": 0.5}
     one = episode(
-        apply_reward_terms(turn_with_reading(4, 1), weights),
-        apply_reward_terms(turn_with_reading(2, 1, ("Down",)), weights),
+        with_terms(turn_with_reading(4, 1), weights),
+        with_terms(turn_with_reading(2, 1, ("Down",)), weights),
     )
-    other = episode(apply_reward_terms(turn_with_reading(1, 1), weights))
+    other = episode(with_terms(turn_with_reading(1, 1), weights))
     # Grounding −3/4 and −1/2, consistency −1/2, of two episodes.
     assert values(reward_term_metrics([one, other])) == {
         "reward_terms/grounding": -0.625,

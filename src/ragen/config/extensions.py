@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from inspect import signature
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -170,6 +171,29 @@ LOSS_INPUTS = ("clip_low", "clip_high", "dual_clip", "episode_N")
 """What a policy loss may name as a keyword parameter: ε₋, ε₊, c, and the episode of each token."""
 
 
+TERM_INPUTS = ("turn", "episode", "episodes")
+"""What a reward term judges: a turn, an episode, or the episodes of a group. The name of its
+parameter says which."""
+
+
+def term_input(function: Callable[..., Any]) -> str:
+    """What a reward term judges, one of `TERM_INPUTS`.
+
+    Raises:
+        ValueError: Its parameter has another name, or it has more than one.
+
+    Example:
+        >>> term_input(lambda episode: 0.0)
+        'episode'
+    """
+    name = next(iter(signature(function).parameters), "")
+    if name not in TERM_INPUTS:
+        shown = getattr(function, "__name__", function)
+        raise ValueError(f"{shown}{signature(function)} must take {' or '.join(TERM_INPUTS)}")
+    check_positional(function, name)
+    return name
+
+
 def _takes(argument: str) -> Callable[[Callable[..., Any]], None]:
     return lambda function: check_positional(function, argument)
 
@@ -190,8 +214,10 @@ LOSS = Kind(
     lambda function: inputs_of(function, LOSS_INPUTS, 2),
 )
 SCORE = Kind("filter score", "ragen.filters", ("reward_std", "variance"), _takes("group"))
-_TERMS = ("grounding", "consistency", "length", "repetition")
-TERM = Kind("reward term", "ragen.rewards", _TERMS, _takes("turn"))
+THOUGHT_TERMS = ("grounding", "consistency", "length", "repetition")
+JUDGE = "judge"
+"""The reward term that asks a language model (section ``judge``)."""
+TERM = Kind("reward term", "ragen.rewards", (*THOUGHT_TERMS, JUDGE), term_input)
 _DETECTORS = (
     *("reward_std_cliff", "entropy_cliff", "entropy_blowup", "grad_spike", "reward_drop"),
     *("mi_drop", "format_loss", "degenerate_text", "non_finite", "empty_filter", "mismatch"),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ragen.config.extensions import ESTIMATOR, LOSS, TERM
+from ragen.config.extensions import ESTIMATOR, JUDGE, LOSS, THOUGHT_TERMS
 from ragen.config.sections import MOST_EPISODES, TRACKERS, Sections
 from ragen.core.seeding import MAX_REFILLS, REFILL_LEVELS
 
@@ -201,8 +201,18 @@ RULES: tuple[Rule, ...] = (
         "loss.dual_clip = {c.loss.dual_clip:g}: expected a bound above 1, or 0 for none",
     ),
     Rule(
-        lambda c: not c.reward.terms.keys().isdisjoint(TERM.names) and not c.prompt.think,
-        "reward.terms are about thoughts: set prompt.think = true",
+        lambda c: not c.reward.terms.keys().isdisjoint(THOUGHT_TERMS) and not c.prompt.think,
+        f"the reward.terms {', '.join(THOUGHT_TERMS)} are about thoughts: set prompt.think = true",
+    ),
+    Rule(
+        lambda c: (
+            JUDGE in c.reward.terms
+            and not all(text.strip() for text in (c.judge.url, c.judge.model, c.judge.rubric))
+        ),
+        "reward.terms.judge asks a language model: set judge.url, judge.model and judge.rubric",
+    ),
+    _for_groups(
+        'judge.mode = "group"', lambda c: JUDGE in c.reward.terms and c.judge.mode == "group"
     ),
     Rule(
         lambda c: "reward_drop" in c.guard.responses and not (c.eval.every and c.eval.episodes),
@@ -255,6 +265,9 @@ _USES: Mapping[tuple[str, ...], Use] = {
         lambda c: _estimator_in(c, *CRITIC, "reinforce_pp", "gigpo"),
         "an advantage.name that looks inside an episode: "
         '"gae", "bi_level_gae", "reinforce_pp" or "gigpo"',
+    ),
+    ("judge.url", "judge.model", "judge.rubric", "judge.mode"): Use(
+        lambda c: JUDGE in c.reward.terms, "reward.terms.judge"
     ),
     ("reward.over",): Use(
         lambda c: c.reward.normalise != "identity", 'a reward.normalise other than "identity"'

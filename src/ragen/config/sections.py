@@ -228,8 +228,22 @@ class RewardConfig(Section):
     over: Literal["group", "batch"] = "group"
     """The episodes over which reward.normalise takes its mean and std."""
     terms: dict[Annotated[str, TERM], Weight] = {}
-    """Reward terms and their weights. RAGEN's own are grounding, consistency, length and
-    repetition: each is the highest cost of a fault in one turn, such as grounding = 0.1."""
+    """Reward terms and their weights. Grounding, consistency, length and repetition have the
+    highest cost of a fault in one turn, such as grounding = 0.1; judge is the section judge."""
+
+
+class JudgeConfig(Section):
+    """The language model that judges episodes, for the reward term judge."""
+
+    url: str = ""
+    """An OpenAI-compatible endpoint, such as http://localhost:8000/v1. Its key is in
+    RAGEN_JUDGE_KEY."""
+    model: str = ""
+    """The model's name at that endpoint."""
+    rubric: str = ""
+    """What a good episode is, in words."""
+    mode: Literal["group", "absolute"] = "group"
+    """What one question shows: a group's episodes side by side, or each episode alone."""
 
 
 class FilterConfig(Section):
@@ -381,6 +395,7 @@ class Sections(Section):
     lora: LoraConfig = LoraConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    judge: JudgeConfig = JudgeConfig()
     filter: FilterConfig = FilterConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()

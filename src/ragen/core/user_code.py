@@ -6,16 +6,18 @@ that holds the traceback as text, and what the code changed of the process is pu
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Awaitable
 from math import inf
 from threading import get_ident
 from time import perf_counter
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from ragen.core import process
 from ragen.core.errors import printable
@@ -34,6 +36,8 @@ from ragen.core.process import (
 _signal: Any = sys.modules["_signal"]
 _getsignal, _set_handler = _signal.getsignal, _signal.signal
 _set_timer: Any = getattr(_signal, "setitimer", None)
+
+T = TypeVar("T")
 
 TEXT_S = 1.0
 """Seconds that an exception of user code may take to become a text."""
@@ -231,6 +235,34 @@ class boundary(Call):  # noqa: N801 - it is used like a function
             return "user code raised an exception that cannot be shown as text"
         finally:
             self.deadline = inf
+
+
+async def awaited(call: str, answer: Awaitable[T], timeout_s: float) -> T:
+    """Wait for what an asynchronous function of the user returns; `call` is its name in messages.
+
+    It shares the event loop with the run, so that only its failures and its time are guarded. One
+    that never awaits cannot be interrupted.
+
+    Raises:
+        UserCodeError: It raised, took too long, or tried to end the process.
+
+    Example:
+        >>> async def divide() -> float:
+        ...     return 1 / 0
+        >>> try:
+        ...     asyncio.run(awaited("divide", divide(), 1.0))
+        ... except UserCodeError as failure:
+        ...     print(failure.reason)
+        ZeroDivisionError: division by zero
+    """
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return await answer
+    except (Exception, SystemExit) as error:
+        if limit.expired():
+            raise timeout_error(call, timeout_s) from None
+        raise UserCodeError("".join(traceback.format_exception(error))) from error
 
 
 IMPORT_S = 60.0

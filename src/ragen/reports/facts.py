@@ -51,7 +51,17 @@ SIGNALS = {
 
 
 TERMS = "reward_terms/"
-"""Prefix of the metrics of reward terms: the cost of each term, shown among the signals."""
+"""Prefix of the metrics of reward terms: what each adds, shown among the signals."""
+
+
+JUDGE = {
+    "judge/calls": "questions",
+    "judge/cached": "questions whose answer was known",
+    "judge/failed": "questions without a score",
+    "judge/prompt_tokens": "prompt tokens",
+    "judge/completion_tokens": "completion tokens",
+}
+"""The metrics of a judge's cost, each with its label."""
 
 
 GRADIENTS = "gradient_by_std/"

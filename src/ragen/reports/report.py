@@ -17,7 +17,7 @@ from ragen.core.files import OTHER_OUT, file_errors, whole_file
 from ragen.core.statistics import difference
 from ragen.core.tables import Section, format_duration, format_rate, markdown, sparkline
 from ragen.evaluation.results import Evaluation
-from ragen.reports.facts import EXACT, GRADIENTS, SIGNALS, TERMS, Facts, phases
+from ragen.reports.facts import EXACT, GRADIENTS, JUDGE, SIGNALS, TERMS, Facts, phases
 from ragen.reports.plots import draw_signals, draw_success, draw_time
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def page(facts: Facts) -> list[Section]:
     """The sections of the report in their order."""
     measured = any(name.startswith(GRADIENTS) for name in facts.metrics)
     extra = (gradients,) if measured else ()
-    sections = (headline, success, signals, *extra, events, exactness, times, settings)
+    judged = (judge,) if "judge/calls" in facts.metrics else ()
+    sections = (headline, success, signals, *extra, *judged, events, exactness, times, settings)
     return [section(facts) for section in sections]
 
 
@@ -132,6 +133,18 @@ def gradients(facts: Facts) -> Section:
         "std of the groups; bucket 0 has the lowest."
     )
     return Section("Gradients by reward std", (line,), ("bucket", *shown), rows)
+
+
+def judge(facts: Facts) -> Section:
+    """What the judge was asked and what it cost, over all attempts."""
+    asked = facts.config.judge
+    rows = tuple(
+        (label, f"{math.fsum(math.fsum(each[name].values()) for each in histories):,.0f}")
+        for name, label in JUDGE.items()
+        if (histories := [each for each in facts.attempts.values() if name in each])
+    )
+    line = f"{asked.model} at {asked.url}, mode {asked.mode}. Rubric: {asked.rubric}"
+    return Section("Judge", (line,), ("measure", "sum"), rows)
 
 
 def events(facts: Facts) -> Section:

@@ -69,8 +69,8 @@ class Server:
     """The address of a server, its key and its limits.
 
     ``/chat/completions`` is added to `base_url`, which mostly ends in ``/v1``. `key_env` names the
-    environment variable of the key; ``None`` reads `KEY_ENV` if it is set. `timeout_s` is the time
-    limit of one request. At most `requests_per_minute` requests begin; 0 sets no limit.
+    environment variable of the key; ``None`` reads `default_key_env` if it is set. `timeout_s` is
+    the time limit of one request. At most `requests_per_minute` requests begin; 0 sets no limit.
 
     Raises:
         RagenError: The address is invalid or has a password, a number is out of range, or the named
@@ -85,20 +85,22 @@ class Server:
     key_env: str | None = None
     timeout_s: float = 120.0
     requests_per_minute: float = 0.0
+    default_key_env: str = KEY_ENV
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        key = f"put the key into the environment variable {self.key_env or KEY_ENV}"
+        name = self.key_env or self.default_key_env
+        key = f"put the key into the environment variable {name}"
         check_address("--base-url", self.base_url, key)
         if not 0 < self.timeout_s < math.inf:
             raise RagenError(f"--timeout {self.timeout_s:g}: expected seconds above 0")
         if not 0 <= self.requests_per_minute < math.inf:
             raise RagenError(f"--rpm {self.requests_per_minute:g}: expected a number ≥ 0")
-        key = os.environ.get(self.key_env or KEY_ENV, "").strip()
+        key = os.environ.get(name, "").strip()
         if self.key_env and not key:
             raise RagenError(f"--key-env {self.key_env}: that environment variable is not set")
         if not (key.isascii() and key.isprintable()) or " " in key:
-            raise RagenError(f"what {self.key_env or KEY_ENV} holds cannot be a key; set it anew")
+            raise RagenError(f"what {name} holds cannot be a key; set it anew")
         object.__setattr__(self, "key", key)
 
     @property
@@ -206,7 +208,7 @@ class ChatEndpoint:
         if self._lost >= MAX_LOST or failure.is_gone:
             raise RagenError(
                 f"{self._server.url} no longer answers: {failure}; "
-                "run the same command again to continue"
+                "what was played is kept: continue once it does"
             )
         raise NoCompletion(f"{self._server.url} gave no completion: {failure}")
 
@@ -269,11 +271,11 @@ class ChatEndpoint:
                 raise NoCompletion(what, "context")
             if self._answered:  # so the server refuses only this prompt
                 raise NoCompletion(f"{self._server.url} refused a prompt ({what})")
-        key_env = self._server.key_env or KEY_ENV
+        key_env = self._server.key_env or self._server.default_key_env
         remedies = {
-            401: f"put a valid key into {key_env}, or name another variable with --key-env",
+            401: f"put a valid key into {key_env}",
             403: f"the key in {key_env} does not give access to this model",
-            404: "check --base-url (most end in /v1) and the model's name",
+            404: "check the address (most end in /v1) and the model's name",
         }
         remedy = remedies.get(status, "it would refuse the same request again")
         raise RagenError(f"{self._server.url} refused {self._model!r} ({what}); {remedy}")
@@ -345,7 +347,7 @@ class _RequestFailed(Exception):
 
 def _wrong(text: str, shown: str = "", repeat_s: float = SOON_S) -> _RequestFailed:
     """An answer that is no completion; mostly the same request would get the same again."""
-    remedy = "check that --base-url is that of an OpenAI-compatible server (most end in /v1)"
+    remedy = "check that its address is that of an OpenAI-compatible server (most end in /v1)"
     return _RequestFailed(f"{text}: {shown}" if shown else text, repeat_s=repeat_s, remedy=remedy)
 
 

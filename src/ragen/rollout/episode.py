@@ -144,7 +144,8 @@ class _Playthrough:
                 completion = await policy.complete(prompt)
                 completion_s = time.monotonic() - start
             conversation.reply(completion)
-            turn = self._turn(env, view.observation, prompt, completion, completion_s)
+            played = self._turn(env, view.observation, prompt, completion, completion_s)
+            turn = await apply_reward_terms(played, setup.reward_terms)
             self.turns.append(turn)
             if env.terminated:
                 self.success = env.info["success"]
@@ -245,7 +246,7 @@ class _Playthrough:
             self.actions_left -= 1
             if env.terminated or env.truncated:
                 break
-        turn = Turn(
+        return Turn(
             observation,
             prompt,
             completion,
@@ -263,7 +264,6 @@ class _Playthrough:
             parsed.problem,
             completion_s,
         )
-        return apply_reward_terms(turn, setup.reward_terms)
 
     def _parse(self, env: GuardedEnv, completion: Completion) -> Parsed:
         most = min(self.setup.actions_per_turn, self.actions_left)

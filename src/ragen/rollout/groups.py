@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 from ragen.core.errors import RagenError
 from ragen.core.process import own_states
@@ -12,6 +13,8 @@ from ragen.rollout.episode import play_episode
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import Policy
 from ragen.rollout.setup import EpisodeSpec, Setup
+
+T = TypeVar("T")
 
 
 async def run_groups(
@@ -62,10 +65,19 @@ async def run_episodes(
             on_episode(episode)
         return episode
 
+    with own_states():
+        return await together(play(spec) for spec in specs)
+
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Do all of it at once and return the results in order; the first mistake ends the rest.
+
+    Raises:
+        RagenError: The first that was raised; other exceptions are bugs and come as a group.
+    """
     try:
-        with own_states():
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(play(spec)) for spec in specs]
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(each) for each in work]
     except ExceptionGroup as errors:
         mistakes, bugs = errors.split(RagenError)
         if mistakes is None or bugs is not None:

@@ -1,4 +1,6 @@
-"""Reward terms: what a run may add to the reward of each turn, and the thoughts that they judge.
+"""Reward terms of turns: what a run may add to each turn, and the thoughts that they judge.
+
+Terms of whole episodes and groups are in `ragen.rollout.episode_terms`.
 
 The papers train on the reward alone and leave open how reasoning itself could be rewarded
 (arXiv:2504.20073, arXiv:2604.06268). Here thoughts are always measured where the environment can
@@ -10,33 +12,36 @@ The results are written into `Turn.info` when the turn is played:
 - ``facts_stated``, ``facts_true``: the facts of the thought, and those that hold in the
   environment's state before the turn.
 - ``plan_kept``: whether the answer has the actions that the thought planned, in their order.
-- ``reward_terms``: what each reward term added to `Turn.penalty`.
+- ``reward_terms``: what each reward term added to the turn, by name.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from inspect import isawaitable
 from statistics import fmean
 from typing import Any
 
-from ragen.config.extensions import TERM, short_name
+from ragen.config.extensions import JUDGE, TERM, short_name, term_input
 from ragen.core.metrics import Metrics, mean
 from ragen.core.types import Episode, Turn
-from ragen.core.user_code import UserCodeError, boundary
+from ragen.core.user_code import UserCodeError, awaited, boundary
 from ragen.envs.contract import Reading
 
-Term = Callable[[Turn], float]
-"""The signature of every reward term: a finite number for a finished turn.
+Term = Callable[[Any], Any]
+"""The signatures of reward terms: a number from −1 to 1 for each record that is judged.
 
     def brevity(turn: Turn) -> float: ...
+    def politeness(episode: Episode) -> float: ...
+    def shortest(episodes: Sequence[Episode]) -> Sequence[float]: ...
 
-It is added to the turn's reward, times the weight of the term.
+The name of the parameter says what is judged: a turn, an episode, or the episodes of a group that
+did not fail. Any of them may be ``async``. The number is added to the reward, times the weight.
 """
 
 TERM_S = 30.0
-"""Seconds that a reward term from outside may take for one turn."""
+"""Seconds that one call of a reward term from outside may take."""
 
 NEED_READING = frozenset({"grounding", "consistency"})
 """Terms that need an environment that reads thoughts."""
@@ -112,40 +117,78 @@ def find_term(name: str) -> Term:
     """The reward term of a name in the config, RAGEN's own or from outside.
 
     Raises:
-        RagenError: It cannot be loaded, or it cannot be called with a turn.
+        RagenError: It cannot be loaded, or its parameter is none that is judged.
     """
     return TERM.find(name, TERMS)
 
 
-def apply_reward_terms(turn: Turn, weights: Mapping[str, float]) -> Turn:
+def weights_for(judged: str, weights: Mapping[str, float]) -> dict[str, float]:
+    """The weights of the terms that judge one of `extensions.TERM_INPUTS`, without the judge."""
+    return {n: weight for n, weight in weights.items() if n != JUDGE and _judged(n) == judged}
+
+
+def _judged(name: str) -> str:
+    return "turn" if name in TERMS else term_input(find_term(name))
+
+
+async def apply_reward_terms(turn: Turn, weights: Mapping[str, float]) -> Turn:
     """The turn with its reward terms added to `Turn.penalty`, and listed in its info.
 
-    `Turn.reward` stays the environment's own, which filters, reports and evaluations read.
-    `weights` are what a value of 1 adds, by the name of the term.
+    `Turn.reward` stays the environment's own. `weights` are what a value of 1 adds, by the name of
+    the term; terms of episodes and groups are left out.
 
     Raises:
-        UserCodeError: A term from outside raised, took too long, or gave no finite number.
+        UserCodeError: A term from outside raised, took too long, or gave no number from −1 to 1.
     """
+    weights = weights_for("turn", weights) if weights else weights
     if not weights:
         return turn
-    terms = {short_name(n): weight * _value(n, turn) for n, weight in weights.items()}
+    terms = {}
+    for name, weight in weights.items():
+        own = TERMS.get(name)
+        value = own(turn) if own else (await call_term(name, turn))[0]
+        terms[short_name(name)] = weight * value
     info = {**turn.info, "reward_terms": terms}
     return replace(turn, penalty=turn.penalty + sum(terms.values()), info=info)
 
 
-def _value(name: str, turn: Turn) -> float:
-    term = find_term(name)
-    if name in TERMS:
-        return term(turn)
+async def call_term(name: str, judged: Turn | Episode | Sequence[Episode]) -> list[float]:
+    """The values of a term from outside, one for each record that it judges.
+
+    Raises:
+        UserCodeError: As `term_values`.
+    """
+    call = f"the reward term {name}"
     try:
-        with boundary(f"the reward term {name}", TERM_S):
-            value = float(term(turn))
+        return await term_values(call, find_term(name), judged)
     except UserCodeError as failure:
-        text = f"{failure}\nthe reward term {name} failed: {failure.reason}"
+        text = f"{failure}\n{call} failed: {failure.reason}"
         raise UserCodeError(text, failure.timed_out) from failure
-    if not math.isfinite(value):
-        raise UserCodeError(f"the reward term {name} returned {value}: a finite number is expected")
-    return value
+
+
+async def term_values(
+    call: str, term: Term, judged: Turn | Episode | Sequence[Episode]
+) -> list[float]:
+    """What a term gives for a turn or an episode, or for each of several episodes.
+
+    `call` is its name in messages.
+
+    Raises:
+        UserCodeError: It raised, took too long, or gave something else than numbers from −1 to 1.
+    """
+    with boundary(call, TERM_S):
+        answer = term(judged)
+    if isawaitable(answer):
+        answer = await awaited(call, answer, TERM_S)
+    with boundary(call, TERM_S):
+        answers = answer if isinstance(judged, Sequence) else [answer]
+        values = [float(value) for value in answers]
+    if isinstance(judged, Sequence) and len(values) != len(judged):
+        raise UserCodeError(f"it returned {len(values)} numbers for {len(judged)} episodes")
+    for value in values:
+        if not -1 <= value <= 1:
+            raise UserCodeError(f"it returned {value:g}: a number from -1 to 1 is expected")
+    return values
 
 
 def reward_term_metrics(episodes: Sequence[Episode]) -> Metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -24,8 +25,10 @@ from ragen.config.extensions import (
     LOSS,
     SCORE,
     TERM,
+    TERM_INPUTS,
     Kind,
     load,
+    term_input,
 )
 from ragen.config.reading import changed
 from ragen.config.sources import absolute, sources, value_of
@@ -35,7 +38,7 @@ from ragen.core.plugins import load_object
 from ragen.core.types import Completion, Episode, Group, Prompt, Turn
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.diagnostics.detectors import Detection, find_detector
-from ragen.rollout.reward_terms import find_term
+from ragen.rollout.reward_terms import TERMS, find_term, term_values
 
 Check = Callable[[str], str | None]
 """Calls the function of a name with an example; says what is wrong with its result, if anything."""
@@ -53,8 +56,8 @@ def check_function(name: str) -> str:
 
     The kind of an entry point is that of its group. Otherwise it follows from the parameters: an
     estimator names some of `ESTIMATOR_INPUTS`, a loss takes ``(logprobs_N, tokens)``, a filter
-    score ``(group)``, a reward term ``(turn)``, a detector ``(history)``. The function is then
-    called with an example.
+    score ``(group)``, a reward term ``(turn)``, ``(episode)`` or ``(episodes)``, a detector
+    ``(history)``. The function is then called with an example.
 
     Returns:
         The kind, such as ``"loss"``.
@@ -86,7 +89,7 @@ def _kind_of(name: str) -> tuple[Kind, Check]:
     raise RagenError(
         f"{name} is of no kind that RAGEN knows: its parameters are neither an estimator's "
         "(rewards_ES, mask_ES, …), a loss's (logprobs_N, tokens), a filter score's (group), a "
-        "reward term's (turn) nor a detector's (history)"
+        "reward term's (turn, episode or episodes) nor a detector's (history)"
     )
 
 
@@ -150,7 +153,13 @@ def _check_score(name: str) -> str | None:
 
 
 def _check_term(name: str) -> str | None:
-    return _refuse_infinite(find_term(name)(TURN))
+    term = find_term(name)
+    judged = "turn" if name in TERMS else term_input(term)
+    examples: dict[str, Turn | Episode | tuple[Episode, ...]]
+    examples = {"turn": TURN, "episode": WON, "episodes": (LOST, WON)}
+    example = examples[judged]
+    asyncio.run(term_values(f"the reward term {name}", term, example))
+    return None
 
 
 def _refuse_infinite(number: float) -> str | None:
@@ -171,7 +180,7 @@ _CHECKS: tuple[tuple[Kind, Iterable[str], Check], ...] = (
     (LOSS, ["logprobs_N"], _check_loss),
     (ESTIMATOR, ESTIMATOR_INPUTS, _check_estimator),
     (SCORE, ["group"], _check_score),
-    (TERM, ["turn"], _check_term),
+    (TERM, TERM_INPUTS, _check_term),
     (DETECTOR, ["history"], _check_detector),
 )
 """Each kind with the parameters that it is known by, any one of them, and its check."""

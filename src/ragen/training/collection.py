@@ -24,7 +24,9 @@ from ragen.diagnostics.information import CrossScores
 from ragen.diagnostics.step_metrics import gradients_by_std
 from ragen.engines.engine import Engine
 from ragen.engines.exactness import verify_split, with_fingerprints
+from ragen.rollout.episode_terms import apply_episode_terms
 from ragen.rollout.groups import run_groups
+from ragen.rollout.judge import Judge
 from ragen.rollout.setup import Setup
 from ragen.training.running import Run, is_due
 
@@ -36,8 +38,9 @@ async def collect_groups(
     seed: int,
     step: int,
     on_episode: Callable[[Episode], None] | None = None,
+    judge: Judge | None = None,
 ) -> list[Group]:
-    """Play the groups of a step with the engine's policy.
+    """Play the groups of a step with the engine's policy, and add their terms to their rewards.
 
     A group without any spread of reward teaches nothing. DAPO's dynamic sampling (arXiv:2503.14476)
     plays another group for each of them, in at most `rollout.refill` rounds. The flat groups stay
@@ -61,6 +64,7 @@ async def collect_groups(
             on_episode,
             first_group=len(groups),
         )
+        fresh = await apply_episode_terms(fresh, setup.reward_terms, judge, seed, step)
         groups += fresh
         num_flat = sum(reward_std(group) == 0 for group in fresh)
         if not num_flat:

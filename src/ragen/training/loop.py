@@ -78,7 +78,11 @@ async def loop(run: Run) -> None:
             await record_step(run, groups, kept, episodes, batch, matrices)
         metrics = merge([summarize(groups, kept), *updates, diagnosis, counters, engine.metrics()])
         metrics |= batch_metrics(batch) if batch else {}
-        metrics |= clock.metrics(setup.env_time.seconds, metrics["tokens/sampled"].value)
+        parts = {"env": setup.env_time.seconds}
+        if run.judge is not None:
+            parts["judge"] = run.judge.seconds
+            metrics |= run.judge.metrics()
+        metrics |= clock.metrics(parts, metrics["tokens/sampled"].value)
         averages = state.averages = smooth(state.averages, metrics)
         if config.curriculum.stages:
             metrics |= learn_stage(run, metrics["success/mean"].value)
@@ -108,7 +112,7 @@ async def play(run: Run) -> list[Group]:
 
     config = run.config
     groups = await collect_groups(
-        run.engine, run.playing, config.rollout, config.seed, run.state.step, on_episode
+        run.engine, run.playing, config.rollout, config.seed, run.state.step, on_episode, run.judge
     )
     refuse_unplayable([outcome_of(episode) for group in groups for episode in group.episodes])
     return groups

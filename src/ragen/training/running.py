@@ -22,6 +22,7 @@ from ragen.engines.engine import Engine
 from ragen.evaluation.evaluation import evaluate_policy
 from ragen.evaluation.results import Evaluation, load_evaluations
 from ragen.models.names import resolve_model
+from ragen.rollout.judge import Judge
 from ragen.rollout.setup import Setup
 from ragen.storage.checkpoint import (
     SETTINGS_HASH,
@@ -136,6 +137,7 @@ class Run:
         stages: The set-up of each stage of the curriculum; the last has the full task.
         history: The metrics so far, by name and step; empty until the guard reads the database.
         background: Evaluates beside the run.
+        judge: Judges episodes, where a reward term asks for it.
         stop: The user's request to stop.
         beat: Tells the watchdog that the run is alive.
     """
@@ -153,6 +155,7 @@ class Run:
     stop: Stop = field(default_factory=Stop)
     beat: Callable[[], None] = lambda: None
     background: Background = field(default_factory=Background)
+    judge: Judge | None = None
 
     @property
     def progress(self) -> int:
@@ -211,13 +214,14 @@ class Clock:
         """Sum of the phases."""
         return sum(self._seconds.values())
 
-    def metrics(self, env_s: float, num_tokens: float) -> Metrics:
+    def metrics(self, parts: Mapping[str, float], num_tokens: float) -> Metrics:
         """``time/rollout_s`` and the other phases, their sum ``time/step_s``, and tokens a second.
 
-        `env_s` is the part of the rollout that the environments took; the rest is generation.
+        `parts` are the parts of the rollout that environments and a judge took; the rest is
+        generation.
         """
-        generate_s = self._seconds["rollout"] - env_s
-        phases = self._seconds | {"env": env_s, "generate": generate_s, "step": self.seconds}
+        generate_s = self._seconds["rollout"] - sum(parts.values())
+        phases = {**self._seconds, **parts, "generate": generate_s, "step": self.seconds}
         speed = {"time/tokens_per_s": last(num_tokens / self.seconds)}
         return {f"time/{name}_s": total(seconds) for name, seconds in phases.items()} | speed
 

@@ -11,7 +11,7 @@ from typing import Any
 from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
-from ragen.config.extensions import load, short_name
+from ragen.config.extensions import JUDGE, load, short_name
 from ragen.config.reading import changed, dump, with_preset
 from ragen.config.sources import refuse_changed
 from ragen.core.errors import RagenError
@@ -27,6 +27,7 @@ from ragen.engines.memory import refuse_too_large
 from ragen.evaluation.targets import is_measured
 from ragen.models.prompting import advice
 from ragen.rollout.episode import require_room
+from ragen.rollout.judge import open_judge, server_of
 from ragen.rollout.setup import Setup, at_stage, make_setup
 from ragen.storage.checkpoint import (
     SETTINGS_HASH,
@@ -106,7 +107,8 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
                 if engine.chat.warning is not None:
                     watcher.note(engine.chat.warning)
                 run = Run(folder, config, config, engine, stages, recorder, state, watcher)
-                await run_to_the_end(run)
+                async with open_judge(config, folder) as run.judge:
+                    await run_to_the_end(run)
         return result_of(folder, run.config, run.state)
 
     return run_async(start())
@@ -198,7 +200,8 @@ def resume(
                     recorder.event(state.step, "damaged checkpoint", text, data)
                     watcher.alarm(state.step, text)
                 run = Run(folder, original, config, engine, stages, recorder, state, watcher, guard)
-                await run_to_the_end(run)
+                async with open_judge(config, folder) as run.judge:
+                    await run_to_the_end(run)
         return result_of(folder, run.config, run.state)
 
     return run_async(restart())
@@ -255,10 +258,12 @@ def examine(folder: Path) -> dict[str, float]:
     engine = local_engine(config, find_first(config, checkpoint, saved["engine"]))
 
     async def measure() -> Metrics:
-        async with opened(engine, config) as stages:
+        async with opened(engine, config) as stages, open_judge(config, None) as judge:
             await engine.load(checkpoint, saved["engine"])
             setup, seed = stages[state.stage - 1], config.seed
-            groups = await collect_groups(engine, setup, config.rollout, seed, state.step)
+            groups = await collect_groups(
+                engine, setup, config.rollout, seed, state.step, judge=judge
+            )
             metrics: Metrics = {}
             if config.prompt.think:
                 metrics, _ = await measure_thoughts(engine, groups, seed, state.step)
@@ -271,6 +276,8 @@ def examine(folder: Path) -> dict[str, float]:
 async def opened(engine: Engine, config: Config) -> AsyncIterator[Sequence[Setup]]:
     """The set-up of each stage; at the end it closes them and the engine, which may hold a GPU."""
     try:
+        if JUDGE in config.reward.terms:
+            server_of(config.judge)  # a wrong address is refused before the run's folder is made
         with ExitStack() as stack:
             yield [
                 stack.enter_context(closing(make_setup(at_stage(config, stage), engine.chat)))

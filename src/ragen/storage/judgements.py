@@ -1,0 +1,80 @@
+"""Storage of a judge's answers, in `judgements.sqlite`: the same question is asked once in a run.
+
+Each answer is written when it arrives, beside the run's own database, which has the rows of
+finished steps. So a run that was killed in the middle of a step gets the same answers again.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from ragen.storage.database import cannot_write, close_database, fill, open_database
+from ragen.storage.schema import SCHEMA_VERSION
+
+FILE = "judgements.sqlite"
+"""The database of answers in a run's folder."""
+
+_SCHEMA = f"""
+CREATE TABLE judgements (
+    question TEXT PRIMARY KEY, step INTEGER NOT NULL, text TEXT NOT NULL,
+    prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL
+);
+PRAGMA user_version = {SCHEMA_VERSION};
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A judge's answer: the step that first asked, its text, and the tokens that it took.
+
+    Example:
+        >>> Judgement(3, '{"scores": []}', 900, 40).step
+        3
+    """
+
+    step: int
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Judgements:
+    """The answers by question, in a run's folder; without a folder, in memory.
+
+    Every method raises a `RagenError` if the database cannot be read or written.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        if folder is None:
+            self._connection = sqlite3.connect(":memory:", isolation_level=None)
+            fill(self._connection, _SCHEMA)
+        else:
+            self._connection = open_database(folder, make=True, file=FILE, schema=_SCHEMA)
+
+    def find(self, question: str) -> Judgement | None:
+        """The answer to a question, if it is known."""
+        rows = self._execute(
+            "SELECT step, text, prompt_tokens, completion_tokens FROM judgements"
+            " WHERE question = ?",
+            question,
+        )
+        return Judgement(*rows[0]) if rows else None
+
+    def add(self, question: str, judgement: Judgement) -> None:
+        """Keep an answer."""
+        self._execute(
+            "INSERT OR REPLACE INTO judgements VALUES (?,?,?,?,?)", question, *astuple(judgement)
+        )
+
+    def _execute(self, query: str, *values: object) -> list[tuple[int, str, int, int]]:
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise cannot_write(self._folder or Path(), error, FILE) from None
+
+    def close(self) -> None:
+        """Leave one plain file."""
+        close_database(self._connection)

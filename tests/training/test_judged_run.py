@@ -1,0 +1,161 @@
+"""Whole runs whose reward comes from a judge alone, in an environment that gives none."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragen.cli.main import main
+from ragen.config.reading import resolve
+from ragen.core.errors import RagenError
+from ragen.core.tables import markdown
+from ragen.evaluation.order_bias import measure_order_bias, order_bias
+from ragen.reports.facts import read_facts
+from ragen.reports.report import page
+from ragen.rollout.judge import KEY_ENV
+from ragen.storage.judgements import FILE, Judgements
+from ragen.storage.reader import read_metrics
+from ragen.training.trainer import examine, resume, train
+from tests.bandit_model import settings
+from tests.faulty import FaultyServer, chat_reply
+from tests.scripted_judge import Shown, scripted_judge
+from tests.training.test_trainer import assert_same_results, recorded_results, train_and_kill
+
+CODE = """
+from typing import Any
+
+from ragen.envs.bandit import Bandit
+
+
+class Taste(Bandit):
+    \"""Name an arm; nothing is paid, and no answer is right.\"""
+
+    name = "taste"
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, 0.0, terminated, truncated, info | {"success": False}
+
+
+async def echo(episode):
+    return 0.5 * ("Phoenix" in episode.turns[-1].completion.text)
+"""
+
+
+@pytest.fixture
+def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delenv(KEY_ENV, raising=False)
+    (tmp_path / "taste.py").write_text(CODE)
+    return f"{tmp_path / 'taste.py'}:Taste"
+
+
+@pytest.fixture
+def judge() -> Iterator[FaultyServer]:
+    def prefers_dragon(turns: Shown, place: int) -> float:
+        return float("Dragon" in turns[0]["agent"])
+
+    with scripted_judge(prefers_dragon) as server:
+        yield server
+
+
+def judged(env: str, server: FaultyServer, **more: Any) -> Any:
+    values = {"env__name": env, "reward__terms__judge": 1.0, "judge__url": server.url}
+    values |= {"judge__model": "scripted", "judge__rubric": "Dragon is best."}
+    return resolve("bandit", settings(**values | more))
+
+
+def test_training_learns_from_a_judge_alone(tmp_path: Path, env: str, judge: FaultyServer) -> None:
+    run = train(
+        judged(env, judge, steps=8, update__lr=3e-3, eval__episodes=0), tmp_path / "run"
+    ).run
+    metrics = read_metrics(run)
+    scores = list(metrics["reward_terms/judge"].values())
+    assert metrics["reward/mean"] == metrics["reward_terms/judge"]
+    assert sum(scores[-2:]) / 2 > sum(scores[:2]) / 2 + 0.2
+    assert any(metrics["reward/std_in_group"].values()) and any(metrics["gradient/policy_norm"])
+    assert sum(metrics["judge/calls"].values()) == len(judge.requests)
+    assert sum(metrics["judge/prompt_tokens"].values()) == 100 * len(judge.requests)
+    assert all(each > 0 for each in metrics["time/judge_s"].values())
+    text = markdown(page(read_facts(run)))
+    assert "## Judge" in text and f"| questions | {len(judge.requests)} |" in text
+
+
+def test_a_resumed_run_repeats_the_judges_numbers_and_asks_nothing_twice(
+    tmp_path: Path, env: str, judge: FaultyServer
+) -> None:
+    config = judged(env, judge, reward__terms={"judge": 1.0, f"{tmp_path}/taste.py:echo": 0.1})
+    train(config, tmp_path / "uninterrupted")
+    expected, asked = recorded_results(tmp_path / "uninterrupted"), len(judge.requests)
+    train_and_kill(config, tmp_path / "run", (Judgements, "add"), 1)
+    with closing(sqlite3.connect(tmp_path / "run" / FILE)) as connection:
+        ((kept,),) = connection.execute("SELECT count(*) FROM judgements")
+    before = len(judge.requests)
+    resume(tmp_path / "run")
+    assert_same_results(tmp_path / "run", expected)
+    assert 0 < kept < asked and len(judge.requests) - before == asked - kept
+
+
+def test_examine_asks_the_judge_and_writes_nothing(
+    tmp_path: Path, env: str, judge: FaultyServer
+) -> None:
+    run = train(judged(env, judge, steps=1, eval__episodes=0), tmp_path / "run").run
+    before = (run / FILE).read_bytes()
+    assert any(name.startswith("gradient_by_std/") for name in examine(run))
+    assert (run / FILE).read_bytes() == before
+
+
+def test_a_judge_that_cannot_be_read_ends_the_run_in_one_line(tmp_path: Path, env: str) -> None:
+    with (
+        FaultyServer(lambda *_: chat_reply("All are good.")) as server,
+        pytest.raises(RagenError, match="in every episode: the judge scripted gave no score"),
+    ):
+        train(judged(env, server), tmp_path / "run")
+
+
+def test_a_judge_that_is_not_there_is_one_line(tmp_path: Path, env: str) -> None:
+    with scripted_judge(lambda turns, place: 1.0) as server:
+        config = judged(env, server, eval__episodes=0)
+    with pytest.raises(RagenError, match="answered no request: ConnectError"):
+        train(config, tmp_path / "run")
+
+
+def test_the_settings_of_a_judge_belong_together() -> None:
+    with pytest.raises(RagenError, match=r"set judge\.url, judge\.model and judge\.rubric"):
+        resolve("bandit", {"reward.terms.judge": 1.0})
+    given = {"reward.terms.judge": 1.0, "judge.url": "http://x/v1", "judge.model": "m"}
+    given |= {"judge.rubric": "Be right.", "rollout.group_size": 1}
+    with pytest.raises(RagenError, match=r"set rollout\.group_size to 2 or more"):
+        resolve("bandit", given | {"algorithm": "starpo/ppo"})
+    assert resolve("bandit", given | {"algorithm": "starpo/ppo", "judge.mode": "absolute"})
+
+
+def test_the_order_that_a_judge_prefers_is_measured(
+    tmp_path: Path, env: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This judge gives the first place .75 and the second .5, whatever stands there."""
+    with scripted_judge(lambda turns, place: 0.75 - place / 4) as server:
+        config = judged(env, server, steps=3, eval__episodes=0)
+        run = train(config, tmp_path / "run").run
+        asked = len(server.requests)
+        bias = measure_order_bias(run)
+        assert len(server.requests) - asked == bias.groups, "the order of the run is known"
+        assert main(["check", "judge", str(run), "--groups", "2"]) == 0
+    assert (bias.changed.value, bias.earlier.value, bias.failed) == (1.0, 0.25, 0)
+    assert 2 <= bias.pairs == bias.groups <= asked
+    output = capsys.readouterr().out
+    assert "2 groups with 2 pairs" in output and "0.250" in output
+    with pytest.raises(RagenError, match="has no judge that compares groups"):
+        train(judged(env, server, judge__mode="absolute", steps=0), tmp_path / "other")
+        measure_order_bias(tmp_path / "other")
+
+
+def test_a_ranking_that_keeps_its_order_has_no_bias() -> None:
+    forth = {"a": 0.5, "b": 0.25, "c": 0.25}
+    assert order_bias([(forth, forth)]).changed.value == 0
+    tie = forth | {"b": 0.5}  # of three pairs, one is a tie no more, and one a new tie
+    assert order_bias([(forth, tie)]).changed.value == pytest.approx(1 / 3)
