@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,6 +15,8 @@ from ragen.cli.main import main
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.tables import markdown
+from ragen.envs.checker import check
+from ragen.envs.registry import make
 from ragen.evaluation.order_bias import measure_order_bias, order_bias
 from ragen.reports.facts import read_facts
 from ragen.reports.report import page
@@ -26,18 +29,15 @@ from tests.faulty import FaultyServer, chat_reply
 from tests.scripted_judge import Shown, scripted_judge
 from tests.training.test_trainer import assert_same_results, recorded_results, train_and_kill
 
+PAGE = (Path(__file__).parents[2] / "docs" / "judge.md").read_text("utf-8")
 CODE = """
-from typing import Any
-
 from ragen.envs.bandit import Bandit
 
 
 class Taste(Bandit):
-    \"""Name an arm; nothing is paid, and no answer is right.\"""
-
     name = "taste"
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         observation, _, terminated, truncated, info = super().step(action)
         return observation, 0.0, terminated, truncated, info | {"success": False}
 
@@ -47,11 +47,18 @@ async def echo(episode):
 """
 
 
+def block(language: str) -> str:
+    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    return str(found)
+
+
 @pytest.fixture
 def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An environment that never pays; the model of these tests answers with Dragon or Phoenix."""
     monkeypatch.delenv(KEY_ENV, raising=False)
-    (tmp_path / "taste.py").write_text(CODE)
-    return f"{tmp_path / 'taste.py'}:Taste"
+    monkeypatch.chdir(tmp_path)
+    Path("taste.py").write_text(CODE, "utf-8")
+    return "taste.py:Taste"
 
 
 @pytest.fixture
@@ -65,8 +72,26 @@ def judge() -> Iterator[FaultyServer]:
 
 def judged(env: str, server: FaultyServer, **more: Any) -> Any:
     values = {"env__name": env, "reward__terms__judge": 1.0, "judge__url": server.url}
-    values |= {"judge__model": "scripted", "judge__rubric": "Dragon is best."}
+    values |= {
+        "judge__model": "scripted",
+        "judge__rubric": "Dragon is best.",
+    }
     return resolve("bandit", settings(**values | more))
+
+
+def test_the_example_of_the_page_trains(env: str) -> None:
+    Path("support.py").write_text(block("python"), "utf-8")
+    Path("support.toml").write_text(block("toml"), "utf-8")
+    check(make("support.py:Support"))
+    config = resolve("support.toml")
+    assert config.reward.terms == {"judge": 1.0} and "nothing that a shop" in config.judge.rubric
+    assert len(block("toml").splitlines()) <= 25
+    with scripted_judge(lambda turns, place: len(turns[0]["agent"]) / 1000) as server:
+        local = settings(steps=1, judge__url=server.url, model__max_length=512, eval__episodes=0)
+        run = train(resolve("support.toml", local), Path("run")).run
+    metrics = read_metrics(run)
+    assert metrics["reward/mean"][1] == metrics["reward_terms/judge"][1] > 0
+    assert metrics["episodes/failed"][1] == 0 and metrics["gradient/policy_norm"][1] > 0
 
 
 def test_training_learns_from_a_judge_alone(tmp_path: Path, env: str, judge: FaultyServer) -> None:
@@ -88,7 +113,7 @@ def test_training_learns_from_a_judge_alone(tmp_path: Path, env: str, judge: Fau
 def test_a_resumed_run_repeats_the_judges_numbers_and_asks_nothing_twice(
     tmp_path: Path, env: str, judge: FaultyServer
 ) -> None:
-    config = judged(env, judge, reward__terms={"judge": 1.0, f"{tmp_path}/taste.py:echo": 0.1})
+    config = judged(env, judge, reward__terms={"judge": 1.0, "taste.py:echo": 0.1})
     train(config, tmp_path / "uninterrupted")
     expected, asked = recorded_results(tmp_path / "uninterrupted"), len(judge.requests)
     train_and_kill(config, tmp_path / "run", (Judgements, "add"), 1)
@@ -137,7 +162,7 @@ def test_the_settings_of_a_judge_belong_together() -> None:
 def test_the_order_that_a_judge_prefers_is_measured(
     tmp_path: Path, env: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This judge gives the first place .75 and the second .5, whatever stands there."""
+    """This judge gives a place .25 more than the next one, whatever stands there."""
     with scripted_judge(lambda turns, place: 0.75 - place / 4) as server:
         config = judged(env, server, steps=3, eval__episodes=0)
         run = train(config, tmp_path / "run").run
@@ -145,10 +170,10 @@ def test_the_order_that_a_judge_prefers_is_measured(
         bias = measure_order_bias(run)
         assert len(server.requests) - asked == bias.groups, "the order of the run is known"
         assert main(["check", "judge", str(run), "--groups", "2"]) == 0
-    assert (bias.changed.value, bias.earlier.value, bias.failed) == (1.0, 0.25, 0)
-    assert 2 <= bias.pairs == bias.groups <= asked
+    assert (bias.changed.value, bias.failed) == (1.0, 0)
+    assert bias.earlier.value >= 0.25 and asked >= bias.groups >= 2
     output = capsys.readouterr().out
-    assert "2 groups with 2 pairs" in output and "0.250" in output
+    assert "2 groups with" in output and "1.000  [1.000, 1.000]" in output
     with pytest.raises(RagenError, match="has no judge that compares groups"):
         train(judged(env, server, judge__mode="absolute", steps=0), tmp_path / "other")
         measure_order_bias(tmp_path / "other")
