@@ -56,6 +56,8 @@ ONLY_IN = {
     "reasoning_gym": {"envs.adapters.reasoning_gym"},
     "textarena": {"envs.adapters.textarena"},
     "websockets": {"envs.adapters.openenv"},
+    "verifiers": {"envs.adapters.verifiers"},
+    "datasets": {"envs.adapters.verifiers"},
 }
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)

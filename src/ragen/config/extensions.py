@@ -110,6 +110,7 @@ LIBRARIES: Mapping[str, Library] = MappingProxyType(
         ),
         "textarena": Library("ragen.envs.adapters.textarena:TextArenaEnv", "textarena", "GAME"),
         "openenv": Library("ragen.envs.adapters.openenv:OpenEnvEnv", "websockets", "URL"),
+        "verifiers": Library("ragen.envs.adapters.verifiers:VerifiersEnv", "verifiers", "ID"),
     }
 )
 """The libraries, by the word before the colon."""

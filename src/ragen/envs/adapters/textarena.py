@@ -7,10 +7,8 @@ for them, which are in place while its game runs.
 from __future__ import annotations
 
 import hashlib
-import random
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ import numpy as np
 from ragen.core.errors import RagenError, nearest
 from ragen.core.plugins import load_object
 from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
+from ragen.envs.adapters.randomness import GlobalRandomness
 from ragen.envs.contract import generators, pick
 
 MOST_TURNS = 30
@@ -46,7 +45,8 @@ class TextArenaEnv(Adapted):
     actions_per_turn = 1
 
     def __init__(self, opponent: str = "random", **params: Any) -> None:
-        with self._randomness(0):
+        self._randomness = GlobalRandomness(0)
+        with self._randomness.placed():
             self._game, self._brackets = _game(self.name, self.target, params)
             self._seats = _seats(self.name, self._game)
         self._rival = _rival(opponent) if opponent != "random" else None
@@ -78,15 +78,16 @@ class TextArenaEnv(Adapted):
         level, noise = generators(level_seed, {"noise_seed": noise_seed})
         self._told: list[list[str]] = [[] for _ in range(self._seats)]
         self._board, self._rules, self._generator = "", "", level
-        with self._randomness(level_seed):
+        self._randomness.seed(level_seed)
+        with self._randomness.placed():
             self._game.reset(num_players=self._seats, seed=level_seed)
             shown = self._let_rival_move(self._listen())
-        self._random_states = _seeded(noise_seed)
+        self._randomness.seed(noise_seed)
         self._generator = noise
         return shown
 
     def play(self, action: str) -> Played:
-        with self._randomness():
+        with self._randomness.placed():
             done, _ = self._game.step(self._written(action))
             shown = self._listen()
             if not done:
@@ -158,28 +159,6 @@ class TextArenaEnv(Adapted):
     def _written(self, action: str) -> str:
         bare = self._brackets and not {"[", "]"} & set(action)
         return f"[{action}]" if bare else action
-
-    @contextmanager
-    def _randomness(self, seed: int | None = None) -> Iterator[None]:
-        """Put the game's own states of the global generators in place, first seeded if asked."""
-        outside = random.getstate(), np.random.get_state()  # noqa: NPY002 - the games use it
-        inside = self._random_states if seed is None else _seeded(seed)
-        _place(inside)
-        try:
-            yield
-        finally:
-            self._random_states = random.getstate(), np.random.get_state()  # noqa: NPY002
-            _place(outside)
-
-
-def _place(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002
-
-
-def _seeded(seed: int) -> tuple[Any, Any]:
-    """States of both generators: TextArena seeds Python's with the number itself."""
-    return random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
 
 
 def _game(name: str, target: str, params: dict[str, Any]) -> tuple[Any, bool]:

@@ -1,0 +1,346 @@
+"""Environments of the verifiers package: a dataset, the messages of every turn, and a rubric.
+
+The adapter plays the library's own rollout, with RAGEN's policy in the place of its client. The
+environment makes the messages and decides when the episode ends; then its rubric scores it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import signal
+import sys
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from ragen.core.errors import RagenError
+from ragen.core.plugins import load_object
+from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
+from ragen.core.user_code import boundary
+from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
+from ragen.envs.adapters.randomness import GlobalRandomness
+
+MOST_TURNS = 20
+"""Turns of an episode where the environment sets no limit."""
+HELD_OUT = 4
+"""One example of this many is for evaluation, where an environment has only one dataset."""
+RULES = "Answer the message. Your answer is scored as it stands."
+"""The rules of an example without a system message."""
+OF_ANSWERS = (
+    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
+    SyntaxError,
+)
+"""What a reward function raises on an answer that it cannot read. The library counts it as 0."""
+
+
+class VerifiersEnv(Adapted):
+    """An environment of verifiers, of one turn or several (`SingleTurnEnv`, `MultiTurnEnv`).
+
+    Observation: the example's messages, then those that the environment answers with; system
+    messages are the rules. Actions: free text. Reward: the rubric's, at the end; 0 before. Ends
+    when: the environment's stop conditions say so. Success is a reward of `success_at` or more.
+    Global random generators follow from the level seed in the setup, and then from the noise seed.
+    There is no random play, and environments with tools are refused.
+
+    Levels below 10,000 take examples of the evaluation dataset, all others those of the training
+    dataset. Of an only dataset, the first of every four examples is for evaluation.
+
+    The rubric sees the conversation with the agent's answers: what stands in RAGEN's answer tags,
+    in the form that the environment's parser reads. A `ThinkParser` gets an empty thought before
+    the answer, and an `XMLParser` the answer in the tags of its answer field and its other fields
+    empty, unless the answer has tags of the parser itself. No rubric sees the agent's thoughts.
+
+    A reward function that raises one of `OF_ANSWERS` gives 0, as in the library. If it raises
+    anything else, such as a judge that cannot be reached, the episode fails.
+
+    Parameters: `success_at`; any other keyword goes to ``load_environment``.
+    """
+
+    actions_per_turn = 1
+
+    def __init__(self, success_at: float = 1.0, **params: Any) -> None:
+        self._success_at = success_at
+        self._loaded = _loaded(self.target, self.versions, json.dumps(params, sort_keys=True))
+        self.goal = f"Answer ({self.target})"
+        self._rules = RULES
+        self._state: Any = None  # of the library, while an episode is open
+        self._messages: list[Any] = []  # the conversation
+        self._randomness = GlobalRandomness(0)
+        limit = self._loaded.environment.max_turns
+        self.max_turns = self.max_actions = limit if limit > 0 else MOST_TURNS
+
+    @classmethod
+    def find(cls, target: str) -> tuple[str, ...]:
+        try:
+            import verifiers
+        except ModuleNotFoundError:
+            raise missing(f"verifiers:{target}", "verifiers", "verifiers") from None
+        if not hasattr(verifiers, "MultiTurnEnv"):
+            raise RagenError(
+                f"verifiers:{target}: {version_of('verifiers')} has no load_environment any more: "
+                "pip install 'ragen-rl[verifiers]'"
+            )
+        return version_of("verifiers"), load_object(_entry(target), kind="environment").source
+
+    def begin(self, level_seed: int, noise_seed: int) -> str:
+        self._leave()
+        rows, first = self._loaded.training, TRAIN_LEVELS
+        if level_seed < TRAIN_LEVELS:
+            rows, first = self._loaded.evaluation, EVAL_LEVELS
+        self._randomness.seed(level_seed)
+        self._run(self._set_up(rows[(level_seed - first) % len(rows)]))
+        self._randomness.seed(noise_seed)
+        rules = [_text(each) for each in self._messages if each["role"] == "system"]
+        self._rules = "\n\n".join(rules) or RULES
+        return _shown([each for each in self._messages if each["role"] != "system"])
+
+    def play(self, action: str) -> Played:
+        before = len(self._messages) + 1
+        if not self._run(self._take_turn(_written(self._loaded.environment.parser, action))):
+            return Played(_shown(self._messages[before:]), 0.0, False, False, False)
+        reward = float(self._run(self._score()))
+        said = self._messages[before:]
+        shown = _shown(said) if said else f"Your answer has the reward {reward:g}."
+        return Played(shown, reward, True, False, reward >= self._success_at)
+
+    def state_key(self) -> str:
+        told = json.dumps([(each["role"], _text(each)) for each in self._messages])
+        return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+    def close(self) -> None:
+        self._leave()
+        self._loaded.loop.end_threads()
+
+    async def _set_up(self, row: Mapping[str, Any]) -> None:
+        """Begin an episode with an example."""
+        environment = self._loaded.environment
+        self._state = await environment.init_state(dict(row), self._loaded.no_client, "")
+        self._state = await environment.setup_state(self._state) or self._state
+        if self._state["tool_defs"]:
+            raise RuntimeError(f"{self.name}: the example has tools, which RAGEN does not offer")
+        if await self._ends():
+            raise RuntimeError(f"{self.name}: the episode ended before its first turn")
+
+    async def _take_turn(self, answer: str) -> bool:
+        """Add the agent's message and let the environment answer; returns whether it has ended."""
+        from verifiers.types import Response, ResponseMessage
+
+        message = ResponseMessage(content=answer, finish_reason="stop", is_truncated=False)
+        response = Response(id="", created=0, model="", message=message)
+        environment, state = self._loaded.environment, self._state
+        await environment.add_model_response(state, self._messages, response)
+        self._messages = [*self._messages, *state["trajectory"][-1]["completion"]]
+        return await self._ends()
+
+    async def _ends(self) -> bool:
+        """Whether the episode has ended; if not, the messages are those of the next turn."""
+        from verifiers.utils.message_utils import maybe_normalize_messages
+
+        environment, state = self._loaded.environment, self._state
+        while not await environment.is_completed(state):
+            messages = await environment.get_prompt_messages(state)
+            messages = maybe_normalize_messages(messages, field_name="prompt_messages")
+            if state.get("final_env_response") is None:
+                self._messages = messages
+                return False
+        if last := state.get("final_env_response"):
+            said = maybe_normalize_messages(last, field_name="final_env_response")
+            self._messages = [*self._messages, *said]
+        return True
+
+    async def _score(self) -> float:
+        """Close the episode and return what the rubric gives for it."""
+        state, rubric = self._state, self._loaded.environment.rubric
+        self._state = None
+        await self._loaded.environment.cleanup(state)  # which first puts its completion together
+        with _failures() as raised:
+            await rubric.score_rollout(state)
+        await rubric.cleanup(state)
+        for error in raised:
+            if not isinstance(error, OF_ANSWERS):
+                raise RuntimeError(f"a reward function raised {error!r}") from error
+        reward: float = state["reward"]
+        return reward
+
+    def _leave(self) -> None:
+        """Let the environment clean up after an episode that did not end."""
+        state, self._state = self._state, None
+        if state is not None:
+            self._run(self._loaded.environment.cleanup(state))
+            self._run(self._loaded.environment.rubric.cleanup(state))
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """The result of a coroutine of the environment, which draws from its own generators."""
+        with boundary("verifiers"), self._randomness.placed():  # it hides a loop that is running
+            return self._loaded.loop.run(coroutine)
+
+
+class _Loop:
+    """The event loop of an environment, which is kept: clients of judges belong to one loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._renew_threads()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """The result of a coroutine."""
+        task = self._loop.create_task(coroutine)
+        try:
+            return self._loop.run_until_complete(task)
+        except BaseException:  # a time limit, too: a later call must not go on with it
+            task.cancel()
+            raise
+
+    def end_threads(self) -> None:
+        """End the threads of `asyncio.to_thread`."""
+        self._threads.shutdown()
+        self._renew_threads()
+
+    def _renew_threads(self) -> None:
+        self._threads = ThreadPoolExecutor()  # which starts them when they are needed
+        self._loop.set_default_executor(self._threads)
+
+
+class _Loaded(NamedTuple):
+    """What `load_environment` made, for all instances of an environment: datasets can be large."""
+
+    environment: Any
+    loop: _Loop
+    no_client: Any
+    evaluation: Sequence[Mapping[str, Any]]
+    training: Sequence[Mapping[str, Any]]
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _Loaded:
+        return self
+
+
+@lru_cache(maxsize=16)
+def _loaded(target: str, versions: tuple[str, ...], params: str) -> _Loaded:
+    """Load an environment, once for its code and its parameters.
+
+    Raises:
+        RagenError: RAGEN cannot play it, or it has no examples.
+    """
+    import datasets
+    import verifiers
+
+    datasets.disable_progress_bars()
+    logging.getLogger("verifiers").setLevel(logging.ERROR)
+    name = f"verifiers:{target}"
+    with _signals_as_they_are():
+        environment: Any = load_object(_entry(target), kind="environment").object(
+            **json.loads(params)
+        )
+    if isinstance(environment, verifiers.ToolEnv) or getattr(environment, "tool_defs", None):
+        raise RagenError(f"{name} has tools; RAGEN plays environments of verifiers without tools")
+    if not isinstance(environment, verifiers.MultiTurnEnv):
+        kind = type(environment).__name__
+        raise RagenError(f"{name} is a {kind}; RAGEN plays SingleTurnEnv and MultiTurnEnv")
+    if environment.rubric.has_group_rewards:
+        raise RagenError(f"{name} scores episodes by comparing them, which RAGEN does not do")
+    environment.env_id = environment.env_id or target
+    evaluation, training = environment.build_eval_dataset(), environment.build_dataset()
+    if not (evaluation and training):
+        rows = list(training or evaluation or ())
+        evaluation = rows[::HELD_OUT]
+        training = [row for index, row in enumerate(rows) if index % HELD_OUT] or rows
+    if not evaluation:
+        raise RagenError(f"{name} has no examples")
+    return _Loaded(environment, _Loop(), _no_client(), evaluation, training)
+
+
+def _no_client() -> Any:
+    """The client of an environment that gets its replies from RAGEN."""
+    from verifiers.clients import Client
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("this environment asks a model itself, which RAGEN does not offer")
+
+    methods = dict.fromkeys([*Client.__abstractmethods__, "get_response"], refuse)
+    return type("NoClient", (Client,), {**methods, "__init__": lambda _: None})()
+
+
+def _entry(target: str) -> str:
+    """The function that makes an environment, by the name of its package or the path of its file.
+
+    Example:
+        >>> _entry("primeintellect/math-python"), _entry("path/to/file.py")
+        ('math_python:load_environment', 'path/to/file.py:load_environment')
+    """
+    if target.endswith(".py"):
+        return f"{target}:load_environment"
+    return f"{target.rpartition('/')[2].replace('-', '_')}:load_environment"
+
+
+@contextmanager
+def _signals_as_they_are() -> Iterator[None]:
+    """Let the library install no handlers, which it does for each environment.
+
+    It could not outside the main thread, where `ragen.train` runs in a notebook.
+    """
+    install, signal.signal = signal.signal, lambda *_: None
+    try:
+        yield
+    finally:
+        signal.signal = install
+
+
+@contextmanager
+def _failures() -> Iterator[list[BaseException]]:
+    """What reward functions raise in the body, which the library would only write to its log."""
+    raised: list[BaseException] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            error = sys.exc_info()[1]
+            if error is not None and record.msg.startswith("Error calling reward function"):
+                raised.append(error)
+
+    logger = logging.getLogger("verifiers")
+    handlers, logger.handlers = logger.handlers, [Listener()]
+    try:
+        yield raised
+    finally:
+        logger.handlers = handlers
+
+
+def _written(parser: Any, answer: str) -> str:
+    """The agent's message: its answer, in the form that the environment's parser reads."""
+    import verifiers
+
+    if isinstance(parser, verifiers.ThinkParser):
+        return f"<think>\n</think>\n{answer}"
+    if not isinstance(parser, verifiers.XMLParser):
+        return answer
+    fields = parser.get_fields()
+    if any(f"<{field}>" in answer for field in fields):
+        return answer
+    own = parser.answer_field if parser.answer_field in fields else fields[-1]
+    return str(parser.format(**{**dict.fromkeys(fields, ""), own: answer}))
+
+
+def _shown(messages: Sequence[Any]) -> str:
+    """Messages as one text: a single one as it is, several with their roles."""
+    if len(messages) == 1:
+        return _text(messages[0])
+    return "\n\n".join(f"{each['role']}: {_text(each)}" for each in messages)
+
+
+def _text(message: Any) -> str:
+    """What a message says.
+
+    Raises:
+        RuntimeError: It shows a picture or plays a sound.
+    """
+    content = message["content"] or ""
+    if isinstance(content, str):
+        return content
+    texts = [part["text"] for part in content if part["type"] == "text"]
+    if len(texts) < len(content):
+        raise RuntimeError("the environment shows more than text")
+    return "\n".join(texts)

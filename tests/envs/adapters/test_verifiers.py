@@ -1,0 +1,249 @@
+"""Environments of verifiers through RAGEN: their examples, their messages and their rubrics."""
+
+import asyncio
+import re
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ragen.config.extensions import ENV, load
+from ragen.core.errors import RagenError
+from ragen.core.types import Completion
+from ragen.core.user_code import UserCodeError
+from ragen.envs.adapters.adapted import version_of
+from ragen.envs.checker import check
+from ragen.envs.registry import make
+from ragen.rollout.groups import run_groups
+from ragen.rollout.setup import Setup
+
+vf = pytest.importorskip("verifiers", reason="needs the extra verifiers")
+NAME = f"verifiers:{Path(__file__).parents[2] / 'verifiers_envs.py'}"
+
+
+def said(env):
+    """The texts of the conversation as the rubric sees them."""
+    return [message["content"] for message in env._messages]
+
+
+def questions(env, levels):
+    return [env.reset(seed=level)[0] for level in levels]
+
+
+def test_one_turn_is_scored_by_the_rubric():
+    env = make(NAME, system_prompt="Add the numbers.")
+    assert env.reset(seed=10_000)[0] == "1 + 5" and env.rules == "Add the numbers."
+    assert (env.actions, env.max_turns, env.max_actions) == (None, 1, 1)
+    shown, *rest = env.step("6")
+    assert shown == "Your answer has the reward 1."
+    assert rest == [1.0, True, False, {"success": True, "effective": True}]
+    env.reset(seed=10_000)
+    assert env.step("7")[1:] == (0.0, True, False, {"success": False, "effective": True})
+
+
+def test_success_is_a_reward_that_may_be_set():
+    for success_at, success in ((1.0, False), (0.5, True)):
+        env = make(NAME, kind="half", success_at=success_at)
+        env.reset(seed=10_000)  # 1 + 5: one away costs half
+        assert env.step("7")[1:] == (0.5, True, False, {"success": success, "effective": True})
+
+
+def test_levels_are_examples_of_the_training_and_of_the_evaluation_dataset():
+    env = make(NAME, evaluated=3)
+    assert questions(env, (123, 124, 125, 126)) == ["0 + 50", "1 + 50", "2 + 50", "0 + 50"]
+    assert questions(env, (10_000, 10_001, 10_008, 2**31)) == ["0 + 5", "1 + 5", "0 + 5", "0 + 5"]
+
+
+def test_an_only_dataset_is_divided_and_one_example_serves_both():
+    env = make(NAME)  # of 0 … 7, the first of every four is for evaluation
+    assert questions(env, (123, 124, 125)) == ["0 + 5", "4 + 5", "0 + 5"]
+    assert questions(env, range(10_000, 10_006)) == [f"{i} + 5" for i in (1, 2, 3, 5, 6, 7)]
+    assert questions(make(NAME, size=1), (123, 10_000)) == ["0 + 5", "0 + 5"]
+
+
+def test_examples_of_the_prompt_are_shown_with_their_roles():
+    shots = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    env = make(NAME, few_shot=shots)
+    assert env.reset(seed=10_000)[0] == "user: 1 + 1\n\nassistant: 2\n\nuser: 1 + 5"
+    assert env.step("6")[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("parser", "answer", "seen"),
+    [
+        ("plain", "6", "6"),
+        ("think", "6", "<think>\n</think>\n6"),
+        ("xml", "6", "<think>\n\n</think>\n<number>\n6\n</number>"),
+        ("xml", "<number>6</number>", "<number>6</number>"),
+    ],
+)
+def test_the_rubric_sees_the_answer_in_the_form_of_its_parser(parser, answer, seen):
+    env = make(NAME, parser=parser)
+    env.reset(seed=10_000)
+    assert env.step(answer)[1] == 1.0
+    assert said(env)[-1] == seen
+
+
+def number_of(env, level):
+    """The hidden number of a level of `guess`."""
+    env.reset(seed=level)
+    return env._state["number"]
+
+
+def test_turns_are_those_of_the_environment_and_the_reward_comes_at_the_end():
+    env = make(NAME, kind="guess", max_turns=4)
+    assert (env.max_turns, make(NAME, kind="guess").max_turns) == (4, 20)
+    level = next(level for level in range(123, 200) if number_of(env, level) == 3)
+    env.reset(seed=level)
+    first, *rest = env.step("1")
+    assert first.endswith(", higher.") and rest[:3] == [0.0, False, False]
+    assert env.step("7")[0].endswith(", lower.")
+    assert env.step("3") == (
+        *("Yes!", pytest.approx(1 / 3), True, False),
+        {"success": False, "effective": True},
+    )
+    assert said(env)[1::2] == ["1", "7", "3"] and said(env)[-1] == "Yes!"
+
+
+def test_the_turns_of_the_environment_end_without_its_answer():
+    env = make(NAME, kind="guess", max_turns=2)
+    wrong = "1" if number_of(env, 123) != 1 else "2"
+    assert not env.step(wrong)[2]
+    assert env.step(wrong)[:4] == ("Your answer has the reward 0.", 0.0, True, False)
+
+
+def test_randomness_follows_from_the_seeds():
+    env = make(NAME, kind="guess")
+    numbers = [number_of(env, level) for level in range(123, 163)]
+    assert numbers == [number_of(env, level) for level in range(123, 163)]
+    assert set(numbers) == set(range(1, 8))
+    cheers = set()
+    for noise in range(9):
+        env.reset(seed=123, options={"noise_seed": noise})
+        cheers.add(env.step("7" if numbers[0] < 7 else "1")[0].partition(",")[0])
+    assert cheers == {"Well", "Hm", "No"}
+
+
+@pytest.mark.parametrize("kind", ["sums", "half"])
+def test_environments_keep_the_contract(kind):
+    check(make(NAME, kind=kind, evaluated=4))
+
+
+def test_an_environment_that_does_not_repeat_itself_fails_the_check():
+    with pytest.raises(RagenError):
+        check(make(NAME, kind="restless"))
+
+
+def test_snapshots_play_the_actions_again():
+    env = make(NAME, kind="guess")
+    wrong = "7" if number_of(env, 123) < 7 else "1"
+    env.step(wrong)
+    state, twin = env.get_state(), make(NAME, kind="guess")
+    twin.set_state(state)
+    assert twin.state_key() == env.state_key()
+    assert twin.step(wrong) == env.step(wrong)
+
+
+def test_an_episode_that_is_left_is_cleaned_up_and_its_threads_end():
+    env = make(NAME, kind="guess")
+    guess = type(env._loaded.environment)
+    wrong = "7" if number_of(env, 123) < 7 else "1"
+    before = guess.cleaned
+    env.step(wrong)  # which takes a thread
+    env.close()
+    assert guess.cleaned == before + 1
+    assert not [each for each in threading.enumerate() if each.name.startswith("asyncio")]
+    env.reset(seed=123)
+    env.step(wrong)
+    env.close()
+
+
+def test_an_answer_that_the_rubric_cannot_read_has_the_reward_0():
+    env = make(NAME, kind="half")
+    env.reset(seed=10_000)
+    assert env.step("six")[1:3] == (0.0, True)  # int("six") raises
+
+
+def test_a_judge_that_cannot_be_reached_fails_the_episode():
+    class Six:
+        async def complete(self, prompt):
+            return Completion(None, None, "<answer>6</answer>", "stop", 0)
+
+    setup = Setup(
+        NAME,
+        lambda: make(NAME, kind="judged"),
+        turns=1,
+        actions_per_turn=1,
+        actions=1,
+        style="paper",
+        think=False,
+        prefilled=False,
+    )
+    (group,) = asyncio.run(run_groups(Six(), setup, [10_000], 1, (0, "eval")))
+    assert "a reward function raised RuntimeError('Judge model API error" in group.episodes[0].error
+
+
+def test_a_failure_in_the_environment_is_raised():
+    env = make(NAME, kind="guess")
+    env.reset(seed=123)
+    with pytest.raises(UserCodeError, match="invalid literal for int"):
+        env.step("seven")
+
+
+def test_instances_work_in_other_threads_and_beside_a_running_loop():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(make(NAME, size=5).reset(seed=123)[0]))
+    thread.start()
+    thread.join()
+
+    async def reset():
+        return make(NAME, size=6).reset(seed=123)[0]
+
+    assert [*found, asyncio.run(reset())] == ["0 + 5", "0 + 5"]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"kind": "tools"}, "has tools"),
+        ({"kind": "comparing"}, "scores episodes by comparing them"),
+        ({"size": 0}, "has no examples"),
+        ({"parser": "no_such"}, "cannot be made: KeyError: 'no_such'"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_in_one_line(params, message):
+    with pytest.raises(RagenError, match=re.escape(message)) as error:
+        make(NAME, **params)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("no-such-env", "no_such_env cannot be loaded"),
+        ("json", "json has no environment named 'load_environment'"),
+    ],
+)
+def test_unknown_environments_are_refused_in_one_line(target, message):
+    with pytest.raises(RagenError, match=re.escape(message)) as error:
+        make(f"verifiers:{target}")
+    assert "\n" not in str(error.value)
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    with pytest.raises(RagenError, match=re.escape("pip install 'ragen-rl[verifiers]'")):
+        make("verifiers:no_such_env")
+
+
+def test_a_newer_package_is_refused(monkeypatch):
+    monkeypatch.delattr(vf, "__getattr__")
+    monkeypatch.delattr(vf, "MultiTurnEnv", raising=False)
+    with pytest.raises(RagenError, match="has no load_environment any more"):
+        make("verifiers:no_such_env")
+
+
+def test_package_and_code_identify_the_environment():
+    package, _, code = load(NAME, ENV).source.partition(", ")
+    assert package == version_of("verifiers") and code.startswith("blake2b:")
