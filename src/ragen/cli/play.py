@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 
 from rich.console import Console
@@ -30,6 +31,9 @@ def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> Non
         with closing(GuardedEnv(env_factory(env.name, **env.params), env.timeout_s)) as guarded:
             guarded.reset(EVAL_LEVELS + seed, derive(seed, "play"))
             console.print(Text(guarded.rules), soft_wrap=True)
+            for tool in guarded.tools:
+                call = '{"name": …, "arguments": {…}}'
+                console.print(Text(f"Tool, called as {call}: {json.dumps(tool['function'])}"))
             how, total = _play(console, guarded, env, player)
             _ending(console, guarded.observation, how, total)
     except UserCodeError as failure:
@@ -47,12 +51,15 @@ def _play(
         turn = budget.max_turns - turns_left + 1
         title = f"turn {turn} of {budget.max_turns}, {actions_left} actions left"
         console.rule(title, align="left")
-        console.print(Text(env.observation))
+        if not env.tools or turn == 1:
+            console.print(Text(env.observation))
         for action in player(env.env, turns_left, actions_left, budget.actions_per_turn):
             reward = env.step(action)
             total += reward
             actions_left -= 1
             console.print(Text(f"> {action}  ({reward:+g})", style="bold"))
+            if env.tools:  # each call has a result of its own
+                console.print(Text(env.observation))
             if env.terminated or env.truncated:
                 solved = env.terminated and env.info.get("success", False)
                 return "solved" if solved else "failed", total
@@ -65,7 +72,8 @@ def show_episode(console: Console, episode: Episode) -> None:
     """Print an episode: observations, thoughts, actions and rewards."""
     for number, turn in enumerate(episode.turns, 1):
         console.rule(f"turn {number}", align="left")
-        console.print(Text(turn.observation))
+        if number == 1 or episode.turns[number - 2].results is None:
+            console.print(Text(turn.observation))
         if turn.thought is not None:
             console.print(Text(turn.thought.strip(), style="italic dim"))
         actions = ", ".join(turn.actions_executed) or "no action"
@@ -73,6 +81,8 @@ def show_episode(console: Console, episode: Episode) -> None:
             console.print(Text(turn.completion.text, style="red"))
             actions += ", the reply was invalid"
         console.print(Text(f"> {actions}  ({turn.reward + turn.penalty:+g})", style="bold"))
+        for result in turn.results or ():
+            console.print(Text(result))
     error = (episode.error or "").strip().rpartition("\n")[2]
     _ending(console, error, episode.stop_reason.replace("_", " "), episode.total_reward)
 

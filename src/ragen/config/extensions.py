@@ -225,12 +225,15 @@ _DETECTORS = (
     "stalled",
 )
 DETECTOR = Kind("detector", "ragen.detectors", _DETECTORS, _takes("history"))
+_PARSERS = ("auto", "hermes", "llama3", "mistral")
+TOOL_PARSER = Kind("tool parser", "ragen.tool_parsers", _PARSERS, _takes("reply"))
 ENV = Kind("environment", "ragen.envs", ())
 """The registry knows RAGEN's own environments, and checks their names."""
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         "env.name": ENV,
+        "prompt.tool_parser": TOOL_PARSER,
         "advantage.name": ESTIMATOR,
         "loss.name": LOSS,
         "filter.score": SCORE,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from ragen.config.extensions import DETECTOR, ESTIMATOR, LOSS, SCORE, TERM
+from ragen.config.extensions import DETECTOR, ESTIMATOR, LOSS, SCORE, TERM, TOOL_PARSER
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 """The names that `RecordConfig.trackers` accepts; `trackers.TRACKERS` defines them."""
@@ -164,6 +164,9 @@ class PromptConfig(Section):
     """Number of turns in a prompt, including the current one: 1 shows it alone, 0 shows all."""
     history_thoughts: Literal["keep", "drop"] = "keep"
     """Whether prompts contain the thoughts of earlier turns; with drop, each turn is a sample."""
+    tool_parser: Annotated[str, TOOL_PARSER] = "auto"
+    """How calls of tools are read: auto (the chat template's form), hermes, llama3, mistral, or
+    path/to/file.py:name."""
 
 
 class ModelConfig(Section):

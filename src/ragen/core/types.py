@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Message = Mapping[str, str]
-"""One chat message: ``{"role": "user", "content": "…"}``."""
+"""One chat message: ``{"role": "user", "content": "…"}``. One in the role ``tool`` has the ``name``
+of the tool and the ``tool_call_id``, too."""
 
 FinishReason = Literal["stop", "length", "control"]
 """Why sampling ended: the end-of-turn token was drawn, `Prompt.max_tokens` was reached, or another
@@ -112,8 +113,9 @@ class Turn:
     thought (`ragen.rollout.reward_terms`). `snapshot` is the environment's state before the turn,
     from which a branch can start. `picture` is the environment's drawing by rows (`Env.picture`),
     if it has one. `problem` says what was wrong with the reply, and is ``None`` if it was valid.
-    `completion_s` are the seconds from the prompt to its completion, with the wait for a free slot
-    or server; ``None`` for players, which are no model.
+    `results` are what the calls of tools in the reply returned, one for each of `actions_asked`;
+    ``None`` where it calls none. `completion_s` are the seconds from the prompt to its completion,
+    with the wait for a free slot or server; ``None`` for players, which are no model.
 
     Example:
         >>> p = Prompt((), (1, 2), 0, 8, 1.0, 0)
@@ -138,6 +140,7 @@ class Turn:
     snapshot: Mapping[str, Any] | None = None
     picture: tuple[str, ...] | None = None
     problem: str | None = None
+    results: tuple[str, ...] | None = None
     completion_s: float | None = field(default=None, compare=False)
 
 

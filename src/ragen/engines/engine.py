@@ -31,6 +31,7 @@ from ragen.models.adapter_folder import fingerprint_of_base, hash_tensors, load_
 from ragen.models.loading import load_policy, save_model
 from ragen.models.precision import Masters
 from ragen.rollout.chat import Chat
+from ragen.rollout.setup import make_chat
 from ragen.storage.checkpoint import Damaged
 
 TOLERANCES = {"float32": 1e-2, "bfloat16": 0.5}
@@ -76,7 +77,7 @@ class Engine:
         self.model = prepare_model(config, path, self.model, critic)
         # Recorded also without a KL term, which may come later. LoRA identifies its base itself.
         self._first = None if config.lora.rank else hash_tensors(self.model.state_dict().items())
-        self.chat = Chat(self.tokenizer, config.prompt.think, config.prompt.history_thoughts)
+        self.chat = make_chat(config, self.tokenizer)
         self.version = 0
         sampler, temperature = config.rollout.sampler, config.rollout.temperature
         exact = config.one_arithmetic

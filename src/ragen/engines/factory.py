@@ -18,6 +18,7 @@ from ragen.models.adapter_folder import put_on
 from ragen.models.loading import load_policy, load_tokenizer, recompute_layers
 from ragen.models.names import POLICY_FILES, base_of, is_adapter
 from ragen.rollout.chat import Chat
+from ragen.rollout.setup import make_chat
 from ragen.storage.checkpoint import STATE, is_checkpoint, sound
 
 
@@ -68,7 +69,7 @@ def make_policy(config: Config, path: str) -> tuple[WeightedPolicy, Chat]:
         RagenError: As `Engine`.
     """
     model, tokenizer = load_model(config, path)
-    chat = Chat(tokenizer, config.prompt.think, config.prompt.history_thoughts)
+    chat = make_chat(config, tokenizer)
     name = "vllm" if config.rollout.sampler == "vllm" else "local"
     if name == "vllm" and lora.has_adapters(model):
         model = lora.merge(model)

@@ -17,7 +17,7 @@ from reprlib import repr as shortened
 from typing import Any
 
 from ragen.core.user_code import UserCodeError
-from ragen.envs.contract import Baselines, Reading, is_picture
+from ragen.envs.contract import Baselines, Reading, Schema, is_picture
 
 MAX_CHARS = 100_000
 """Length of a text that the key ``env.max_chars`` allows by default."""
@@ -60,6 +60,20 @@ def action_names(value: Any, call: str, max_chars: int) -> tuple[str, ...] | Non
         )
     text("".join(each for each in value if isinstance(each, str)), call, "actions", max_chars)
     return tuple(text(each, call, "an action", max_chars) for each in value)
+
+
+def tools(value: Any) -> tuple[Schema, ...]:
+    """The tools of an environment, as `Env.tools` describes them."""
+    if not isinstance(value, list | tuple):
+        raise _unfit("being made", value, "tools", "a tuple is expected")
+    found = tuple(json_copy(each, "being made", "a tool") for each in value)
+    for each in found:
+        match each:
+            case {"type": "function", "function": {"name": str(), "parameters": dict()}}:
+                continue
+        form = '{"type": "function", "function": {"name": …, "parameters": …}}'
+        raise _unfit("being made", each, "a tool", f"{form} is expected")
+    return found
 
 
 def reward(value: Any) -> float:

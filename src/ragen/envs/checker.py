@@ -16,6 +16,7 @@ from ragen.core.process import STARTED
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs import answers
 from ragen.envs.contract import Env, Reading, is_picture, pick
+from ragen.envs.tools import write_call
 
 Result = tuple[Any, ...]
 """What a step returned, with the state key and the picture after it."""
@@ -28,7 +29,8 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
 
     Random actions are played on some levels, played again, played in two copies in turn, and played
     from snapshots; the results are compared. An environment of free text (``actions`` is ``None``)
-    receives short words, which it must accept. The environment's state afterwards is undefined.
+    receives short words, which it must accept, and with tools random play and wrong calls, too. The
+    environment's state afterwards is undefined.
     `steps` is the greatest number of actions on each of `levels` levels.
 
     Raises:
@@ -55,6 +57,10 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
             for attribute in ("draws", "reads_thoughts"):
                 value = getattr(env, attribute, None)
                 _require(type(value) is bool, f"{attribute} must be a bool")
+            _require(
+                not answers.tools(env.tools) or env.actions is None,
+                "an environment with tools has actions = None",
+            )
             for level in range(levels):
                 _check_level(env, level, steps)
             _check_unknown_action(env)
@@ -137,7 +143,10 @@ def _ended(played: Played) -> bool:
 def _choose(env: Env, chooser: np.random.Generator) -> str:
     names = env.actions
     if names is None:
-        return pick(chooser, ("", "1", "yes", "look", "a b c"))
+        wrong = [write_call(each["function"]["name"], wrong=1) for each in env.tools]
+        played = env.random_action(chooser) if env.tools else None
+        more = [] if played is None else [played] * 5
+        return pick(chooser, ("", "1", "yes", "look", "a b c", *wrong, *more))
     texts = isinstance(names, tuple) and all(isinstance(n, str) and n for n in names)
     _require(bool(texts and names), "actions must be a tuple of names, or None for free text")
     distinct = len({n.strip().lower() for n in names}) == len(names)

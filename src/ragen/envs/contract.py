@@ -23,6 +23,8 @@ Info: TypeAlias = dict[str, Any]
 """What `Env.step` returns besides the observation: ``success``, ``effective`` and details."""
 Options: TypeAlias = dict[str, Any] | None
 """What `Env.reset` takes besides the seed."""
+Schema: TypeAlias = Mapping[str, Any]
+"""A JSON schema, or a tool that has one."""
 State: TypeAlias = dict[str, Any]
 """A snapshot that survives ``json.loads(json.dumps(state))``."""
 
@@ -101,6 +103,17 @@ class Env(gymnasium.Env[str, str], ABC):
     @abstractmethod
     def actions(self) -> tuple[str, ...] | None:
         """The action names that `step` accepts, or ``None`` if it accepts any text."""
+
+    @property
+    def tools(self) -> tuple[Schema, ...]:
+        """The tools that the agent may call, as JSON; `ragen.envs.tools.ToolEnv` makes them.
+
+        Each is ``{"type": "function", "function": {"name": …, "description": …, "parameters":
+        JSON schema}}``. They are the same in every level, and `actions` is ``None``: `step`
+        receives each call as JSON text, ``{"name": …, "arguments": {…}}``, with any name and any
+        arguments, and an answer as any other text.
+        """
+        return ()
 
     @abstractmethod
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:

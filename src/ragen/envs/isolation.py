@@ -29,7 +29,7 @@ from ragen.core.errors import RagenError
 from ragen.core.process import SIGNALS
 from ragen.core.user_code import UserCodeError, boundary, timeout_error
 from ragen.envs.answers import to_json
-from ragen.envs.contract import Baselines, Env, Info, Options, Reading, State
+from ragen.envs.contract import Baselines, Env, Info, Options, Reading, Schema, State
 from ragen.envs.registry import build_env, env_factory
 
 START_S = 60.0
@@ -41,7 +41,7 @@ ANSWER_BYTES = 64 * 2**20
 MEMORY_GB = 4.0
 """The default of `env.memory_gb`."""
 TEXTS = (
-    *("name", "goal", "rules", "actions", "reads_thoughts", "draws"),
+    *("name", "goal", "rules", "actions", "tools", "reads_thoughts", "draws"),
     *("max_turns", "actions_per_turn", "max_actions", "prompt_style"),
 )
 """The attributes of an environment that its proxy keeps."""
@@ -265,6 +265,7 @@ class IsolatedEnv(Env):
 
     rules: str = ""
     actions: tuple[str, ...] | None = None
+    tools: tuple[Schema, ...] = ()
     reads_thoughts: bool = False
     draws: bool = False
 
@@ -276,6 +277,7 @@ class IsolatedEnv(Env):
     def _keep_texts(self, call: str = "texts") -> None:
         vars(self).update(self._worker.ask(call))
         self.actions = None if self.actions is None else tuple(self.actions)
+        self.tools = tuple(self.tools)
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         """See `Env.reset`."""

@@ -45,6 +45,7 @@ COUNTDOWN = "ragen.envs.countdown:Countdown"
 FROZEN_LAKE = "ragen.envs.frozen_lake:FrozenLake"
 MANOR = "ragen.envs.manor:Manor"
 SOKOBAN = "ragen.envs.sokoban:Sokoban"
+SORTING = "ragen.envs.sorting:Sorting"
 SUDOKU = "ragen.envs.sudoku:Sudoku"
 WEBSHOP = "ragen.envs.webshop:WebShop"
 WORD_PROBLEMS = "ragen.envs.word_problems:WordProblems"
@@ -80,6 +81,7 @@ ENVS: dict[str, EnvSpec] = {
         {"symbols": "new"},
         "Sokoban drawn with other symbols: does the skill carry over?",
     ),
+    "sorting": EnvSpec(SORTING, {}, "Find the order of four balls with a scale, which is a tool."),
     "sudoku": EnvSpec(SUDOKU, {}, "Fill the six blanks of a board of 4×4 cells."),
     "sudoku-large": EnvSpec(
         SUDOKU, {"size": 9, "blanks": 40}, "Sudoku on 9×9 cells with 40 blanks."

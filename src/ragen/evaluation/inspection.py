@@ -27,7 +27,7 @@ from ragen.models.names import base_of, local_config, resolve_model
 from ragen.models.sizes import read_sizes
 from ragen.rollout.episode import opening, play_episode, read_reply, require_room
 from ragen.rollout.players import Player, PlayerPolicy, random_player
-from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
+from ragen.rollout.setup import EpisodeSpec, Setup, make_chat, make_setup
 from ragen.storage.checkpoint import run_of
 
 if TYPE_CHECKING:
@@ -152,11 +152,10 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
     from ragen.engines.factory import load_model, make_sampler
     from ragen.engines.machine import use_threads
     from ragen.engines.sampler import Sampler
-    from ragen.rollout.chat import Chat
 
     use_threads(config.threads)
     model, tokenizer = load_model(config, path)
-    chat = Chat(tokenizer, config.prompt.think, config.prompt.history_thoughts)
+    chat = make_chat(config, tokenizer)
     few = changed(config, {"rollout.slots": REPLIES, "rollout.sampler": "local"})
     policy = make_sampler("local", few, model, chat, path)
     assert isinstance(policy, Sampler)
@@ -210,7 +209,12 @@ def conversation(setup: Setup, chat: Chat) -> tuple[tuple[Turn, ...], EpisodeSpe
         return (*chat.encode_text(text), chat.end)
 
     player = PlayerPolicy(
-        first_action, setup.think, setup.prefill, encode, lambda actions, _: f"I try {actions[0]}."
+        first_action,
+        setup.think,
+        setup.prefill,
+        encode,
+        lambda actions, _: f"I try {actions[0]}.",
+        setup.write,
     )
     specs = [EpisodeSpec(EVAL_LEVELS + at, 0, 0, (0, "look")) for at in range(LEVELS)]
     played = ((run_async(play_episode(player, setup, spec)), spec) for spec in specs)

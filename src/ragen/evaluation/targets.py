@@ -200,11 +200,19 @@ def load_target(
         RagenError: There is no such target, or its model cannot be loaded.
     """
     if server is not None:
-        return ChatEndpoint(server, target, config.prompt.think), make_setup(config, None)
+        setup = make_setup(config, None)
+        if setup.tools:
+            setup.close()
+            raise RagenError(
+                f"{config.env.name} has tools, which models behind a server are not given yet: "
+                "evaluate a model on this machine, random or solver"
+            )
+        return ChatEndpoint(server, target, config.prompt.think), setup
     if target in PLAYERS:
         refuse_absent(target)
         setup = make_setup(config, None)
-        return PlayerPolicy(PLAYERS[target], setup.think, setup.prefill), setup
+        make = PLAYERS[target]
+        return PlayerPolicy(make, setup.think, setup.prefill, write=setup.write), setup
     path = resolve_model(target, config.env.name, TARGETS)
     from ragen.engines.factory import make_policy
     from ragen.engines.machine import use_threads

@@ -43,7 +43,7 @@ from ragen.rollout.groups import run_groups
 from ragen.rollout.players import Player, PlayerPolicy, random_player, solver
 from ragen.rollout.policies import Policy
 from ragen.rollout.prompt import prefill
-from ragen.rollout.setup import Setup, make_setup
+from ragen.rollout.setup import Setup, make_chat, make_setup
 from ragen.storage.checkpoint import new_folder
 
 HELD_OUT = 0.1
@@ -161,7 +161,7 @@ def sft(
     path = resolve_model(config.model.path, config.env.name)
     model, tokenizer = load_model(config, path)
     model = prepare_model(config, path, model, critic=False)
-    chat = Chat(tokenizer, config.prompt.think, config.prompt.history_thoughts)
+    chat = make_chat(config, tokenizer)
     if chat.warning:
         watch(chat.warning)
     if transcripts is None:
@@ -297,8 +297,8 @@ def _player(config: Config, chat: Chat, player: str) -> tuple[Policy | PlayerPol
     best: Player = partial(solver, instead=remedy)
     form = setup.think, setup.prefill, encode
     if player == "random":
-        return PlayerPolicy(random_player, *form, neutral_thought), setup
-    return PlayerPolicy(lambda _: best, *form, plan_in_words), setup
+        return PlayerPolicy(random_player, *form, neutral_thought, setup.write), setup
+    return PlayerPolicy(lambda _: best, *form, plan_in_words, setup.write), setup
 
 
 def card(config: Config, examples: Examples, count: int) -> str:

@@ -28,7 +28,7 @@ from ragen.reports.facts import read_facts
 from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode
 from ragen.rollout.policies import ScriptedPolicy
-from ragen.rollout.setup import EpisodeSpec, make_setup
+from ragen.rollout.setup import EpisodeSpec, make_chat, make_setup
 from ragen.rollout.template import DAY
 from ragen.storage.checkpoint import choose, new_folder, sound, step_of
 
@@ -74,7 +74,7 @@ def export(
             f"{run} trained all weights and has no adapter to merge: leave --merge out"
         )
     tokenizer = load_tokenizer(checkpoint, checkpoint)
-    chat = Chat(tokenizer, config.prompt.think, config.prompt.history_thoughts)
+    chat = make_chat(config, tokenizer)
     usage = usage_of(config, chat, tokenizer.chat_template, adapter and not merge)
     with new_folder(target) as folder:
         if merge:
@@ -107,7 +107,7 @@ def usage_of(config: Config, chat: Chat, template: str, adapter: bool) -> Usage:
     messages = chat.taken(episode.turns[0].prompt.messages)
     begun, _ = chat.open(messages, setup.prefill)
     in_template = begun == chat.open(messages)[0]  # the template writes the prefill itself
-    options = {}
+    options = {"tools": repr(list(setup.tools))} if setup.tools else {}
     if "enable_thinking" in template and not config.prompt.think:
         options["enable_thinking"] = "False"
     if "strftime_now" in template:

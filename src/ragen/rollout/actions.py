@@ -35,6 +35,7 @@ class Parsed:
         valid: The reply is well formed, with at least one legal action and no unknown one.
             Otherwise the format penalty is due.
         problem: What was wrong, as one short sentence for the next prompt; ``None`` if valid.
+        calls: The calls of tools, in order (`ragen.rollout.tool_calls`).
 
     Example:
         >>> parse(
@@ -45,7 +46,7 @@ class Parsed:
         ... )  # doctest: +NORMALIZE_WHITESPACE
         Parsed(thought='up, then?', thought_chars=(7, 16), actions_asked=('up', 'fly'),
                actions=('Up',), well_formed=True, valid=False,
-               problem='"fly" is not an action and was left out.')
+               problem='"fly" is not an action and was left out.', calls=())
     """
 
     thought: str | None
@@ -55,6 +56,24 @@ class Parsed:
     well_formed: bool
     valid: bool
     problem: str | None
+    calls: tuple[AskedCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AskedCall:
+    """One call of a tool in a reply.
+
+    Attributes:
+        text: The call as JSON text that the environment takes; as written if it is none.
+        name: The tool; empty if the call is none.
+        id: What its result refers to.
+        refusal: The result of a call that is not carried out; ``None`` for the others.
+    """
+
+    text: str
+    name: str
+    id: str
+    refusal: str | None = None
 
 
 def parse(reply: str, *, think: bool, actions: tuple[str, ...] | None, max_actions: int) -> Parsed:
@@ -92,19 +111,32 @@ def _structure(reply: str, think: bool) -> tuple[tuple[int, int] | None, str | N
     at = _skip(reply, 0)
     thought_chars = None
     if think:
-        start = at + len("<think>")
-        stop = reply.find("</think>", start)
-        nested = any(reply.find(tag, start, stop) != -1 for tag in TAGS)
-        if not reply.startswith("<think>", at) or stop == -1 or nested:
+        thought_chars = find_thought(reply)
+        if thought_chars is None:
             return None, None
-        thought_chars = (start, stop)
-        at = _skip(reply, stop + len("</think>"))
+        at = _skip(reply, thought_chars[1] + len("</think>"))
     end = reply.find("</answer>", at)
     if not once or not reply.startswith("<answer>", at) or end == -1:
         return thought_chars, None
     if reply[end + len("</answer>") :].strip(WHITESPACE):
         return thought_chars, None
     return thought_chars, reply[at + len("<answer>") : end]
+
+
+def find_thought(reply: str) -> tuple[int, int] | None:
+    """Range of the thought that a reply begins with: closed, and without a tag in it.
+
+    Example:
+        >>> find_thought(" <think>up</think> 7"), find_thought("7 <think>up</think>")
+        ((8, 10), None)
+    """
+    at = _skip(reply, 0)
+    start = at + len("<think>")
+    stop = reply.find("</think>", start)
+    nested = any(reply.find(tag, start, stop) != -1 for tag in TAGS)
+    if not reply.startswith("<think>", at) or stop == -1 or nested:
+        return None
+    return start, stop
 
 
 def _skip(text: str, at: int) -> int:

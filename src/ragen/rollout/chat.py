@@ -16,16 +16,20 @@ from its messages and is a separate sample.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from os.path import commonprefix
-from typing import Literal
+from typing import Any, Literal
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Message
+from ragen.envs.contract import Schema
+from ragen.envs.tools import Call, read_call, write_call
 from ragen.rollout.control_tokens import ControlTokens, ids_after
 from ragen.rollout.template import THOUGHT, Ids, Template, Tokenizer, find_bridge, folded
+from ragen.rollout.tool_calls import ToolForm, ToolParser
+from ragen.rollout.tool_template import call_message, find_form, find_tool_bridge
 
 NO_THOUGHTS_IN_HISTORY = (
     "the thoughts of earlier turns are left out of the prompts "
@@ -34,6 +38,10 @@ NO_THOUGHTS_IN_HISTORY = (
 THOUGHTS_STAY = (
     "this chat template drops the thoughts of earlier turns; here they stay as they were sampled "
     '(prompt.history_thoughts = "keep"), so an episode is one sample'
+)
+TOOLS_STAY = (
+    "this chat template moves the tools into the last user message; here they stay in the first "
+    "one, so an episode is one sample"
 )
 NOT_EXACT = (
     "this chat template does not keep earlier turns as they were sampled, so each turn becomes a "
@@ -52,7 +60,9 @@ class Chat:
             an assistant's message, and the tokenizer's end-of-sequence token.
         control_ids: The tokens that structure a chat (`ragen.rollout.control_tokens`), `end_ids`
             among them. The content of a message never becomes one, and a reply ends with the
-            first one that is sampled.
+            first one that is sampled. With tools, those of a call's form are left out here: replies
+            may have them, and all other contents still may not.
+        calls: The form of calls of the tools, ``None`` without tools.
         fold: System text is put at the top of the first user message, because the template has no
             system role, or moves system text (some templates put it into the last user message).
         opening: The start of a thought that the template's own generation prompt writes
@@ -70,23 +80,27 @@ class Chat:
         tokenizer: Tokenizer,
         think: bool = True,
         history_thoughts: Literal["keep", "drop"] = "keep",
+        tools: Sequence[Schema] = (),
+        tool_parser: ToolParser | None = None,
     ) -> None:
         """Find the bridge of the tokenizer's template and verify it.
 
         `think` says whether replies have thoughts, which templates may drop from the history. With
         `history_thoughts` = ``"keep"`` they are kept nevertheless. With ``"drop"`` the messages to
-        render must not contain them.
+        render must not contain them. Every prompt offers the `tools`. Their calls are read by
+        `tool_parser`, or by the parser of the template's own form.
 
         Raises:
             RagenError: The tokenizer has no chat template, the template refuses the simplest
-                conversation or leaves out its text, or no token ends a turn.
+                conversation or leaves out its text, no token ends a turn, the template renders no
+                tools, or calls in its form cannot be read.
         """
         self._tokenizer = tokenizer
         # The Rust tokenizer behind the Python one encodes in two thirds of the time.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._cached_ids = lru_cache(maxsize=1024)(self._ids)
         self._pieces: dict[int, str] = {}
-        self._template = Template(tokenizer, think)
+        self._template = plain = Template(tokenizer, think)
         self.opening = self._template.opening
         start = self._template.start
         self._prefill_ids = lru_cache(lambda text: ids_after(self.encode, start, text))
@@ -102,32 +116,65 @@ class Chat:
             )
         source = f"{tokenizer.chat_template}{start}{self._template.closing()}"
         self._controls = ControlTokens(tokenizer, self.encode, source, self.end_ids)
-        self.control_ids = self._controls.ids
+        self._in_replies = self._controls
+        self.calls: ToolForm | None = None
+        if tools:
+            self._template = Template(
+                tokenizer, think, [_marked_texts(each, self._controls.mark) for each in tools]
+            )
         # Episodes of a group have the same start, and small environments repeat observations.
         self._rendering_ids = lru_cache(maxsize=1024)(self._controls.encode_rendering)
-        self._find_bridge(think, think and history_thoughts == "drop")
+        drops_thoughts = think and history_thoughts == "drop"
+        thought = f"{self.opening or '<think>'}{THOUGHT}" if think or self.opening else ""
+        self._find_bridge(plain, thought, drops_thoughts)
+        if tools:
+            name = tools[0]["function"]["name"]
+            call = self._find_calls(plain, name, tool_parser).write([write_call(name)])
+            allowed = self._controls.in_text(call) - self.end_ids
+            controls = ControlTokens(tokenizer, self.encode, source, self.end_ids, allowed)
+            self._in_replies = controls
+        self.control_ids = self._in_replies.ids
 
-    def _find_bridge(self, think: bool, drops_thoughts: bool) -> None:
-        """Set `exact`, `fold` and `warning`, and the bridge if there is one."""
+    def _find_bridge(self, plain: Template, thought: str, drops_thoughts: bool) -> None:
+        """Set `exact`, `fold` and `warning`, and the bridge if there is one.
+
+        `plain` is the template without tools.
+        """
         template, bridge = self._template, None
-        self._splices = False  # whether thoughts are put back that the template drops
         self.warning: str | None = None
+        tries: list[tuple[Template, str, str | None]] = [(template, thought, None)]
+        if thought:
+            tries.append((template, "", THOUGHTS_STAY))
+        if template is not plain:
+            tries += [(plain, thought, TOOLS_STAY), (plain, "", TOOLS_STAY)]
         if drops_thoughts:
-            self.warning = NO_THOUGHTS_IN_HISTORY
+            tries, self.warning = [], NO_THOUGHTS_IN_HISTORY
+        for each, replies, self.warning in tries:
+            bridge = find_bridge(each, self.encode, replies)
+            if bridge is not None:
+                break
         else:
-            thought = f"{self.opening or '<think>'}{THOUGHT}" if think or self.opening else ""
-            bridge = find_bridge(template, self.encode, thought)
-            if bridge is None and thought:
-                bridge = find_bridge(template, self.encode, "")
-                self._splices = bridge is not None
-                self.warning = THOUGHTS_STAY
-            if bridge is None:
-                self.warning = NOT_EXACT
+            self.warning = self.warning if drops_thoughts else NOT_EXACT
         self.exact = bridge is not None
+        # Whether a conversation is put together by bridges, with what the template drops or moves.
+        self._splices = self.exact and (self.warning is not None or template is not plain)
         self.fold = template.fold or (bridge is not None and bridge.fold)
         if bridge is not None:
             text, mark = bridge.text, self._controls.mark
             self._bridge = lru_cache(maxsize=1024)(lambda content: text(mark(content)))
+
+    def _find_calls(self, plain: Template, name: str, parser: ToolParser | None) -> ToolForm:
+        """Set `calls` and the bridge around their results; `name` is one of the tools."""
+        bridge = find_tool_bridge(self._template, plain, self.text_of(self.end), name, self.fold)
+        self.calls, self.fold = find_form(bridge, parser), bridge.fold
+        if self.exact and not bridge.holds(self.encode):
+            self.exact, self._splices, self.warning = False, False, NOT_EXACT
+
+        def between(results: tuple[tuple[tuple[str, str], ...], ...]) -> str:
+            return bridge.text([self._marked(dict(result)) for result in results])
+
+        self._tool_bridge = lru_cache(maxsize=1024)(between)
+        return self.calls
 
     @property
     def end(self) -> int:
@@ -154,16 +201,17 @@ class Chat:
         `ids` end with the sampled ids of the last reply, including its end-of-turn token. A reply
         that was cut at its length limit, or by another control token, has none: then the template's
         closing is appended, as tokens that were not sampled. `messages` is the whole conversation
-        with the new user message; `prefill` is as for `open`. Returns `ids` followed by the
-        appended ids, and how many of the last ones are pre-filled.
+        with the new user message, or the results of the reply's calls; `prefill` is as for `open`.
+        Returns `ids` followed by the appended ids, and how many of the last ones are pre-filled.
         """
         assert self.exact, "no exact extension exists for this template: open each turn afresh"
-        bridge = self._rendering_ids(self._bridge(messages[-1]["content"]))
+        replies = (n for n, message in enumerate(messages) if message["role"] == "assistant")
+        bridge = self._rendering_ids(self._between(_after(messages, max(replies, default=-1))))
         if ids[-1] in self.end_ids and self._end is not None:
             bridge = bridge[bridge.index(self._end) + 1 :]
         return self._prefilled((*ids, *bridge), prefill)
 
-    def taken(self, messages: Sequence[Message]) -> Sequence[Message]:
+    def taken(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """The conversation as the template accepts it: without a system message if `fold`."""
         return folded(messages) if self.fold else messages
 
@@ -172,8 +220,8 @@ class Chat:
         return self._cached_ids(text)
 
     def encode_text(self, text: str) -> Ids:
-        """Ids of the text of a reply, without a control token whatever it spells."""
-        return self._controls.encode_text(text)
+        """Ids of the text of a reply, without one of the `control_ids` whatever it spells."""
+        return self._controls.encode_rendering(self._in_replies.mark(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled ids, without the end-of-turn token; other special tokens are kept."""
@@ -246,20 +294,48 @@ class Chat:
 
     def _text_of(self, messages: Sequence[Message]) -> str:
         """A conversation up to the start of the next reply, thoughts included, contents marked."""
-        mark = self._controls.mark
-        marked: list[Message] = [
-            {"role": message["role"], "content": mark(message["content"])} for message in messages
-        ]
+        marked = [self._marked(message) for message in messages]
         if not self._splices:
-            return self._template.render(self.taken(marked))
+            return self._template.render(self.taken(self._with_calls(marked)))
         opened = 1 + next(n for n, message in enumerate(messages) if message["role"] == "user")
         text = self._template.render(self.taken(marked[:opened]))
-        for reply, user in zip(marked[opened::2], messages[opened + 1 :: 2], strict=True):
-            # The text so far ends with the start of the thought, if the template writes one.
-            rest = reply["content"].removeprefix(self.opening.strip())
-            text += rest.removeprefix(self.opening.removeprefix("<think>"))
-            text += self._bridge(user["content"])
+        for number, reply in enumerate(marked):
+            if reply["role"] == "assistant":
+                # The text so far ends with the start of the thought, if the template writes one.
+                rest = reply["content"].removeprefix(self.opening.strip())
+                text += rest.removeprefix(self.opening.removeprefix("<think>"))
+                text += self._between(_after(messages, number))
         return text
+
+    def _marked(self, message: Message) -> Message:
+        """A message whose content spells no control token that it may not have."""
+        controls = self._in_replies if message["role"] == "assistant" else self._controls
+        return {**message, "content": controls.mark(message["content"])}
+
+    def _between(self, after: Sequence[Message]) -> str:
+        """The bridge around the messages after a reply: one of the user, or results of calls."""
+        if after[0]["role"] == "user":
+            return self._bridge(after[0]["content"])
+        return self._tool_bridge(tuple(tuple(message.items()) for message in after))
+
+    def _with_calls(self, messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
+        """The messages with calls as the template takes them, where it renders a whole history.
+
+        Text between a thought and the first call is left out.
+        """
+        if self.calls is None:
+            return messages
+        made: list[Mapping[str, Any]] = list(messages)
+        for number, message in enumerate(messages):
+            results = _after(messages, number)
+            if message["role"] == "assistant" and results[0]["role"] == "tool":
+                rest = without_thought(message["content"])
+                texts = self.calls.parse(rest)
+                calls = [read_call(text) or Call("unknown", {"text": text}) for text in texts]
+                thought = message["content"].removesuffix(rest).rstrip()
+                ids = [each["tool_call_id"] for each in results]
+                made[number] = call_message(calls, ids, thought)
+        return made
 
 
 def without_thought(reply: str) -> str:
@@ -274,3 +350,20 @@ def without_thought(reply: str) -> str:
     if "</think>" in reply:
         return reply.rpartition("</think>")[2].lstrip("\n")
     return reply.partition("<think>")[0]
+
+
+def _after(messages: Sequence[Message], reply: int) -> Sequence[Message]:
+    """The messages between the reply of that index and the next one."""
+    return [*takewhile(lambda each: each["role"] != "assistant", messages[reply + 1 :])]
+
+
+def _marked_texts(value: Any, mark: Callable[[str], str]) -> Any:
+    """A JSON value with `mark` applied to its texts."""
+    match value:
+        case str():
+            return mark(value)
+        case Mapping():
+            return {mark(key): _marked_texts(each, mark) for key, each in value.items()}
+        case list() | tuple():
+            return [_marked_texts(each, mark) for each in value]
+    return value

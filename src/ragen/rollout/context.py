@@ -7,6 +7,7 @@ always stays on top.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragen.core.types import Completion, Message
@@ -17,16 +18,18 @@ from ragen.rollout.setup import Setup
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The contents of one turn's user message.
+    """The contents of one turn's messages to the policy.
 
-    `reward` and `problem` are about the turn before. `reward` is ``None`` in the first turn.
-    `problem` is ``None`` in the first turn and after a valid reply.
+    `reward`, `problem` and `results` are about the turn before. `reward` is ``None`` in the first
+    turn. `problem` is ``None`` in the first turn and after a valid reply. `results` are messages:
+    one for each call of a tool.
     """
 
     observation: str
     limits: Limits
     reward: float | None = None
     problem: str | None = None
+    results: tuple[Message, ...] = ()
 
 
 class Conversation:
@@ -45,7 +48,8 @@ class Conversation:
         exact = chat is not None and chat.exact
         assert not (setup.drops_thoughts and exact), "the chat keeps thoughts"
         self._setup, self._chat, self._env_texts = setup, chat, env_texts
-        self._builder = PromptBuilder(setup.style, setup.think, setup.max_tokens)
+        tools = bool(setup.tools)
+        self._builder = PromptBuilder(setup.style, setup.think, setup.max_tokens, tools)
         self.turns_dropped = 0
         self._views: list[View] = []
         self._replies: list[str] = []
@@ -93,13 +97,23 @@ class Conversation:
         system = self._builder.system()
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         for number in range(self._first, len(self._views)):
-            opening = number == self._first
-            messages.append({"role": "user", "content": self._user(self._views[number], opening)})
+            messages += self._shown(self._views[number], number == self._first)
             if number < len(self._replies):
                 messages.append({"role": "assistant", "content": self._replies[number]})
         return tuple(messages)
 
-    def _user(self, view: View, opening: bool) -> str:
+    def _shown(self, view: View, opening: bool) -> Sequence[Message]:
+        """What the policy is shown in a turn: a user message, or the results of its calls."""
+        builder, observation = self._builder, view.observation
         if opening or view.reward is None:
-            return self._builder.first(*self._env_texts, view.observation, view.limits)
-        return self._builder.following(view.observation, view.reward, view.problem, view.limits)
+            if view.results:  # of a turn that is not shown
+                texts = (self._views[0].observation, *(each["content"] for each in view.results))
+                observation = "\n".join(texts)
+            content = builder.first(*self._env_texts, observation, view.limits)
+        elif view.results:
+            *before, last = view.results
+            text = builder.result(last["content"], view.reward, view.limits)
+            return *before, {**last, "content": text}
+        else:
+            content = builder.following(observation, view.reward, view.problem, view.limits)
+        return ({"role": "user", "content": content},)

@@ -35,7 +35,8 @@ class ControlTokens:
     They are the tokens that end a turn (`end_ids`); all added tokens that are flagged special or
     written ``<|…|>``; and added tokens in brackets that `written`, the template's source and
     renderings, contains. White space and the tags of the reply format (``<think>``) are left out,
-    even where they are flagged special: any reply may contain them.
+    even where they are flagged special: any reply may contain them. So are those that are
+    `allowed`.
 
     Attributes:
         ids: All control tokens.
@@ -47,6 +48,7 @@ class ControlTokens:
         encode: Callable[[str], Ids],
         written: str,
         end_ids: Collection[int],
+        allowed: Collection[int] = (),
     ) -> None:
         added = tokenizer.get_added_vocab()
         flagged = getattr(tokenizer, "added_tokens_decoder", {})
@@ -61,6 +63,7 @@ class ControlTokens:
             text: token
             for text, token in added.items()
             if text.strip() and (token in end_ids or structures(text, token))
+            if token not in allowed
         }
         self.ids = frozenset((*self._tokens.values(), *end_ids))
         # Neither white space nor what stands for unknown characters is a sign of a forged token.
@@ -97,13 +100,13 @@ class ControlTokens:
                 return ids
         return tuple(self._join(pieces))
 
+    def in_text(self, text: str) -> frozenset[int]:
+        """The control tokens that a text spells."""
+        return frozenset(self._tokens[each] for each in self._control.findall(text))
+
     def encode_text(self, text: str) -> Ids:
         """Ids that spell a text, without a control token."""
-        if MARK not in text and self._control.search(text) is None:
-            ids = self._encode(text)
-            if self._verified.isdisjoint(ids):
-                return ids
-        return tuple(self._join([self.mark(text)]))
+        return self.encode_rendering(self.mark(text))
 
     def _only_verified(self, ids: Iterable[int]) -> list[int]:
         return [token for token in ids if token in self._verified]

@@ -6,6 +6,7 @@ budgets, parameters and lengths never travel from one environment to another. Lo
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from contextlib import closing, suppress
@@ -168,12 +169,13 @@ def _lengths(config: Config, model: str, given: int | None) -> Flat:
     prompt, env = config.prompt, config.env
     with closing(make_setup(config, None)) as setup:
         texts = _read(setup)
-    builder = PromptBuilder(prompt.style, prompt.think, LONGEST)
+    builder = PromptBuilder(prompt.style, prompt.think, LONGEST, texts.tools != "")
     limits = Limits(1, env.max_turns, env.max_actions, env.actions_per_turn)
     opening = builder.first(texts.rules, texts.goal, texts.actions, texts.observation, limits)
-    first = num_tokens(builder.system() or "") + num_tokens(opening) + 2 * TAGS
+    first = num_tokens(f"{builder.system() or ''}{texts.tools}{opening}") + 2 * TAGS
     following = num_tokens(builder.following(texts.observation, -0.1, "invalid", limits)) + TAGS
-    count = 1 if texts.actions is None else env.actions_per_turn
+    is_one = texts.actions is None and not texts.tools
+    count = 1 if is_one else env.actions_per_turn
     answer = TAGS + count * (texts.answer + 1)
     reply = 8 * ceil((answer + (THOUGHT[prompt.style] if prompt.think else 0)) / 8)
     if prompt.style == "paper" and prompt.think:
@@ -186,12 +188,16 @@ def _lengths(config: Config, model: str, given: int | None) -> Flat:
 
 
 class _Texts(NamedTuple):
-    """The texts of an environment: its longest observation, and the tokens of an action."""
+    """The texts of an environment.
+
+    `observation` is its longest, `tools` are JSON, `answer` is the number of an action's tokens.
+    """
 
     rules: str
     goal: str
     actions: tuple[str, ...] | None
     observation: str
+    tools: str
     answer: int
 
 
@@ -209,7 +215,8 @@ def _read(setup: Setup) -> _Texts:
                 _play(setup, env, level, observations, said)
         answer = max(map(num_tokens, env.actions or said), default=ANSWER)
         longest = max(observations, key=num_tokens)
-        return _Texts(env.rules, env.goal, env.actions, longest, answer)
+        tools = json.dumps(env.tools) if env.tools else ""
+        return _Texts(env.rules, env.goal, env.actions, longest, tools, answer)
 
 
 def _play(

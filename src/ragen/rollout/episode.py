@@ -25,6 +25,7 @@ from ragen.rollout.policies import NoCompletion, Policy, written_completion
 from ragen.rollout.prompt import Limits
 from ragen.rollout.reward_terms import apply_reward_terms, thought_info
 from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
+from ragen.rollout.tool_calls import parse_tools, results_of, tool_messages
 
 
 async def play_episode(policy: Policy | PlayerPolicy, setup: Setup, spec: EpisodeSpec) -> Episode:
@@ -89,10 +90,13 @@ def read_reply(
     `actions` are the environment's names; ``None`` takes free text.
     """
     reply = setup.prefill + completion.text
-    parsed = parse(reply, think=setup.think, actions=actions, max_actions=most)
+    if setup.tools:
+        parsed = parse_tools(reply, setup.calls.parse, think=setup.think, max_actions=most)
+    else:
+        parsed = parse(reply, think=setup.think, actions=actions, max_actions=most)
     if completion.finish_reason == "length":
         problem = f"It was cut off after {setup.max_tokens} tokens, so nothing of it was done."
-        return replace(parsed, actions=(), valid=False, problem=problem)
+        return replace(parsed, actions=(), valid=False, problem=problem, calls=())
     return parsed
 
 
@@ -144,7 +148,8 @@ class _Playthrough:
                 completion = await policy.complete(prompt)
                 completion_s = time.monotonic() - start
             conversation.reply(completion)
-            played = self._turn(env, view.observation, prompt, completion, completion_s)
+            parsed = self._parse(env, completion)
+            played = self._turn(env, view.observation, prompt, completion, completion_s, parsed)
             turn = await apply_reward_terms(played, setup.reward_terms)
             self.turns.append(turn)
             if env.terminated:
@@ -155,7 +160,7 @@ class _Playthrough:
             if env.truncated or self.actions_left == 0:
                 self.stop_reason = "max_actions"
                 return
-            view = View(env.observation, self._limits(number + 1), turn.reward, turn.problem)
+            view = self._following(turn, parsed, env.observation)
 
     def begin(self, env: GuardedEnv) -> tuple[Conversation, View]:
         """Reset the environment; returns the conversation so far and the first view to play from.
@@ -175,11 +180,10 @@ class _Playthrough:
         for number, (turn, following) in enumerate(pairwise(branch.turns)):
             prompt = self.prompt(conversation, view, number)
             conversation.reply(self._with_ids(turn.completion))
-            problem = self._parse(env, turn.completion).problem
+            parsed = self._parse(env, turn.completion)
             self.turns.append(replace(turn, prompt=prompt))
             self.actions_left -= len(turn.actions_executed)
-            limits = self._limits(number + 1)
-            view = View(following.observation, limits, turn.reward, problem)
+            view = self._following(turn, parsed, following.observation)
         present = branch.turns[-1]
         assert present.snapshot is not None
         env.restore(present.snapshot, present.observation)
@@ -197,6 +201,12 @@ class _Playthrough:
             return completion
         end = (chat.end,) if completion.finish_reason == "stop" else ()
         return written_completion(completion.text, lambda text: (*chat.encode_text(text), *end))
+
+    def _following(self, turn: Turn, parsed: Parsed, observation: str) -> View:
+        """The view after the last turn."""
+        results = () if turn.results is None else tool_messages(parsed.calls, turn.results)
+        limits = self._limits(len(self.turns))
+        return View(observation, limits, turn.reward, parsed.problem, results)
 
     def _limits(self, number: int) -> Limits:
         setup = self.setup
@@ -229,19 +239,21 @@ class _Playthrough:
         prompt: Prompt,
         completion: Completion,
         completion_s: float | None,
+        parsed: Parsed,
     ) -> Turn:
         """Carry out the actions of a completion, which took so many seconds."""
         setup = self.setup
         (key, snapshot), picture = env.state(), env.picture()
-        parsed = self._parse(env, completion)
         read: dict[str, Any] = {}
         if parsed.thought is not None and env.reads_thoughts:
             read = thought_info(env.read_thought(parsed.thought), parsed.actions_asked)
         executed: list[str] = []
+        shown: list[str] = []
         reward, effective = 0.0, 0
         for action in parsed.actions:
             reward += env.step(action)
             executed.append(action)
+            shown.append(env.observation)
             effective += bool(env.info.get("effective", True))
             self.actions_left -= 1
             if env.terminated or env.truncated:
@@ -262,6 +274,7 @@ class _Playthrough:
             snapshot,
             picture,
             parsed.problem,
+            results_of(parsed.calls, shown) if parsed.calls else None,
             completion_s,
         )
 

@@ -24,6 +24,7 @@ class GuardedEnv:
         env: The environment itself.
         rules, goal, actions: Its texts after the last `reset`: they may depend on the level.
         observation, terminated, truncated, info: What the last call returned, as plain values.
+        tools: The tools that it offers.
         reads_thoughts: Whether it can check thoughts.
     """
 
@@ -44,6 +45,7 @@ class GuardedEnv:
         with self._calling("being made"):
             self.env = make()
             self._keep_texts("being made")
+            self.tools = answers.tools(self.env.tools)
             self._draws, self.reads_thoughts = bool(self.env.draws), bool(self.env.reads_thoughts)
         hold_timer()
         self._release: Callable[[], None] = release_timer

@@ -176,7 +176,8 @@ class PlayerPolicy:
     `make` makes the player of a turn from the seed of its prompt, so that an episode does not
     depend on those before it. `prefill` is the start of the reply that is already part of the
     prompt. `encode` turns text into token ids with the end-of-turn token; ``None`` gives text only.
-    `thought` writes the thought before the actions, from these and the seed of the prompt.
+    `thought` writes the thought before the actions, from these and the seed of the prompt, and
+    `write` the actions (`Setup.write`).
     """
 
     def __init__(
@@ -186,16 +187,20 @@ class PlayerPolicy:
         prefill: str = "",
         encode: Callable[[str], tuple[int, ...]] | None = None,
         thought: Callable[[Sequence[str], int], str] = lambda actions, seed: "",
+        write: Callable[[Sequence[str]], str] = lambda actions: (
+            f"<answer>{' || '.join(actions)}</answer>"
+        ),
     ) -> None:
         self._make, self._thought = make, thought
         self._think, self._prefill, self._encode = think, prefill, encode
+        self._write = write
 
     def act(self, env: Env, limits: Limits, prompt: Prompt) -> Completion:
         """The player's turn as a completion."""
         play = self._make(prompt.seed)
         actions = play(env, limits.turns_left, limits.actions_left, limits.actions_per_turn)
         thought = f"<think>{self._thought(actions, prompt.seed)}</think>" if self._think else ""
-        reply = f"{thought}<answer>{' || '.join(actions)}</answer>"
+        reply = f"{thought}{self._write(actions)}"
         # A template may open the thought with white space behind the tag.
         return written_completion(reply.removeprefix(self._prefill.rstrip()), self._encode)
 

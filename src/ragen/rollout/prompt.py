@@ -43,8 +43,8 @@ def prefill(think: bool) -> str:
 class PromptBuilder:
     r"""Writes the system message and the user message of each turn.
 
-    With `think` a reply must have a thought before the answer. The paper style states `max_tokens`,
-    the longest reply.
+    With `think` a reply must have a thought before the answer. With `tools` it has calls of tools
+    or an answer in plain text. The paper style states `max_tokens`, the longest reply.
 
     Example:
         >>> builder = PromptBuilder("compact")
@@ -64,6 +64,7 @@ class PromptBuilder:
     style: Literal["compact", "paper"] = "compact"
     think: bool = True
     max_tokens: int | None = None
+    tools: bool = False
 
     def system(self) -> str | None:
         """The system message, if the style has one."""
@@ -111,8 +112,16 @@ class PromptBuilder:
             text += f"\nYour last reply was not valid. {problem}"
         return f"{text}\n\n{self._turn(observation, limits)}"
 
+    def result(self, result: str, reward: float, limits: Limits) -> str:
+        """The message with the last result of a turn's calls."""
+        if self.style == "compact":
+            return f"{result}\nreward {_number(reward)}\n{_budget(limits)}"
+        return f"{result}\n\nReward of your last turn: {_number(reward)}.\n{_left(limits)}"
+
     def _actions(self, actions: tuple[str, ...] | None, limits: Limits) -> str:
-        if actions is None:
+        if self.tools:
+            names = "An action is a call of a tool, or your answer, which the rules describe."
+        elif actions is None:
             names = "Your answer is one action, written as the rules say."
         else:
             names = f"Available actions: {', '.join(actions)}."
@@ -127,20 +136,27 @@ class PromptBuilder:
         several = actions is not None and limits.actions_per_turn > 1
         answer = f"action {SEPARATOR} action" if several else "action"
         thought = "<think> your reasoning </think>" if self.think else ""
-        lines = [f"Reply in exactly this form: {thought}<answer> {answer} </answer>"]
-        if several:
-            lines.append(f"Put {SEPARATOR} between actions; they are carried out in order.")
-        lines.append("Write nothing before, between or after.")
+        if self.tools:
+            begun = f"Begin your reply with {thought} and then" if thought else "In a reply,"
+            lines = [f"{begun} either call tools or write your answer as plain text."]
+        else:
+            lines = [f"Reply in exactly this form: {thought}<answer> {answer} </answer>"]
+            if several:
+                lines.append(f"Put {SEPARATOR} between actions; they are carried out in order.")
+            lines.append("Write nothing before, between or after.")
         if self.max_tokens is not None:
             lines.append(f"Keep the whole reply below {self.max_tokens} tokens.")
         return "\n".join(lines)
 
     def _turn(self, observation: str, limits: Limits) -> str:
-        return (
-            f"Turn {limits.turn}\nState:\n{observation}\n"
-            f"You have {_count(limits.turns_left, 'turn')} and "
-            f"{_count(limits.actions_left, 'action')} left, this turn included."
-        )
+        return f"Turn {limits.turn}\nState:\n{observation}\n{_left(limits)}"
+
+
+def _left(limits: Limits) -> str:
+    return (
+        f"You have {_count(limits.turns_left, 'turn')} and "
+        f"{_count(limits.actions_left, 'action')} left, this turn included."
+    )
 
 
 def _budget(limits: Limits) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from ragen.config.config import Config
@@ -15,13 +16,16 @@ from ragen.core.seeding import derive
 from ragen.core.types import Turn
 from ragen.core.user_code import Stopwatch
 from ragen.envs.answers import MAX_CHARS
-from ragen.envs.contract import Env
+from ragen.envs.contract import Env, Schema
 from ragen.envs.isolation import Workers
 from ragen.envs.registry import build_env, env_factory
+from ragen.rollout.actions import SEPARATOR
 from ragen.rollout.chat import Chat
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.prompt import prefill
 from ragen.rollout.reward_terms import NEED_READING
+from ragen.rollout.template import Tokenizer
+from ragen.rollout.tool_calls import ToolForm, find_tool_parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,8 @@ class Setup:
     `turns`, `actions_per_turn` and `actions` are the budgets. Prompts have a `style`; `think` says
     whether a reply has a thought, `prefilled` whether its first tag is pre-filled. A prompt shows
     the last `window` turns (0 shows all), with `drops_thoughts` without the thoughts of earlier
-    replies. `chat` is ``None`` for policies that take messages only. A reply has at most
+    replies. `chat` is ``None`` for policies that take messages only. `tools` are those of the
+    environment. A reply has at most
     `max_tokens` tokens, prompt and reply together at most `max_length`. `format_penalty` is
     subtracted from the reward of a turn whose reply is not valid; `reward_terms` are the weights of
     the reward terms (`ragen.rollout.reward_terms`). One call of the environment may take
@@ -56,6 +61,7 @@ class Setup:
     window: int = 0
     drops_thoughts: bool = False
     chat: Chat | None = None
+    tools: tuple[Schema, ...] = ()
     max_tokens: int = 80
     max_length: int = 1024
     temperature: float = 1.0
@@ -88,9 +94,34 @@ class Setup:
     @property
     def prefill(self) -> str:
         """The pre-filled start of every reply, written by RAGEN or by the chat template."""
-        if self.prefilled:
+        if self.prefilled and (self.think or not self.tools):
             return prefill(self.think)
         return self.chat.opening if self.chat is not None else ""
+
+    @property
+    def calls(self) -> ToolForm:
+        """The form in which replies call tools."""
+        return (self.chat and self.chat.calls) or ToolForm()
+
+    def write(self, actions: Sequence[str]) -> str:
+        """The reply of a player that takes these actions, without a thought."""
+        if self.tools:
+            return self.calls.reply(actions)
+        return f"<answer>{f' {SEPARATOR} '.join(actions)}</answer>"
+
+
+def make_chat(config: Config, tokenizer: Tokenizer) -> Chat:
+    """The chat of a tokenizer with the tools of a config's environment.
+
+    Raises:
+        RagenError: As `Chat`, or the environment or the tool parser cannot be made.
+    """
+    prompt, env = config.prompt, config.env
+    make = partial(GuardedEnv, env_factory(env.name, **env.params), env.timeout_s)
+    with closing(build_env(make, env.name)) as built:
+        tools = built.tools
+    parser = None if prompt.tool_parser == "auto" else find_tool_parser(prompt.tool_parser)
+    return Chat(tokenizer, prompt.think, prompt.history_thoughts, tools, parser)
 
 
 def at_stage(config: Config, stage: int) -> Config:
@@ -149,10 +180,15 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
                     "leave the term out, or give the environment a read_thought "
                     "(docs/environments.md)"
                 )
+            if built.tools and chat is not None and chat.calls is None:
+                raise RagenError(
+                    f"the environment {env.name} has tools, which the embedded models do not know: "
+                    "set model.path to a model whose chat template renders tools"
+                )
+            return replace(setup, tools=built.tools)
     except RagenError:
         setup.close()
         raise
-    return setup
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ found by differencing two renderings, and verified on trial conversations, in te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any, Protocol
@@ -25,8 +25,8 @@ ANSWERS = ("<answer>Qupq</answer>", "<answer>Qdownq</answer>")
 THOUGHT = "Qthoughtq</think>"
 LONG = 20
 """Turns of the longest trial conversation."""
-# User messages that reveal how a template handles their content.
-_CONTENTS = ("Qa b\nc", " Q\n", "\n\nQ {{ x }} {% y %} ", "<b>&amp;</b> 'q' \"r\" é🙂")
+CONTENTS = ("Qa b\nc", " Q\n", "\n\nQ {{ x }} {% y %} ", "<b>&amp;</b> 'q' \"r\" é🙂")
+"""Messages that reveal how a template handles their content."""
 
 
 class Tokenizer(Protocol):
@@ -51,7 +51,8 @@ class Tokenizer(Protocol):
 class Template:
     """A chat template, tried out on short conversations.
 
-    Some templates take the option `think`: whether replies have thoughts.
+    Some templates take the option `think`: whether replies have thoughts. `tools` are the tools
+    that every rendering offers.
 
     Attributes:
         fold: The template has no system role.
@@ -64,13 +65,16 @@ class Template:
             message or leaves it out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, think: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, think: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         if tokenizer.chat_template is None:
             raise RagenError(
                 "this tokenizer has no chat template: choose an instruction-tuned model, or set "
                 "tokenizer.chat_template and save the tokenizer beside the weights"
             )
         self._tokenizer, self._think = tokenizer, think
+        self._tools = {"tools": list(tools)} if tools else {}
         self.fold = self._lacks_system_role()
         self.start = self.render(conversation(USER))
         if USER not in self.start:
@@ -84,8 +88,10 @@ class Template:
         self.written = thought if is_empty_thought(thought) else ""
         self.opening = "" if "</think>" in self.written else self.written
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text of a conversation up to the start of the next reply.
+
+        An assistant's message may have ``tool_calls``, as OpenAI writes them.
 
         Raises:
             RagenError: The template refuses the conversation.
@@ -98,6 +104,7 @@ class Template:
                     add_generation_prompt=True,
                     enable_thinking=self._think,
                     strftime_now=DAY.strftime,
+                    **self._tools,
                 )
             )
         except _template_errors() as error:
@@ -142,7 +149,7 @@ def conversation(*contents: str) -> tuple[Message, ...]:
     )
 
 
-def folded(messages: Sequence[Message]) -> Sequence[Message]:
+def folded(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """The same conversation with the system text on top of the first user message."""
     if not messages or messages[0]["role"] != "system":
         return messages
@@ -193,7 +200,7 @@ class Bridge:
         """Whether extending equals rendering, in text and in tokens, over three turns."""
         system = {"role": "system", "content": SYSTEM}
         heads: tuple[tuple[Message, ...], ...] = ((), (system,))
-        return all(self._holds(encode, head, content) for head in heads for content in _CONTENTS)
+        return all(self._holds(encode, head, content) for head in heads for content in CONTENTS)
 
     def _holds(self, encode: Callable[[str], Ids], head: tuple[Message, ...], content: str) -> bool:
         def render(*contents: str) -> str:

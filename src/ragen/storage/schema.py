@@ -21,7 +21,7 @@ from ragen.core.files import parse_json
 Row = dict[str, Any]
 """A row: column name to value."""
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """`PRAGMA user_version` of the database; other versions are refused or upgraded."""
 
 _FLOATS = ("sampled_logprobs", "old_logprobs", "entropies", "values", "advantages", "returns")

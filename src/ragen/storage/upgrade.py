@@ -1,10 +1,10 @@
-"""From schemas 3 and 4 to schema 5, in place and in one transaction.
+"""From schemas 3 to 5 to schema 6, in place and in one transaction.
 
-Schema 5 adds to turns what was wrong with a reply, the seconds of its completion, and the messages
-of prompts without token ids. Schema 4 says `env` where 3 said `world`, `optimal` where it said
-`best`, and has no column `bootstrap`, which was false in every episode. Settings of evaluations get
-the present names of their keys (`ragen.config.old_keys`), and events of the guard the action that
-only their text named.
+Schema 6 adds to turns what calls of tools returned. Schema 5 adds what was wrong with a reply, the
+seconds of its completion, and the messages of prompts without token ids. Schema 4 says `env` where
+3 said `world`, `optimal` where it said `best`, and has no column `bootstrap`, which was false in
+every episode. Settings of evaluations get the present names of their keys
+(`ragen.config.old_keys`), and events of the guard the action that only their text named.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -19,10 +20,10 @@ from ragen.config.old_keys import present_values
 from ragen.core.files import parse_json
 from ragen.storage.schema import SCHEMA_VERSION, SETTINGS, TURN, as_json, kind_of
 
-OLD_VERSIONS = (3, 4)
+OLD_VERSIONS = (3, 4, 5)
 
-ADDED = ("problem", "completion_s", "messages")
-"""Columns of a turn that schema 5 added."""
+ADDED = {5: ("problem", "completion_s", "messages"), 6: ("results",)}
+"""Columns of a turn, by the schema that added them."""
 
 RECORD_KEYS: Mapping[str, str] = MappingProxyType(
     {"world": "env", "best": "optimal", "best_return": "optimal_return"}
@@ -55,7 +56,8 @@ def upgrade(connection: sqlite3.Connection) -> None:
         if version == 3:
             _use_present_names(connection)
         if version in OLD_VERSIONS:
-            for name in ADDED:
+            added = (names for schema, names in ADDED.items() if schema > version)
+            for name in chain.from_iterable(added):
                 kind = kind_of(TURN[name]).sql
                 connection.execute(f'ALTER TABLE turns ADD COLUMN "{name}" {kind}')
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

@@ -1,0 +1,196 @@
+"""Tools: functions that an environment lets the agent call.
+
+An action is then a call, as JSON text, or the agent's answer, as any other text:
+
+    {"name": "compare", "arguments": {"first": "A", "second": "B"}}
+
+So snapshots, replays, worker processes and recordings have texts as in every environment.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
+
+from ragen.envs.contract import Env, Info, Schema
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+MOST_ERRORS = 3
+"""Wrong arguments that a result names."""
+
+
+class ToolError(Exception):
+    """A tool refuses a call: the agent reads ``Error:`` and this text as its result."""
+
+
+class Call(NamedTuple):
+    """A call of a tool: its name and its arguments, JSON values by name."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+def write_call(name: str, **arguments: Any) -> str:
+    """The action that calls a tool.
+
+    Example:
+        >>> write_call("compare", first="A", second="B")
+        '{"name": "compare", "arguments": {"first": "A", "second": "B"}}'
+    """
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+
+
+def read_call(action: str) -> Call | None:
+    """The call that an action is; ``None`` for any other text, which is an answer.
+
+    Models write the key ``parameters`` in place of ``arguments``, too; numbers must be finite.
+
+    Example:
+        >>> read_call('{"name": "add", "parameters": {"a": 1}}')
+        Call(name='add', arguments={'a': 1})
+        >>> read_call("B A C") is read_call('{"name": "add"}') is None
+        True
+    """
+    try:
+        found = json.loads(action, parse_constant=_no_number)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # no half a surrogate pair
+    except (ValueError, RecursionError):
+        return None
+    match found:
+        case {"name": str(name), "arguments": dict(arguments)}:
+            return Call(name, arguments)
+        case {"name": str(name), "parameters": dict(arguments)}:
+            return Call(name, arguments)
+    return None
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool: its name, what it does, the JSON schema of its arguments, and the function itself.
+
+    `call` takes the arguments by name and returns the result as text; it raises `ToolError` where
+    the agent should read what was wrong.
+    """
+
+    name: str
+    description: str
+    parameters: Schema
+    call: Callable[[Mapping[str, Any]], str]
+
+    @property
+    def schema(self) -> Schema:
+        """The tool as chat templates take it."""
+        about = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": about}
+
+
+def tool(function: Function) -> Function:
+    """Mark a method of a `ToolEnv` as a tool.
+
+    The name, the docstring and the annotated parameters are what the agent reads. Arguments are
+    checked strictly; the method returns a text, or a value that is written as JSON.
+    """
+    function.__dict__["is_tool"] = True
+    return function
+
+
+class ToolEnv(Env):
+    """An environment with tools: it defines `answer` instead of `step`, and marks methods `tool`.
+
+    A call returns its result as the observation and pays nothing. A call with wrong arguments
+    changes nothing, and its result says what is wrong with them. `docs/environments.md` shows a
+    complete environment.
+    """
+
+    @property
+    def actions(self) -> None:
+        return None
+
+    @property
+    def tools(self) -> tuple[Schema, ...]:
+        return tuple(each.schema for each in self.toolbox())
+
+    def toolbox(self) -> Sequence[Tool]:
+        """The tools: the methods that are marked `tool`, in the order of their definition."""
+        names = dict.fromkeys(name for base in type(self).__mro__[::-1] for name in vars(base))
+        methods = (getattr(type(self), name) for name in names)
+        return [_bound(self, each) for each in methods if getattr(each, "is_tool", False)]
+
+    @abstractmethod
+    def answer(self, text: str) -> tuple[str, float, bool, bool, Info]:
+        """Take the agent's answer; returns what `Env.step` does."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        call = read_call(action)
+        if call is None:
+            return self.answer(action)
+        before, tools = self.state_key(), {each.name: each for each in self.toolbox()}
+        try:
+            if call.name not in tools:
+                raise ToolError(f"there is no tool of that name; there are {', '.join(tools)}")
+            result = tools[call.name].call(call.arguments)
+        except ToolError as error:
+            result = f"Error: {error}"
+        return (
+            result,
+            0.0,
+            False,
+            False,
+            {
+                "success": False,
+                "effective": self.state_key() != before,
+            },
+        )
+
+
+def _bound(env: ToolEnv, method: Callable[..., Any]) -> Tool:
+    """A method as a tool of one environment."""
+    checked, parameters = _arguments(method)
+
+    def call(arguments: Mapping[str, Any]) -> str:
+        try:
+            values = checked.validate_json(json.dumps(arguments), strict=True)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False, include_input=False)[:MOST_ERRORS]
+            texts = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in wrong)
+            raise ToolError("; ".join(texts)) from None
+        result = method(env, **values)
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+    return Tool(method.__name__, inspect.getdoc(method) or "", parameters, call)
+
+
+class _Untitled(GenerateJsonSchema):
+    """Schemas without titles, which would only repeat the names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+@cache
+def _arguments(method: Callable[..., Any]) -> tuple[TypeAdapter[dict[str, Any]], Schema]:
+    """The check of a method's arguments, and their JSON schema."""
+
+    def arguments(**values: Any) -> dict[str, Any]:
+        return values
+
+    _, *parameters = inspect.signature(method).parameters.values()  # without self
+    named = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    hints = get_type_hints(method, include_extras=True)
+    arguments.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    arguments.__annotations__ = {each.name: hints.get(each.name, Any) for each in parameters}
+    checked: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)  # type: ignore[arg-type]
+    return checked, checked.json_schema(schema_generator=_Untitled)
