@@ -19,7 +19,7 @@ _CHATML_TOOLS = (
 _CALLS = (
     "{% for c in m.tool_calls %}"
     "{% if not loop.first or m.content %}{{ '\\n' }}{% endif %}"
-    "{{ '<tool_call>\\n{\"name\": \"' + c.function.name + '\", \"arguments\": ' }}"
+    '{{ \'<tool_call>\\n{"name": "\' + c.function.name + \'", "arguments": \' }}'
     "{{ c.function.arguments | tojson }}{{ '}\\n</tool_call>' }}{% endfor %}"
 )
 _RESULTS = (
@@ -67,7 +67,7 @@ TOOL_TEMPLATES: dict[str, str] = {
     + "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
     + "{{ raise_exception('one call at once') }}{% endif %}"
     + "{% set f = m.tool_calls[0].function %}"
-    + "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n{\"name\": \"' + f.name }}"
+    + '{{ \'<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "\' + f.name }}'
     + "{{ '\", \"parameters\": ' }}{{ f.arguments | tojson }}{{ '}<|eot_id|>' }}"
     + "{% elif m.role == 'tool' %}{{ '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}"
     + "{{ m.content | tojson }}{{ '<|eot_id|>' }}{% else %}"

@@ -188,9 +188,8 @@ def _arguments(method: Callable[..., Any]) -> tuple[TypeAdapter[dict[str, Any]],
         return values
 
     _, *parameters = inspect.signature(method).parameters.values()  # without self
-    named = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
     hints = get_type_hints(method, include_extras=True)
-    arguments.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    arguments.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     arguments.__annotations__ = {each.name: hints.get(each.name, Any) for each in parameters}
     checked: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)  # type: ignore[arg-type]
     return checked, checked.json_schema(schema_generator=_Untitled)

@@ -67,7 +67,7 @@ class AskedCall:
         text: The call as JSON text that the environment takes; as written if it is none.
         name: The tool; empty if the call is none.
         id: What its result refers to.
-        refusal: The result of a call that is not carried out; ``None`` for the others.
+        refusal: Why it is not carried out; ``None`` for the others.
     """
 
     text: str

@@ -91,7 +91,8 @@ def read_reply(
     """
     reply = setup.prefill + completion.text
     if setup.tools:
-        parsed = parse_tools(reply, setup.calls.parse, think=setup.think, max_actions=most)
+        think = setup.think or setup.prefill != ""  # some templates always open a thought
+        parsed = parse_tools(reply, setup.calls.parse, think=think, max_actions=most)
     else:
         parsed = parse(reply, think=setup.think, actions=actions, max_actions=most)
     if completion.finish_reason == "length":

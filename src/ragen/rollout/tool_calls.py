@@ -34,9 +34,9 @@ PARSER_S = 30.0
 CALL_ID = re.compile("[A-Za-z0-9]{9}")
 """An id that the model may give a call."""
 
-NO_CALL = "Error: this call is no JSON object with a name and arguments."
-NO_BUDGET = "Error: not carried out, because no action was left."
-ENDED = "Error: not carried out, because the episode had ended."
+NO_CALL = "This call is no JSON object with a name and arguments."
+NO_BUDGET = "This call was not carried out: no action was left."
+ENDED = "This call was not carried out: the episode had ended."
 
 
 def hermes(reply: str) -> list[str]:
@@ -155,7 +155,7 @@ def parse_tools(reply: str, parser: ToolParser, *, think: bool, max_actions: int
         >>> called = "<tool_call>\n{}\n</tool_call>"
         >>> parsed = parse_tools(called, hermes, think=False, max_actions=1)
         >>> parsed.actions, parsed.calls[0].refusal
-        ((), 'Error: this call is no JSON object with a name and arguments.')
+        ((), 'This call is no JSON object with a name and arguments.')
         >>> parse_tools("B A C", hermes, think=False, max_actions=1).actions
         ('B A C',)
     """
@@ -170,9 +170,7 @@ def parse_tools(reply: str, parser: ToolParser, *, think: bool, max_actions: int
     if think and thought is None:
         return malformed("The reply must begin with <think>…</think>.")
     if any(tag in rest for tag in TAGS[:2]):
-        return malformed(
-            "The reply may have a thought only at its start, and only if it is asked for."
-        )
+        return malformed("The reply may have a thought only where one is asked for.")
     try:
         found = parser(rest)
     except ValueError as error:
@@ -191,7 +189,7 @@ def parse_tools(reply: str, parser: ToolParser, *, think: bool, max_actions: int
         if call.refusal is None:
             count += 1
             calls[at] = call if count <= len(carried_out) else replace(call, refusal=NO_BUDGET)
-    problem = None if len(valid) == len(calls) else NO_CALL.removeprefix("Error: ").capitalize()
+    problem = None if len(valid) == len(calls) else NO_CALL
     asked = tuple(call.text for call in calls)
     return Parsed(
         thought, thought_chars, asked, carried_out, True, problem is None, problem, tuple(calls)
@@ -211,7 +209,10 @@ def _read(text: str, default_id: str) -> AskedCall:
 def results_of(calls: Sequence[AskedCall], observations: Sequence[str]) -> tuple[str, ...]:
     """The result of each call: what the environment showed, or why it was not carried out."""
     shown = iter(observations)
-    return tuple(call.refusal or next(shown, ENDED) for call in calls)
+    return tuple(
+        next(shown, f"Error: {ENDED}") if call.refusal is None else f"Error: {call.refusal}"
+        for call in calls
+    )
 
 
 def tool_messages(calls: Sequence[AskedCall], results: Sequence[str]) -> tuple[Message, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Message
+from ragen.core.user_code import UserCodeError
 from ragen.envs.tools import Call, read_call
 from ragen.rollout.template import (
     CONTENTS,
@@ -156,6 +157,8 @@ def find_form(bridge: ToolBridge, parser: ToolParser | None) -> ToolForm:
             found = [read_call(text) for text in each(written)]
         except ValueError:
             continue
+        except UserCodeError as failure:
+            raise RagenError(f"prompt.tool_parser cannot be used: {failure.reason}") from failure
         if found == [call]:
             return ToolForm(each, bridge.write)
     raise RagenError(

@@ -124,7 +124,8 @@ TURN = _table("""
     actions_asked texts, actions_executed texts, reward float64, penalty float64, well_formed bool,
     num_tokens int32?, finish_reason text, policy_version int32, state_key text, snapshot json?,
     prompt_ids int32s?, prompt_joins bool?, completion_ids int32s?, logprobs float32s?,
-    thought_start int32?, thought_end int32?, problem text?, completion_s float64?, messages json?
+    thought_start int32?, thought_end int32?, problem text?, completion_s float64?, messages json?,
+    results texts?
 """)
 """The columns of a turn, apart from its ids.
 
