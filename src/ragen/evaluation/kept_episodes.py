@@ -172,6 +172,7 @@ def _shortened_turn(turn: Turn) -> Turn:
         completion=replace(turn.completion, text=_beginning(turn.completion.text)),
         thought=turn.thought and _beginning(turn.thought),
         actions_asked=tuple(map(_beginning, turn.actions_asked[:MOST_ACTIONS])),
+        results=turn.results and tuple(map(_beginning, turn.results[:MOST_ACTIONS])),
     )
 
 

@@ -18,7 +18,7 @@ FULL = f"{NAMED}, final_observation, final_picture"
 TURN = (
     "turn, observation, picture, reply, thought, actions_asked, actions_executed, reward, penalty,"
     " well_formed, problem, num_tokens, completion_s, finish_reason, policy_version, state_key,"
-    " prompt_joins, messages"
+    " prompt_joins, messages, results"
 )
 """The columns of a turn without its tokens."""
 
@@ -72,7 +72,7 @@ def _row(run: RunReader, number: int) -> sqlite3.Row:
 def _turn(row: sqlite3.Row) -> Answer:
     turn = as_json(row)
     del turn["has_ids"]
-    lists = ("picture", "actions_asked", "actions_executed", "messages")
+    lists = ("picture", "actions_asked", "actions_executed", "messages", "results")
     return turn | {name: loaded(turn[name]) for name in lists}
 
 

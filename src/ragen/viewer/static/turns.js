@@ -42,9 +42,28 @@ export function signed(x) {
 export function Actions({ actions_asked: asked, actions_executed: executed }) {
   if (!asked.length) return html`<span class="muted">no action</span>`;
   return html`<span class="actions">${matched(asked, executed).map(({ action, done }, i) => done
-    ? html`<span key=${i} class="action"><${Text} text=${action} limit=${80} /></span>`
+    ? html`<span key=${i} class="action"><${Text} text=${called(action)} limit=${80} /></span>`
     : html`<s key=${i} class="action undone" title="requested, not executed"
-        ><${Text} text=${action} limit=${80} /></s>`)}</span>`;
+        ><${Text} text=${called(action)} limit=${80} /></s>`)}</span>`;
+}
+
+/** A call of a tool as `name(argument: value)`; any other action is itself. */
+function called(action) {
+  if (!action.startsWith("{")) return action;
+  try {
+    const { name, arguments: values } = JSON.parse(action);
+    const given = Object.entries(values).map(([key, value]) => `${key}: ${JSON.stringify(value)}`);
+    return `${name}(${given.join(", ")})`;
+  } catch {
+    return action; // not a call
+  }
+}
+
+/** What the calls of a turn returned. */
+function Results({ turn }) {
+  return turn.results && html`<ol class="results mono" data-testid="results">${turn.results.map(
+    (result, i) => html`<li key=${i}><span class="muted"><${Text} text=${called(turn.actions_asked[i])}
+      limit=${LONG} /> → </span><${Text} text=${result} limit=${LONG} /></li>`)}</ol>`;
 }
 
 /**
@@ -121,6 +140,7 @@ export function TurnCard({ turn, sum, current, onChoose }) {
     </header>
     ${turn.problem && html`<p class="bad"><${Text} text=${turn.problem} /></p>`}
     <${Thought} turn=${turn} />
+    <${Results} turn=${turn} />
   </article>`;
 }
 
@@ -188,6 +208,7 @@ function SmallTurn({ turn, env, board }) {
       ${!turn.picture && turn.turn > 0 && html`<p class="muted"><${Text} text=${turn.observation}
         limit=${SHORT} /></p>`}
       <${Thought} turn=${turn} limit=${LONG} />
+      <${Results} turn=${turn} />
     </div>
   </div>`;
 }
