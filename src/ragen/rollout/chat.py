@@ -314,8 +314,8 @@ class Chat:
 
     def _between(self, after: Sequence[Message]) -> str:
         """The bridge around the messages after a reply: one of the user, or results of calls."""
-        if after[0]["role"] == "user":
-            return self._bridge(after[0]["content"])
+        if after[-1]["role"] == "user":
+            return self._bridge(after[-1]["content"])
         return self._tool_bridge(tuple(tuple(message.items()) for message in after))
 
     def _with_calls(self, messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
