@@ -15,7 +15,7 @@ import pytest
 
 import ragen
 from ragen.cli.main import main
-from ragen.config.extensions import DETECTOR, ESTIMATOR, KINDS, LOSS, SCORE, TERM
+from ragen.config.extensions import DETECTOR, ESTIMATOR, KINDS, LOSS, SCORE, TERM, TOOL_PARSER
 from ragen.config.reading import resolve
 from ragen.config.sources import sources
 from ragen.core.errors import RagenError
@@ -285,9 +285,9 @@ def test_entry_point_groups_and_kinds_are_documented() -> None:
     groups = {kind.group for kind in KINDS.values()}
     assert groups == {
         *("ragen.envs", "ragen.advantages", "ragen.losses", "ragen.filters"),
-        *("ragen.detectors", "ragen.rewards"),
+        *("ragen.detectors", "ragen.rewards", "ragen.tool_parsers"),
     }
-    nouns = [kind.noun for kind in (ESTIMATOR, LOSS, SCORE, TERM, DETECTOR)]
+    nouns = [kind.noun for kind in (ESTIMATOR, LOSS, SCORE, TERM, DETECTOR, TOOL_PARSER)]
     page = (DOCS / "extend.md").read_text("utf-8")
     assert all(f"| {noun} |" in page for noun in nouns) and all(f"`{g}`" in page for g in groups)
 

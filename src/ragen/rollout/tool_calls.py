@@ -112,9 +112,13 @@ def find_tool_parser(name: str) -> ToolParser:
     def guarded(reply: str) -> Sequence[str]:
         with boundary(f"the tool parser {name}", PARSER_S):
             try:
-                return [str(call) for call in parser(reply)]
+                calls = parser(reply)
             except ValueError as error:
-                refusal = str(error)
+                calls, refusal = None, str(error)
+            else:
+                if not isinstance(calls, list | tuple):
+                    raise TypeError(f"it returned {type(calls).__name__}, no list of texts")
+                return [str(call) for call in calls]
         raise ValueError(refusal)
 
     return guarded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ragen.config.extensions import (
     SCORE,
     TERM,
     TERM_INPUTS,
+    TOOL_PARSER,
     Kind,
     load,
     term_input,
@@ -39,6 +41,7 @@ from ragen.core.types import Completion, Episode, Group, Prompt, Turn
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.diagnostics.detectors import Detection, find_detector
 from ragen.rollout.reward_terms import TERMS, find_term, term_values
+from ragen.rollout.tool_calls import find_tool_parser
 
 Check = Callable[[str], str | None]
 """Calls the function of a name with an example; says what is wrong with its result, if anything."""
@@ -57,7 +60,7 @@ def check_function(name: str) -> str:
     The kind of an entry point is that of its group. Otherwise it follows from the parameters: an
     estimator names some of `ESTIMATOR_INPUTS`, a loss takes ``(logprobs_N, tokens)``, a filter
     score ``(group)``, a reward term ``(turn)``, ``(episode)`` or ``(episodes)``, a detector
-    ``(history)``. The function is then called with an example.
+    ``(history)``, a tool parser ``(reply)``. The function is then called with an example.
 
     Returns:
         The kind, such as ``"loss"``.
@@ -89,7 +92,8 @@ def _kind_of(name: str) -> tuple[Kind, Check]:
     raise RagenError(
         f"{name} is of no kind that RAGEN knows: its parameters are neither an estimator's "
         "(rewards_ES, mask_ES, …), a loss's (logprobs_N, tokens), a filter score's (group), a "
-        "reward term's (turn, episode or episodes) nor a detector's (history)"
+        "reward term's (turn, episode or episodes), a detector's (history) nor a tool parser's "
+        "(reply)"
     )
 
 
@@ -176,12 +180,20 @@ def _check_detector(name: str) -> str | None:
     return None
 
 
+def _check_parser(name: str) -> str | None:
+    for example in ("B A C", '<call>{"name": "compare", "arguments": {}}</call>'):
+        with suppress(ValueError):  # its way to refuse a reply
+            find_tool_parser(name)(example)
+    return None
+
+
 _CHECKS: tuple[tuple[Kind, Iterable[str], Check], ...] = (
     (LOSS, ["logprobs_N"], _check_loss),
     (ESTIMATOR, ESTIMATOR_INPUTS, _check_estimator),
     (SCORE, ["group"], _check_score),
     (TERM, TERM_INPUTS, _check_term),
     (DETECTOR, ["history"], _check_detector),
+    (TOOL_PARSER, ["reply"], _check_parser),
 )
 """Each kind with the parameters that it is known by, any one of them, and its check."""
 
