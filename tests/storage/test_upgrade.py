@@ -36,7 +36,7 @@ def test_a_database_of_schema_3_is_upgraded_when_it_is_read(tmp_path: Path) -> N
     run = make_old_run(tmp_path / "run")
     assert version_of(run) == 3
     assert read_metrics(run)["reward/mean"] == {1: 0.25}
-    assert version_of(run) == 5
+    assert version_of(run) == 6
     (evaluation,) = read_evaluations(run)
     assert (evaluation["env"], evaluation["optimal"], evaluation["step"]) == ("bandit", 1.0, 1)
     assert "world" not in evaluation and "best" not in evaluation
@@ -65,6 +65,16 @@ def test_an_upgraded_database_has_the_columns_and_indexes_of_the_present_schema(
     assert actual == expected
 
 
+def test_a_database_of_schema_5_gets_the_results_of_tools(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+        connection.executescript(SCHEMA)
+        expected = columns(connection)
+        connection.executescript("ALTER TABLE turns DROP COLUMN results; PRAGMA user_version = 5")
+    with closing(open_database(tmp_path)) as upgraded:
+        assert columns(upgraded) == expected
+    assert version_of(tmp_path) == 6
+
+
 def test_an_old_database_is_not_upgraded_while_a_process_writes_it(tmp_path: Path) -> None:
     run = make_old_run(tmp_path / "run")
     handle = claim(run)
@@ -84,7 +94,7 @@ def test_an_old_database_that_cannot_be_written_is_refused(
 
     run = make_old_run(tmp_path / "run")
     monkeypatch.setattr(database, "upgrade", readonly)
-    with pytest.raises(RagenError, match=r"has schema 3 and cannot be brought to 5: .* writable"):
+    with pytest.raises(RagenError, match=r"has schema 3 and cannot be brought to 6: .* writable"):
         read_metrics(run)
 
 
@@ -99,12 +109,12 @@ def test_a_failed_upgrade_leaves_the_database_unchanged(tmp_path: Path) -> None:
         assert connection.execute("SELECT world FROM episodes").fetchall() == [("bandit",)]
 
 
-@pytest.mark.parametrize("version", [2, 6])
+@pytest.mark.parametrize("version", [2, 7])
 def test_any_other_schema_is_refused(tmp_path: Path, version: int) -> None:
     run = make_old_run(tmp_path / "run")
     with closing(sqlite3.connect(run / DATABASE)) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
-    with pytest.raises(RagenError, match=f"has schema {version}, this RAGEN reads 5"):
+    with pytest.raises(RagenError, match=f"has schema {version}, this RAGEN reads 6"):
         open_database(run)
 
 
