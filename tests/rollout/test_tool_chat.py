@@ -177,7 +177,7 @@ texts = st.text(max_size=8) | st.sampled_from(["a b\n", " <b> ", "é🙂", '"q"'
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3", "llama3"])
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(history=st.lists(st.lists(texts, min_size=1, max_size=2), min_size=1, max_size=3))
 def test_extending_equals_rendering(name: str, history: list[list[str]]) -> None:
     """If calls are written as the template writes them, nothing differs from a full rendering."""
@@ -290,7 +290,7 @@ def play(
 
 @pytest.mark.parametrize("name", TOOL_TEMPLATES)
 @pytest.mark.parametrize("max_length", [ROOMY, 4 * TIGHT])
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(data=st.data(), window=st.sampled_from([0, 1, 2]))
 def test_every_sampled_token_is_trained_once_and_no_result_ever(
     name: str, max_length: int, data: st.DataObject, window: int

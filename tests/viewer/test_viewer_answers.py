@@ -130,7 +130,7 @@ def test_an_unreadable_run_reports_its_problem_in_one_line(root: Path, tmp_path:
     assert runs["good"]["state"] == "finished"
     for name, message in {
         "deep": "config.toml is damaged",
-        "schema": "run.sqlite has schema 99, this RAGEN reads 5; use the version that wrote it",
+        "schema": "run.sqlite has schema 99, this RAGEN reads 6; use the version that wrote it",
         "junk": "run.sqlite cannot be read: file is not a database",
         "half": "run.sqlite cannot be read: database disk image is malformed",
         "config": "config.toml is damaged",
