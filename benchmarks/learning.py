@@ -3,6 +3,7 @@
     python benchmarks/learning.py                                  # four environments, three seeds
     python benchmarks/learning.py collapse collapse-s --seeds 5    # collapse in a minute
     python benchmarks/learning.py collapse --set advantage.name=dr_grpo --name "no std"
+    python benchmarks/learning.py sokoban --set reward.terms.grounding=0.1 --name "true facts"
     python benchmarks/learning.py smol/bandit smol/bandit-rev --episodes 256  # a real model
 
 Prints one JSON line a run and at the end a Markdown table of medians; `--out` keeps the runs.
@@ -72,9 +73,20 @@ def run(recipe: str, changes: dict[str, Any], folder: Path) -> dict[str, Any]:
         "cpu_s": round(cpu, 1),
         "reward_std_end": last(metrics["reward/std_in_group"]),
         "flat_groups_end": last(metrics["reward/flat_group_fraction"]),
+        **{
+            f"{measure}_{end}": of(metrics[f"thought/{measure}_fraction"])
+            for measure in ("hallucinated", "consistent", "read")
+            for end, of in (("start", first), ("end", last))
+            if f"thought/{measure}_fraction" in metrics
+        },
         "gradient_norm_max": max(metrics["gradient/policy_norm_max"].values()),
         "signs": [f"{sign.name}@{sign.step}" for sign in result.signs],
     }
+
+
+def first(series: dict[int, float], window: int = 5) -> float:
+    """Mean of a metric's first steps."""
+    return round(statistics.fmean(list(series.values())[:window]), 4)
 
 
 def last(series: dict[int, float], window: int = 5) -> float:
@@ -86,8 +98,9 @@ def table(rows: list[tuple[str, list[dict[str, Any]]]]) -> str:
     """Medians over the seeds, the seeds' own values for what counts, in per cent."""
     lines = [
         "| recipe | random / optimal | base T=1 (greedy) | trained T=1, median | seeds "
-        "| trained greedy | training s | reward std | largest gradient norm |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| trained greedy | false facts, first → last 5 steps | training s | reward std "
+        "| largest gradient norm |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, runs in rows:
 
@@ -98,11 +111,14 @@ def table(rows: list[tuple[str, list[dict[str, Any]]]]) -> str:
             f"{each['after']:.1%} [{100 * each['after_low']:.1f}, {100 * each['after_high']:.1f}]"
             for each in runs
         )
+        false = "–"
+        if "hallucinated_end" in runs[0]:
+            false = f"{middle('hallucinated_start'):.1%} → {middle('hallucinated_end'):.1%}"
         optimal = f"{middle('optimal'):.1%}" if runs[0]["optimal"] is not None else "?"
         lines.append(
             f"| {name} | {middle('random'):.1%} / {optimal} "
             f"| {middle('before'):.1%} ({middle('before_greedy'):.1%}) "
-            f"| **{middle('after'):.1%}** | {seeds} | {middle('after_greedy'):.1%} "
+            f"| **{middle('after'):.1%}** | {seeds} | {middle('after_greedy'):.1%} | {false} "
             f"| {middle('training_s'):.0f} | {middle('reward_std_end'):.3f} "
             f"| {middle('gradient_norm_max'):.1f} |"
         )

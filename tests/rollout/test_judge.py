@@ -94,6 +94,12 @@ def test_a_group_is_one_question_that_shows_equal_episodes_once() -> None:
     }
 
 
+def test_no_episode_is_no_question() -> None:
+    with scripted_judge(brevity) as server:
+        assert ask(server, [], [])[0] == [[], []]
+    assert server.requests == []
+
+
 def test_the_seed_decides_the_order() -> None:
     group = [said(reply) for reply in "abcdef"]
     with scripted_judge(brevity) as server:

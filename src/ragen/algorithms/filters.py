@@ -7,8 +7,8 @@ StarPO-S (arXiv:2504.20073) keeps the prompts whose outcome is most uncertain un
 estimated by the spread of the group's rewards. Whole groups are kept or left out, failures together
 with successes. A score ranks the groups, and a rule decides how many of them stay.
 
-Scores read the environment's own rewards (before format penalties and normalisation), count by
-episode, and leave out failed episodes.
+Scores read rewards before penalties and normalisation, count by episode, and leave out failed
+episodes.
 """
 
 from __future__ import annotations

@@ -107,10 +107,11 @@ class Turn:
 
     `thought_span` is the half-open range of `completion.token_ids` that spells the thought.
     `well_formed` means that the whole reply was valid; otherwise the format penalty applies. The
-    `penalty` is the sum of the format penalty and the reward terms, apart from the environment's
-    `reward`. `state_key` is the observable state before the turn. `info` holds the environment's
-    last info, the number of actions that changed the state (``effective``), and facts about the
-    thought (`ragen.rollout.reward_terms`). `snapshot` is the environment's state before the turn,
+    `penalty` is the sum of the format penalty and the turn's reward terms, apart from the `reward`:
+    the environment's, and in a last turn what reward terms give the whole episode. `state_key` is
+    the observable state before the turn. `info` holds the environment's last info, the number of
+    actions that changed the state (``effective``), and facts about the thought
+    (`ragen.rollout.reward_terms`). `snapshot` is the environment's state before the turn,
     from which a branch can start. `picture` is the environment's drawing by rows (`Env.picture`),
     if it has one. `problem` says what was wrong with the reply, and is ``None`` if it was valid.
     `results` are what the calls of tools in the reply returned, one for each of `actions_asked`;
@@ -176,7 +177,7 @@ class Episode:
 
     @property
     def total_reward(self) -> float:
-        """Sum of the environment's rewards, without penalties."""
+        """Sum of the turns' rewards, without penalties."""
         return sum((turn.reward for turn in self.turns), 0.0)
 
     @property

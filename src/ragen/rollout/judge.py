@@ -140,7 +140,7 @@ class Judge:
         Raises:
             RagenError: The endpoint refuses to answer, or is gone.
         """
-        in_group = self._settings.mode == "group"
+        in_group = self._settings.mode == "group" and len(texts) > 0
         questions = [texts] if in_group else [[text] for text in texts]
         answers = await together(self._answer(each, step) for each in questions)
         return {
