@@ -40,7 +40,7 @@ FOLDERS = {  # Top to bottom, with the use of torch that each folder may make.
 PLACE = {folder: place for place, folder in enumerate(FOLDERS)}
 LIGHT_MODULES = {
     *("reports.report", "reports.facts", "reports.plots", "reports.card", "diagnostics.collapse"),
-    *("studies.study", "studies.measures", "studies.results"),
+    *("studies.study", "studies.rule", "studies.measures", "studies.results", "studies.overview"),
     *("models.names", "models.model_files", "models.trial", "models.hub", "models.sizes"),
     "models.prompting",
     *("engines.machine", "engines.memory"),

@@ -147,3 +147,19 @@ def test_the_memory_plan_refuses_what_would_not_fit_and_only_that() -> None:
         assert [each[name] for name in ("enough", "too little", "too little, unchecked")] == [
             *("finished", "refused", "killed")
         ]
+
+
+def test_the_rule_of_studies_gives_few_false_verdicts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a run in ten collapses, Student's t says what is not true in a third of studies."""
+    monkeypatch.syspath_prepend(FOLDER)
+    import verdicts
+
+    shapes = ("σ = .02", "1 in 10 collapses", "3 in 10 of both")
+    for shape in shapes:  # of 1,000 studies, 3 standard errors of 5 % are 2.1 %
+        assert verdicts.worst_false("sign test: median", shape, 10, 0.05, 1000) < 0.07
+    assert verdicts.worst_false("Student: mean", "1 in 10 collapses", 10, 0.05, 1000) > 0.25
+    assert verdicts.share_chances(12, 0.5, 0.5, 0.05)[1] < 0.05
+    head, first, *_ = verdicts.power_table((10, 24), 200, 0.05)
+    assert head.startswith("| claim |") and first.startswith("| D = 0.08 | σ = .02 | D | holds |")

@@ -7,12 +7,8 @@ the docstrings and tested here as well.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import combinations_with_replacement
-from statistics import fmean
 
 import numpy as np
 import pytest
@@ -27,8 +23,6 @@ from ragen.core.statistics import (
     difference,
     interquartile_mean,
     mcnemar,
-    mean_difference,
-    mean_interval,
     paired_difference,
     pass_at_k,
     smallest_detectable,
@@ -327,69 +321,14 @@ def test_false_positive_rate_for_equal_agents_is_at_most_5_percent() -> None:
         assert 1 - coverage_of(intervals, 0.0) == pytest.approx(0.045, abs=0.02)
 
 
-# Training seeds: their mean, and the difference of two arms.
-
-
-@pytest.mark.parametrize("seeds", [3, 5, 10])
-def test_mean_of_seeds(seeds: int) -> None:
-    found = measured(lambda g, n: g.normal(0.5, 0.1, n), seeds, lambda s: mean_interval(s.tolist()))
-    assert is_nominal(coverage_of(found, 0.5)), coverage_of(found, 0.5)
-
-
-@pytest.mark.parametrize("seeds", [3, 5, 10])
-@pytest.mark.parametrize("ratio", [1.0, 3.0])
-def test_difference_of_the_means_of_two_arms(seeds: int, ratio: float) -> None:
-    spread = np.array([[0.1], [0.1 * ratio]])
-    found = measured(
-        lambda g, n: g.normal([[0.6], [0.5]], spread, (2, n)),
-        seeds,
-        lambda arms: mean_difference(*arms.tolist()),
-    )
-    assert is_nominal(coverage_of(found, 0.1)), coverage_of(found, 0.1)
-
-
-@pytest.mark.parametrize("rate", [0.01, 0.05, 0.2, 0.5, 0.97, 0.99])
-@pytest.mark.parametrize(("seeds", "episodes"), [(2, 16), (2, 64), (2, 256), (3, 16), (3, 32)])
-def test_seeds_that_differ_by_chance_alone_are_covered(
-    rate: float, seeds: int, episodes: int
-) -> None:
-    """Exactly, over all counts of all seeds; without the floor it is as low as 24 %."""
-    chances, coverage = binom.pmf(np.arange(episodes + 1), episodes, rate), 0.0
-    for counts in combinations_with_replacement(range(episodes + 1), seeds):
-        orders = math.factorial(seeds) / math.prod(map(math.factorial, Counter(counts).values()))
-        chance = orders * math.prod(chances[count] for count in counts)
-        if chance > 1e-9:
-            rates = [count / episodes for count in counts]
-            noise = fmean(binomial_variance(each, episodes) for each in rates)
-            found = mean_interval(rates, noise)
-            coverage += chance * (found.low <= rate <= found.high)
-    assert coverage >= 0.975
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.05, 0.2])
-@pytest.mark.parametrize("seeds", [2, 3, 5])
-def test_the_difference_of_seeds_with_a_spread_of_their_own(seeds: int, spread: float) -> None:
-    generator = np.random.default_rng(seeds)
-    for centre in (0.1, 0.5, 0.9):
-        found = []
-        for _ in range(SAMPLES // 2):
-            chances = np.clip(generator.normal(centre, spread, (2, seeds)), 0, 1)
-            arms = (generator.binomial(64, chances) / 64).tolist()
-            noise = [fmean(binomial_variance(each, 64) for each in arm) for arm in arms]
-            found.append(mean_difference(*arms, (noise[0], noise[1])))
-        assert coverage_of(found, 0.0) >= NOMINAL[0]
+# Training seeds.
 
 
 def test_one_episode_of_256_decides_nothing_between_seeds_that_agree() -> None:
     for seeds in (2, 3, 5, 8):
-        ones, others = [1.0] * seeds, [255 / 256] * seeds
-        noises = binomial_variance(1.0, 256), binomial_variance(255 / 256, 256)
-        assert mean_difference(ones, others).low > 0  # without the floor
-        assert mean_difference(ones, others, noises).low < 0
-        assert mean_difference([1.0] * seeds, [0.5] * seeds, noises).low > 0.4
         levels = [[1.0] * 256] * seeds
         assert paired_difference(levels, [[0.0] + [1.0] * 255] * seeds).low < 0
-        scores = interquartile_mean([others], noises[1])
+        scores = interquartile_mean([[255 / 256] * seeds], binomial_variance(255 / 256, 256))
         assert scores.low < 254 / 256 and scores.high > 1 - 1 / 1024
 
 

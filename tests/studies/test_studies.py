@@ -1,10 +1,11 @@
-"""Studies: the rule for verdicts, and grids whose runs are done once despite interruptions."""
+"""Studies: measures, decisions, and grids whose runs are done once despite interruptions."""
 
 from __future__ import annotations
 
 import csv
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,45 +23,49 @@ from ragen.cli.main import main
 from ragen.config.reading import dump, recipes, resolve
 from ragen.core.errors import RagenError
 from ragen.core.metrics import total
-from ragen.core.statistics import mean_difference, mean_interval
 from ragen.core.stopping import StopRequested
 from ragen.storage.recorder import Recorder
 from ragen.studies import runner
-from ragen.studies.measures import MEASURES, RunFacts, measure_of, noise_of, read_run
+from ragen.studies.measures import MEASURES, RunFacts, measure_of, read_run
+from ragen.studies.overview import collections_of, plans, write_overview
 from ragen.studies.results import VERDICT_WORDS, conclude
 from ragen.studies.study import (
-    Decision,
-    Prediction,
+    FIRST_SEED,
+    Contrast,
+    Need,
+    Place,
     Study,
+    cells_of,
+    claimed,
     decide,
     load_study,
     study_names,
-    verdict,
 )
 from tests.cli.test_cli import evaluation
 
+BANDIT: dict[str, Any] = {
+    "laptop": "bandit",
+    "paper": "bandit",
+    "effect": 0.2,
+    "source": "A test.",
+    "predicted": "holds",
+}
 TINY: dict[str, Any] = {
     "name": "tiny",
     "number": "finding 0",
     "title": "A study for tests",
     "claim": "More is more.",
-    "published": "Nothing.",
     "limits": "Everything.",
-    "predictions": [
-        {"measure": "final", "arm": "filtered", "above": "all"},
-        {"measure": "before", "arm": "all", "above": 0.2, "by": 0.0},
-    ],
+    "seeds": 7,
+    "contrast": {"measure": "final", "arm": "filtered", "above": "all"},
     "arms": {"all": {"filter.rule": "all"}, "filtered": {"filter.value": 0.5}},
+    "environments": {"bandit": BANDIT},
     "laptop": {
-        "recipes": ["bandit"],
-        "settings": {
-            "steps": 2,
-            "rollout.num_groups": 4,
-            "eval.episodes": 64,
-            "eval.every": 1,
-        },
+        "steps": 2,
+        "rollout.num_groups": 4,
+        "eval.episodes": 64,
+        "eval.every": 1,
     },
-    "paper": {"recipes": ["bandit"]},
 }
 
 
@@ -69,70 +74,77 @@ def tiny() -> Study:
     return Study(**TINY)
 
 
-# The rule for verdicts.
+# Decisions: from values by environment and arm to outcomes.
 
 
-def verdict_for(*bounds: tuple[float, float], by: float = 0.0) -> str:
-    prediction = Prediction(measure="final", arm="a", above=0.0, by=by)
-    return verdict([Decision("x", prediction, (a + b) / 2, a, b) for a, b in bounds])
+def finals(ones: list[float], others: list[float]) -> dict[str, Any]:
+    values = {("bandit", "filtered"): ones, ("bandit", "all"): others}
+    return dict.fromkeys(("final", "collapsed", "mean:clip/fraction"), values)
 
 
-@pytest.mark.parametrize(
-    ("bounds", "by", "expected"),
-    [
-        ([(0.1, 0.3)], 0.0, "supports"),
-        ([(0.1, 0.3)], 0.2, "cannot decide"),
-        ([(0.1, 0.3)], 0.4, "contradicts"),
-        ([(-0.1, 0.3)], 0.0, "cannot decide"),
-        ([(0.1, 0.3), (0.1, 0.3), (-0.1, 0.3)], 0.0, "supports"),
-        ([(0.1, 0.3), (-0.1, 0.3)], 0.0, "cannot decide"),  # no majority
-        ([(0.1, 0.3), (0.1, 0.3), (-0.3, -0.1)], 0.0, "cannot decide"),
-        ([(-0.1, 0.3), (-0.1, 0.3), (-0.3, -0.1)], 0.0, "contradicts"),
-    ],
-)
-def test_verdict_follows_from_the_intervals(
-    bounds: list[tuple[float, float]], by: float, expected: str
-) -> None:
-    assert verdict_for(*bounds, by=by) == expected
+def test_a_decision_is_about_the_median_difference_of_a_pair(tiny: Study) -> None:
+    """Six pairs of one seed, the seventh without a number: all six are needed at 5 %."""
+    ones, others = [0.5, 0.6, 0.7, 0.8, 0.9, 1.0, math.nan], [0.4] * 6 + [0.0]
+    (found,) = decide(tiny, finals(ones, others))
+    assert (found.pairs, found.outcome) == (6, "holds")
+    bounds = (found.interval.value, found.interval.low, found.interval.high)
+    assert bounds == pytest.approx((0.35, 0.1, 0.6))
 
 
-def test_decisions_are_intervals_over_seeds(tiny: Study) -> None:
-    cells = {("bandit", "all"): [0.4, 0.5, 0.6], ("bandit", "filtered"): [0.8, 0.9, math.nan]}
-    higher, above = decide(tiny, "laptop", {"final": cells, "before": cells})
-    expected = mean_difference([0.8, 0.9], [0.4, 0.5, 0.6])
-    assert (higher.excess, higher.low, higher.high) == (expected.value, expected.low, expected.high)
-    assert above.excess == pytest.approx(0.3) and above.outcome == "supported"
-    assert above.low == pytest.approx(mean_interval([0.4, 0.5, 0.6]).low - 0.2)
+def test_more_environments_ask_for_more_seeds(tiny: Study) -> None:
+    """Six seeds are enough for 5 %, not for 2.5 %; what is untestable does not count."""
+    numbers = finals([0.9] * 6, [0.4] * 6)
+    final = numbers["final"]
+    final |= {("lake", arm): final["bandit", arm] for arm in tiny.arms}
+    for untestable, expected in ((True, "holds"), (False, "undecided")):
+        places = {"bandit": Place(**BANDIT), "lake": Place(**BANDIT, untestable=untestable)}
+        first, second = decide(tiny.model_copy(update={"environments": places}), numbers)
+        assert (first.outcome, first.enough) == (expected, None if untestable else 7)
+        assert second.outcome == ("untestable" if untestable else expected)
 
 
-def test_seeds_that_agree_within_the_noise_of_their_evaluations_are_undecided(tiny: Study) -> None:
-    cells = {("bandit", "all"): [255 / 256] * 3, ("bandit", "filtered"): [1.0] * 3}
-    numbers = {"final": cells, "before": cells}
-    noises = {
-        name: {
-            place: [noise_of(name, RunFacts({0: value}, {}, episodes=256)) for value in each]
-            for place, each in values.items()
-        }
-        for name, values in numbers.items()
-    }
-    assert decide(tiny, "laptop", numbers)[0].outcome == "supported"
-    assert decide(tiny, "laptop", numbers, noises)[0].outcome == "undecided"
+def test_shares_of_runs_are_compared_by_their_counts(tiny: Study) -> None:
+    contrast = Contrast(measure="collapsed", arm="all", above="filtered")
+    study = tiny.model_copy(update={"contrast": contrast})
+    (found,) = decide(study, finals([0.0] * 12, [1.0] * 9 + [0.0] * 3))
+    assert found.outcome == "holds" and found.interval.value == 0.75
+    assert round(found.interval.low, 3) == 0.083
+    alone = contrast.model_copy(update={"above": 0.5})
+    (found,) = decide(tiny.model_copy(update={"contrast": alone}), finals([0.0] * 9, [1.0] * 9))
+    assert found.outcome == "holds" and found.interval.high == 0.5
 
 
-def test_one_seed_is_undecided(tiny: Study) -> None:
-    cells = {("bandit", "all"): [0.0], ("bandit", "filtered"): [1.0]}
-    outcomes = [d.outcome for d in decide(tiny, "laptop", {"final": cells, "before": cells})]
-    assert outcomes == ["undecided", "undecided"]
+def test_what_the_runs_did_not_exercise_is_not_judged(tiny: Study) -> None:
+    need = Need(measure="mean:clip/fraction", arm="all", least=0.05)
+    study = tiny.model_copy(update={"needs": [need]})
+    for fraction, expected in ((0.01, "not exercised"), (0.06, "fails"), (math.nan, None)):
+        (found,) = decide(study, finals([fraction] * 7, [fraction] * 7))
+        assert found.outcome == (expected or "not exercised")
+
+
+def test_too_few_seeds_are_undecided(tiny: Study) -> None:
+    (found,) = decide(tiny, finals([1.0] * 5, [0.0] * 5))
+    assert (found.outcome, found.enough) == ("undecided", 6)
+    (found,) = decide(tiny, finals([math.nan] * 5, [0.0] * 5))
+    assert (found.outcome, found.pairs, found.enough) == ("undecided", 0, None)
 
 
 def test_measures_without_their_data_are_nan() -> None:
     assert all(
         math.isnan(MEASURES[name](RunFacts({}, {}))) for name in MEASURES if name != "seconds"
     )
-    for name in ("first:a", "last:a", "change:a", "onset:a", "onset:a - last:b"):
+    for name in ("first:a", "last:a", "mean:a", "onset:a", "lead:a", "onset:a - last:b"):
         assert math.isnan(measure_of(name)(RunFacts({}, {})))
     with pytest.raises(RagenError, match="there is no measure 'finale'"):
         measure_of("finale")
+
+
+def test_a_run_that_does_not_fall_survives_and_has_no_lead() -> None:
+    metrics = {"success/mean": dict.fromkeys(range(1, 21), 0.5), "a": {1: 1.0, 2: 0.0}}
+    run = RunFacts({0: 0.5, 20: 0.6}, metrics)
+    assert MEASURES["survived"](run) == 1.0 and math.isnan(measure_of("lead:a")(run))
+    metrics["success/mean"] |= dict.fromkeys(range(8, 21), 0.0)
+    assert MEASURES["survived"](run) == 9 / 20  # the mean of steps 6 to 10 is the first below .25
 
 
 def test_rolled_back_results_are_ignored(tmp_path: Path) -> None:
@@ -172,16 +184,45 @@ def test_rolled_back_evaluation_is_ignored_before_it_is_repeated(tmp_path: Path)
 @pytest.mark.parametrize("name", study_names())
 def test_every_run_of_every_study_has_a_valid_config(name: str) -> None:
     study = load_study(name)
+    for place in study.environments.values():
+        assert {place.laptop, place.paper} <= set(recipes())
+        assert place.untestable == (place.predicted == "untestable")
     for scale in ("laptop", "paper"):
-        for recipe in study.grid(scale).recipes:  # type: ignore[arg-type]
-            for arm in study.arms:
-                config = study.config(scale, recipe, arm, 3)  # type: ignore[arg-type]
-                assert config.seed == 3 and recipe in recipes()
+        assert all(c.config.seed >= FIRST_SEED for c in cells_of(study, scale, 2, Path("x")))  # type: ignore[arg-type]
 
 
-def test_unknown_arm_is_refused() -> None:
+@pytest.mark.parametrize("name", study_names())
+def test_every_study_has_the_seeds_to_decide(name: str) -> None:
+    """With fewer, no interval has two bounds."""
+    study = load_study(name)
+    assert study.seeds >= 10 and 2 * 0.5**study.seeds <= study.error
+
+
+def test_the_page_lists_every_claim_and_prediction() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "studies" / "index.md").read_text("utf-8")
+    for study in map(load_study, study_names()):
+        assert f"| {study.name} | {study.claim} |" in page
+        for name, place in study.environments.items():
+            effect = claimed(place.effect).removeprefix("claimed ")
+            pattern = rf"\| {name} \| .*\| {re.escape(effect)} \| {place.predicted} \|"
+            assert re.search(pattern, page), (study.name, name)
+
+
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="there is no arm 'none'"):
-        Study(**TINY | {"predictions": [{"measure": "final", "arm": "none", "above": 0.5}]})
+        Study(**TINY | {"contrast": {"measure": "final", "arm": "none", "above": 0.5}})
+    with pytest.raises(ValueError, match="there is no measure 'finale'"):
+        Study(**TINY | {"describe": ["finale"]})
+
+
+def test_the_cost_of_studies_is_known_before_a_run(tiny: Study) -> None:
+    first, together = plans([tiny], "laptop", 3)
+    assert first.startswith("tiny                 6 runs, about ") and "MiB a run" in first
+    assert together.startswith("together about ")
+    # 40 updates of 32 episodes from collections of 10 · 8: a quarter is one update, all are 2.
+    settings = {"rollout.num_groups": 10, "budget": "updates", "steps": 40}
+    assert collections_of(resolve("bandit", settings)) == (40, 800.0)
+    assert collections_of(resolve("collapse", settings)) == (20, 1600.0)
 
 
 # Running.
@@ -199,19 +240,20 @@ def test_study_runs_once_and_resumes(tiny: Study, tmp_path: Path, jobs: int) -> 
     assert reports[0] == "tiny: 4 runs, 0 of them done" and len(reports) == 5
     first = rows(tmp_path)
     assert [(r["arm"], r["seed"]) for r in first] == [
-        ("all", "0"),
-        ("filtered", "0"),
-        ("all", "1"),
-        ("filtered", "1"),
+        ("all", "1000"),
+        ("filtered", "1000"),
+        ("all", "1001"),
+        ("filtered", "1001"),
     ]
     assert all(0 <= float(row["final"]) <= 1 for row in first)
     text = (tmp_path / "study.md").read_text()
-    assert f"**Here the data {VERDICT_WORDS[found.verdict]}**" in text and "![" in text
+    assert f"**{VERDICT_WORDS[found.verdict]}.**" in text and "![" in text
+    assert "2 training seeds an arm, where 7 were planned" in text
     assert (tmp_path / "study.svg").stat().st_size > 1000
 
     # One run killed before its first checkpoint, one after its last: the study completes both.
-    shutil.rmtree(tmp_path / "bandit" / "all" / "seed-0" / "checkpoints")
-    shutil.rmtree(tmp_path / "bandit" / "all" / "seed-1")
+    shutil.rmtree(tmp_path / "bandit" / "all" / "seed-1000" / "checkpoints")
+    shutil.rmtree(tmp_path / "bandit" / "all" / "seed-1001")
     reports.clear()
     runner.run_study(tiny, seeds=2, out=tmp_path, jobs=1, report=reports.append)
     assert reports[0] == "tiny: 4 runs, 3 of them done", "a finished run needs no checkpoint"
@@ -291,7 +333,7 @@ def test_arm_may_start_with_supervised_fine_tuning(tmp_path: Path) -> None:
     study = TINY | {
         "arms": {"base": {"steps": 0}, "taught": {"steps": 0}},
         "sft": {"taught": {"episodes": 128, "epochs": 4}},
-        "predictions": [{"measure": "final", "arm": "taught", "above": "base"}],
+        "contrast": {"measure": "final", "arm": "taught", "above": "base"},
     }
     for _ in range(2):  # the second time, every run is finished
         reports: list[str] = []
@@ -299,8 +341,12 @@ def test_arm_may_start_with_supervised_fine_tuning(tmp_path: Path) -> None:
             Study(**study), seeds=2, out=tmp_path, jobs=1, report=reports.append
         )
     assert reports == ["tiny: 4 runs, 4 of them done"]
-    assert found.verdict == "supports"
-    assert (tmp_path / "bandit" / "taught" / "seed-1-sft" / "model.safetensors").is_file()
+    values = [found.numbers["final"]["bandit", arm] for arm in ("taught", "base")]
+    assert min(values[0]) > max(values[1])
+    write_overview([found], tmp_path)
+    assert "The claim is undecided on bandit." in (tmp_path / "index.md").read_text()
+    assert (tmp_path / "studies.svg").stat().st_size > 1000
+    assert (tmp_path / "bandit" / "taught" / "seed-1001-sft" / "model.safetensors").is_file()
 
 
 def test_stop_request_raises_keyboard_interrupt_with_a_hint(
@@ -317,7 +363,7 @@ def test_stop_request_raises_keyboard_interrupt_with_a_hint(
 def test_unwritable_results_give_one_line(tiny: Study, tmp_path: Path) -> None:
     (tmp_path / "runs.csv").mkdir()
     with pytest.raises(RagenError, match=r"cannot write .*runs\.csv: is a directory; .*--out"):
-        conclude(tiny.model_copy(update={"predictions": []}), "laptop", 2, tmp_path, [])
+        conclude(tiny.model_copy(update={"environments": {}}), "laptop", 2, tmp_path, [])
 
 
 def test_study_command_lists_previews_and_reports_mistakes(
@@ -328,6 +374,14 @@ def test_study_command_lists_previews_and_reports_mistakes(
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(study_names())
     assert main(["study", study_names()[0], "--dry-run"]) == 0
     assert "predicts " in capsys.readouterr().out
+    assert main(["study", "--all", "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("claim: ") == len(study_names())
+    assert main(["study", "--plan"]) == 2
+    assert "--plan needs the name of a study, or --all" in capsys.readouterr().err
+    assert main(["study", "filtering", "--all"]) == 2
+    assert "--all takes every study: leave filtering out" in capsys.readouterr().err
+    assert main(["study", "filtering", "--plan", "--seeds", "2"]) == 0
+    assert "filtering           30 runs, about " in capsys.readouterr().out
     assert main(["study", "filterin"]) == 2
     assert "did you mean 'filtering'?" in capsys.readouterr().err
     Path("file").write_text("")

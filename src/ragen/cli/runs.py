@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ragen.config.config import Config
+    from ragen.studies.study import Study
     from ragen.training.progress import Watcher
     from ragen.training.running import Result
 
@@ -233,39 +234,63 @@ def _export(options: Namespace, _: Overrides) -> int:
 
 def _study_options(parser: Parser) -> None:
     parser.take("study", "NAME", "a study; without one, list them", nargs="?")
-    parser.take("--seeds", "N", "seeds per arm", whole(0, 10_000), 5)
+    parser.flag("--all", "every study, and an overview of what they found")
+    parser.flag("--plan", "print the number of runs, their seconds and memory, and do nothing")
+    parser.take("--seeds", "N", "seeds per arm [the study's own]", whole(0, 10_000))
     scales = ("laptop", "paper")
     parser.take("--scale", "SCALE", "laptop or paper", default="laptop", choices=scales)
-    parser.take("--out", "DIR", "folder [runs/study-NAME-SCALE]", Path)
+    parser.take("--out", "DIR", "folder [runs/study-NAME-SCALE, for all runs/studies-SCALE]", Path)
     parser.take("--jobs", "N", "parallel runs [cores]", whole(0, 1024))
     parser.flag("--dry-run", "print the claim, the predictions and the runs, and do nothing")
-    parser.flag("--json", "end with the verdict as one JSON line")
+    parser.flag("--json", "end with each verdict as one JSON line")
     parser.epilog = "Finished runs are kept: the same command continues after a stop or a kill."
 
 
 def _study(options: Namespace, _: Overrides) -> int:
-    from ragen.studies.study import cells_of, load_study, plan, study_names
+    from ragen.studies.study import cells_of, load_study, preview, study_names
 
-    if options.study is None:
+    if options.all and options.study is not None:
+        raise RagenError(f"--all takes every study: leave {options.study} out")
+    if options.plan and options.study is None and not options.all:
+        raise RagenError("--plan needs the name of a study, or --all")
+    if options.study is None and not options.all:
         for name in study_names():
-            print(f"{name:<16} {load_study(name).title}")
+            print(f"{name:<17} {load_study(name).title}")
         return 0
-    study = load_study(options.study)
-    out = options.out or Path("runs") / f"study-{study.name}-{options.scale}"
-    if options.dry_run:
-        print(plan(study, cells_of(study, options.scale, options.seeds, out)))
+    studies = [load_study(name) for name in (study_names() if options.all else [options.study])]
+    if options.plan:
+        from ragen.studies.overview import plans
+
+        print("\n".join(plans(studies, options.scale, options.seeds)))
         return 0
+    last = "studies" if options.all else f"study-{options.study}"
+    out = options.out or Path("runs") / f"{last}-{options.scale}"
+    places = [(each, out / each.name if options.all else out) for each in studies]
+    if not options.dry_run:
+        return _run_studies(options, out, places)
+    for each, folder in places:
+        seeds = each.seeds if options.seeds is None else options.seeds
+        print(preview(each, cells_of(each, options.scale, seeds, folder)))
+    return 0
+
+
+def _run_studies(options: Namespace, out: Path, places: Sequence[tuple[Study, Path]]) -> int:
+    from ragen.studies.overview import write_overview
     from ragen.studies.results import page
     from ragen.studies.runner import run_study
 
-    findings = run_study(
-        study, options.scale, seeds=options.seeds, out=out, jobs=options.jobs or 0, report=complain
-    )
-    if options.json:
-        print(json.dumps({"study": study.name, "verdict": findings.verdict, "out": str(out)}))
-        return 0
-    print("\n".join(page(findings)))
-    print(f"\nwith its figure and a row for each run: {out}")
+    how = {"seeds": options.seeds, "jobs": options.jobs or 0, "report": complain}
+    found = [run_study(each, options.scale, out=folder, **how) for each, folder in places]
+    for findings, (study, folder) in zip(found, places, strict=True):
+        if options.json:
+            outcomes = {each.environment: each.outcome for each in findings.decisions}
+            record = {"study": study.name, "verdict": findings.verdict, "outcomes": outcomes}
+            print(json.dumps(record | {"out": str(folder)}))
+        else:
+            print("\n".join(page(findings)))
+            print(f"\nwith its figure and a row for each run: {folder}")
+    if options.all:
+        write_overview(found, out)
     return 0
 
 

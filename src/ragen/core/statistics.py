@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import fmean, variance
 
 import numpy as np
 import scipy  # loads `special` on first use
@@ -280,8 +279,8 @@ def interquartile_mean(strata: Sequence[Sequence[float]], noise: float = 0.0) ->
     which are 0 or 1, have no useful middle half. The interval generalizes to other seeds on the
     same levels. Its bounds are expanded as in `bootstrap_mean`, n the seeds of the smallest
     stratum. `noise` is the variance that a single score has by its own measurement, on average
-    (`binomial_variance` for a rate): the interval contains Student's with it (`mean_interval`), so
-    seeds that agree have a width, too.
+    (`binomial_variance` for a rate): the interval contains Student's with it, so seeds that agree
+    have a width, too.
 
     Coverage with normal scores, in per cent by seeds per stratum: one stratum 75 (3 seeds), 88 (4),
     93 (5), 95 (6), 97 (8 to 12), 96 (16, 20); three strata 90–94 (3), 94–95 (5 to 10). Bootstrap
@@ -377,53 +376,8 @@ def pass_at_k(solved: Sequence[int], samples: int, k: int) -> Interval:
     return _over_levels(np.asarray(chances), np.ones(len(chances)), once=k == samples)
 
 
-def mean_interval(values: Sequence[float], noise: float = 0.0) -> Interval:
-    """Mean of independent numbers, such as one per training seed, with Student's t interval.
-
-    mean ± t(n − 1) · √(max(s², `noise`)/n), s with n − 1. For one value the interval is −∞ to ∞.
-    `noise` is the variance that a single value has by its own measurement (`binomial_variance` for
-    a rate): values that agree by chance do not show that there is none. So coverage of rates that
-    differ by chance alone is 97.5 % or more; with 2 seeds and a rate of 1 % of 16 episodes it would
-    be 24 % without. It is below 95 % if the seeds have a long tail, such as one in ten that learns.
-
-    Raises:
-        ValueError: There are no values.
-
-    Example:
-        >>> mean_interval([0.0, 1.0, 2.0])  # doctest: +ELLIPSIS
-        Interval(value=1.0, low=-1.484..., high=3.484...)
-    """
-    return _student(fmean(values), _part(values, noise))
-
-
-def mean_difference(
-    one: Sequence[float], other: Sequence[float], noises: tuple[float, float] = (0.0, 0.0)
-) -> Interval:
-    """Interval of the difference of two means, ``one`` − ``other``, with unequal variances.
-
-    With standard errors a, b the degrees of freedom are
-    (a² + b²)² / (a⁴/(n₁ − 1) + b⁴/(n₂ − 1)) (Welch 1947). `noises` are the least variances of a
-    single value on each side (`mean_interval`).
-
-    Raises:
-        ValueError: One side has no values.
-
-    Example:
-        >>> mean_difference([0.0, 1.0, 2.0], [2.0, 3.0, 4.0])  # doctest: +ELLIPSIS
-        Interval(value=-2.0, low=-4.266..., high=0.266...)
-    """
-    parts = (_part(values, noise) for values, noise in zip((one, other), noises, strict=True))
-    return _student(fmean(one) - fmean(other), *parts)
-
-
 _Part = tuple[float, float]
 """A part of an estimate's variance, and its degrees of freedom."""
-
-
-def _part(values: Sequence[float], noise: float) -> _Part:
-    """The variance of a mean, which is infinite for one value."""
-    freedom = len(values) - 1
-    return max(variance(values), noise) / len(values) if freedom else math.inf, freedom
 
 
 def _student(estimate: float, *parts: _Part) -> Interval:
@@ -432,8 +386,8 @@ def _student(estimate: float, *parts: _Part) -> Interval:
     With parts v of the variance and f of the degrees of freedom, these are (Σ v)² / Σ v²/f.
     """
     total = sum(part for part, _ in parts)
-    if total in (0, math.inf):
-        return Interval(estimate, estimate - total, estimate + total)
+    if total == 0:
+        return Interval(estimate, estimate, estimate)
     freedom = total**2 / sum(part**2 / degrees for part, degrees in parts)
     half = float(scipy.special.stdtrit(freedom, TAIL)) * math.sqrt(total)
     return Interval(estimate, estimate - half, estimate + half)

@@ -141,13 +141,21 @@ def _figure(heights: Sequence[float]) -> Iterator[tuple[Figure, Sequence[Axes]]]
 
 
 @contextmanager
-def figure_of(rows: int, columns: int) -> Iterator[tuple[Figure, Sequence[Sequence[Axes]]]]:
-    """A figure of ``axes[row][column]``, drawn by `RULES`, with one legend for all."""
-    with _empty_figure(2.3 * rows) as figure:
+def figure_of(
+    rows: int, columns: int, height: float = 2.3
+) -> Iterator[tuple[Figure, Sequence[Sequence[Axes]]]]:
+    """A figure of ``axes[row][column]``, drawn by `RULES`, with one legend for all.
+
+    `height` is that of a row, in inches.
+    """
+    with _empty_figure(height * rows) as figure:
         axes: list[list[Axes]] = figure.subplots(rows, columns, squeeze=False).tolist()
         yield figure, axes
-        handles, labels = axes[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
+        drawn = [place.get_legend_handles_labels() for row in axes for place in row]
+        legend = {label: handle for each in drawn for handle, label in zip(*each, strict=True)}
+        figure.legend(
+            legend.values(), legend.keys(), loc="outside lower center", ncols=4, fontsize=8
+        )
 
 
 @contextmanager

@@ -5,12 +5,18 @@ name                               meaning
 =================================  ==============================================================
 ``before``, ``final``, ``peak``    success of the sampled policy on held-out levels: untrained, at
                                    the end, highest
-``fall``                           ``peak`` − ``final``
+``area``                           its mean over the run: the area under its curve
+``collapsed``                      1 if ``final`` is below half of ``peak``, else 0
+``until_80``                       share of the run until success is 80 %; 1 if it never is
+``survived``                       share of the steps before ``onset:success/mean``; 1 without one
 ``random``                         success of uniformly random play on the same levels and budgets
 ``seconds``                        duration of the steps
 ``first:METRIC``, ``last:METRIC``  mean of a metric over its first or last five recorded steps
+``mean:METRIC``                    its mean over all steps
 ``onset:METRIC``                   the first step from which the trailing mean of five stays below
                                    half of ``first``; the step after the last one if none does
+``lead:METRIC``                    1 − ``onset:METRIC`` ÷ ``onset:success/mean``: by what share of
+                                   the time earlier it falls; NaN if success does not fall
 =================================  ==============================================================
 
 The difference of two measures is written with `` - `` between them:
@@ -23,13 +29,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, variance
+from statistics import fmean
 from types import MappingProxyType
 
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Series
-from ragen.core.statistics import binomial_variance
 from ragen.diagnostics.collapse import WINDOW
 from ragen.evaluation.results import load_evaluations
 from ragen.storage.reader import read_metrics
@@ -53,8 +59,6 @@ class RunFacts:
     metrics: Mapping[str, Series]
     seconds: float = 0.0
     random: float = math.nan
-    episodes: int = 0
-    """Behind each value of `success`."""
 
 
 def read_run(folder: Path, temperature: float) -> RunFacts:
@@ -68,8 +72,7 @@ def read_run(folder: Path, temperature: float) -> RunFacts:
     success = {each.step: each.evaluation.success for each in evaluated}
     seconds = sum(metrics.get("time/step_s", {}).values())
     random = evaluated[-1].evaluation.random if evaluated else math.nan
-    episodes = evaluated[-1].evaluation.episodes if evaluated else 0
-    return RunFacts(success, metrics, seconds, random, episodes)
+    return RunFacts(success, metrics, seconds, random)
 
 
 def first(series: Series) -> float:
@@ -101,8 +104,53 @@ def onset(series: Series) -> float:
     return float(since)
 
 
+def area(series: Series) -> float:
+    """The mean of the curve through the values, by step (trapezoids).
+
+    Example:
+        >>> area({0: 0.0, 10: 1.0, 40: 1.0})  # (½ · 10 + 1 · 30) / 40
+        0.875
+    """
+    steps = list(series)
+    if len(steps) == 1:
+        return series[steps[0]]
+    parts = [(b - a) * (series[a] + series[b]) / 2 for a, b in pairwise(steps)]
+    return math.fsum(parts) / (steps[-1] - steps[0])
+
+
+def until(series: Series, level: float) -> float:
+    """The share of the steps until the curve through the values reaches a level; 1 if never.
+
+    Example:
+        >>> until({0: 0.4, 10: 0.6, 20: 1.0}, 0.8), until({0: 0.4, 10: 0.6}, 0.8)
+        (0.75, 1.0)
+    """
+    steps = list(series)
+    if series[steps[0]] >= level:
+        return 0.0
+    for before, after in pairwise(steps):
+        if series[after] >= level:
+            part = (level - series[before]) / (series[after] - series[before])
+            return (before + part * (after - before) - steps[0]) / (steps[-1] - steps[0])
+    return 1.0
+
+
+def collapsed(success: Series) -> float:
+    """1 if success ends below half of its peak, else 0.
+
+    Example:
+        >>> collapsed({0: 0.5, 5: 0.9, 10: 0.4}), collapsed({0: 0.5, 5: 0.9, 10: 0.5})
+        (1.0, 0.0)
+    """
+    return float(success[max(success)] < max(success.values()) / 2)
+
+
 def _by_level(pick: Callable[[Series], float]) -> Callable[[RunFacts], float]:
     return lambda run: pick(run.success) if run.success else math.nan
+
+
+def _survived(success: Series) -> float:
+    return (onset(success) - 1) / max(success) if success else math.nan
 
 
 MEASURES: Mapping[str, Callable[[RunFacts], float]] = MappingProxyType(
@@ -110,22 +158,42 @@ MEASURES: Mapping[str, Callable[[RunFacts], float]] = MappingProxyType(
         "before": _by_level(lambda success: success[min(success)]),
         "final": _by_level(lambda success: success[max(success)]),
         "peak": _by_level(lambda success: max(success.values())),
-        "fall": _by_level(lambda success: max(success.values()) - success[max(success)]),
+        "area": _by_level(area),
+        "collapsed": _by_level(collapsed),
+        "until_80": _by_level(lambda success: until(success, 0.8)),
+        "survived": lambda run: _survived(run.metrics.get("success/mean", {})),
         "random": lambda run: run.random,
         "seconds": lambda run: run.seconds,
     }
 )
 """Measures of a whole run."""
 
+SHARES = frozenset({"collapsed"})
+"""Measures that are 0 or 1, so that a study compares shares of runs."""
+
 OF_METRICS: Mapping[str, Callable[[Series], float]] = MappingProxyType(
     {
         "first": first,
         "last": last,
-        "change": lambda series: last(series) - first(series),
+        "mean": lambda series: fmean(series.values()),
         "onset": onset,
     }
 )
-"""Measures of the metric that is named after the colon."""
+"""Measures of the metric that is named after the colon, alone."""
+
+
+def lead(run: RunFacts, metric: str) -> float:
+    """By what share of the time until success falls a metric falls earlier.
+
+    Example:
+        >>> fall = [{step: float(step <= end) for step in range(1, 31)} for end in (16, 6)]
+        >>> lead(RunFacts({}, dict(zip(("success/mean", "a"), fall))), "a")  # 1 − 9 / 19
+        0.526...
+    """
+    success, other = run.metrics.get("success/mean"), run.metrics.get(metric)
+    if not success or not other or onset(success) > max(success):
+        return math.nan
+    return 1 - onset(other) / onset(success)
 
 
 def measure_of(name: str) -> Callable[[RunFacts], float]:
@@ -145,10 +213,12 @@ def measure_of(name: str) -> Callable[[RunFacts], float]:
     if name in MEASURES:
         return MEASURES[name]
     kind, _, metric = name.partition(":")
+    if kind == "lead" and metric:
+        return lambda run: lead(run, metric)
     if kind not in OF_METRICS or not metric:
         raise RagenError(
             f"there is no measure {name!r}: {', '.join(MEASURES)}, or one of "
-            f"{', '.join(OF_METRICS)} with a metric, such as last:entropy/mean"
+            f"{', '.join(OF_METRICS)}, lead with a metric, such as last:entropy/mean"
         )
 
     def measure(run: RunFacts) -> float:
@@ -156,29 +226,3 @@ def measure_of(name: str) -> Callable[[RunFacts], float]:
         return OF_METRICS[kind](series) if series else math.nan
 
     return measure
-
-
-def noise_of(name: str, run: RunFacts) -> float:
-    """The variance that a measure of one run has by its own measurement, at least.
-
-    That of a success rate is binomial, that of a mean over five steps their variance ÷ 5, that of a
-    step 1/12, since it is a whole number; a difference has the sum. 0 where nothing is known.
-
-    Example:
-        >>> run = RunFacts({0: 1.0}, {"a": dict.fromkeys(range(20), 1.0)}, episodes=256)
-        >>> noise_of("final", run) > 0, noise_of("onset:a - last:a", run)
-        (True, 0.08333333333333333)
-    """
-    if " - " in name:
-        return sum(noise_of(part, run) for part in name.split(" - ", 1))
-    if name == "fall":
-        return noise_of("peak - final", run)
-    if name in ("before", "final", "peak", "random"):
-        return binomial_variance(MEASURES[name](run), run.episodes) if run.episodes else 0.0
-    kind, _, metric = name.partition(":")
-    numbers = list(run.metrics.get(metric, {}).values())
-    if kind == "onset":
-        return 1 / 12
-    windows = {"first": [numbers[:WINDOW]], "last": [numbers[-WINDOW:]]}
-    windows["change"] = windows["first"] + windows["last"]
-    return sum(variance(each) / len(each) for each in windows.get(kind, []) if len(each) > 1)

@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from ragen.core.files import OTHER_OUT, file_errors, whole_file
-from ragen.core.statistics import mean_interval
+from ragen.core.statistics import Interval
 from ragen.reports.plots import COLOURS, figure_of
-from ragen.studies.measures import measure_of, noise_of, read_run
-from ragen.studies.study import (
-    Cell,
-    Decision,
-    Numbers,
-    Scale,
-    Study,
-    Verdict,
-    decide,
-    finite,
-    mean_noise,
-    verdict,
-)
+from ragen.studies.measures import SHARES, measure_of, read_run
+from ragen.studies.rule import ERROR, MOST_SEEDS, Verdict, sentence, verdict_of
+from ragen.studies.study import Cell, Decision, Numbers, Scale, Study, claimed, decide, finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VERDICT_WORDS: Mapping[Verdict, str] = {
-    "supports": "support the claim",
-    "contradicts": "contradict the claim",
-    "cannot decide": "cannot decide",
+    "supports": "The data support the claim",
+    "contradicts": "The data contradict the claim",
+    "by environment": "It depends on the environment, or is undecided",
 }
-"""A verdict as the end of a sentence that begins with "the data"."""
+"""A verdict as a sentence."""
 
-ALWAYS = ("before", "peak", "final", "seconds")
-"""Measures that every study reports, beside those of its predictions."""
+ALWAYS = ("before", "peak", "final", "collapsed", "seconds")
+"""Measures that every study reports, beside its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +40,18 @@ class Findings:
     scale: Scale
     seeds: int
     numbers: Mapping[str, Numbers]
-    noises: Mapping[str, Numbers]
     decisions: Sequence[Decision]
-    verdict: Verdict
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict over all environments that are judged."""
+        outcomes = [each.outcome for each in self.decisions]
+        return verdict_of([x for x in outcomes if x != "untestable" and x != "not exercised"])
+
+    @property
+    def sentence(self) -> str:
+        """The outcomes by environment."""
+        return sentence({each.environment: each.outcome for each in self.decisions})
 
 
 def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[Cell]) -> Findings:
@@ -59,97 +60,125 @@ def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[
     Raises:
         RagenError: A run cannot be read, or `out` cannot be written.
     """
-    names = dict.fromkeys((*ALWAYS, *(p.measure for p in study.predictions)))
+    names = dict.fromkeys((*study.measures, *ALWAYS))
     numbers: dict[str, dict[tuple[str, str], list[float]]] = {name: {} for name in names}
-    noises: dict[str, dict[tuple[str, str], list[float]]] = {name: {} for name in names}
     curves, rows = {}, []
     for cell in cells:
         facts = read_run(cell.folder, cell.config.eval.temperature)
-        curves[cell.recipe, cell.arm, cell.seed] = facts.success
+        curves[cell.environment, cell.arm, cell.seed] = facts.success
         measured = {name: measure_of(name)(facts) for name in names}
-        rows.append([cell.recipe, cell.arm, cell.seed, *(f"{x:.6g}" for x in measured.values())])
+        values = (f"{value:.6g}" for value in measured.values())
+        rows.append([cell.environment, cell.arm, cell.seed, *values])
         for name, value in measured.items():
-            place = cell.recipe, cell.arm
-            numbers[name].setdefault(place, []).append(value)
-            noises[name].setdefault(place, []).append(noise_of(name, facts))
-    decisions = decide(study, scale, numbers, noises)
-    findings = Findings(study, scale, seeds, numbers, noises, decisions, verdict(decisions))
-    with _result(out / "runs.csv") as path, path.open("w", newline="") as file:
+            numbers[name].setdefault((cell.environment, cell.arm), []).append(value)
+    findings = Findings(study, scale, seeds, numbers, decide(study, numbers))
+    with written(out / "runs.csv") as path, path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["recipe", "arm", "seed", *names])
+        writer.writerow(["environment", "arm", "seed", *names])
         writer.writerows(rows)
-    with _result(out / "study.svg") as path:
+    with written(out / "study.svg") as path:
         draw(findings, curves).savefig(path)
-    with _result(out / "study.md") as path:
+    with written(out / "study.md") as path:
         path.write_text("\n".join(page(findings)) + "\n", encoding="utf-8")
     return findings
 
 
 @contextmanager
-def _result(path: Path) -> Iterator[Path]:
+def written(path: Path) -> Iterator[Path]:
+    """A file of results that appears when it is whole."""
     with file_errors("write", path, OTHER_OUT), whole_file(path) as temporary:
         yield temporary
 
 
 def page(findings: Findings) -> Iterator[str]:
-    """A study's page in Markdown: claim, published result, verdict, numbers, limits."""
-    study = findings.study
+    """A study's page in Markdown: claim, verdict, outcomes, numbers of the arms, limits."""
+    study, seeds = findings.study, findings.seeds
     yield f"# {study.title}\n"
     yield f"**Claim** ({study.number}). {study.claim}\n"
-    yield f"**Published.** {study.published}\n"
-    words = VERDICT_WORDS[findings.verdict]
-    yield f"**Here the data {words}** ({findings.seeds} training seeds an arm).\n"
-    command = f"ragen study {study.name} --seeds {findings.seeds} --scale {findings.scale}"
-    yield f"```sh\n{command}\n```\n"
-    yield "| prediction | recipe | excess [95 %] | |\n|---|---|---|---|"
-    for decision in findings.decisions:
-        bounds = f"{decision.excess:.3g} [{decision.low:.3g}, {decision.high:.3g}]"
-        yield f"| {decision.prediction.words} | {decision.recipe} | {bounds} | {decision.outcome} |"
+    yield f"**{VERDICT_WORDS[findings.verdict]}.** {findings.sentence}\n"
+    planned = "" if seeds == study.seeds else f", where {study.seeds} were planned"
+    yield f"{seeds} training seeds an arm{planned}. The rule, the settings and the predictions were"
+    yield "committed before the runs.\n"
+    command = f"ragen study {study.name} --scale {findings.scale}"
+    yield f"```sh\n{command if seeds == study.seeds else f'{command} --seeds {seeds}'}\n```\n"
+    confidence = f"here [{1 - study.error:.1%}]"
+    yield f"| {study.contrast.words} | pairs | claim | {confidence} | outcome | predicted |"
+    yield "|---|---|---|---|---|---|"
+    for each in findings.decisions:
+        place, found = each.place, _bounds(each.interval)
+        cells = [each.environment, str(each.pairs), claimed(place.effect), found, _outcome(each)]
+        yield f"| {' | '.join([*cells, place.predicted])} |"
+    yield f"\nAll intervals of a study hold in at least {1 - ERROR:.0%} of studies. The claims:\n"
+    for each in findings.decisions:
+        yield f"- {each.environment}: {each.place.source}"
     names = list(findings.numbers)
-    yield "\nMeans over the seeds with their 95 % interval:\n"
-    yield f"| recipe | arm | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}"
-    for recipe in study.grid(findings.scale).recipes:
+    yield "\nDescribed, not judged: medians over the seeds, with the lowest and the highest.\n"
+    yield f"| environment | arm | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}"
+    for place_name in study.environments:
         for arm in study.arms:
-            cells = [
-                _mean(findings.numbers[name][recipe, arm], findings.noises[name][recipe, arm])
-                for name in names
-            ]
-            yield f"| {recipe} | {arm} | {' | '.join(cells)} |"
+            cells = [described(name, findings.numbers[name][place_name, arm]) for name in names]
+            yield f"| {place_name} | {arm} | {' | '.join(cells)} |"
     yield "\n![success by step, and at the end](study.svg)\n"
     yield f"**What this scale cannot show.** {study.limits}"
 
 
-def draw(findings: Findings, curves: Mapping[tuple[str, str, int], Mapping[int, float]]) -> Figure:
-    """Success by step (mean over the seeds with its interval), and at the end, seed by seed."""
-    recipes, arms = findings.study.grid(findings.scale).recipes, list(findings.study.arms)
-    with figure_of(len(recipes), 2) as (figure, axes):
-        for (by_step, end), recipe in zip(axes, recipes, strict=True):
-            for place, arm in enumerate(arms):
-                colour = COLOURS[place % len(COLOURS)]
-                own = [c for (r, a, _), c in curves.items() if (r, a) == (recipe, arm)]
-                steps = sorted(set.intersection(*(set(curve) for curve in own)))
-                noise = mean_noise(findings.noises["final"][recipe, arm])
-                means = [mean_interval([curve[step] for curve in own], noise) for step in steps]
-                by_step.plot(steps, [m.value for m in means], color=colour, label=arm, marker=".")
-                low, high = [m.low for m in means], [m.high for m in means]
-                by_step.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
-                last = findings.numbers["final"][recipe, arm]
-                end.plot(last, [place] * len(last), "o", color=colour, alpha=0.5, markersize=4)
-                m = mean_interval(last, noise)
-                end.plot([m.low, m.high], [place, place], color=colour, lw=1.5)
-                end.plot([m.value], [place], "|", color=colour, markersize=12, mew=2)
-            by_step.set_title(f"{recipe}: success on held-out levels, by step")
-            by_step.set_ylim(-0.02, 1.02)
-            end.set_title("at the end, by arm")
-            end.set_yticks(range(len(arms)), arms)
-            end.set_xlim(-0.02, 1.02)
-            end.set_ylim(len(arms) - 0.5, -0.5)
-    return figure
+def _bounds(interval: Interval) -> str:
+    """An interval in words, which may have no bounds."""
+    if math.isnan(interval.value):
+        return "–"
+    if math.isinf(interval.high):
+        return f"{interval.value:.3g}, too few seeds for an interval"
+    return f"{interval.value:.3g} [{interval.low:.3g}, {interval.high:.3g}]"
 
 
-def _mean(values: Sequence[float], noises: Sequence[float]) -> str:
+def _outcome(decision: Decision) -> str:
+    """The outcome, and how many seeds would decide it."""
+    if decision.outcome != "undecided":
+        return f"**{decision.outcome}**"
+    if decision.pairs == 0:
+        return "undecided; no run has this measure"
+    seeds = f"about {decision.enough}" if decision.enough else f"more than {MOST_SEEDS}"
+    return f"undecided; {seeds} seeds would decide"
+
+
+def described(name: str, values: Sequence[float]) -> str:
+    """The runs of an arm in words.
+
+    Example:
+        >>> described("final", [0.25, 0.5, 1.0]), described("collapsed", [1.0, 0.0, 1.0])
+        ('0.5 (0.25–1)', '2 of 3')
+        >>> described("final", [])
+        '–'
+    """
     known = finite(values)
     if not known:
         return "–"
-    mean = mean_interval(known, mean_noise(noises))
-    return f"{mean.value:.3g} [{mean.low:.3g}, {mean.high:.3g}]"
+    if name in SHARES:
+        return f"{sum(known):.0f} of {len(known)}"
+    return f"{median(known):.3g} ({min(known):.3g}–{max(known):.3g})"
+
+
+def draw(findings: Findings, curves: Mapping[tuple[str, str, int], Mapping[int, float]]) -> Figure:
+    """Success by step, each seed and the median, and the primary measure, seed by seed."""
+    study = findings.study
+    primary = findings.numbers[study.contrast.measure]
+    with figure_of(len(study.environments), 2) as (figure, axes):
+        for (by_step, end), place in zip(axes, study.environments, strict=True):
+            for row, arm in enumerate(study.arms):
+                colour = COLOURS[row % len(COLOURS)]
+                own = [c for (e, a, _), c in curves.items() if (e, a) == (place, arm)]
+                for curve in own:
+                    by_step.plot(list(curve), list(curve.values()), color=colour, alpha=0.2, lw=0.7)
+                steps = sorted(set.intersection(*(set(curve) for curve in own)))
+                middle = [median(curve[step] for curve in own) for step in steps]
+                by_step.plot(steps, middle, color=colour, label=arm, marker=".")
+                values = finite(primary[place, arm])
+                end.plot(values, [row] * len(values), "o", color=colour, alpha=0.5, markersize=4)
+                if values:
+                    end.plot([median(values)], [row], "|", color=colour, markersize=12, mew=2)
+            by_step.set_title(f"{place}: success on held-out levels, by step")
+            by_step.set_ylim(-0.02, 1.02)
+            end.set_title(study.contrast.measure)
+            end.set_yticks(range(len(study.arms)), list(study.arms))
+            end.set_ylim(len(study.arms) - 0.5, -0.5)
+    return figure

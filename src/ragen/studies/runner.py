@@ -1,6 +1,6 @@
 """Running a study: each run of its grid once, several at a time.
 
-Runs go to ``OUT/<recipe>/<arm>/seed-<n>``, each on one thread, several at once in processes of
+Runs go to ``OUT/<environment>/<arm>/seed-<n>``, each on one thread, several at once in processes of
 their own. Finished runs are skipped and interrupted ones are resumed, so the same command continues
 a study. At the end `results` writes ``runs.csv``, ``study.svg`` and ``study.md``.
 """
@@ -34,15 +34,15 @@ def run_study(
     study: Study,
     scale: Scale = "laptop",
     *,
-    seeds: int = 5,
+    seeds: int | None = None,
     out: Path,
     jobs: int = 0,
     report: Callable[[str], None] = lambda _: None,
 ) -> Findings:
     """Make the runs of a study that `out` does not hold yet, then decide.
 
-    Each arm has `seeds` training seeds. `jobs` runs are made at once; 0 takes one for each core.
-    `report` receives a line about each run that ends.
+    Each arm has `seeds` training seeds, by default those of the study. `jobs` runs are made at
+    once; 0 takes one for each core. `report` receives a line about each run that ends.
 
     Raises:
         RagenError: A number is out of its range, settings exclude each other, a run in `out` has
@@ -50,6 +50,7 @@ def run_study(
     """
     if jobs < 0:
         raise RagenError(f"--jobs {jobs}: expected a whole number ≥ 0")
+    seeds = study.seeds if seeds is None else seeds
     cells = cells_of(study, scale, seeds, out)
     for cell in cells:
         is_there = (cell.folder / CONFIG).exists()
@@ -63,7 +64,7 @@ def run_study(
     missing = [cell for cell in cells if not is_finished(cell)]
     report(f"{study.name}: {len(cells)} runs, {len(cells) - len(missing)} of them done")
     for number, cell in enumerate(make_runs(missing, jobs or usable_cpus()), 1):
-        report(f"{number}/{len(missing)}  {cell.recipe}, {cell.arm}, seed {cell.seed}")
+        report(f"{number}/{len(missing)}  {cell.environment}, {cell.arm}, seed {cell.seed}")
     return conclude(study, scale, seeds, out, cells)
 
 

@@ -1,17 +1,12 @@
-"""A study: a published claim, the runs that test it, and the rule that decides.
+"""A study: a published claim, the runs that test it, and what is expected of them.
 
-A study is a TOML file in ``ragen/studies/findings``. It holds the claim and the published result, a
-few *arms* (settings that differ in one thing), the recipes that the arms change at each *scale*,
-and *predictions*: which measure of which arm should be above what. All of it is written before a
-run is made, so the verdict is a function of the data.
+A study is a TOML file in ``ragen/studies/findings``. It holds the claim, a few *arms* (settings
+that differ in one thing), the primary contrast of two of them, and the *environments* with the
+effect that was published for each and the outcome that is predicted. All of it is committed before
+a run is made, so the verdict is a function of the data (`ragen.studies.rule`).
 
-**The rule.** A prediction says that a measure of an arm exceeds another arm's, or a number, by more
-than its margin. On each recipe it is *supported* if the whole 95 % interval (Student's t over
-training seeds; Welch's for two arms) with at least the noise of the runs' own measurement
-(`measures.noise_of`) lies above the margin, *contradicted* if the whole interval
-lies below it, and *undecided* otherwise. The study *supports* the claim if most predictions, over
-all recipes, are supported and none is contradicted. It *contradicts* the claim if one or more are
-contradicted and none is supported. Otherwise it *cannot decide*.
+Runs have the seeds 1000, 1001, …: the first series of studies used those from 0 on, and trial runs
+that choose a setting may use any below 1000.
 """
 
 from __future__ import annotations
@@ -21,11 +16,11 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from itertools import product
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -34,22 +29,34 @@ from ragen.config.config import Config
 from ragen.config.reading import differences, resolve
 from ragen.config.sections import Section
 from ragen.core.errors import RagenError, nearest
-from ragen.core.statistics import Interval, mean_difference, mean_interval
-from ragen.studies.measures import measure_of
+from ragen.core.statistics import Interval
+from ragen.studies.measures import SHARES, measure_of
+from ragen.studies.rule import (
+    ERROR,
+    MARGIN,
+    Outcome,
+    median_after,
+    median_interval,
+    outcome_of,
+    seeds_to_decide,
+    share_interval,
+)
 
 Scale = Literal["laptop", "paper"]
-Outcome = Literal["supported", "contradicted", "undecided"]
-Verdict = Literal["supports", "contradicts", "cannot decide"]
+Result = Outcome | Literal["not exercised", "untestable"]
+"""What came of a claim in one environment; the last two are not judged."""
 Numbers = Mapping[tuple[str, str], Sequence[float]]
-"""The values of a measure, one for each training seed, by recipe and arm."""
+"""The values of a measure, one for each training seed, by environment and arm."""
+
+FIRST_SEED = 1000
 
 
-class Prediction(Section):
-    """A measure of `arm` is above `above`, by more than `by`.
+class Contrast(Section):
+    """A measure of `arm` minus that of `above`.
 
     Example:
-        >>> Prediction(measure="final", arm="a quarter", above="all").words
-        'final: a quarter > all'
+        >>> Contrast(measure="final", arm="a quarter", above="all").words
+        'final: a quarter − all'
     """
 
     measure: str
@@ -57,34 +64,54 @@ class Prediction(Section):
     arm: str
     above: str | float
     """Another arm, or a number."""
-    by: float = 0.0
 
     @model_validator(mode="after")
-    def _measurable(self) -> Prediction:
+    def _measurable(self) -> Contrast:
         measure_of(self.measure)
         return self
 
     @property
     def words(self) -> str:
-        """The prediction as one line."""
-        margin = f" + {self.by:g}" if self.by else ""
+        """The contrast as one line."""
         above = self.above if isinstance(self.above, str) else f"{self.above:g}"
-        return f"{self.measure}: {self.arm} > {above}{margin}"
+        return f"{self.measure}: {self.arm} − {above}"
+
+
+class Need(Section):
+    """What the runs have to show for the claim to be tested: `measure` of `arm` ≥ `least`.
+
+    It is compared with the median over the seeds. Otherwise the outcome is "not exercised".
+    """
+
+    measure: str
+    arm: str
+    least: float
 
 
 class FineTuning(Section):
-    """Supervised fine-tuning that an arm begins with, on episodes of optimal play."""
+    """Supervised fine-tuning that an arm begins with, on episodes of a player (`ragen sft`)."""
 
+    player: str = "solver"
     episodes: int = Field(1024, ge=2)
     epochs: int = Field(3, ge=1)
     lr: float | None = None
     """By default ten times the recipe's ``update.lr``."""
 
 
-class Grid(Section):
-    """The recipes of one scale, and the settings that all their runs change."""
+class Place(Section):
+    """An environment of a study: its recipes, and what was published and is predicted there."""
 
-    recipes: list[str] = Field(min_length=1)
+    laptop: str
+    """The recipe at this scale."""
+    paper: str
+    effect: float = Field(ge=0)
+    """D: the published value of the contrast; 0 if the claim is that the arms are equal."""
+    source: str
+    """Where D comes from. It says so if no number was published and D was chosen."""
+    predicted: Result
+    """The outcome that the authors of the study expect."""
+    untestable: bool = False
+    """Whether D is too small for any number of seeds. Then runs are described, not judged."""
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -96,38 +123,75 @@ class Study(Section):
     """The number of the claim in the list of the papers' findings."""
     title: str
     claim: str
-    published: str
     limits: str
     """What runs at the scale of a laptop cannot show."""
-    predictions: list[Prediction] = Field(min_length=1)
+    seeds: int = Field(ge=2)
+    contrast: Contrast
+    """The primary one, in each environment."""
+    describe: list[str] = Field(default_factory=list)
+    """Further measures, which are shown and not judged."""
+    needs: list[Need] = Field(default_factory=list)
     arms: dict[str, dict[str, Any]]
-    """Settings by the arm's name; they win over those of the recipe and the scale."""
+    """Settings by the arm's name; they win over those of the environment and the scale. Here and
+    there, ``laptop.KEY`` and ``paper.KEY`` hold at one scale only."""
     sft: dict[str, FineTuning] = Field(default_factory=dict)
     """The fine-tuning that an arm begins with, by the arm's name."""
-    laptop: Grid
-    paper: Grid
+    environments: dict[str, Place] = Field(min_length=1)
+    """By a name such as ``sokoban`` or, for a second row in the same, ``sokoban, PPO``."""
+    laptop: dict[str, Any] = Field(default_factory=dict)
+    """Settings of all runs at this scale."""
+    paper: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _named(self) -> Study:
-        named = [arm for each in self.predictions for arm in (each.arm, each.above)]
+        named = [self.contrast.arm, self.contrast.above, *(need.arm for need in self.needs)]
         for arm in (*named, *self.sft):
             if isinstance(arm, str) and arm not in self.arms:
                 raise ValueError(f"there is no arm {arm!r} (only {', '.join(self.arms)})")
+        for measure in (*self.describe, *(need.measure for need in self.needs)):
+            measure_of(measure)
         return self
 
-    def grid(self, scale: Scale) -> Grid:
-        """The recipes at a scale."""
-        return self.laptop if scale == "laptop" else self.paper
+    @property
+    def measures(self) -> list[str]:
+        """The names of all measures, the primary one first."""
+        names = (self.contrast.measure, *self.describe, *(need.measure for need in self.needs))
+        return list(dict.fromkeys(names))
 
-    def config(self, scale: Scale, recipe: str, arm: str, seed: int) -> Config:
+    @property
+    def error(self) -> float:
+        """The error of one environment, so that a study's is `ERROR` (Bonferroni)."""
+        judged = sum(not place.untestable for place in self.environments.values())
+        return ERROR / max(1, judged)
+
+    def config(self, scale: Scale, environment: str, arm: str, seed: int) -> Config:
         """The settings of one run.
 
         Raises:
             RagenError: They exclude each other, or a key does not exist.
         """
+        place = self.environments[environment]
+        recipe, common = (
+            (place.laptop, self.laptop) if scale == "laptop" else (place.paper, self.paper)
+        )
         # One thread a run: several run at once, and a run's numbers depend on the count.
-        settings = {"threads": 1, **self.grid(scale).settings, **self.arms[arm], "seed": seed}
-        return resolve(recipe, settings)
+        own = common | _at(scale, place.settings) | _at(scale, self.arms[arm])
+        return resolve(recipe, {"threads": 1, **own, "seed": seed})
+
+
+def _at(scale: Scale, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of one scale: those without a prefix, and those with its own.
+
+    Example:
+        >>> _at("paper", {"steps": 5, "laptop.update.lr": 5e-3, "paper.update.lr": 1e-5})
+        {'steps': 5, 'update.lr': 1e-05}
+    """
+    other = "paper." if scale == "laptop" else "laptop."
+    return {
+        key.removeprefix(f"{scale}."): value
+        for key, value in settings.items()
+        if not key.startswith(other)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +202,7 @@ class Cell:
     with.
     """
 
-    recipe: str
+    environment: str
     arm: str
     seed: int
     config: Config
@@ -161,10 +225,11 @@ def cells_of(study: Study, scale: Scale, seeds: int, out: Path) -> list[Cell]:
     if seeds < 2:
         raise RagenError(f"--seeds {seeds}: an interval over seeds takes 2 or more")
     cells = []
-    for seed, recipe, arm in product(range(seeds), study.grid(scale).recipes, study.arms):
-        config = study.config(scale, recipe, arm, seed)
-        folder = out.resolve() / _slug(recipe) / _slug(arm) / f"seed-{seed}"
-        cell = Cell(recipe, arm, seed, config, folder, config.model.path, study.sft.get(arm))
+    numbers = range(FIRST_SEED, FIRST_SEED + seeds)
+    for seed, environment, arm in product(numbers, study.environments, study.arms):
+        config = study.config(scale, environment, arm, seed)
+        folder = out.resolve() / _slug(environment) / _slug(arm) / f"seed-{seed}"
+        cell = Cell(environment, arm, seed, config, folder, config.model.path, study.sft.get(arm))
         if cell.fine_tuning is not None:
             cell = replace(cell, config=with_model(config, str(cell.tuned_model)))
         cells.append(cell)
@@ -179,36 +244,37 @@ def with_model(config: Config, path: str) -> Config:
 
 def _slug(name: str) -> str:
     """A name as part of a path."""
-    return re.sub(r"[^\w.-]", "-", name).strip("-")
+    return re.sub(r"[^\w.-]+", "-", name).strip("-")
 
 
-def plan(study: Study, cells: Sequence[Cell]) -> str:
-    """A study's claim, predictions and runs, as text."""
-    lines = [f"{study.title} ({study.number})", f"claim: {study.claim}"]
-    lines += [f"predicts {prediction.words}" for prediction in study.predictions]
+def preview(study: Study, cells: Sequence[Cell]) -> str:
+    """A study's claim, contrast, predictions and runs, as text."""
+    lines = [f"{study.title} ({study.number})", f"claim: {study.claim}", study.contrast.words]
+    for name, place in study.environments.items():
+        lines.append(f"predicts {place.predicted} on {name}: {claimed(place.effect)}")
     for cell in cells:
-        if cell.seed == 0:
+        if cell.seed == FIRST_SEED:
             changes = [f"{each.key} = {each.value!r}" for each in differences(cell.config)]
             lines.append(f"{cell.folder}: {cell.config.algorithm}; {', '.join(changes)}")
     return "\n".join([*lines, f"{len(cells)} runs"])
 
 
+def claimed(effect: float) -> str:
+    """The claimed effect in words."""
+    return f"claimed {effect:+.3g}" if effect else f"claimed equal (±{MARGIN:g})"
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One prediction on one recipe: by how much the measure is above, with its interval."""
+    """The outcome in one environment, with the contrast's interval over `pairs` seeds."""
 
-    recipe: str
-    prediction: Prediction
-    excess: float
-    low: float
-    high: float
-
-    @property
-    def outcome(self) -> Outcome:
-        """The outcome by the rule of this module."""
-        if self.low > self.prediction.by:
-            return "supported"
-        return "contradicted" if self.high < self.prediction.by else "undecided"
+    environment: str
+    place: Place
+    interval: Interval
+    pairs: int
+    outcome: Result
+    enough: int | None = None
+    """If it is undecided, the number of seeds that would decide it, as far as these show."""
 
 
 @cache
@@ -232,56 +298,56 @@ def load_study(name: str) -> Study:
     return Study(name=name, **tomllib.loads(file.read_text(encoding="utf-8")))
 
 
-def decide(
-    study: Study,
-    scale: Scale,
-    numbers: Mapping[str, Numbers],
-    noises: Mapping[str, Numbers] | None = None,
-) -> list[Decision]:
-    """The decision about each prediction on each recipe.
+def decide(study: Study, numbers: Mapping[str, Numbers]) -> list[Decision]:
+    """The outcome in each environment, from each measure's values by environment and arm.
 
-    `numbers` are each measure's values by recipe and arm, `noises` their own variances
-    (`measures.noise_of`). Values that are not finite are left out.
-    A mean of fewer than two values has no interval, so it decides nothing.
+    A pair of runs of one seed counts if both have the measure.
     """
     decisions = []
-    for recipe in study.grid(scale).recipes:
-        for prediction in study.predictions:
-            values = numbers[prediction.measure]
-            known = noises[prediction.measure] if noises else {}
-            ours = finite(values[recipe, prediction.arm])
-            noise = mean_noise(known.get((recipe, prediction.arm), ()))
-            if isinstance(prediction.above, str):
-                theirs = finite(values[recipe, prediction.above])
-                other_noise = mean_noise(known.get((recipe, prediction.above), ()))
-                excess = mean_difference(ours, theirs, (noise, other_noise))
-            else:
-                mean, level = mean_interval(ours, noise), prediction.above
-                excess = Interval(mean.value - level, mean.low - level, mean.high - level)
-            decisions.append(Decision(recipe, prediction, excess.value, excess.low, excess.high))
+    for name, place in study.environments.items():
+        ones, others = _pairs(study.contrast, numbers[study.contrast.measure], name)
+        after = partial(_interval, study, ones, others)
+        pairs = len(ones)
+        interval = after(pairs) if pairs else Interval(math.nan, -math.inf, math.inf)
+        outcome: Result = outcome_of(interval, place.effect)
+        if place.untestable:
+            outcome = "untestable"
+        elif not all(_is_met(need, numbers[need.measure][name, need.arm]) for need in study.needs):
+            outcome = "not exercised"
+        enough = None
+        if outcome == "undecided" and pairs:
+            enough = seeds_to_decide(pairs, place.effect, after)
+        decisions.append(Decision(name, place, interval, pairs, outcome, enough))
     return decisions
 
 
-def verdict(decisions: Sequence[Decision]) -> Verdict:
-    """The verdict that follows from all decisions, by the rule of this module.
-
-    Example:
-        >>> above = Prediction(measure="final", arm="a", above=0.5)
-        >>> won, lost = (Decision("bandit", above, x, x - 0.1, x + 0.1) for x in (0.2, -0.2))
-        >>> verdict([won]), verdict([won, lost])
-        ('supports', 'cannot decide')
-    """
-    outcomes = [decision.outcome for decision in decisions]
-    supported, contradicted = outcomes.count("supported"), outcomes.count("contradicted")
-    if not contradicted and 2 * supported > len(outcomes):
-        return "supports"
-    return "contradicts" if contradicted and not supported else "cannot decide"
+def _pairs(contrast: Contrast, values: Numbers, environment: str) -> tuple[list[float], ...]:
+    """The values of both arms, seed by seed, where both are finite."""
+    ones = values[environment, contrast.arm]
+    above = contrast.above
+    others = values[environment, above] if isinstance(above, str) else [above] * len(ones)
+    both = [each for each in zip(ones, others, strict=True) if all(map(math.isfinite, each))]
+    return [one for one, _ in both], [other for _, other in both]
 
 
-def mean_noise(noises: Sequence[float]) -> float:
-    """The mean of the variances of several runs' measures; 0 where none is known."""
-    known = finite(noises)
-    return fmean(known) if known else 0.0
+def _interval(study: Study, ones: Sequence[float], others: Sequence[float], runs: int) -> Interval:
+    """The contrast's interval, or what it would be after more runs like these."""
+    count = len(ones)
+    if study.contrast.measure in SHARES:
+        if isinstance(study.contrast.above, str):
+            return share_interval(sum(ones) / count, sum(others) / count, runs, study.error)
+        found = share_interval(sum(ones) / count, None, runs, study.error)
+        level = study.contrast.above
+        return Interval(found.value - level, found.low - level, found.high - level)
+    differences = [one - other for one, other in zip(ones, others, strict=True)]
+    if runs == count:
+        return median_interval(differences, study.error)
+    return median_after(differences, runs, study.error)
+
+
+def _is_met(need: Need, values: Sequence[float]) -> bool:
+    known = finite(values)
+    return bool(known) and median(known) >= need.least
 
 
 def finite(values: Sequence[float]) -> list[float]:

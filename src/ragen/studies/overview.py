@@ -1,0 +1,138 @@
+"""All studies together: what they cost, and one table and one figure of what they found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ragen.config.config import Config
+from ragen.engines.memory import plan, size
+from ragen.models.names import is_available_offline
+from ragen.reports.plots import BLUE, ORANGE, PALE, figure_of
+from ragen.studies.results import VERDICT_WORDS, Findings, written
+from ragen.studies.study import FIRST_SEED, Cell, Decision, Scale, Study, cells_of, with_model
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+EPISODE_S = {"bandit": 0.003, "frozen-lake": 0.011, "sokoban": 0.021}
+"""Seconds of one core (an AMD EPYC) that an episode and its update take, by the environment's name
+up to its variant, with the embedded models. Of them `UPDATE_SHARE` are the update's."""
+
+UPDATE_SHARE = 0.35
+CRITIC_FACTOR = 1.5
+"""What a critic makes of an update's time."""
+
+
+def seconds_of(cell: Cell) -> float:
+    """The seconds that a run takes on one core, estimated; NaN for a model that is not embedded."""
+    config = cell.config
+    names = [name for name in EPISODE_S if config.env.name.startswith(name)]
+    if not names or cell.base != "base":
+        return math.nan
+    each = EPISODE_S[names[0]]
+    critic = CRITIC_FACTOR if config.advantage.name in ("gae", "bi_level_gae") else 1.0
+    collections, trained = collections_of(config)
+    collected = collections * config.rollout.num_groups * config.rollout.group_size
+    evaluations = 3 + (collections // config.eval.every if config.eval.every else 0)
+    played = (collected + evaluations * config.eval.episodes) * (1 - UPDATE_SHARE)
+    tuned = cell.fine_tuning.episodes * cell.fine_tuning.epochs if cell.fine_tuning else 0
+    return each * (played + (trained * critic + tuned) * UPDATE_SHARE)
+
+
+def collections_of(config: Config) -> tuple[int, float]:
+    """The collections of a run, and the episodes that its updates see, an epoch counted each."""
+    rule = config.filter
+    kept = rule.value if rule.rule == "top_k" and rule.value <= 1 else 1.0
+    trained = kept * config.rollout.num_groups * config.rollout.group_size * config.update.epochs
+    if config.budget == "steps":
+        return config.steps, config.steps * trained
+    updates = max(1, round(trained / config.update.minibatch_episodes))
+    collections = math.ceil(config.steps / updates)
+    return collections, collections * trained
+
+
+def plans(studies: Sequence[Study], scale: Scale, seeds: int | None) -> Iterator[str]:
+    """A line for each study: its runs, their seconds on one core and their largest memory.
+
+    Raises:
+        RagenError: Settings of a study exclude each other.
+    """
+    total = 0.0
+    for study in studies:
+        count = study.seeds if seeds is None else seeds
+        some = cells_of(study, scale, min(count, 2), Path("runs"))
+        cells = [cell for cell in some if cell.seed == FIRST_SEED]
+        seconds = count * sum(map(seconds_of, cells))
+        total += seconds
+        yield f"{study.name:<17} {count * len(cells):>4} runs, {_time(seconds)}, {_memory(cells)}"
+    yield f"together {_time(total)}, divided by the number of runs at once (--jobs)"
+
+
+def _time(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "an unknown time"
+    return f"about {seconds:,.0f} s of one core"
+
+
+def _memory(cells: Sequence[Cell]) -> str:
+    """The memory of the largest run, as far as it is known without a download."""
+    known = [
+        plan(with_model(cell.config, cell.base)).total
+        for cell in cells
+        if cell.base == "base" or is_available_offline(cell.base)
+    ]
+    return f"up to {size(max(known))} a run" if known else "an unknown memory (the model is absent)"
+
+
+def overview(found: Sequence[Findings]) -> Iterator[str]:
+    """A table with a row for each claim, in Markdown."""
+    yield "| study | claim | verdict | by environment |\n|---|---|---|---|"
+    for each in found:
+        name, claim = each.study.name, each.study.claim
+        words = VERDICT_WORDS[each.verdict]
+        yield f"| [{name}]({name}/study.md) | {claim} | {words} | {each.sentence} |"
+    yield "\n![each effect with its interval, and the published one](studies.svg)"
+
+
+def write_overview(found: Sequence[Findings], out: Path) -> None:
+    """Write ``index.md`` and ``studies.svg``, a row for a claim and a column for an environment.
+
+    Raises:
+        RagenError: `out` cannot be written.
+    """
+    columns = list(
+        dict.fromkeys(column_of(d.environment) for each in found for d in each.decisions)
+    )
+    with figure_of(len(found), len(columns), height=0.75) as (figure, axes):
+        for each, row in zip(found, axes, strict=True):
+            for column, place in zip(columns, row, strict=True):
+                _draw_row(place, [d for d in each.decisions if column_of(d.environment) == column])
+            row[0].set_ylabel(each.study.name, rotation=0, ha="right", va="center")
+        for column, place in zip(columns, axes[0], strict=True):
+            place.set_title(column)
+    with written(out / "studies.svg") as path:
+        figure.savefig(path)
+    with written(out / "index.md") as path:
+        path.write_text("\n".join(overview(found)) + "\n", encoding="utf-8")
+
+
+def column_of(environment: str) -> str:
+    """The environment of a row such as ``sokoban, PPO``."""
+    return environment.partition(",")[0]
+
+
+def _draw_row(place: Axes, decisions: Sequence[Decision]) -> None:
+    """The effects of one claim in one environment, each with its interval and the claimed one."""
+    place.axvline(0, color=PALE, lw=0.8)
+    for height, each in enumerate(decisions):
+        place.plot([each.place.effect], [height], "D", color=ORANGE, markersize=4, label="claimed")
+        low, high = max(each.interval.low, -1.0), min(each.interval.high, 1.0)
+        place.plot([low, high], [height, height], color=BLUE, lw=1.5)
+        place.plot([each.interval.value], [height], "o", color=BLUE, markersize=4, label="here")
+    place.set_yticks(range(len(decisions)), [each.environment for each in decisions], fontsize=6)
+    place.set_ylim(max(0.5, len(decisions) - 0.5), -0.5)
+    place.set_xlim(-1.05, 1.05)
+    place.tick_params(labelsize=7)
