@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 
 import numpy as np
@@ -193,7 +193,7 @@ def truth_of(method: str, shape: str, shift: float) -> float:
     return METHODS[method][1](drawn(shape, shift, 1, 400_000)[:, 0])
 
 
-@cache
+@lru_cache(maxsize=1)  # of several claims in turn
 def intervals(
     method: str, shape: str, shift: float, seeds: int, error: float, studies: int
 ) -> list[Interval]:
@@ -296,7 +296,7 @@ def main() -> None:
     print("Per cent of false verdicts at worst, in a study of one environment:\n")
     print("\n".join(false_table(seeds, studies, ERROR)), flush=True)
     for environments in (1, ENVIRONMENTS):
-        print(f"\nPer cent of right verdicts, in an environment of {environments}:\n")
+        print(f"\nPer cent of right verdicts, in one environment of {environments}:\n")
         print("\n".join(power_table(seeds, studies, ERROR / environments)))
         print("\nThe same of shares of runs, and of false verdicts:\n")
         print("\n".join(share_table(seeds, ERROR / environments)))

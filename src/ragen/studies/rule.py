@@ -1,18 +1,18 @@
 """The rule of the studies: from the numbers of runs to a verdict in one environment, and overall.
 
 A study has one primary contrast in each environment: a measure of an arm minus that of another
-arm, or minus a number, with the published effect D. Runs of one seed share base, levels and order,
-so they are a pair. Both intervals are exact: their error is at most what was asked for, whatever
-the distribution, with any number of seeds.
+arm, or minus a number, with the published effect D. Two runs of one seed are a pair. Both intervals
+are exact: their error is at most what was asked for, whatever the distribution, with any number of
+seeds.
 
 - **Numbers** (success, its area, steps): the interval of the median difference of a pair, between
   two order statistics of the differences. It inverts the sign test, a binomial test over runs.
 - **Shares** (runs that collapsed): Clopper and Pearson's interval of a binomial share, and for two
   arms the difference of their bounds, each with half of the error.
 
-A mean has no such interval. If a run in ten collapses, ten seeds show none in 35 % of samples. An
-interval of the mean that is right nevertheless is so wide that it decides nothing; Student's and
-the bootstrap's are wrong. The median run is what someone sees who repeats the study with one seed.
+The mean has no such interval that also decides. If a run in ten collapses, ten seeds show none in
+35 % of samples: an interval that is right nevertheless has to allow for it, and Student's and the
+bootstrap's are wrong. The median pair is what someone sees who repeats the study with one seed.
 `benchmarks/verdicts.py` compares them.
 """
 
