@@ -110,9 +110,9 @@ def write_overview(found: Sequence[Findings], out: Path) -> None:
         for each, row in zip(found, axes, strict=True):
             for column, place in zip(columns, row, strict=True):
                 _draw_row(place, [d for d in each.decisions if column_of(d.environment) == column])
-            row[0].set_ylabel(each.study.name, rotation=0, ha="right", va="center")
+            row[0].set_title(each.study.name)
         for column, place in zip(columns, axes[0], strict=True):
-            place.set_title(column)
+            place.set_title(column, loc="right", color=BLUE, fontsize=8)
     with written(out / "studies.svg") as path:
         figure.savefig(path)
     with written(out / "index.md") as path:
@@ -126,13 +126,20 @@ def column_of(environment: str) -> str:
 
 def _draw_row(place: Axes, decisions: Sequence[Decision]) -> None:
     """The effects of one claim in one environment, each with its interval and the claimed one."""
+    if not decisions:
+        place.set_axis_off()
+        return
     place.axvline(0, color=PALE, lw=0.8)
+    width = 0.1
     for height, each in enumerate(decisions):
-        place.plot([each.place.effect], [height], "D", color=ORANGE, markersize=4, label="claimed")
         low, high = max(each.interval.low, -1.0), min(each.interval.high, 1.0)
+        place.plot([each.place.effect], [height], "D", color=ORANGE, markersize=4, label="claimed")
         place.plot([low, high], [height, height], color=BLUE, lw=1.5)
         place.plot([each.interval.value], [height], "o", color=BLUE, markersize=4, label="here")
-    place.set_yticks(range(len(decisions)), [each.environment for each in decisions], fontsize=6)
-    place.set_ylim(max(0.5, len(decisions) - 0.5), -0.5)
-    place.set_xlim(-1.05, 1.05)
+        width = max(width, each.place.effect, -low, high)
+    names = [each.environment.partition(", ")[2] for each in decisions]
+    place.set_yticks(range(len(decisions)), names, fontsize=7)
+    place.set_ylim(len(decisions) - 0.5, -0.5)
+    place.set_xlim(-1.1 * width, 1.1 * width)
+    place.locator_params(axis="x", nbins=4)
     place.tick_params(labelsize=7)
