@@ -3,9 +3,7 @@
 The model and the work are those of `step.py`: 1.12M parameters, 128 episodes of 5 turns, 24 sampled
 tokens a turn, about 382 tokens at the end. The best of several short runs is what an idle machine
 would need; on a shared one no single run shows it. Rates are beside that of a float32 2048³
-`torch.mm`. Environments are stepped at random through 64 levels, which they have seen before: as
-they are, and guarded as in a run. Of WebShop the shop, a page and a search are timed, medians
-over 500 goals.
+`torch.mm`. `environments.py` measures the environments.
 
     python benchmarks/speed.py [--repeat 5] [--slots 128] [--general]
 """
@@ -15,32 +13,24 @@ import asyncio
 import json
 import os
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragen.core.types import Prompt
 from ragen.engines.sampler import Sampler
-from ragen.envs.contract import pick
-from ragen.envs.registry import make
 from ragen.models.decoder import make_decoder
 from ragen.models.loading import keep_freed_memory
 from ragen.models.model import hidden_states, padded_hidden_states, token_logprobs
-from ragen.rollout.guarded import GuardedEnv
-from ragen.rollout.players import free_action
 
 EPISODES, MEMBERS, TURNS, TURN_TOKENS = 128, 16, 5, 24
 FIRST, ANSWER = 102, 40
 """Tokens of the first prompt, and of what the environment adds before each later turn."""
 MICROBATCH = 16
-STEPS, LEVELS = 20_000, 64
-"""Steps of each environment, and the levels that they pass through."""
 
 
 def make_model() -> Qwen2ForCausalLM:
@@ -100,64 +90,6 @@ def rollout(model: Qwen2ForCausalLM, slots: int, fast: bool) -> Callable[[], Sam
         return sampler
 
     return work
-
-
-def steps_per_s(name: str, guarded: bool, repeat: int) -> float:
-    """Steps of an environment by random play in a CPU second; neither resets nor draws count."""
-    generator = np.random.Generator(np.random.PCG64(0))
-    env = GuardedEnv(lambda: make(name), timeout_s=10.0)
-    actions: list[str] = []
-
-    def draw(_: int) -> str:
-        if env.actions is None:
-            actions.append(free_action(env.env, generator, name))
-        else:
-            actions.append(pick(generator, env.actions))
-        return actions[-1]
-
-    def work(choose: Callable[[int], str]) -> float:
-        level, resets = 0, 0.0
-        env.reset(level, level)
-        begun = time.process_time()
-        for number in range(STEPS):
-            action = choose(number)
-            if guarded:
-                env.step(action)
-                ended = env.terminated or env.truncated
-            else:
-                _, _, terminated, truncated, _ = env.env.step(action)
-                ended = terminated or truncated
-            if ended:
-                before = time.process_time()
-                level = (level + 1) % LEVELS
-                env.reset(level, level)
-                resets += time.process_time() - before
-        return time.process_time() - begun - resets
-
-    work(draw)  # generates the levels
-    return STEPS / min(work(actions.__getitem__) for _ in range(repeat))
-
-
-def webshop() -> dict[str, float]:
-    """CPU seconds to make the shop; median milliseconds of a clicked page and of a new search."""
-    start = time.process_time()
-    env = make("webshop", split="all")
-    times: dict[str, list[float]] = {"click": [], "search": []}
-    made = time.process_time() - start
-
-    def step(action: str) -> bool:
-        begun = time.process_time()
-        _, _, terminated, _, _ = env.step(action)
-        times[action.partition("[")[0]].append(1e3 * (time.process_time() - begun))
-        return terminated
-
-    for level in range(500):
-        observation, _ = env.reset(seed=level)
-        step(f"search[{observation}]")  # the instruction: the longest search that makes sense
-        while not step(env.solve(9, 9, 1)[0]):
-            pass
-    pages, searches = map(statistics.median, times.values())
-    return {"webshop_make_cpu_s": made, "webshop_page_ms": pages, "webshop_search_ms": searches}
 
 
 def update(
@@ -228,10 +160,6 @@ def main() -> None:
         "forward_backward_cpu_s": update_s * share,
         "update_share_of_mm": operations / update_s / mm_rate,
     }
-    for name in ("frozen-lake", "sokoban", "countdown", "word-problems", "sudoku", "manor"):
-        result[f"{name}_steps_per_s"] = steps_per_s(name, False, args.repeat)
-        result[f"{name}_steps_per_s_guarded"] = steps_per_s(name, True, args.repeat)
-    result |= webshop()
     print(json.dumps({name: float(f"{value:.4g}") for name, value in result.items()}))
 
 
