@@ -26,6 +26,7 @@ from ragen.rollout.judge import (
     server_of,
     shuffled,
 )
+from ragen.storage.judgements import FILE
 from tests.faulty import FaultyServer, api_error, chat_reply
 from tests.scripted_judge import Shown, answer, scripted_judge, shown
 
@@ -138,6 +139,12 @@ def test_answers_are_kept_by_content(tmp_path: Path) -> None:
     assert later[0] == first[0]
     assert (later[1]["judge/calls"], later[1]["judge/cached"]) == (0, 1)
     assert later[1]["judge/prompt_tokens"] == 0
+
+
+def test_a_damaged_file_of_answers_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("no database " * 99)
+    with scripted_judge(brevity) as server, pytest.raises(RagenError, match="cannot be read: file"):
+        ask(server, [said("a")], folder=tmp_path)
 
 
 def test_an_answer_is_asked_for_twice_and_then_fails(tmp_path: Path) -> None:

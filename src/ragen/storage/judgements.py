@@ -10,18 +10,16 @@ import sqlite3
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from ragen.storage.database import cannot_write, close_database, fill, open_database
-from ragen.storage.schema import SCHEMA_VERSION
+from ragen.storage.database import cannot_write, close_database, connect, unreadable
 
 FILE = "judgements.sqlite"
 """The database of answers in a run's folder."""
 
-_SCHEMA = f"""
-CREATE TABLE judgements (
+_TABLE = """
+CREATE TABLE IF NOT EXISTS judgements (
     question TEXT PRIMARY KEY, step INTEGER NOT NULL, text TEXT NOT NULL,
     prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL
-);
-PRAGMA user_version = {SCHEMA_VERSION};
+)
 """
 
 
@@ -47,12 +45,17 @@ class Judgements:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        if folder is None:
-            self._connection = sqlite3.connect(":memory:", isolation_level=None)
-            fill(self._connection, _SCHEMA)
-        else:
-            self._connection = open_database(folder, make=True, file=FILE, schema=_SCHEMA)
+        self._folder = folder or Path()
+        file = self._folder / FILE
+        try:
+            self._connection = (
+                sqlite3.connect(":memory:", isolation_level=None)
+                if folder is None
+                else connect(file)
+            )
+            self._connection.execute(_TABLE)
+        except sqlite3.DatabaseError as error:
+            raise unreadable(file, error) from None
 
     def find(self, question: str) -> Judgement | None:
         """The answer to a question, if it is known."""
@@ -73,7 +76,7 @@ class Judgements:
         try:
             return self._connection.execute(query, values).fetchall()
         except sqlite3.DatabaseError as error:
-            raise cannot_write(self._folder or Path(), error, FILE) from None
+            raise cannot_write(self._folder, error, FILE) from None
 
     def close(self) -> None:
         """Leave one plain file."""
