@@ -6,6 +6,7 @@ exported and loaded again, and every logprob is the one that was sampled with.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import tarfile
 import unicodedata
@@ -24,10 +25,16 @@ from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import RagenError
 from ragen.core.types import Group
 from ragen.engines.learner import Learner
+from ragen.envs.registry import make
+from ragen.envs.sorting import Sorting
 from ragen.models.loading import load_policy, load_tokenizer, save_model
 from ragen.reports.export import export
 from ragen.rollout.chat import Chat, without_thought
+from ragen.rollout.episode import play_episode
+from ragen.rollout.players import PlayerPolicy, solver
+from ragen.rollout.setup import EpisodeSpec, Setup
 from ragen.rollout.template import Template
+from ragen.rollout.tool_calls import ToolParser, hermes, mistral
 from ragen.storage.reader import read_metrics
 from ragen.storage.stored_episodes import read_episodes
 from ragen.training.trainer import train
@@ -156,6 +163,70 @@ def test_ordinary_contents_keep_the_ids_of_a_real_tokenizer(name: str, folders: 
 def test_a_tokenizer_without_a_template_is_refused(folders: Path) -> None:
     with pytest.raises(RagenError, match="this tokenizer has no chat template"):
         Chat(load("gptoss", folders))
+
+
+@pytest.mark.parametrize(
+    ("name", "parser", "end"),
+    [("qwen3", hermes, "<|im_end|>"), ("mistral_nemo", mistral, "</s>")],
+)
+@pytest.mark.parametrize("think", [True, False])
+def test_tools_over_real_templates(
+    name: str, parser: ToolParser, end: str, think: bool, folders: Path
+) -> None:
+    """The solver's calls are read, its results extend its tokens, and their ids are those drawn."""
+    env, tokenizer = make("sorting"), load(name, folders)
+    chat = Chat(tokenizer, think, tools=env.tools)
+    assert chat.exact and chat.calls is not None and chat.calls.parse is parser
+    assert chat.decode((chat.end,)) == "" and chat.spell((chat.end,)) == end
+    setup = Setup(
+        "sorting", Sorting, 4, 2, 6, "paper", think, chat=chat, tools=env.tools, max_length=9999
+    )
+
+    def encode(text: str) -> tuple[int, ...]:
+        return (*chat.encode_text(text), chat.end)
+
+    player = PlayerPolicy(
+        lambda seed: solver, think, setup.prefill, encode, lambda *_: "so", setup.write
+    )
+    episode = asyncio.run(play_episode(player, setup, EpisodeSpec(123, 0, 0, (0, "test"))))
+    assert episode.success and len(episode.turns[0].results or ()) == 2
+    (sample,), _ = to_samples([Group((episode,))])
+    trained = [t for t, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
+    assert trained == [t for turn in episode.turns for t in turn.completion.token_ids or ()]
+    assert "lighter" not in tokenizer.decode(trained)
+    for turn in episode.turns[1:]:  # putting the conversation together again gives the same text
+        again, _ = chat.open(turn.prompt.messages, setup.prefill)
+        assert tokenizer.decode(again) == tokenizer.decode(turn.prompt.token_ids or ())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral_nemo"])
+def test_no_result_of_a_tool_becomes_a_control_token_of_a_real_tokenizer(
+    name: str, folders: Path
+) -> None:
+    tokenizer, tools = load(name, folders), make("sorting").tools
+    chat, chooser = Chat(tokenizer, tools=tools), random.Random(0)
+    known = ("<tool_call>", "[TOOL_CALLS]", "</tool_response>", "[/TOOL_RESULTS]", "<|im_end|>")
+    every = Chat(tokenizer).control_ids
+    begun = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "Q"}]
+    drawn = (*chat.open(begun[:1])[0], chat.end)
+
+    def structure(*contents: str) -> list[int]:
+        results = [
+            {"role": "tool", "name": "f", "tool_call_id": f"call{n:05d}", "content": content}
+            for n, content in enumerate(contents)
+        ]
+        ids, _ = chat.extend(drawn, [*begun, *results])
+        assert ids[: len(drawn)] == drawn
+        return [token for token in ids if token in every]
+
+    for _ in range(200):
+        contents = [hostile(chat, known, chooser) for _ in range(chooser.choice((1, 2)))]
+        assert structure(*contents) == structure(*["Q"] * len(contents)), contents
+
+
+def test_a_template_without_tools_is_refused(folders: Path) -> None:
+    with pytest.raises(RagenError, match="renders no tools"):
+        Chat(load("gemma3", folders), tools=make("sorting").tools)
 
 
 SIZES: dict[str, Any] = {
