@@ -23,12 +23,13 @@ from ragen.envs.contract import Info, State
 from ragen.envs.registry import make
 from ragen.envs.sorting import Sorting
 from ragen.envs.tools import Call, ToolEnv, tool, write_call
+from ragen.finetuning.env_base import prepare_env
 from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode, read_reply
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, solver
 from ragen.rollout.policies import ScriptedPolicy, written_completion
-from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup, make_chat
+from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup, make_chat, make_setup
 from ragen.rollout.template import Template
 from ragen.rollout.tool_calls import hermes
 from ragen.rollout.tool_template import call_message
@@ -140,6 +141,14 @@ def test_templates_without_tools_or_with_an_unknown_form_are_refused() -> None:
     silent.chat_template = TOOL_TEMPLATES["hermes"].replace("m.tool_calls", "[]")
     with pytest.raises(RagenError, match="cannot be read"):
         Chat(silent, tools=Echo().tools)
+
+
+def test_embedded_models_are_refused(tmp_path: Path) -> None:
+    config = resolve(None, {"env.name": "sorting"})
+    with pytest.raises(RagenError, match="has tools, which the embedded models do not know"):
+        make_setup(config, Chat(tiny_tokenizer("chatml")))
+    with pytest.raises(RagenError, match="has tools, which the embedded models do not know"):
+        prepare_env(config.env, tmp_path / "model")
 
 
 def test_a_parser_can_be_named_in_the_config(tmp_path: Path) -> None:

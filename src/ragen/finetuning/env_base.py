@@ -33,7 +33,7 @@ from ragen.finetuning.screen import (
 from ragen.finetuning.tokenizer import build, words_for
 from ragen.models.names import PROMPT_STYLE
 from ragen.rollout.chat import Chat
-from ragen.rollout.setup import Setup
+from ragen.rollout.setup import Setup, knows_no_tools
 from ragen.storage.checkpoint import new_folder
 
 LAYERS = 3
@@ -78,8 +78,8 @@ def prepare_env(
     receives lines of progress. The model's config says that it reads compact prompts.
 
     Raises:
-        RagenError: `out` exists, or the environment fails or has neither a random player nor a
-            solver.
+        RagenError: `out` exists, or the environment fails, has tools, or has neither a random
+            player nor a solver.
     """
     began = time.monotonic()
     if out.exists():
@@ -88,6 +88,8 @@ def prepare_env(
     make = env_factory(env.name, **env.params)
     try:
         with closing_env(make()) as first:
+            if first.tools:
+                raise knows_no_tools(env.name)
             choose, actions = choice_in(first), first.actions
     except UserCodeError as failure:
         raise RagenError(

@@ -110,6 +110,14 @@ class Setup:
         return f"<answer>{f' {SEPARATOR} '.join(actions)}</answer>"
 
 
+def knows_no_tools(env: str) -> RagenError:
+    """The refusal of an embedded model in an environment with tools."""
+    return RagenError(
+        f"the environment {env} has tools, which the embedded models do not know: set model.path "
+        "to a model whose chat template renders tools"
+    )
+
+
 def make_chat(config: Config, tokenizer: Tokenizer) -> Chat:
     """The chat of a tokenizer with the tools of a config's environment.
 
@@ -181,10 +189,7 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
                     "(docs/environments.md)"
                 )
             if built.tools and chat is not None and chat.calls is None:
-                raise RagenError(
-                    f"the environment {env.name} has tools, which the embedded models do not know: "
-                    "set model.path to a model whose chat template renders tools"
-                )
+                raise knows_no_tools(env.name)
             return replace(setup, tools=built.tools)
     except RagenError:
         setup.close()
