@@ -22,6 +22,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 FOLDERS = {  # Top to bottom, with the use of torch that each folder may make.
     "cli": "no torch at import",
     "viewer": "no torch",
+    "serving": "no torch",
     "studies": "torch",
     "reports": "torch",
     "training": "torch",

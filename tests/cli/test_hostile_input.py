@@ -46,6 +46,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         *("ragen.training.trainer.local_engine", "ragen.evaluation.evaluation.run_async"),
         *("ragen.finetuning.sft.load_model", "ragen.finetuning.base.build"),
         *("ragen.studies.runner.make_runs", "ragen.viewer.server.serve"),
+        "ragen.serving.openenv.serve",
         *("ragen.evaluation.baselines.measure_baselines", "ragen.cli.play.play_env"),
     ):
         monkeypatch.setattr(work, ready)

@@ -22,8 +22,8 @@ from viewer_run import make_run
 
 from ragen.cli.main import main
 from ragen.core.errors import RagenError
-from ragen.viewer import connections
-from ragen.viewer.connections import Listening, Server, listen, tls_of
+from ragen.serving import connections
+from ragen.serving.connections import Listening, Server, listen, tls_of
 from ragen.viewer.server import Viewer
 from tests.viewer.test_viewer_server import Capture, serve, wait_until
 

@@ -21,12 +21,12 @@ import pytest
 from starlette.testclient import TestClient
 from viewer_run import log_step, make_run
 
-from ragen.cli import tools
+from ragen.cli import servers
 from ragen.cli.main import main
 from ragen.config.reading import dump, resolve
+from ragen.serving.connections import listen
 from ragen.storage.recorder import Recorder
 from ragen.viewer import live
-from ragen.viewer.connections import listen
 from ragen.viewer.reading import Runs
 from ragen.viewer.security import POLICY
 from ragen.viewer.server import Viewer
@@ -360,14 +360,14 @@ def test_a_browser_is_opened_only_on_a_local_display(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "platform", "linux")
     for name in ("CI", "SSH_CONNECTION", "DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
-    assert not tools._has_browser()
+    assert not servers._has_browser()
     monkeypatch.setenv("DISPLAY", ":0")
-    assert tools._has_browser()
+    assert servers._has_browser()
     monkeypatch.setenv("SSH_CONNECTION", "1.2.3.4 5 6.7.8.9 22")
-    assert not tools._has_browser()
+    assert not servers._has_browser()
     monkeypatch.delenv("SSH_CONNECTION")
     monkeypatch.setenv("CI", "true")
-    assert not tools._has_browser()
+    assert not servers._has_browser()
 
 
 def test_the_server_listens_on_an_ipv6_address() -> None:

@@ -15,14 +15,14 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from ragen.cli import evaluations, runs, tools
+from ragen.cli import evaluations, runs, servers, tools
 from ragen.cli.command import Command, Overrides, Parser, complain, parse
 from ragen.cli.help import SHELLS, TOPICS, completion, overview, topic_help
 from ragen.cli.process import OutputLost, ending_signals, refusal, standard_streams
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors
 
-COMMANDS = runs.COMMANDS | evaluations.COMMANDS | tools.COMMANDS
+COMMANDS = runs.COMMANDS | evaluations.COMMANDS | servers.COMMANDS | tools.COMMANDS
 """All commands except ``help`` and ``completion``, by name."""
 
 

@@ -1,17 +1,14 @@
-"""The commands around training: sft and base make models; view, envs, check and doctor inspect."""
+"""The commands around training: sft and base make models; envs, check and doctor inspect."""
 
 from __future__ import annotations
 
 import inspect
 import json
-import os
 import shlex
 import sys
 import textwrap
-import webbrowser
 from argparse import Namespace
 from collections.abc import Container, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,9 +16,6 @@ from typing import Any
 from ragen.cli.command import Command, Overrides, Parser, complain, number, program, terminal, whole
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
-
-PORT = 7246
-"""RAGN on a telephone keypad."""
 
 
 def _sft_options(parser: Parser) -> None:
@@ -304,55 +298,7 @@ def _doctor_model(options: Namespace, overrides: Overrides) -> int:
     return 0
 
 
-def _view_options(parser: Parser) -> None:
-    take = parser.take
-    take("folder", "FOLDER", "folder of the runs, or one run", Path, Path("runs"), nargs="?")
-    take("--port", "N", "0 takes any free port", whole(0, 65535), PORT)
-    host = "address to serve on; for other machines the printed URL has a token"
-    take("--host", "ADDRESS", host, default="127.0.0.1")
-    take("--tls-cert", "FILE", "serve https with this certificate (PEM)", Path)
-    take("--tls-key", "FILE", "the certificate's key, unless the certificate's file has it", Path)
-    parser.flag("--no-browser", "print the URL and open no browser")
-    take("--export", "FILE", "write the run in FOLDER to one HTML file that needs no server", Path)
-    take("--episode", "ID", "export only this episode", whole(0))
-    take("--group", "ID", "export only the group of this episode", whole(0))
-
-
-def _view(options: Namespace, _: Overrides) -> int:
-    if options.export is not None:
-        from ragen.viewer.share import share
-
-        file = share(options.folder, options.export, episode=options.episode, group=options.group)
-        print(f"wrote {file} ({file.stat().st_size / 1e6:.1f} MB); it opens in any browser")
-        return 0
-    if options.episode is not None or options.group is not None:
-        raise RagenError("--episode and --group choose what is exported: name a file with --export")
-    if options.tls_key is not None and options.tls_cert is None:
-        raise RagenError("--tls-key belongs to a certificate: name it with --tls-cert")
-    from ragen.viewer.connections import tls_of
-    from ragen.viewer.server import serve
-
-    tls = options.tls_cert and tls_of(options.tls_cert, options.tls_key)
-
-    def say(address: str) -> None:
-        print(f"{options.folder} is served at {address} (Ctrl-C stops it)", flush=True)
-        if not options.no_browser and _has_browser():
-            webbrowser.open(address)
-
-    with suppress(KeyboardInterrupt):  # the usual way to stop
-        serve(options.folder, options.host, options.port, say, tls)
-    return 0
-
-
-def _has_browser() -> bool:
-    """Whether this session has a graphical browser."""
-    remote = os.environ.get("CI") or os.environ.get("SSH_CONNECTION")
-    display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    return not remote and (bool(display) or not sys.platform.startswith("linux"))
-
-
 COMMANDS: dict[str, Command] = {
-    "view": Command("read and compare runs in a browser, live", _view_options, _view),
     "sft": Command("fine-tune a model on examples", _sft_options, _sft, True),
     "base": Command(
         "make a small model from scratch for an environment", _base_options, _base, True

@@ -1,4 +1,4 @@
 """`ragen view`: a web server and its pages over the databases of all runs.
 
-It may import `studies` and the folders below and loads no torch.
+It may import `serving` and the folders below and loads no torch.
 """

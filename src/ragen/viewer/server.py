@@ -5,10 +5,8 @@ The export (`ragen.viewer.share`) gets the API's answers from `ROUTES`, too.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import secrets
-import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -27,6 +25,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from ragen.core.errors import RagenError
+from ragen.serving.connections import Peer, Server, listen, url_of
+from ragen.serving.security import is_loopback, refusal
 from ragen.viewer import (
     collapse,
     comparison,
@@ -37,10 +37,9 @@ from ragen.viewer import (
     run_page,
 )
 from ragen.viewer.branching import Branching
-from ragen.viewer.connections import Peer, Server, listen
 from ragen.viewer.live import Live
 from ragen.viewer.reading import Answer, Question, Runs, Unanswered
-from ragen.viewer.security import AccessControl, is_loopback, refusal
+from ragen.viewer.security import PageAccess
 
 ROUTES: Mapping[str, Callable[[Question], Answer]] = MappingProxyType(
     {
@@ -134,7 +133,7 @@ class Viewer:
             middleware=[compressing],
             exception_handlers=handlers,  # type: ignore[arg-type]
         )
-        self.app = AccessControl(app, port, token, set() if admitted is None else admitted)
+        self.app = PageAccess(app, port, token, set() if admitted is None else admitted)
 
     def _endpoint(
         self, answer: Callable[[Question], Answer]
@@ -245,14 +244,8 @@ def serve(
         address, port = listening.getsockname()[:2]
         token = None if is_loopback(address) else secrets.token_urlsafe(24)
         viewer = Viewer(root, port, token, listening.admitted)
-        name = socket.gethostname() if ipaddress.ip_address(address).is_unspecified else host
-        say(_url("http" if tls is None else "https", name, port, token))
+        say(url_of(listening, host, tls) + (f"?token={token}" if token else ""))
         try:
             Server(viewer.app, tls, viewer.live.end).serve_on(listening)
         finally:
             viewer.branching.stop()
-
-
-def _url(scheme: str, name: str, port: int, token: str | None) -> str:
-    name = f"[{name.strip('[]')}]" if ":" in name else name
-    return f"{scheme}://{name}:{port}/" + (f"?token={token}" if token else "")

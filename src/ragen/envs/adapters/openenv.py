@@ -2,11 +2,17 @@
 
 The server describes itself at ``/metadata`` and ``/schema``. An episode is one session at ``/ws``,
 which is opened again after a call that failed. A server that is slow or gone fails the episode.
+
+A server by `ragen serve` says more (`ragen.serving.sessions`), so that its environment plays as in
+this process.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -20,11 +26,24 @@ CALL_S = 60.0
 """Seconds that a server may take to answer, where the limit of the call is not shorter."""
 
 
-class About(NamedTuple):
-    """What a server says of itself: a description, and the schema of the fields of an action."""
+TOKEN = "OPENENV_TOKEN"
+"""The environment variable of the token that a server asks for."""
+MIN_TOKEN = 8
+"""Length of a token at least."""
+BUDGETS = ("max_turns", "actions_per_turn", "max_actions")
 
+
+class About(NamedTuple):
+    """What a server says of itself: a description, and the schemas of fields.
+
+    `fields` are those of an action, `state` those of a state. `digest` changes with any of them.
+    """
+
+    name: str
     description: str
+    digest: str
     fields: dict[str, Any]
+    state: dict[str, Any]
 
 
 class OpenEnvEnv(Adapted):
@@ -32,24 +51,29 @@ class OpenEnvEnv(Adapted):
 
     Observation: the only text of the server's observation, or all its fields by name. Actions: the
     names of an enumeration, else free text, which becomes the action's field; an answer that is a
-    JSON object is the whole action. Reward, Ends when: the server's. Success is an end with a
-    positive last reward. The level seed is the seed of the server's ``reset``; the protocol has no
-    other, so random events follow from it, too. There is random play for an enumeration only.
+    JSON object is the whole action. Reward, Ends when: the server's. Success is what the metadata
+    of the last observation say, else an end with a positive last reward. The level seed is the seed
+    of the server's ``reset``. Random events follow from it, too, unless a state of the server has a
+    ``noise_seed``: then its reset takes one. There is random play for an enumeration only.
 
     Parameters: `field`, the action's field for the answer, where it has several.
     """
 
     def __init__(self, field: str | None = None) -> None:
         about = _about(self.target)
+        self._token = token_here()
         self._field = _field(self.name, about.fields, field)
         self._schema = about.fields.get(self._field, {})
         self._rules = about.description
         self.goal = self._rules.partition("\n")[0]
         names = self._schema.get("enum")
         self._actions = tuple(map(str, names)) if names else None
+        self._takes_noise = "noise_seed" in about.state
         self._session: Any = None
-        self.actions_per_turn = 1
-        self.max_turns = self.max_actions = 20
+        self.max_turns, self.actions_per_turn, self.max_actions = (
+            _budget(about.state.get(each, {}), otherwise)
+            for each, otherwise in zip(BUDGETS, (20, 1, 20), strict=True)
+        )
 
     @classmethod
     def find(cls, target: str) -> tuple[str, ...]:
@@ -57,17 +81,38 @@ class OpenEnvEnv(Adapted):
             import websockets
         except ModuleNotFoundError:
             raise missing(f"openenv:{target}", "websockets", "openenv") from None
-        if urlsplit(target).scheme not in ("http", "https"):
+        url = urlsplit(target)
+        if "@" in url.netloc or url.query:
+            raise RagenError(
+                f"openenv:{url.scheme}://…: runs record the URL, so it may hold neither a password "
+                f"nor a query; put a token into the environment variable {TOKEN}"
+            )
+        if url.scheme not in ("http", "https"):
             raise RagenError(f"openenv:{target}: a URL is expected, as in openenv:http://host:8000")
-        return (version_of(websockets.__name__),)
+        about = _about(target)
+        return (version_of(websockets.__name__), f"{about.name} {about.digest}")
 
     def begin(self, level_seed: int, noise_seed: int) -> str:
-        return _shown(self._ask("reset", {"seed": level_seed})["observation"])
+        seeds = {"seed": level_seed} | ({"noise_seed": noise_seed} if self._takes_noise else {})
+        answer = self._ask("reset", seeds)
+        told = _metadata(answer)
+        if isinstance(told.get("goal"), str) and isinstance(told.get("rules"), str):
+            self.goal, self._rules = told["goal"], told["rules"]
+        if isinstance(told.get("actions"), list):
+            self._schema = {**self._schema, "enum": told["actions"]}
+            self._actions = tuple(map(str, told["actions"]))
+        return _shown(answer["observation"])
 
     def play(self, action: str) -> Played:
         answer = self._ask("step", self._message(action))
         reward, done = float(answer.get("reward") or 0.0), bool(answer.get("done"))
-        return Played(_shown(answer["observation"]), reward, done, False, done and reward > 0)
+        told = _metadata(answer)
+        truncated = done and told.get("truncated") is True
+        success = told["success"] is True if "success" in told else reward > 0
+        terminated = done and not truncated
+        return Played(
+            _shown(answer["observation"]), reward, terminated, truncated, terminated and success
+        )
 
     def close(self) -> None:
         session, self._session = self._session, None
@@ -93,20 +138,30 @@ class OpenEnvEnv(Adapted):
         Raises:
             RuntimeError: The server refuses it.
         """
+        from websockets.exceptions import ConnectionClosed
         from websockets.sync.client import connect
 
         if kind == "reset" and self._session is None:
             address = f"ws{self.target.removeprefix('http').rstrip('/')}/ws"
-            opened = connect(address, open_timeout=CALL_S, close_timeout=1, max_size=2**26)
+            opened = connect(
+                address,
+                open_timeout=CALL_S,
+                close_timeout=1,
+                max_size=2**26,
+                additional_headers=_credentials(self._token),
+            )
             self._session = opened.__enter__()  # it is left by `close`
         session, self._session = self._session, None  # lost, if the call fails
         if session is None:
             raise RuntimeError(f"{self.name}: the session has ended in an earlier call")
         try:
-            session.send(json.dumps({"type": kind, "data": data}))
+            with suppress(ConnectionClosed):  # why the server ended the session can be read still
+                session.send(json.dumps({"type": kind, "data": data}))
             answer = json.loads(session.recv(timeout=CALL_S))
             if answer["type"] == "error":
-                raise RuntimeError(f"{self.name}: {answer['data'].get('message')}")
+                said = _said(answer["data"])
+                said = said.replace(self._token, "***") if self._token else said
+                raise RuntimeError(f"{self.name}: {said}")
             found: dict[str, Any] = answer["data"]
         except BaseException:  # the time limit, too: its answer would be taken for the next one
             session.close_socket()
@@ -115,28 +170,91 @@ class OpenEnvEnv(Adapted):
         return found
 
 
+def token_here() -> str | None:
+    """The token in the environment variable, ``None`` if there is none.
+
+    Raises:
+        RagenError: It cannot be one.
+    """
+    token = os.environ.get(TOKEN, "").strip()
+    if token and (len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable()):
+        raise RagenError(f"{TOKEN}: expected at least {MIN_TOKEN} ASCII characters")
+    return token or None
+
+
+def _credentials(token: str | None) -> dict[str, str]:
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+
 @lru_cache(maxsize=16)
 def _about(url: str) -> About:
     """What the server of a URL says of itself; one that has answered is not asked again.
 
     Raises:
-        RagenError: There is no such server.
+        RagenError: There is no such server, or it refuses the token.
     """
     try:
         metadata, schema = (_get(url, part) for part in ("metadata", "schema"))
     except (httpx.HTTPError, ValueError) as error:
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (401, 403):
+            raise RagenError(
+                f"openenv:{url}: the server refuses the token; put its token into the environment "
+                f"variable {TOKEN}"
+            ) from None
         said = str(error) or type(error).__name__
         raise RagenError(f"openenv:{url}: no OpenEnv server answers there ({said})") from None
-    fields = dict(schema.get("action", {}).get("properties", {}))
+    action = schema.get("action", {})
+    fields = {name: _whole(each, action) for name, each in action.get("properties", {}).items()}
     fields.pop("metadata", None)
-    described = metadata.get("description") or metadata.get("name") or f"Play the game at {url}."
-    return About(str(described), fields)
+    name = str(metadata.get("name"))
+    description = str(metadata.get("description") or metadata.get("name") or f"Play at {url}.")
+    state = dict(schema.get("state", {}).get("properties", {}))
+    told = json.dumps([name, description, fields, state], sort_keys=True)
+    digest = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+    return About(name, description, digest, fields, state)
+
+
+def _whole(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a field, also where it is defined elsewhere in the whole, as enums are.
+
+    Example:
+        >>> whole = {"$defs": {"Move": {"enum": ["left", "right"]}}}
+        >>> _whole({"$ref": "#/$defs/Move"}, whole)
+        {'enum': ['left', 'right']}
+    """
+    found = schema.get("$defs", {}).get(str(field.get("$ref")).removeprefix("#/$defs/"))
+    return field if found is None else dict(found)
 
 
 def _get(url: str, part: str) -> dict[str, Any]:
-    answer = httpx.get(f"{url.rstrip('/')}/{part}", timeout=CALL_S, follow_redirects=True)
+    address, headers = f"{url.rstrip('/')}/{part}", _credentials(token_here())
+    answer = httpx.get(address, headers=headers, timeout=CALL_S, follow_redirects=True)
     found: dict[str, Any] = answer.raise_for_status().json()
     return found
+
+
+def _budget(schema: Any, otherwise: int) -> int:
+    """The default of a state's field, if it can be a budget.
+
+    Example:
+        >>> _budget({"type": "integer", "default": 5}, 20), _budget({"type": "integer"}, 20)
+        (5, 20)
+    """
+    found = schema.get("default")
+    return found if isinstance(found, int) and found >= 1 else otherwise
+
+
+def _said(error: dict[str, Any]) -> str:
+    """An error of a server in words, with what was wrong with each field if it says so."""
+    details = f" {json.dumps(error['errors'])}" if error.get("errors") else ""
+    return f"{error.get('message')}{details}"
+
+
+def _metadata(answer: dict[str, Any]) -> dict[str, Any]:
+    """What an answer says beside the observation; older servers say it inside."""
+    observation = answer["observation"]
+    inside = observation.get("metadata") if isinstance(observation, dict) else None
+    return answer.get("metadata") or inside or {}
 
 
 def _field(name: str, fields: dict[str, Any], chosen: str | None) -> str:

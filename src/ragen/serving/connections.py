@@ -1,7 +1,7 @@
 """The limits of a connection: how many there may be, and how long a client may keep one waiting.
 
 Anybody may connect, and most of an attack happens before a request can be checked. Whoever was
-admitted (`ragen.viewer.security`) is therefore told from strangers, whose connections are closed
+admitted (`ragen.serving.security`) is therefore told from strangers, whose connections are closed
 first: however many they open, there is room for the user's page.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import os
 import socket
 import ssl
@@ -42,6 +43,12 @@ LEAST = 8
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors of a process or a system that has no room for a connection."""
 
+MESSAGE_BYTES = 2**20
+"""Length of a message that a WebSocket may get."""
+
+PONG_S = 60.0
+"""How long a WebSocket's client may be out of reach."""
+
 QUEUE = 1024
 """Connections that the system holds until they are accepted."""
 
@@ -61,13 +68,14 @@ class Listening(socket.socket):
     Attributes:
         admitted: The clients with a permitted request.
         most: Connections at the same time; fewer once the process has run out of files.
+        most_each: Connections from one address.
     """
 
     def __init__(self, family: socket.AddressFamily) -> None:
         # Without the protocol, asyncio keeps Nagle's algorithm, and each answer waits 40 ms.
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self.admitted: set[Peer] = set()
-        self.most = MOST
+        self.most, self.most_each = MOST, MOST_EACH
         self._open: dict[Peer, tuple[socket.socket, float]] = {}
 
     def accept(self) -> tuple[socket.socket, Any]:
@@ -87,6 +95,10 @@ class Listening(socket.socket):
         self._open[peer] = client, time.monotonic()
         return client, address
 
+    def release(self, peer: Peer) -> None:
+        """Count a connection no longer; whoever took it over limits it."""
+        self._open.pop(peer, None)
+
     def close_strangers(self, now: float) -> None:
         """Close the connections without a permitted request in `PATIENCE_S`."""
         for peer, (_, begun) in list(self._open.items()):
@@ -98,7 +110,7 @@ class Listening(socket.socket):
         self._open = {peer: each for peer, each in self._open.items() if each[0].fileno() >= 0}
         self.admitted.intersection_update(self._open)
         same = [peer for peer in self._open if newcomer and peer[0] == newcomer[0]]
-        if len(same) >= MOST_EACH:
+        if len(same) >= self.most_each:
             self._shut(self._first(same))
         while len(self._open) >= self.most:
             self._shut(self._first(list(self._open)))
@@ -158,13 +170,20 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, app: ASGIApp, tls: ssl.SSLContext | None, ending: Callable[[], None]
+        self,
+        app: ASGIApp,
+        tls: ssl.SSLContext | None = None,
+        ending: Callable[[], None] = lambda: None,
+        web_sockets: bool = False,
     ) -> None:
         config = uvicorn.Config(
             app,
             # httptools, the default if installed, does not limit the size of headers.
             http=Connection,
-            ws="none",
+            ws="websockets-sansio" if web_sockets else "none",
+            ws_max_size=MESSAGE_BYTES,
+            ws_per_message_deflate=False,
+            ws_ping_timeout=PONG_S,
             lifespan="off",
             # The default of Windows does not call `Listening.accept`.
             loop="asyncio:SelectorEventLoop",
@@ -206,8 +225,8 @@ class Server(uvicorn.Server):
         now = time.monotonic()
         self._listening.close_strangers(now)
         for connection in list(self.server_state.connections):
-            assert isinstance(connection, Connection)
-            connection.close_if_late(now)
+            if isinstance(connection, Connection):  # not a WebSocket
+                connection.close_if_late(now)
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -248,6 +267,14 @@ def listen(host: str, port: int) -> Listening:
             problem = problem or error
     assert problem is not None
     raise _no_place(host, port, problem)
+
+
+def url_of(listening: Listening, host: str, tls: ssl.SSLContext | None) -> str:
+    """The URL of a server that listens on `host`; all addresses have the machine's name."""
+    address, port = listening.getsockname()[:2]
+    name = socket.gethostname() if ipaddress.ip_address(address).is_unspecified else host
+    name = f"[{name.strip('[]')}]" if ":" in name else name
+    return f"{'http' if tls is None else 'https'}://{name}:{port}/"
 
 
 def _no_place(host: str, port: int, error: Exception) -> RagenError:

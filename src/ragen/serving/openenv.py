@@ -1,0 +1,236 @@
+"""`ragen serve`: an environment as a server of OpenEnv's protocol.
+
+A session is one WebSocket with an environment of its own. An environment in this process is called
+in the loop's thread, where its time can be limited: one that hangs holds up the others until then.
+One with ``env.isolate`` is called in a thread of its session, and holds up nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import ssl
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from ragen.core.errors import RagenError
+from ragen.core.user_code import UserCodeError
+from ragen.envs.adapters.adapted import missing
+from ragen.envs.adapters.openenv import token_here
+from ragen.rollout.setup import Setup
+from ragen.serving.connections import MOST, PATIENCE_S, Listening, Server, listen, url_of
+from ragen.serving.security import AccessControl, is_loopback, refusal
+from ragen.serving.sessions import Answer, Description, Refused, Session, describe
+
+Result = TypeVar("Result")
+
+IDLE_S = 3600.0
+"""How long a client may take to send a message or to read an answer; it may have a slow model."""
+
+RESERVE = 64
+"""Files that the process opens besides connections."""
+
+
+class EnvServer:
+    """The application, and the sessions in progress.
+
+    Attributes:
+        app: The application that a server runs.
+        num_sessions: The sessions in progress.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        about: Description,
+        most: int,
+        listening: Listening,
+        token: str | None,
+        report: Callable[[str], None],
+    ) -> None:
+        """Make the application.
+
+        Args:
+            setup: How environments are made and called.
+            about: What the server says of them.
+            most: Sessions at the same time.
+            listening: Where connections come from.
+            token: What every request has to present; ``None`` if only this machine has access.
+            report: Called with a line about each session whose environment failed.
+        """
+        self._setup, self._most, self._listening, self._report = setup, most, listening, report
+        self.num_sessions = 0
+        answers: dict[str, Answer] = {"/health": {"status": "healthy"}}
+        answers |= {f"/{name}": answer for name, answer in about._asdict().items()}
+        routes = [Route(path, _endpoint(answer)) for path, answer in answers.items()]
+        app = Starlette(
+            routes=[*routes, WebSocketRoute("/ws", self._session)],
+            exception_handlers={HTTPException: _http_error},  # type: ignore[dict-item]
+        )
+        port = listening.getsockname()[1]
+        self.app = AccessControl(app, port, token, listening.admitted)
+
+    async def _session(self, client: WebSocket) -> None:
+        await client.accept()
+        if self.num_sessions >= self._most:
+            await _end(client, "CAPACITY_REACHED", f"all {self._most} sessions are taken")
+            return
+        assert client.client is not None
+        self._listening.release((client.client.host, client.client.port))
+        self.num_sessions += 1
+        thread = ThreadPoolExecutor(1) if self._setup.workers else None
+        try:
+            await self._play(client, thread)
+        finally:
+            self.num_sessions -= 1
+            if thread is not None:
+                thread.shutdown(wait=False)
+
+    async def _play(self, client: WebSocket, thread: ThreadPoolExecutor | None) -> None:
+        """Make an environment and answer messages about it until the session ends."""
+        try:
+            session = await _called(thread, lambda: Session(self._setup))
+        except UserCodeError as failure:
+            await self._fail(client, "FACTORY_ERROR", failure)
+            return
+        try:
+            await self._answer(client, session, thread)
+        except WebSocketDisconnect:
+            pass
+        except TimeoutError:
+            await _end(client, "SESSION_ERROR", f"the session was idle for {IDLE_S:g} s")
+        except UserCodeError as failure:
+            await self._fail(client, "EXECUTION_ERROR", failure)
+        # Not where the server ends: there would be a hanging call to wait for, and `Setup.close`
+        # stops what is left.
+        await _called(thread, session.close)
+
+    async def _answer(
+        self, client: WebSocket, session: Session, thread: ThreadPoolExecutor | None
+    ) -> None:
+        while True:
+            async with asyncio.timeout(IDLE_S):
+                message = await client.receive()
+            if message["type"] == "websocket.disconnect":
+                return
+            text = message.get("text") or ""  # bytes are no message of the protocol
+            try:
+                answer = await _called(thread, partial(session.answer, text))
+            except Refused as refused:
+                answer = _error(refused.code, str(refused))
+            if answer is None:
+                return
+            async with asyncio.timeout(IDLE_S):
+                await client.send_text(json.dumps(answer))
+
+    async def _fail(self, client: WebSocket, code: str, failure: UserCodeError) -> None:
+        self._report(f"a session failed: {failure.reason}")
+        await _end(client, code, failure.reason)
+
+
+async def _called(thread: ThreadPoolExecutor | None, call: Callable[[], Result]) -> Result:
+    """The result of a call, made in the thread of a session if it has one."""
+    if thread is None:
+        return call()
+    return await asyncio.get_running_loop().run_in_executor(thread, call)
+
+
+def _endpoint(answer: Answer) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> Response:
+        return JSONResponse(answer)
+
+    return endpoint
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    return refusal(error.status_code, error.detail)
+
+
+def _error(code: str, text: str) -> Answer:
+    return {"type": "error", "data": {"message": text, "code": code}}
+
+
+async def _end(client: WebSocket, code: str, text: str) -> None:
+    """End a session with an error, if the client still reads."""
+    with suppress(WebSocketDisconnect, TimeoutError):
+        async with asyncio.timeout(PATIENCE_S):
+            await client.send_text(json.dumps(_error(code, text)))
+            await client.close()
+
+
+def serve(
+    setup: Setup,
+    host: str,
+    port: int,
+    most: int,
+    say: Callable[[str, str | None], None],
+    report: Callable[[str], None],
+    tls: ssl.SSLContext | None = None,
+) -> None:
+    """Serve an environment until Ctrl-C.
+
+    The token is that of the environment variable ``OPENENV_TOKEN``. Without one, an address beyond
+    this machine gets a new token.
+
+    Args:
+        setup: How environments are made and called; it is closed at the end.
+        host: The address to listen on.
+        port: The port; 0 is any free one.
+        most: Sessions at the same time.
+        say: Called with the URL and the token once clients can connect.
+        report: Called with a line about each session whose environment failed.
+        tls: What TLS needs; ``None`` for plain HTTP.
+
+    Raises:
+        RagenError: The package for WebSockets is not installed, the token cannot be one, the
+            environment fails, or there is no such address, or the port is taken.
+    """
+    if find_spec("websockets") is None:
+        raise missing("ragen serve", "websockets", "openenv")
+    token = token_here()
+    _make_room(most * (4 if setup.workers else 1) + MOST + RESERVE, most)
+    try:
+        about = describe(setup)
+    except UserCodeError as failure:
+        raise RagenError(
+            f"the environment {setup.env!r} failed: {failure.reason}; run `ragen check` on it"
+        ) from failure
+    with listen(host, port) as listening:
+        if token is None and not is_loopback(listening.getsockname()[0]):
+            token = secrets.token_urlsafe(24)
+        listening.most = listening.most_each = most + MOST  # all sessions may begin at once
+        server = EnvServer(setup, about, most, listening, token, report)
+        say(url_of(listening, host, tls), token)
+        Server(server.app, tls, web_sockets=True).serve_on(listening)
+
+
+def _make_room(files: int, sessions: int) -> None:
+    """Let the process open as many files, where the system has such a limit.
+
+    Raises:
+        RagenError: The system does not let it.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < files:
+        raise RagenError(
+            f"--sessions {sessions} needs {files} open files, and the limit is {hard}: choose "
+            "fewer sessions, or raise the limit (ulimit -n)"
+        )
+    if 0 <= soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))

@@ -1,0 +1,123 @@
+"""Access control: who may make requests, from this machine or with a token.
+
+Any web site that is open in a browser of this machine can send requests to a server on it. The
+check of Host prevents DNS rebinding. Those of Origin and Sec-Fetch-Site refuse the pages of other
+servers, also those of another port of this machine.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+METHODS = ("GET", "HEAD", "POST")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address.
+
+    Example:
+        >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0"), is_loopback("localhost")
+        (True, False, True)
+    """
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True, slots=True)
+class AccessControl:
+    """An application behind the checks.
+
+    A token is presented as a bearer token (RFC 6750). A server of pages overrides this.
+
+    Attributes:
+        app: The application that answers permitted requests.
+        port: The server's port.
+        token: What every request has to present; ``None`` if only this machine has access.
+        admitted: Gets the client of each permitted request (`ragen.serving.connections`).
+    """
+
+    app: ASGIApp
+    port: int
+    token: str | None
+    admitted: set[tuple[str, int]]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in self.headers(scope["path"]).items():
+                    headers[name] = value
+            await send(message)
+
+        request = HTTPConnection(scope)
+        refused = self._refusal(request)
+        if refused is None and self.token is not None:
+            refused = self.admission(request, self.token)
+        if refused is None:
+            self.admitted.add(scope["client"])
+        answer: ASGIApp = refused or self.app
+        await answer(scope, receive, send_with_headers)
+
+    def headers(self, path: str) -> Mapping[str, str]:
+        """The headers of every answer to a path, errors included."""
+        return {"x-content-type-options": "nosniff", "cache-control": "no-store"}
+
+    def is_open(self, path: str) -> bool:
+        """Whether a page of another server may link to a path."""
+        return False
+
+    def admission(self, request: HTTPConnection, token: str) -> Response | None:
+        """The refusal of a request that does not present the token; ``None`` if it does."""
+        scheme, _, said = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and is_equal(said.strip(), token):
+            return None
+        answer = refusal(401, "the token is missing or wrong: send Authorization: Bearer TOKEN")
+        answer.headers["www-authenticate"] = "Bearer"
+        return answer
+
+    def _refusal(self, request: HTTPConnection) -> Response | None:
+        """The refusal of a request, whoever sent it; ``None`` if it is permitted."""
+        headers, method = request.headers, request.scope.get("method", "GET")  # none: a WebSocket
+        host = headers.get("host", "")
+        if method not in METHODS:
+            return refusal(405, f"the method {method} is not supported")
+        if len(headers.getlist("host")) != 1 or not (self.token or self._is_ours(host)):
+            return refusal(403, "this server answers only to localhost and its own port")
+        # A page of another port of this machine is "same-site", and still a foreign page.
+        site = headers.get("sec-fetch-site", "none")
+        is_foreign = not self.is_open(request.scope["path"]) and site not in ("same-origin", "none")
+        own = f"{request.scope['scheme'].replace('ws', 'http')}://{host}"
+        if is_foreign or headers.get("origin", own) != own:
+            return refusal(403, "requests from other pages are refused")
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        name, colon, port = host.lower().rpartition(":")
+        if not colon or host.endswith("]"):  # a browser leaves the port 80 out
+            name, port = host.lower(), "80"
+        return is_loopback(name) and port == str(self.port)
+
+
+def is_equal(said: str, token: str) -> bool:
+    """Whether a text is the token, in a time that does not tell how much of it is."""
+    return hmac.compare_digest(said.encode(), token.encode())
+
+
+def refusal(status: int, error: str) -> Response:
+    """An error, as the servers answer it."""
+    return JSONResponse({"error": error}, status)

@@ -1,0 +1,230 @@
+"""One session of OpenEnv's protocol: what a message asks of an environment, and the answer.
+
+Messages and answers are JSON objects with a ``type`` and ``data``. Beyond the protocol, RAGEN's own
+client gets all that it needs to play as without a server: a reset takes a ``noise_seed`` and says
+the goal, the rules and the actions of the level, a step says whether it was a success and whether
+it was truncated, and the defaults of a state are the budgets of an episode.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ragen.envs.contract import fresh_seed
+from ragen.rollout.guarded import GuardedEnv
+from ragen.rollout.setup import Setup
+
+Fields = TypeVar("Fields", bound=BaseModel)
+Seed = Annotated[int, Field(ge=0, strict=True)]
+Answer = dict[str, Any]
+
+LOOKED_AT = 4
+"""Levels that are looked at for the actions that all have."""
+
+
+class Reset(BaseModel):
+    """What a reset may say; other fields are ignored, as OpenEnv does.
+
+    Example:
+        >>> Reset(seed=123).noise_seed is None
+        True
+    """
+
+    seed: Seed | None = None
+    noise_seed: Seed | None = None
+    episode_id: Annotated[str, Field(max_length=255)] | None = None
+
+
+class Step(BaseModel):
+    """An action."""
+
+    model_config = ConfigDict(extra="forbid")
+    text: str
+    metadata: dict[str, Any] = {}
+
+
+class Observation(BaseModel):
+    """What the environment shows."""
+
+    text: str
+    metadata: dict[str, Any] = {}
+
+
+class State(BaseModel):
+    """The episode in progress, and the budgets that suit an episode."""
+
+    episode_id: str | None = None
+    step_count: int = 0
+    seed: int | None = None
+    noise_seed: int | None = None
+    max_turns: int = 20
+    actions_per_turn: int = 1
+    max_actions: int = 20
+
+
+class Refused(Exception):
+    """A message that cannot be followed; the session goes on.
+
+    Attributes:
+        code: OpenEnv's word for the reason.
+    """
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Description(NamedTuple):
+    """What a server says of an environment, at the path of each field.
+
+    The schema of an action has an enumeration where all levels have the same actions.
+    """
+
+    metadata: Answer
+    schema: Answer
+    state: Answer
+
+
+def describe(setup: Setup) -> Description:
+    """Look at the start of some levels of an environment.
+
+    Raises:
+        UserCodeError: The environment fails.
+
+    Example:
+        >>> from ragen.envs.frozen_lake import FrozenLake
+        >>> about = describe(Setup("frozen-lake", FrozenLake))
+        >>> about.schema["action"]["properties"]["text"]["enum"]
+        ['Left', 'Down', 'Right', 'Up']
+    """
+    action, observation, state = (kind.model_json_schema() for kind in (Step, Observation, State))
+    env = setup.make_env()
+    found = set()
+    for level in range(LOOKED_AT):
+        env.reset(level, level)
+        found.add(env.actions)
+    metadata = {"name": env.env.name, "description": f"{env.goal}\n{env.rules}"}
+    env.close()
+    if len(found) == 1 and (actions := found.pop()) is not None:
+        action["properties"]["text"]["enum"] = list(actions)
+    began = _state(setup).model_dump()
+    for name, value in began.items():
+        state["properties"][name]["default"] = value
+    schema = {"action": action, "observation": observation, "state": state}
+    return Description(metadata, schema, began)
+
+
+class Session:
+    """An environment and its episode in progress.
+
+    Raises:
+        UserCodeError: The environment cannot be made.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._env = setup.make_env()
+        self._began = self._state = _state(setup)
+        self._plays = False
+
+    def answer(self, message: str) -> Answer | None:
+        """The answer to a message; ``None`` if it ends the session.
+
+        Raises:
+            Refused: It cannot be followed.
+            UserCodeError: The environment fails, and the session ends.
+
+        Example:
+            >>> from ragen.envs.bandit import Bandit
+            >>> session = Session(Setup("bandit", Bandit))
+            >>> session.answer('{"type": "reset", "data": {"seed": 123}}')["data"]["reward"]
+            >>> session.answer('{"type": "step", "data": {"text": "Phoenix"}}')["data"]["reward"]
+            0.15
+        """
+        asked = _read(message)
+        kind, data = asked.get("type"), asked.get("data")
+        if kind == "close":
+            return None
+        if kind == "state":
+            return {"type": "state", "data": self._state.model_dump()}
+        if kind == "reset":
+            return self._reset(_checked(Reset, {} if data is None else data))
+        if kind == "step":
+            return self._step(_checked(Step, data))
+        raise Refused("UNKNOWN_TYPE", "expected the type reset, step, state or close")
+
+    def close(self) -> None:
+        """Let the environment free its resources."""
+        self._env.close()
+
+    def _reset(self, asked: Reset) -> Answer:
+        seed = fresh_seed() if asked.seed is None else asked.seed
+        noise_seed = seed if asked.noise_seed is None else asked.noise_seed
+        env, self._plays = self._env, True
+        env.reset(seed, noise_seed)
+        about = {"episode_id": asked.episode_id, "seed": seed, "noise_seed": noise_seed}
+        self._state = self._began.model_copy(update=about)
+        actions = None if env.actions is None else list(env.actions)
+        return _shown(env, None, {"goal": env.goal, "rules": env.rules, "actions": actions})
+
+    def _step(self, asked: Step) -> Answer:
+        env = self._env
+        if not self._plays:
+            raise Refused("VALIDATION_ERROR", "no episode is in progress: reset first")
+        if env.actions is not None and asked.text not in env.actions:
+            names = ", ".join(env.actions)
+            raise Refused("VALIDATION_ERROR", f"no action {asked.text[:80]!r}: there are {names}")
+        reward = env.step(asked.text)
+        self._state.step_count += 1
+        self._plays = not (env.terminated or env.truncated)
+        success = env.terminated and env.info["success"]
+        truncated = env.truncated and not env.terminated
+        return _shown(env, reward, {"success": success, "truncated": truncated})
+
+
+def _state(setup: Setup) -> State:
+    """The state before the first episode."""
+    turns, each, most = setup.turns, setup.actions_per_turn, setup.actions
+    return State(max_turns=turns, actions_per_turn=each, max_actions=most)
+
+
+def _shown(env: GuardedEnv, reward: float | None, metadata: Answer) -> Answer:
+    """The answer to a reset or a step; OpenEnv's clients look for metadata in both places."""
+    data = {
+        "observation": {"text": env.observation, "metadata": metadata},
+        "reward": reward,
+        "done": env.terminated or env.truncated,
+        "metadata": metadata,
+    }
+    return {"type": "observation", "data": data}
+
+
+def _read(message: str) -> Answer:
+    """A message as an object.
+
+    Raises:
+        Refused: It is none.
+    """
+    try:
+        asked = json.loads(message)
+    except (ValueError, RecursionError):
+        raise Refused("INVALID_JSON", "the message is not JSON") from None
+    if not isinstance(asked, dict):
+        raise Refused("INVALID_JSON", "the message is not a JSON object")
+    return asked
+
+
+def _checked(kind: type[Fields], data: Any) -> Fields:
+    """The fields of a message.
+
+    Raises:
+        Refused: They do not fit.
+    """
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"{part}: " for part in first["loc"])
+        raise Refused("VALIDATION_ERROR", f"{place}{first['msg'].lower()}") from None
