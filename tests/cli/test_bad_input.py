@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,13 @@ def error_line(cwd: Path, *arguments: str | Path) -> str:
         (["resume", "no-run"], "no-run"),
         (["play", "bandti"], "did you mean 'bandit'?"),
         (["check", "bandti"], "did you mean 'bandit'?"),
+        (["serve"], "required: ENV"),
+        (["serve", "bandti"], "did you mean 'bandit'?"),
+        (["serve", "bandit", "--port", "65536"], "from 0 to 65535"),
+        (["serve", "bandit", "--sessions", "0"], "from 1 to 10000"),
+        (["serve", "bandit", "--env.params.slip", "1"], "it has name_set"),
+        (["serve", "bandit", "--update.lr", "1"], "--update.lr has no effect on a server"),
+        (["serve", "bandit", "--tls-key", "key.pem"], "name it with --tls-cert"),
     ],
     ids=" ".join,
 )
@@ -375,3 +383,26 @@ def test_full_disk_error_explains_how_to_continue(tmp_path: Path) -> None:
     with writing(tmp_path, 0, keep=2) as folder:
         write_state(folder, {"step": 0})
     assert f"then continue with: ragen resume {tmp_path}" in disk_error(1)
+
+
+def test_a_server_that_cannot_be_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragen.serving.openenv.find_spec", lambda name: None)
+    line = error_line(tmp_path, "serve", "bandit")
+    assert line.endswith("ragen serve needs websockets: pip install 'ragen-rl[openenv]'")
+    monkeypatch.setattr("ragen.serving.openenv.find_spec", lambda name: True)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = error_line(tmp_path, "serve", "bandit", "--port", port)
+    assert f"port {port}: address already in use; choose another one with --port" in line
+    line = error_line(tmp_path, "serve", f"{ROGUE}:Rogue", "--env.params.misdeed", "raise in reset")
+    assert "failed: LookupError: no such level; run `ragen check` on it" in line
+    for token in ("short", "no token ä"):
+        monkeypatch.setenv("OPENENV_TOKEN", token)
+        line = error_line(tmp_path, "serve", "bandit")
+        assert line == "ragen: OPENENV_TOKEN: expected at least 8 ASCII characters"
+    monkeypatch.setenv("OPENENV_TOKEN", "long enough")
+    monkeypatch.setattr("resource.getrlimit", lambda _: (200, 200))
+    line = error_line(tmp_path, "serve", "bandit", "--sessions", "100")
+    assert "--sessions 100 needs 260 open files, and the limit is 200: choose fewer" in line

@@ -152,6 +152,7 @@ OPTIONS = {
     "export": ["--out", "--step", "--episodes"],
     "branch": ["--turn", "--n", "--checkpoint", "--temperature", "--seed"],
     "view": ["--port", "--episode", "--group", "--export"],
+    "serve": ["--port", "--host", "--sessions", "--tls-cert", "--tls-key"],
     "envs": ["--episodes"],
     "resume": [],
     "report": ["--out"],
@@ -159,7 +160,7 @@ OPTIONS = {
     "help": [],
     "completion": [],
 }
-TAKES_KEYS = ("train", "eval", "compare", "play", "sft")
+TAKES_KEYS = ("train", "eval", "compare", "play", "sft", "serve")
 TARGETS = st.one_of(
     st.sampled_from(["bandit", "sokoban", "frozen-lake", "random", "base", "solver", "human"]),
     st.sampled_from(["bandit", "random", "base"]),

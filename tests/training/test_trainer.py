@@ -567,6 +567,25 @@ def test_resume_after_a_stop_equals_the_uninterrupted_run(
     assert (kind, json.loads(data)) == ("resume", {"checkpoint": f"step-{steps}"})
 
 
+def test_a_step_whose_episodes_all_fail_stops_the_run_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the server of an environment is gone; once it is back, the run goes on."""
+
+    class Unplugs(Watcher):
+        def step(self, step: int, metrics: dict[str, float]) -> None:
+            monkeypatch.setattr("ragen.envs.bandit.Bandit.step", lambda env, action: 1 / 0)
+
+    config = make_config(eval__every=2, rollout__slots=2)
+    run = tmp_path / "run"
+    said = "every episode: ZeroDivisionError.*; stopped after 1 steps; resume with: ragen resume"
+    with monkeypatch.context() as monkeypatch, pytest.raises(RagenError, match=said):
+        train(config, run, watcher=Unplugs())
+    assert checkpoint.newest(run).name == "step-1"
+    resume(run)
+    assert_same_results(run, uninterrupted(config, tmp_path))
+
+
 _UNINTERRUPTED: dict[str, dict[str, Any]] = {}
 
 

@@ -19,6 +19,15 @@ class RagenError(ValueError):
     exit_code = 2
 
 
+class UnplayableError(RagenError):
+    """Every episode of a step or an evaluation failed: it is not the policy that has to change.
+
+    Example:
+        >>> str(UnplayableError("playing 'lake' failed in every episode"))
+        "playing 'lake' failed in every episode"
+    """
+
+
 class NotFiniteError(RagenError):
     """A model computed a number that is NaN or infinite: its weights do not work.
 

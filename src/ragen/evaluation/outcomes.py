@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ragen.config.rules import TEMPERATURES, vllm_refuses
-from ragen.core.errors import RagenError
+from ragen.core.errors import RagenError, UnplayableError
 from ragen.core.types import Episode, StopReason, Turn, Usage
 from ragen.storage.database import DATABASE, cannot_write, close_database, open_database
 from ragen.storage.schema import storable
@@ -122,18 +122,18 @@ def refuse_unplayable(outcomes: Sequence[Outcome]) -> None:
     """Refuse an environment that fails, or leaves no room for a reply, in every episode.
 
     Raises:
-        RagenError: All episodes failed, or none had room for its first prompt.
+        UnplayableError: All episodes failed, or none had room for its first prompt.
     """
     if outcomes and all(outcome.failed for outcome in outcomes):
         first = outcomes[0]
         if first.stop_reason == "request":
-            raise RagenError(f"the server failed in every episode: {first.reason}")
-        raise RagenError(
+            raise UnplayableError(f"the server failed in every episode: {first.reason}")
+        raise UnplayableError(
             f"playing {first.env!r} failed in every episode: {first.reason}; "
             "run `ragen check` on the environment or the function"
         )
     if outcomes and all(o.stop_reason == "context" and not o.num_turns for o in outcomes):
-        raise RagenError(
+        raise UnplayableError(
             f"no first prompt of the environment {outcomes[0].env!r} leaves room for a reply; "
             "raise model.max_length, or lower rollout.max_tokens"
         )

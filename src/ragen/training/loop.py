@@ -12,7 +12,7 @@ from ragen.algorithms.batch import Batch
 from ragen.algorithms.filters import group_weights, select
 from ragen.algorithms.samples import to_samples
 from ragen.config.sections import RolloutConfig
-from ragen.core.errors import NotFiniteError
+from ragen.core.errors import NotFiniteError, UnplayableError
 from ragen.core.metrics import Metrics, last, merge, total, values
 from ragen.core.seeding import derive
 from ragen.core.stopping import StopRequested
@@ -103,7 +103,7 @@ async def play(run: Run) -> list[Group]:
     """Play the groups of the next step.
 
     Raises:
-        RagenError: Every episode failed, or no first prompt leaves room for a reply.
+        UnplayableError: Every episode failed, or no first prompt leaves room for a reply.
     """
 
     def on_episode(episode: Episode) -> None:
@@ -160,6 +160,7 @@ async def run_to_the_end(run: Run) -> None:
         GuardStop: The run is in trouble and `config.guard` asks to stop, or the policy is broken.
         NotFiniteError: The policy did not work before it was trained.
         StopRequested: SIGINT or SIGTERM came; the run is saved and can be resumed.
+        UnplayableError: Every episode failed; the run is saved and can be resumed.
     """
     limit = 0.0 if run.original.guard.response("stalled") == "off" else STALLED_S
     watchdog = Watchdog(limit, partial(report_stall, run))
@@ -186,7 +187,7 @@ async def evaluate_and_loop(run: Run) -> None:
 
     Raises:
         NotFiniteError: The policy does not work.
-        GuardStop, StopRequested: As `run_to_the_end`.
+        GuardStop, StopRequested, UnplayableError: As `run_to_the_end`.
     """
     both = dict.fromkeys((run.config.eval.temperature, 0.0))
     try:
@@ -199,13 +200,14 @@ async def evaluate_and_loop(run: Run) -> None:
         await run.stop.or_finish(take_evaluation(run))
         await evaluate_missing(run, *both)
         await save(run)
-    except StopRequested as request:
+    except (StopRequested, UnplayableError) as reason:
         # Only work that changes no weights is interrupted: they are the last step's.
         run.recorder.discard()
         await save(run)
-        done = f"stopped after {run.state.step} steps"
-        text = f"{done}; resume with: ragen resume {run.folder}"
-        raise StopRequested(request.signal_number, text) from None
+        done = f"stopped after {run.state.step} steps; resume with: ragen resume {run.folder}"
+        if isinstance(reason, StopRequested):
+            raise StopRequested(reason.signal_number, done) from None
+        raise UnplayableError(f"{reason}; {done}") from None
 
 
 async def evaluate_due(run: Run) -> None:

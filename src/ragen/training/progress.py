@@ -39,6 +39,8 @@ SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "time/tokens_per_s": ("tokens/s", format_rate),
 }
 """The metrics that are shown, each with its label and format."""
+FAILED = "episodes/failed"
+"""Shown where there are any: the environment or its server is in trouble."""
 
 
 class Watcher:
@@ -156,6 +158,8 @@ class LiveTable(Watcher):
             self._timed = time.monotonic(), self._used
         for name, value in shown(metrics).items():
             self._history[name].append(value)
+        if metrics.get(FAILED):
+            self.note(f"step {step}  {metrics[FAILED]:.0f} episodes failed", "bold red")
 
     @override
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
@@ -252,5 +256,10 @@ def summary(metrics: Mapping[str, float]) -> str:
     Example:
         >>> summary({"success/mean": 0.5, "time/tokens_per_s": 12345.0})
         'success 50%  tokens/s 12.3k'
+        >>> summary({"success/mean": 0.5, "episodes/failed": 3.0})
+        'success 50%  failed episodes 3'
     """
-    return "  ".join(f"{SHOWN[name][0]} {SHOWN[name][1](x)}" for name, x in shown(metrics).items())
+    parts = [f"{SHOWN[name][0]} {SHOWN[name][1](x)}" for name, x in shown(metrics).items()]
+    if metrics.get(FAILED):
+        parts.append(f"failed episodes {metrics[FAILED]:.0f}")
+    return "  ".join(parts)
