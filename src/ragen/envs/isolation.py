@@ -102,7 +102,10 @@ class Workers:
         Raises:
             UserCodeError: No process can be started.
         """
-        worker = self._idle.pop() if self._idle else _Worker(self._context, self._job)
+        try:  # in one call, because sessions of a server do this in threads
+            worker = self._idle.pop()
+        except IndexError:
+            worker = _Worker(self._context, self._job)
         self._all.add(worker)
         return worker
 
@@ -117,9 +120,8 @@ class Workers:
 
     def close(self) -> None:
         """Stop all workers."""
-        for worker in self._all:
-            worker.stop()
-        self._all.clear()
+        while self._all:
+            self._all.pop().stop()
         self._idle.clear()
 
 

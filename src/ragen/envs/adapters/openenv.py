@@ -24,8 +24,6 @@ from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
 
 CALL_S = 60.0
 """Seconds that a server may take to answer, where the limit of the call is not shorter."""
-
-
 TOKEN = "OPENENV_TOKEN"
 """The environment variable of the token that a server asks for."""
 MIN_TOKEN = 8
@@ -50,8 +48,8 @@ class OpenEnvEnv(Adapted):
     """An environment of an OpenEnv server, whose URL is its name.
 
     Observation: the only text of the server's observation, or all its fields by name. Actions: the
-    names of an enumeration, else free text, which becomes the action's field; an answer that is a
-    JSON object is the whole action. Reward, Ends when: the server's. Success is what the metadata
+    names of an enumeration, else free text, which becomes the action's field; a JSON object with
+    fields of an action is the whole action. Reward, Ends when: the server's. Success is what the metadata
     of the last observation say, else an end with a positive last reward. The level seed is the seed
     of the server's ``reset``. Random events follow from it, too, unless a state of the server has a
     ``noise_seed``: then its reset takes one. There is random play for an enumeration only.
@@ -62,6 +60,7 @@ class OpenEnvEnv(Adapted):
     def __init__(self, field: str | None = None) -> None:
         about = _about(self.target)
         self._token = token_here()
+        self._fields = about.fields.keys()
         self._field = _field(self.name, about.fields, field)
         self._schema = about.fields.get(self._field, {})
         self._rules = about.description
@@ -127,7 +126,7 @@ class OpenEnvEnv(Adapted):
             value = json.loads(action)
         except ValueError:
             value = None
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value.keys() <= self._fields:
             return value
         is_number = self._schema.get("type") in ("integer", "number")
         return {self._field: value if is_number and value is not None else action}
@@ -196,7 +195,7 @@ def _about(url: str) -> About:
     try:
         metadata, schema = (_get(url, part) for part in ("metadata", "schema"))
     except (httpx.HTTPError, ValueError) as error:
-        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (401, 403):
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 401:
             raise RagenError(
                 f"openenv:{url}: the server refuses the token; put its token into the environment "
                 f"variable {TOKEN}"
