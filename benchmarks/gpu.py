@@ -49,6 +49,8 @@ from ragen.models.decoder import HFDecoder
 from ragen.models.graphs import GraphDecoder, recorder
 from ragen.rollout.setup import make_setup
 from ragen.training.collection import collect_groups, make_batch, split_batch
+from ragen.training.mixture import first_starts
+from ragen.training.running import LoopState
 
 ENVS = ("bandit", "frozen-lake", "sokoban")
 MODES: dict[str, dict[str, Any]] = {
@@ -268,7 +270,8 @@ async def measure(config: Config, size: Size, steps: int, rate: float) -> dict[s
     trained = sum(weight.numel() for weights in groups_of_weights for weight in weights)
     for step in range(WARM_UP + steps):
         with phases("rollout"):
-            groups = await collect_groups(engine, setup, config.rollout, config.seed, step)
+            starts = first_starts({config.env.name: setup}, config, LoopState(step=step))
+            groups = await collect_groups(engine, starts, config.rollout, config.seed, step)
         with phases("score"):
             batch = await make_batch(engine, *to_samples(groups), config)
         with phases("update"), waits() as waited:

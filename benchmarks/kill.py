@@ -82,7 +82,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "update": (Engine, "update"),
     "record": (loop, "record_step"),
     "checkpoint": (loop, "save"),
-    "evaluation": (running, "evaluate_policy"),
+    "evaluation": (running, "evaluate_envs"),
 }
 PHASES = ("between", *PLACES)
 here = mmap.mmap(-1, 1)

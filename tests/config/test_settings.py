@@ -224,6 +224,26 @@ def test_differences_name_the_preset_value() -> None:
             'filter.rule = "topk": expected all, top_k, top_p or reweight',
         ),
         ({"env.params": 3}, "env.params = 3: expected a table; set env.params.NAME"),
+        ({"env.mix": 3}, "env.mix = 3: expected"),
+        ({"env.mix": {"bandit": 1}}, "a mixture has two environments or more; set env.name"),
+        ({"env.mix.bandit": 0, "env.mix.sokoban": 1}, "expected a number > 0"),
+        ({"env.mix.bandit": "half"}, 'env.mix.bandit = "half": expected a number > 0'),
+        (
+            {"env.mix": {"bandit": {"share": 1, "max_turnss": 2}, "sokoban": 1}},
+            "bandit has no key 'max_turnss'; did you mean 'max_turns'?",
+        ),
+        (
+            {"env.mix": {"bandit": {"share": 1, "max_turns": 0}, "sokoban": 1}},
+            "env.mix.bandit.max_turns = 0: expected a whole number ≥ 1",
+        ),
+        (
+            {"env.mix": {"bandit": 1, "sokoban": 1}, "env.params.size": 3},
+            "put them into env.mix, as in env.mix.NAME = {share = 0.5, params = {…}}",
+        ),
+        (
+            {"env.mix": {"bandit": 1, "sokoban": 1}, "curriculum.stages": [{}]},
+            "leave env.mix or the stages out",
+        ),
         ({"algorithm": "ppo"}, "unknown algorithm 'ppo'; did you mean 'starpo/ppo'?"),
         (
             {"algorithm": "starpos/ppo"},
@@ -332,6 +352,9 @@ UNREAD = {  # for each key, a value other than the default and settings that lea
     "judge.mode": ("absolute", {}),
     "filter.score": ("variance", {"algorithm": "starpo/grpo"}),
     "filter.value": (0.5, {"algorithm": "starpo/grpo"}),
+    "env.max_turns": (3, {"env.mix": {"bandit": 1, "sokoban": 1}}),
+    "env.actions_per_turn": (3, {"env.mix": {"bandit": 1, "sokoban": 1}}),
+    "env.max_actions": (3, {"env.mix": {"bandit": 1, "sokoban": 1}}),
     "curriculum.success": (0.5, {}),
     "advantage.gamma": (0.9, {"algorithm": "starpo/grpo"}),
     "advantage.gae_lambda": (0.9, {"algorithm": "starpo/grpo"}),

@@ -49,6 +49,7 @@ from tests.tolerance import LOGPROB
 
 GAE = {"algorithm": "starpo/ppo", "loss__kl": 0.01, "update__epochs": 2, "update__lr_end": 0.1}
 EASIER = {"curriculum__stages": [{"safe_reward": 0.5}]}
+MIXTURE = {"env__mix": {"bandit": 0.5, "bandit-rev": 0.5}, "rollout__num_groups": 3}
 DAPO = {"algorithm": "dapo", "rollout__refill": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -58,6 +59,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "updates": {"budget": "updates", "filter__rule": "all", "update__lr_end": 0.1, "steps": 5},
     "bfloat16": {"model__dtype": "bfloat16"},
     "bfloat16 gae": GAE | {"model__dtype": "bfloat16"},
+    "mixture": MIXTURE,
     "curriculum": EASIER | {"curriculum__success": 0.01, "steps": 7},
 }
 GRPO_AND_GAE = pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
@@ -112,8 +114,13 @@ def recorded_results(run: Path) -> dict[str, Any]:
     newest = checkpoint.newest(run)
     state = json.loads((newest / checkpoint.STATE).read_text())
     del state["loop"]["seconds"], state[checkpoint.SEAL]
+
+    def without_run(record: dict[str, Any]) -> dict[str, Any]:
+        kept = {k: v for k, v in record.items() if k not in ("seconds", "target")}
+        return kept | {"parts": [without_run(part) for part in record["parts"]]}
+
     evaluations = [
-        {k: v for k, v in json.loads(record).items() if k not in ("seconds", "target")}
+        without_run(json.loads(record))
         for (record,) in rows(run, "SELECT record FROM evaluations ORDER BY step, temperature")
     ]
     return {
@@ -287,14 +294,14 @@ def test_best_checkpoint_is_kept_when_a_step_without_checkpoint_does_better(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step 3 does best but has no checkpoint; step 2 does best of those that have one."""
-    evaluate, success = running.evaluate_policy, iter([0.1, 0.2, 0.6, 0.9, 0.3])
+    evaluate, success = running.evaluate_envs, iter([0.1, 0.2, 0.6, 0.9, 0.3])
 
     async def scripted(*args: Any, **more: Any) -> Any:
         evaluation, groups = await evaluate(*args, **more)
         sampled = evaluation.temperature == 1.0
         return replace(evaluation, success=next(success, 0.0) if sampled else 0.0), groups
 
-    monkeypatch.setattr(running, "evaluate_policy", scripted)
+    monkeypatch.setattr(running, "evaluate_envs", scripted)
     config = make_config(steps=5, eval__every=1, checkpoint__every=2, checkpoint__keep=1)
     train(config, tmp_path / "run")
     names = [p.name for p in checkpoint.folders(tmp_path / "run")]
@@ -544,6 +551,7 @@ CASES += [
     ("third rollout", signal.SIGINT, "bfloat16 gae"),
     ("third rollout", signal.SIGINT, "curriculum"),
     ("after the advance", signal.SIGINT, "curriculum"),
+    ("before an evaluation", signal.SIGINT, "mixture"),
 ]
 
 
@@ -671,7 +679,7 @@ PHASES: dict[str, tuple[tuple[Any, str], int]] = {
     "before a commit": ((Recorder, "_write"), 1),
     "inside a commit": ((recorder, "write_tokens"), 1),
     "after a commit": ((Watcher, "step"), 1),
-    "evaluation": ((running, "evaluate_policy"), 1),
+    "evaluation": ((running, "evaluate_envs"), 1),
 }
 
 

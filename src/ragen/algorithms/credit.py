@@ -52,7 +52,7 @@ def credit(
     """
     index = episode_index(batch)
     penalised_ES = token_rewards(episodes, index, reward.placement)
-    class_E = index.group_E if reward.over == "group" else torch.zeros_like(index.group_E)
+    class_E = compared_with(episodes, index, reward.over)
     rewards_ES = normalise(penalised_ES, index.mask_ES, class_E, reward.normalise)
     if loss.kl > 0 and loss.kl_kind == "k1":
         assert batch.old_logprobs_BT is not None and batch.reference_logprobs_BT is not None
@@ -83,6 +83,18 @@ def credit(
         advantages_BT=advantages_BT,
         returns_BT=None if returns_ES is None else scatter_to_rows(returns_ES, index),
     )
+
+
+def compared_with(episodes: Sequence[Episode], index: EpisodeIndex, over: str) -> Tensor:
+    """The class of each episode, ``(E,)``: those of one class are normalised together.
+
+    `over` is ``"group"``, ``"env"`` (the environment of a mixture) or ``"batch"``.
+    """
+    if over == "group":
+        return index.group_E
+    envs = [episodes[number].env if over == "env" else "" for number in index.episode_E.tolist()]
+    numbers = {env: number for number, env in enumerate(dict.fromkeys(envs))}
+    return torch.tensor([numbers[env] for env in envs], device=index.group_E.device)
 
 
 def state_numbers(episodes: Sequence[Episode], index: EpisodeIndex) -> Tensor:

@@ -30,13 +30,14 @@ def _eval_options(parser: Parser) -> None:
 def _eval(options: Namespace, overrides: Overrides) -> int:
     from ragen.envs.registry import try_env
     from ragen.evaluation.tables import evaluation_record, evaluation_table
-    from ragen.evaluation.targets import resolve_target
+    from ragen.evaluation.targets import envs_of, resolve_target
     from ragen.models.prompting import advice
     from ragen.rollout.players import PLAYERS
 
     server = _server(options)
     prices = options.price_in, options.price_out
-    asked_in = [overrides | {"env": name} for name in _named_envs(options)] or [overrides]
+    names = _named_envs(options) or envs_of(options.target, server)
+    asked_in = [overrides | {"env": name} for name in names] or [overrides]
     found_for = [resolve_target(options.target, values, server) for values in asked_in]
     envs = [config.env for config, _ in found_for]
     for note in filter(None, [note for _, note in found_for]):

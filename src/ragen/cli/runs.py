@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ragen.config.config import Config
+    from ragen.evaluation.results import Evaluation
     from ragen.studies.study import Study
     from ragen.training.progress import Watcher
     from ragen.training.running import Result
@@ -38,11 +39,13 @@ def _train(options: Namespace, overrides: Overrides) -> int:
     from ragen.envs.registry import try_env
     from ragen.models.prompting import advice
     from ragen.rollout.env_settings import resolve_run
+    from ragen.rollout.setup import by_env
 
     config, note = resolve_run(options.recipe, overrides)
     if note:
         complain(note)
-    try_env(config.env.name, config.env.params)
+    for alone in by_env(config).values():
+        try_env(alone.env.name, alone.env.params)
     sources(config)  # loads and checks code from outside
     if options.dry_run:
         if warning := advice(config.prompt.style, config.model.path):
@@ -145,16 +148,27 @@ EVALUATIONS = ("before", "before_greedy", "after", "after_greedy")
 def _result_record(result: Result) -> dict[str, Any]:
     made = result.evaluations
     after = made.get("after")
+    parts = {
+        part.env: _rates({name: each.parts[place] for name, each in made.items()})
+        for place, part in enumerate(after.parts if after else ())
+    }
     return {
         "env": result.env,
-        **{name: made[name].success if name in made else None for name in EVALUATIONS},
-        "random": after and after.random,
-        "optimal": after and after.optimal,
+        **_rates(made),
+        **({"envs": parts} if parts else {}),
         "seconds": round(result.seconds, 1),
         "command_seconds": round(time.perf_counter() - STARTED, 1),
         "run": str(result.run),
         "alarms": [str(alarm) for alarm in result.alarms],
     }
+
+
+def _rates(made: Mapping[str, Evaluation]) -> dict[str, float | None]:
+    """Success of each evaluation that was made, with the baselines."""
+    after = made.get("after")
+    rates = {name: made[name].success if name in made else None for name in EVALUATIONS}
+    random, optimal = (after.random, after.optimal) if after else (None, None)
+    return {**rates, "random": random, "optimal": optimal}
 
 
 def _show_result(console: Console, result: Result) -> None:
@@ -163,20 +177,26 @@ def _show_result(console: Console, result: Result) -> None:
     lines: list[str] = []
     made = {name: result.evaluations[name] for name in EVALUATIONS if name in result.evaluations}
     if made:
-        first = next(iter(made.values()))
-        title = f"{first.env}, {first.episodes} held-out levels"
-        rows = (each.row(f"{name.partition('_')[0]}, {each.how}") for name, each in made.items())
         columns = ("player", "success", "95 % interval", "mean return")
-        show(console, [Section(title, (), columns, first.with_baselines(rows))])
+        sections = []
+        for place, first in enumerate(next(iter(made.values())).by_env):
+            title = f"{first.env}, {first.episodes} held-out levels"
+            rows = (
+                each.by_env[place].row(f"{name.partition('_')[0]}, {each.how}")
+                for name, each in made.items()
+            )
+            sections.append(Section(title, (), columns, first.with_baselines(rows)))
+        show(console, sections)
         if result.after.success < result.before.success:
             lines.append("\nthe agent got worse; its signs of the Echo Trap (arXiv:2504.20073):")
             lines += [f"  {sign}" for sign in result.signs] or ["  none"]
     run, ragen = shlex.quote(str(result.run)), program()
+    env = result.after.by_env[0].env if made else result.env
     lines += [
         f"\nall took {time.perf_counter() - STARTED:.0f} s with start-up and evaluations, "
         f"the run's steps {result.seconds:.0f} s",
         f"the run is in {result.run}",
-        f"watch it play:  {ragen} play {result.env} --player {run}",
+        f"watch it play:  {ragen} play {env} --player {run}",
         f"evaluate it:    {ragen} eval {run}",
         f"view it:        {ragen} view {run}",
         f"report on it:   {ragen} report {run}",

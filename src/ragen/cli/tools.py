@@ -38,6 +38,7 @@ def _sft_options(parser: Parser) -> None:
 def _sft(options: Namespace, overrides: Overrides) -> int:
     from ragen.envs.registry import try_env
     from ragen.rollout.env_settings import resolve_run
+    from ragen.rollout.setup import refuse_mixture
 
     def watch(line: str) -> None:
         if not options.quiet:
@@ -46,6 +47,7 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
     config, note = resolve_run(options.recipe, overrides)
     if note:
         watch(note)
+    refuse_mixture(config)
     try_env(config.env.name, config.env.params)
     from ragen.evaluation.targets import EPISODE_KEYS
     from ragen.finetuning.sft import refuse_unread, sft
@@ -221,7 +223,7 @@ def _checked(name: str) -> str:
     Raises:
         RagenError: It cannot be loaded, or does not pass.
     """
-    from ragen.config.extensions import KINDS, library_of
+    from ragen.config.extensions import ENV, KINDS, library_of
     from ragen.core.plugins import load_object
     from ragen.envs.checker import check
     from ragen.envs.registry import make, registered_envs
@@ -232,9 +234,7 @@ def _checked(name: str) -> str:
         kind = "environment (subclass of ragen.Env) or function"
         is_env = isinstance(load_object(name, kind=kind).object, type)
     else:
-        functions = (
-            kind.complaint(name) is None for key, kind in KINDS.items() if key != "env.name"
-        )
+        functions = (kind.complaint(name) is None for key, kind in KINDS.items() if kind is not ENV)
         is_env = name in registered_envs() or not any(functions)
     if is_env:
         check(make(name))

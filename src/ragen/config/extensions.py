@@ -233,6 +233,7 @@ ENV = Kind("environment", "ragen.envs", ())
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         "env.name": ENV,
+        "env.mix": ENV,
         "prompt.tool_parser": TOOL_PARSER,
         "advantage.name": ESTIMATOR,
         "loss.name": LOSS,
@@ -241,4 +242,4 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "guard.responses": DETECTOR,
     }
 )
-"""The kind of each config key that names functions; the last two are tables, by name."""
+"""The kind of each config key that names functions; some are tables, by name."""

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from ragen.config.config import Config
 from ragen.config.extensions import Kind
 from ragen.config.old_keys import REMOVED, RENAMED, refusal
-from ragen.config.sections import Section
+from ragen.config.sections import MixedEnv, Section
 from ragen.core.errors import RagenError, nearest
 from ragen.core.plugins import reference_to
 
@@ -29,8 +29,14 @@ SHORT = MappingProxyType({"model": "model.path", "env": "env.name"})
 PARAMS = "env.params"
 """The table of the environment's own parameters, which the environment checks."""
 
-TABLES = (PARAMS, "reward.terms", "guard.responses", "sources")
+MIX = "env.mix"
+"""The table of a mixture's environments."""
+
+TABLES = (PARAMS, MIX, "reward.terms", "guard.responses", "sources")
 """The open tables, whose keys are free; layers of settings merge them key by key."""
+
+TASK = MixedEnv.model_fields.keys() - {"share"}
+"""The keys that an environment of a mixture has as well as the section ``env``."""
 
 _INSIDE = tuple(f"{table}." for table in (*TABLES, "world.params"))
 """How the keys of entries begin, those of the previous version's table included."""
@@ -99,7 +105,9 @@ def expected(key: str) -> str:
         ('a whole number ≥ 1 and ≤ 1000', 'group or batch', 'a number ≥ 0 and ≤ 1000000')
     """
     field = keys()[table_of(key) or key]
-    if table_of(key):
+    if table_of(key) == MIX:
+        field = MixedEnv.model_fields[name if (name := key.rpartition(".")[2]) in TASK else "share"]
+    elif table_of(key):
         field = FieldInfo.from_annotation(get_args(field.annotation)[1])
     kind = field.annotation
     if named := next((each for each in field.metadata if isinstance(each, Kind)), None):

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from ragen.config.config import Config
 from ragen.config.keys import (
+    MIX,
     PARAMS,
     TABLES,
     Flat,
@@ -83,7 +84,7 @@ def resolve(
     given = dotted(overrides or {})
     if recipe is not None:
         name, values = load_recipe(recipe)
-        above.append((f"recipe {name}", {"recipe": name, **_for_env(given, values)}))
+        above.append((f"recipe {name}", {"recipe": name, **for_env(given, values)}))
     kept = dict(saved or {})
     above.append(("the saved config", kept))
     above.append(("the environment", dict(env or {})))
@@ -131,11 +132,31 @@ def with_preset(config: Config) -> Config:
     return _validate([preset, ("", explicit)])
 
 
-def _for_env(given: Flat, recipe: Flat) -> Flat:
-    """The values of a recipe, without those for its environment if another one is given."""
-    if given.get("env.name") in (None, recipe.get("env.name")) or "env.name" not in recipe:
+def for_env(given: Flat, recipe: Flat) -> Flat:
+    """The values of a recipe, without those for its environment if another one is given.
+
+    A mixture of the user adds to that of a recipe.
+    """
+    is_other = given.get("env.name") not in (None, recipe.get("env.name"))
+    is_other |= len(mixed_in(given)) > 0 and not mixed_in(recipe)
+    if not (is_other and names_env(recipe)):
         return recipe
     return {key: value for key, value in recipe.items() if not key.startswith(OF_ENV)}
+
+
+def names_env(values: Flat) -> bool:
+    """Whether values by key name an environment, or those of a mixture."""
+    return "env.name" in values or len(mixed_in(values)) > 0
+
+
+def mixed_in(values: Flat) -> list[str]:
+    """The environments of the mixture in values by key.
+
+    Example:
+        >>> mixed_in({"env.mix.sokoban": 0.5, "env.mix.file.py:Class": 0.5, "seed": 1})
+        ['sokoban', 'file.py:Class']
+    """
+    return [key.removeprefix(f"{MIX}.") for key in values if key.startswith(f"{MIX}.")]
 
 
 def unread(config: Config) -> list[str]:

@@ -88,6 +88,19 @@ _VLLM_RANGE = f"vLLM samples at {VLLM_TEMPERATURES[0]:g} to {VLLM_TEMPERATURES[1
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        lambda c: len(c.env.mix) == 1,
+        "env.mix = {c.env.name}: a mixture has two environments or more; set env.name to one",
+    ),
+    Rule(
+        lambda c: len(c.env.mix) > 0 and len(c.env.params) > 0,
+        "env.params are for one environment: in a mixture, put them into env.mix, as in "
+        "env.mix.NAME = {{share = 0.5, params = {{…}}}}",
+    ),
+    Rule(
+        lambda c: len(c.env.mix) > 0 and len(c.curriculum.stages) > 0,
+        "curriculum.stages are for one environment: leave env.mix or the stages out",
+    ),
+    Rule(
         lambda c: c.rollout.num_groups * c.rollout.group_size > MOST_EPISODES,
         "rollout.num_groups · rollout.group_size = {c.rollout.num_groups} · {c.rollout.group_size} "
         f"episodes a step: expected at most {MOST_EPISODES}",
@@ -247,6 +260,9 @@ class Use(NamedTuple):
 
 
 _USES: Mapping[tuple[str, ...], Use] = {
+    ("env.max_turns", "env.actions_per_turn", "env.max_actions"): Use(
+        lambda c: not c.env.mix, "one environment; in env.mix, its own table has it"
+    ),
     ("curriculum.success",): Use(lambda c: len(c.curriculum.stages) > 0, "curriculum.stages"),
     ("prompt.history_thoughts",): Use(
         lambda c: c.prompt.think and c.prompt.window != 1,

@@ -13,9 +13,18 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from ragen.config.extensions import DETECTOR, ESTIMATOR, LOSS, SCORE, TERM, TOOL_PARSER
+from ragen.config.extensions import (
+    DETECTOR,
+    ESTIMATOR,
+    LOSS,
+    SCORE,
+    TERM,
+    TOOL_PARSER,
+    short_name,
+)
+from ragen.core.errors import nearest
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 """The names that `RecordConfig.trackers` accepts; `trackers.TRACKERS` defines them."""
@@ -43,6 +52,8 @@ MOST_TOKENS = 10_000_000
 """Tokens of a context."""
 
 Steps = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Turns = Annotated[int, Field(ge=1, le=10_000)]
+Actions = Annotated[int, Field(ge=1, le=100_000)]
 Rate = Annotated[float, Field(gt=0, le=1)]
 Weight = Annotated[float, Field(ge=0, le=1e6)]
 
@@ -75,6 +86,16 @@ class Section(BaseModel):
                 check_text(name)
                 check_entry(name, entry)
         return value
+
+
+def most_turns(env: EnvConfig) -> int:
+    """Turns of the longest episode, of any environment of a mixture."""
+    return max((each.max_turns for each in env.mix.values()), default=env.max_turns)
+
+
+def is_share(value: Any) -> bool:
+    """Whether the entry of a mixture is a share alone."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_text(text: str) -> None:
@@ -118,19 +139,32 @@ def _unfit(value: Any) -> str | None:
     return None
 
 
+class MixedEnv(Section):
+    """One environment of a mixture: its weight among the others, parameters and budgets."""
+
+    share: float = Field(gt=0, le=1e6)
+    params: dict[str, Any] = {}
+    max_turns: Turns = 5
+    actions_per_turn: Turns = 5
+    max_actions: Actions = 10
+
+
 class EnvConfig(Section):
-    """The environment, and the budgets of an episode."""
+    """The environment, and the budgets of an episode; or several environments."""
 
     name: str = "frozen-lake-still"
     """A registered environment (`ragen envs`), LIBRARY:NAME, or path/to/file.py:Class."""
     params: dict[str, Any] = {}
     """Parameters of the environment, such as observation."""
-    max_turns: int = Field(5, ge=1, le=10_000)
+    max_turns: Turns = 5
     """Maximum number of turns in an episode."""
-    actions_per_turn: int = Field(5, ge=1, le=10_000)
+    actions_per_turn: Turns = 5
     """Maximum number of actions that are executed from one answer."""
-    max_actions: int = Field(10, ge=1, le=100_000)
+    max_actions: Actions = 10
     """Maximum number of actions in an episode."""
+    mix: dict[str, MixedEnv] = {}
+    """Several environments in the place of name: a share of each, as in sokoban = 0.5, or a table
+    with the share and the environment's own params and budgets."""
     timeout_s: float = Field(30.0, ge=0.001, le=86_400)
     """Seconds after which a call of the environment fails its episode."""
     max_chars: int = Field(100_000, ge=1)
@@ -139,6 +173,28 @@ class EnvConfig(Section):
     """Run each environment in a worker process, which can be stopped if it hangs."""
     memory_gb: float = Field(4.0, gt=0)
     """Memory in GiB that a worker process may use, with isolate."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_of_mixture(cls, values: Any) -> Any:
+        """Name a mixture after its environments."""
+        mix = values.get("mix") if isinstance(values, dict) else None
+        if not isinstance(mix, dict) or not mix:
+            return values
+        return values | {"name": "+".join(map(short_name, mix))}
+
+    @field_validator("mix", mode="before")
+    @classmethod
+    def _with_shares(cls, mix: Any) -> Any:
+        """Take a number for the share of an environment."""
+        if not isinstance(mix, dict):
+            return mix
+        for name, entry in mix.items():
+            known = MixedEnv.model_fields
+            for key in entry if isinstance(entry, dict) else ():
+                if key not in known:
+                    raise ValueError(f"{name} has no key {key!r}{nearest(key, known)}")
+        return {k: {"share": float(v)} if is_share(v) else v for k, v in mix.items()}
 
 
 class CurriculumConfig(Section):
@@ -228,8 +284,9 @@ class RewardConfig(Section):
     normalise: Literal["identity", "mean", "mean_std", "asym_clip"] = "identity"
     """Episode totals: unchanged, minus their mean, also divided by their std, also clipped to
     [-1, 3]."""
-    over: Literal["group", "batch"] = "group"
-    """The episodes over which reward.normalise takes its mean and std."""
+    over: Literal["group", "env", "batch"] = "group"
+    """The episodes over which reward.normalise takes its mean and std: of one group, of one
+    environment, or all."""
     terms: dict[Annotated[str, TERM], Weight] = {}
     """Reward terms and their weights. Grounding, consistency, length and repetition have the
     highest cost of a fault in one turn, such as grounding = 0.1; judge is the section judge."""

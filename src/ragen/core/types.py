@@ -198,6 +198,11 @@ class Group:
 
     episodes: tuple[Episode, ...]
 
+    @property
+    def env(self) -> str:
+        """The environment of its episodes."""
+        return self.episodes[0].env
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:

@@ -33,7 +33,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragen.core.metrics import Metrics, last, mean, total
+from ragen.config.extensions import short_name
+from ragen.core.metrics import Metrics, last, mean, merge, total
 from ragen.core.seeding import derive
 from ragen.core.types import Group, Turn
 from ragen.diagnostics.collapse import REGIMES, SAMPLINGS, Regime, Sampling, regime_of
@@ -209,6 +210,31 @@ def retrieval(scores_NM: Tensor, own_N: Tensor, k: int) -> float:
     higher_N = (scores_NM > matched_N1).sum(dim=1)
     equal_N = (scores_NM == matched_N1).sum(dim=1)
     return ((k - higher_N).double() / equal_N).clamp(0, 1).mean().item()
+
+
+async def measure_envs(
+    engine: Engine, groups: Sequence[Group], seed: int, step: int
+) -> tuple[Metrics, list[CrossScores]]:
+    """`measure_thoughts` within each environment, for thoughts tell their environment anyhow.
+
+    In a mixture each environment has its metrics as ``env/<name>/information/…``. The whole has
+    their means over the thoughts, the fewest prompts, no regime, and no cross-scores.
+    """
+    envs = list(dict.fromkeys(group.env for group in groups))
+    if len(envs) == 1:
+        return await measure_thoughts(engine, groups, seed, step)
+    parts, metrics = list[Metrics](), Metrics()
+    for env in envs:
+        played = [group for group in groups if group.env == env]
+        found, _ = await measure_thoughts(engine, played, seed, step)
+        metrics |= {f"env/{short_name(env)}/{name}": each for name, each in found.items()}
+        parts.append({name: each for name, each in found.items() if each.kind != "last"})
+    for sampling in SAMPLINGS:
+        prompts = [each for name, each in metrics.items() if name.endswith(f"{sampling}/prompts")]
+        if prompts:
+            fewest = min(each.value for each in prompts)
+            metrics[f"information/{sampling}/prompts"] = last(fewest)
+    return metrics | merge(parts), []
 
 
 async def measure_thoughts(

@@ -18,6 +18,7 @@ from torch import Tensor
 from ragen.algorithms.batch import Batch
 from ragen.algorithms.filters import reward_std
 from ragen.algorithms.losses import k3
+from ragen.config.extensions import short_name
 from ragen.core.metrics import Metrics, largest, last, mean, total
 from ragen.core.statistics import all_equal
 from ragen.core.types import Group
@@ -77,6 +78,31 @@ def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
         "tokens/sampled": total(sum(map(len, replies))),
     }
     return {**metrics, **counts, **reward_term_metrics(played), **thought_metrics(turns)}
+
+
+OF_ENV = {
+    "success/mean": "success",
+    "reward/mean": "reward",
+    "reward/std_in_group": "reward_std",
+    "filter/kept_fraction": "kept_fraction",
+    "format/valid_fraction": "valid_fraction",
+}
+"""The metrics that each environment of a mixture has for itself, and their names there."""
+
+
+def summarize_envs(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
+    """The metrics ``env/<name>/success`` and so on (`OF_ENV`) of each environment of a mixture."""
+    metrics: Metrics = {}
+    for env in dict.fromkeys(group.env for group in groups):
+        places = [index for index, group in enumerate(groups) if group.env == env]
+        own = [place for place, index in enumerate(places) if index in kept]
+        found = summarize([groups[index] for index in places], own)
+        metrics |= {
+            f"env/{short_name(env)}/{name}": found[whole]
+            for whole, name in OF_ENV.items()
+            if whole in found
+        }
+    return metrics
 
 
 def is_degenerate(token_ids: Sequence[int]) -> bool:

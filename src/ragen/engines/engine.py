@@ -16,6 +16,7 @@ from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.batch import Batch, collate
 from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
+from ragen.config.sections import most_turns
 from ragen.core.errors import NotFiniteError, RagenError
 from ragen.core.metrics import Metrics, largest
 from ragen.core.types import Prompt, Role, Sample
@@ -93,7 +94,7 @@ class Engine:
             reference=config.loss.kl > 0,
             steps=config.steps,
             temperature=temperature,
-            longest=config.env.max_turns * config.rollout.max_tokens,
+            longest=most_turns(config.env) * config.rollout.max_tokens,
             mismatch_bound=bound / min(1.0, temperature),
             refuses_mismatch=exact and guard.responses.get("mismatch", "stop") == "stop",
         )

@@ -27,7 +27,7 @@ from ragen.evaluation.outcomes import check_sampling, how_sampled
 from ragen.models.names import resolve_model
 from ragen.rollout.episode import require_unchanged
 from ragen.rollout.groups import run_episodes
-from ragen.rollout.setup import BranchSpec, Setup, at_stage, make_setup
+from ragen.rollout.setup import BranchSpec, Setup, at_stage, by_env, make_setup
 from ragen.storage.branches import MOST, Request, write_branches
 from ragen.storage.checkpoint import (
     checkpoint_of,
@@ -129,7 +129,8 @@ def branch(
     recorded, config = read_episode(run, episode), run_config(run)
     step, model, saved = weights(run, config, checkpoint)
     config = changed(config, saved["guard"]["changes"])
-    config = at_stage(config, stage_of(run, recorded))
+    alone = by_env(config).get(recorded.episode.env, config)
+    config = at_stage(alone, stage_of(run, recorded))
     if temperature is None:
         temperature = config.rollout.temperature
     request = Request(episode, turn, step, n, temperature, seed)

@@ -24,14 +24,14 @@ from ragen.evaluation.outcomes import (
     outcome_of,
     refuse_unplayable,
 )
-from ragen.evaluation.results import Evaluation, summarize
+from ragen.evaluation.results import Evaluation, summarize, together
 from ragen.evaluation.targets import config_for, load_target, outcome_settings
 from ragen.rollout.chat import Chat
 from ragen.rollout.endpoint import Server
 from ragen.rollout.groups import run_episodes, run_groups
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import Closable, Policy
-from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
+from ragen.rollout.setup import EpisodeSpec, Setup, by_env, make_setup
 from ragen.storage.checkpoint import run_of
 
 EVALS = Path(FOLDER)
@@ -247,6 +247,37 @@ async def evaluate_policy(
     groups = await run_groups(policy, setup, levels, 1, (seed, "eval"), slots, on_episode)
     outcomes = [outcome_of(group.episodes[0]) for group in groups]
     return evaluation_of(outcomes, setup, config.env.params, target, start), groups
+
+
+async def evaluate_envs(
+    policy: Policy | PlayerPolicy,
+    setups: Mapping[str, Setup],
+    config: Config,
+    target: str,
+    seed: int,
+    on_episode: Callable[[Episode], None] | None = None,
+) -> tuple[Evaluation, list[Group]]:
+    """`evaluate_policy` in each environment of a run, on the same levels as in a run of it alone.
+
+    The evaluation of a mixture is that of all episodes together, with those of the environments as
+    its `parts`. The groups of all environments are numbered on.
+
+    Raises:
+        RagenError: As `evaluate_policy`.
+    """
+    parts, groups = list[Evaluation](), list[Group]()
+    for name, alone in by_env(config).items():
+        part, played = await evaluate_policy(policy, setups[name], alone, target, seed, on_episode)
+        parts.append(part)
+        groups += [_numbered(group, number) for number, group in enumerate(played, len(groups))]
+    if len(parts) == 1:
+        return parts[0], groups
+    outcomes = [outcome_of(episode) for group in groups for episode in group.episodes]
+    return together(config.env.name, parts, outcomes), groups
+
+
+def _numbered(group: Group, number: int) -> Group:
+    return Group(tuple(replace(episode, group=number) for episode in group.episodes))
 
 
 def evaluation_of(

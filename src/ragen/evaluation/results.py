@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ragen.core.errors import RagenError
@@ -50,6 +52,7 @@ class Evaluation:
         invalid_reply: The beginning of a reply that was not valid, if most were not.
         invalid_reason: What was wrong with it.
         folder: Where the episodes are kept; empty if they are not. No database has this field.
+        parts: Those of each environment of a mixture; its own numbers are of all episodes.
 
     Example:
         >>> from ragen.evaluation.evaluation import evaluate_target
@@ -93,14 +96,30 @@ class Evaluation:
     invalid_reply: str = ""
     invalid_reason: str = ""
     folder: str = ""
+    parts: tuple[Evaluation, ...] = ()
 
     def __str__(self) -> str:
         optimal = "" if self.optimal is None else f", optimal play {self.optimal:.1%}"
+        parts = "".join(f"; {part.env}: {part.success:.1%}" for part in self.parts)
         return (
             f"{self.how}: success {self.success:.1%} "
             f"[{self.success_low:.1%}, {self.success_high:.1%}] on {self.episodes} levels "
-            f"(random play {self.random:.1%}{optimal})"
+            f"(random play {self.random:.1%}{optimal}){parts}"
         )
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Evaluation:
+        """The evaluation that `record` wrote.
+
+        Raises:
+            TypeError: Another version wrote it.
+        """
+        return cls(**{**record, "parts": tuple(map(cls.of_record, record.get("parts", ())))})
+
+    @property
+    def by_env(self) -> tuple[Evaluation, ...]:
+        """The evaluations of the single environments."""
+        return self.parts or (self,)
 
     @property
     def how(self) -> str:
@@ -153,7 +172,7 @@ def load_evaluations(run: Path) -> list[RunEvaluation]:
         if not stands(attempt, step):
             continue
         try:
-            evaluations.append(RunEvaluation(attempt, step, Evaluation(**record)))
+            evaluations.append(RunEvaluation(attempt, step, Evaluation.of_record(record)))
         except TypeError as error:
             raise RagenError(
                 f"another version of RAGEN evaluated {run} ({error}); use that version"
@@ -220,6 +239,31 @@ def summarize(
         total_completion_tokens=total("completion_tokens"),
         pass_at={str(k): [p.value, p.low, p.high] for k, p in pass_at.items() if num_samples > 1},
     )
+
+
+def together(env: str, parts: Sequence[Evaluation], outcomes: Sequence[Outcome]) -> Evaluation:
+    """The evaluation of a mixture: all its outcomes, which have one sample of each level.
+
+    Every environment counts by its levels, and the baselines are means over the environments.
+    """
+    first, same = parts[0], {(part.episodes, part.first_level) for part in parts}
+    assert len(same) == 1, "every environment has the same levels"
+    baselines = Baselines(
+        random=fmean(part.random for part in parts),
+        optimal=_mean_if_known([part.optimal for part in parts]),
+        random_return=fmean(part.random_return for part in parts),
+        optimal_return=_mean_if_known([part.optimal_return for part in parts]),
+    )
+    # A level of each environment is a level of its own.
+    own = [replace(each, level_seed=seed) for each, seed in zip(outcomes, count(first.first_level))]
+    seconds = sum(part.seconds for part in parts)
+    whole = summarize(own, baselines, first.target, first.temperature, seconds)
+    return replace(whole, env=env, parts=tuple(parts))
+
+
+def _mean_if_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if len(known) == len(values) else None
 
 
 def pass_at_ks(samples: int) -> list[int]:

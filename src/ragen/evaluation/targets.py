@@ -18,7 +18,7 @@ from ragen.rollout.endpoint import ChatEndpoint, Server
 from ragen.rollout.env_settings import Resolved, brought_by, budgets_of, note_of
 from ragen.rollout.players import PLAYERS, PlayerPolicy
 from ragen.rollout.policies import Policy
-from ragen.rollout.setup import Setup, make_setup
+from ragen.rollout.setup import Setup, by_env, make_setup
 from ragen.storage.checkpoint import run_of
 from ragen.storage.settings import run_config
 
@@ -114,7 +114,7 @@ def resolve_target(target: str, overrides: Overrides, server: Server | None = No
         env = given["env.name"] = recipe.env.name
     of_env = {k: v for k, v in flatten(recipe).items() if k.startswith("env.")}
     run = None if server is not None else run_of(target)
-    config = run_config(run) if run is not None else None
+    config = _config_in(run, env) if run is not None else None
     if config is not None and env in (None, config.env.name):
         return Resolved(resolve(None, given, saved=flatten(config)))
     brought: Flat = {}
@@ -139,6 +139,32 @@ def resolve_target(target: str, overrides: Overrides, server: Server | None = No
     if form and "observation" in parameter_names(str(env)):
         saved["env.params.observation"] = form
     return Resolved(resolve(None, given, saved=saved), note_of(str(env), of_env, given))
+
+
+def _config_in(run: Path, env: str | None) -> Config:
+    """The config of a run, of a mixture as of a run in `env` alone.
+
+    In an environment that the mixture does not have, it has the prompts of the first one.
+
+    Raises:
+        RagenError: It is a mixture, and no environment is given.
+    """
+    config = run_config(run)
+    envs = by_env(config)
+    if len(envs) > 1 and env is None:
+        names = ", ".join(envs)
+        raise RagenError(f"{run} was trained in several environments: choose with --env {names}")
+    return envs.get(str(env), next(iter(envs.values())))
+
+
+def envs_of(target: str, server: Server | None = None) -> list[str]:
+    """The environments of a target that is a run in a mixture; of any other, none.
+
+    Raises:
+        RagenError: Its settings cannot be read.
+    """
+    run = None if server is not None else run_of(target)
+    return [] if run is None else list(run_config(run).env.mix)
 
 
 def shared_settings(

@@ -47,12 +47,12 @@ CONFIGS = ("config.json", ADAPTER_CONFIG)
 
 
 def base_folder(env: str) -> Path:
-    """The embedded model that was prepared for `env`.
+    """The embedded model that was prepared for `env`; of a mixture, for its first environment.
 
     Raises:
         RagenError: The environment has none.
     """
-    folder = embedded_folder(EMBEDDED.get(env, "none"))
+    folder = embedded_folder(EMBEDDED.get(env.partition("+")[0], "none"))
     if not folder.is_dir():
         raise RagenError(
             f"there is no embedded model for environment {env!r} (only for {', '.join(EMBEDDED)}); "

@@ -13,15 +13,17 @@ from pathlib import Path
 
 from ragen.config.config import Config
 from ragen.config.extensions import KINDS, library_of
+from ragen.config.sections import EnvConfig
 from ragen.core.tables import Section, markdown
 from ragen.core.types import Message
 from ragen.reports.facts import Facts
-from ragen.reports.report import events, exactness, settings, success
+from ragen.reports.report import events, exactness, settings, successes
+from ragen.rollout.setup import by_env
 from ragen.storage.checkpoint import run_of
 from ragen.storage.settings import run_config
 
-SECTIONS = (success, exactness, events, settings)
-"""The sections that the card shares with the report."""
+SECTIONS = (exactness, events, settings)
+"""The sections that the card shares with the report, after success."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ def card(facts: Facts, step: int, usage: Usage) -> str:
     """The card of a run's policy after `step` steps, those of the exported checkpoint."""
     base, config = origin(facts.config.model.path), without_paths(facts.config)
     known = replace(until(facts, step), config=config)
-    sections = (headline(known, base, step), *(section(known) for section in SECTIONS))
+    shared = [*successes(known), *(section(known) for section in SECTIONS)]
+    sections = (headline(known, base, step), *shared)
     front, use = front_matter(config, base, usage), how_to_use(config, base, usage)
     return f"{front}\n{markdown(sections)}\n{use}"
 
@@ -112,14 +115,17 @@ def hub_id(model: str) -> str | None:
 
 def headline(facts: Facts, base: str, step: int) -> Section:
     """The environment, the base model, the recipe and the step."""
-    config, env = facts.config, facts.config.env
+    config = facts.config
     local = "RAGEN's embedded model" if base == "base" else f"the local model {Path(base).name}"
-    params = "".join(f", {name} = {value}" for name, value in env.params.items())
+    envs = [each.env for each in by_env(config).values()]
     lines = [
         "A language model that acts in an environment turn by turn, trained by reinforcement "
         f"learning on whole episodes with RAGEN {version('ragen-rl')} (arXiv:2504.20073).",
-        f"Environment {env.name}{params}; budgets: turns {env.max_turns}, actions per turn "
-        f"{env.actions_per_turn}, actions per episode {env.max_actions}.",
+        *(
+            f"Environment {env.name}{_params(env)}; budgets: turns {env.max_turns}, actions per "
+            f"turn {env.actions_per_turn}, actions per episode {env.max_actions}."
+            for env in envs
+        ),
         f"Base model: {hub_id(base) or local}. Training: {step} steps of {config.algorithm}, "
         f"recipe {config.recipe}, seed {config.seed}.",
     ]
@@ -132,10 +138,14 @@ def headline(facts: Facts, base: str, step: int) -> Section:
     return Section(facts.run.resolve().name, tuple(lines))
 
 
+def _params(env: EnvConfig) -> str:
+    return "".join(f", {name} = {value}" for name, value in env.params.items())
+
+
 def front_matter(config: Config, base: str, usage: Usage) -> str:
     """The metadata by which the Hub sorts models, in YAML (which includes JSON's strings)."""
     known, algorithm = hub_id(base), config.algorithm.partition("/")[0]
-    tags = ("ragen", "reinforcement-learning", "multi-turn", algorithm, config.env.name)
+    tags = ("ragen", "reinforcement-learning", "multi-turn", algorithm, *by_env(config))
     lines = [
         "---",
         "# license: name one here; the base model's licence applies to it",

@@ -28,7 +28,7 @@ from ragen.reports.facts import read_facts
 from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode
 from ragen.rollout.policies import ScriptedPolicy
-from ragen.rollout.setup import EpisodeSpec, make_chat, make_setup
+from ragen.rollout.setup import EpisodeSpec, by_env, make_chat, make_setup
 from ragen.rollout.template import DAY
 from ragen.storage.checkpoint import choose, new_folder, sound, step_of
 
@@ -92,18 +92,21 @@ def export(
 def usage_of(config: Config, chat: Chat, template: str, adapter: bool) -> Usage:
     """How to prompt the run's policy, with the first prompt of the first evaluation level.
 
+    Of a mixture it is that of its first environment.
+
     The arguments that `Chat` passes to every template are listed if this one reads them.
 
     Raises:
         RagenError: The environment is gone or fails.
     """
-    with closing(make_setup(config, None)) as setup:
+    alone, *_ = by_env(config).values()
+    with closing(make_setup(alone, None)) as setup:
         silent = ScriptedPolicy(lambda _: "")
         episode = run_async(
             play_episode(silent, setup, EpisodeSpec(EVAL_LEVELS, 0, 0, (config.seed, "play")))
         )
     if not episode.turns:
-        raise RagenError(f"the environment {config.env.name!r} failed; run `ragen check` on it")
+        raise RagenError(f"the environment {alone.env.name!r} failed; run `ragen check` on it")
     messages = chat.taken(episode.turns[0].prompt.messages)
     begun, _ = chat.open(messages, setup.prefill)
     in_template = begun == chat.open(messages)[0]  # the template writes the prefill itself

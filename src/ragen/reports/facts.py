@@ -50,8 +50,9 @@ SIGNALS = {
 """The metrics of the table of signals, each with its label."""
 
 
-TERMS = "reward_terms/"
-"""Prefix of the metrics of reward terms: what each adds, shown among the signals."""
+TERMS = ("reward_terms/", "env/")
+"""Prefixes of the metrics of reward terms (what each adds) and of a mixture's environments. They
+are shown among the signals."""
 
 
 JUDGE = {

@@ -40,8 +40,8 @@ def page(facts: Facts) -> list[Section]:
     measured = any(name.startswith(GRADIENTS) for name in facts.metrics)
     extra = (gradients,) if measured else ()
     judged = (judge,) if "judge/calls" in facts.metrics else ()
-    sections = (headline, success, signals, *extra, *judged, events, exactness, times, settings)
-    return [section(facts) for section in sections]
+    others = (signals, *extra, *judged, events, exactness, times, settings)
+    return [headline(facts), *successes(facts), *(section(facts) for section in others)]
 
 
 def headline(facts: Facts) -> Section:
@@ -54,6 +54,12 @@ def headline(facts: Facts) -> Section:
         f"Finished steps: {facts.steps}{attempts}; budget: {config.steps} {config.budget}.",
     )
     return Section(f"Run {facts.run.resolve().name}", lines)
+
+
+def successes(facts: Facts) -> list[Section]:
+    """Success, and in a mixture that in each environment."""
+    is_mixed = any(each.evaluation.parts for each in facts.evaluations)
+    return [success(facts), *([success_by_env(facts)] if is_mixed else [])]
 
 
 def success(facts: Facts) -> Section:
@@ -76,6 +82,22 @@ def success(facts: Facts) -> Section:
             lines.append(f"{how}: {_gain(series[0].evaluation, series[-1].evaluation)}")
     columns = ("player", "success", "95 % interval", "mean return")
     return Section(title, tuple(lines), columns, some.with_baselines(rows), "success")
+
+
+def success_by_env(facts: Facts) -> Section:
+    """Success in each environment of a mixture, first and last, between its baselines."""
+    rows = list[tuple[str, ...]]()
+    for how in dict.fromkeys(each.evaluation.how for each in facts.evaluations):
+        series = [each for each in facts.evaluations if each.evaluation.how == how]
+        shown = {each.step: each for each in (series[0], series[-1])}
+        for place, part in enumerate(series[0].evaluation.parts):
+            for step, each in shown.items():
+                _, success, interval, _ = each.evaluation.parts[place].row("")
+                optimal = "" if part.optimal is None else f"{part.optimal:.1%}"
+                row = f"step {step}, {how}", success, interval, f"{part.random:.1%}", optimal
+                rows.append((part.env, *row))
+    columns = ("environment", "player", "success", "95 % interval", "random", "optimal")
+    return Section("Success by environment", (), columns, tuple(sorted(rows, key=lambda r: r[0])))
 
 
 def _gain(before: Evaluation, after: Evaluation) -> str:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragen.config.config import Config
-from ragen.config.keys import PARAMS, Flat, dotted
-from ragen.config.reading import OF_ENV, load_recipe, recipes, resolve
+from ragen.config.keys import MIX, PARAMS, TASK, Flat, dotted
+from ragen.config.reading import OF_ENV, for_env, load_recipe, mixed_in, names_env, recipes, resolve
 from ragen.config.sections import EnvConfig
 from ragen.core.errors import RagenError
 from ragen.core.seeding import BASE_LEVELS
@@ -31,6 +31,9 @@ from ragen.rollout.setup import Setup, make_setup
 
 BUDGETS = ("max_turns", "actions_per_turn", "max_actions")
 """Attributes of an environment, and keys of the section ``env``."""
+
+PROMPT = ("prompt.style", "prompt.think", "rollout.max_tokens")
+"""Keys of the whole run on which the lengths of a mixture's environments depend."""
 
 NOTED = (*(f"env.{each}" for each in BUDGETS), f"{PARAMS}.", *OF_ENV[1:])
 """How the keys begin that a note tells."""
@@ -85,6 +88,8 @@ def resolve_run(
     """
     given = dotted(overrides or {})
     written = {} if recipe is None else load_recipe(recipe)[1]
+    if mixed_in(given) or (mixed_in(written) and "env.name" not in given):
+        return Resolved(_resolve_mixture(recipe, given, written))
     if recipe is None and "env.name" not in given:
         raise RagenError("name a recipe (ragen help recipes), or an environment with --env")
     if "env.name" in given:
@@ -93,18 +98,69 @@ def resolve_run(
     if recipe is not None and given.get("env.name") in (None, written.get("env.name")):
         return Resolved(resolve_for_model(recipe, given))
     model = str(given.get("model.path", written.get("model.path", "base")))
-    if name in recipes() and is_embedded(model) and taught_style(model) is None:
+    if _has_recipe(name, model):
         if recipe is None:
             return Resolved(resolve_for_model(name, given))
-        brought = {k: v for k, v in load_recipe(name)[1].items() if k.startswith(OF_ENV)}
+        brought = _of_recipe(name)
     else:
         start = NEUTRAL | (SMALL if is_embedded(model) else {}) if recipe is None else {}
         brought = start | brought_by(name, given, written, model, recipe)
-    if "env.name" not in written:  # a recipe for any environment, whose values go first
+    if not names_env(written):  # a recipe for any environment, whose values go first
         brought = {key: value for key, value in brought.items() if key not in written}
     config = resolve_for_model(recipe, given, brought)
-    other = config.recipe if "env.name" in written else None
+    other = config.recipe if names_env(written) else None
     return Resolved(config, note_of(name, brought, given, other))
+
+
+def _has_recipe(env: str, model: str) -> bool:
+    """Whether an environment brings its own recipe: to the embedded models."""
+    return env in recipes() and is_embedded(model) and taught_style(model) is None
+
+
+def _of_recipe(env: str) -> Flat:
+    """What the recipe of an environment holds for it."""
+    return {k: v for k, v in load_recipe(env)[1].items() if k.startswith(OF_ENV)}
+
+
+def _resolve_mixture(recipe: str | Path | None, given: Flat, written: Flat) -> Config:
+    """The settings of a run in several environments.
+
+    Each has the budgets and parameters that it brings, below those of its table. The lengths are
+    the longest that any of them needs, and prompts have the rules where one of them asks for that.
+
+    Raises:
+        RagenError: As `resolve_run`, or an environment is named beside the mixture.
+    """
+    if "env.name" in given and "+" not in str(given["env.name"]):
+        raise RagenError("env.name and env.mix are given: name one environment, or a mixture")
+    written = for_env(given, written)
+    both = written | given
+    mix = resolve(None, {k: v for k, v in both.items() if k.startswith(f"{MIX}.")}).env.mix
+    model = str(both.get("model.path", "base"))
+    chosen = {k: v for k, v in given.items() if not k.startswith(f"{MIX}.")}
+    start = NEUTRAL | (SMALL if is_embedded(model) else {}) if recipe is None else {}
+    styles, lengths = list[str](), dict[str, int]()
+    for name, entry in mix.items():
+        own = entry.model_dump(exclude_unset=True)
+        alone = {"env.name": name, PARAMS: own.get("params", {})}
+        alone |= {f"env.{key}": own[key] for key in BUDGETS if key in own}
+        alone |= {key: both[key] for key in PROMPT if key in both}
+        given_alone = dotted(alone)
+        is_known = _has_recipe(name, model)
+        brought = _of_recipe(name) if is_known else brought_by(name, given_alone, {}, model)
+        config = resolve(None, given_alone, env=brought)
+        styles.append(config.prompt.style)
+        for key, length in (
+            ("rollout.max_tokens", config.rollout.max_tokens),
+            ("model.max_length", config.model.max_length),
+        ):
+            lengths[key] = max(length, lengths.get(key, 0))
+        task = {key: getattr(config.env, key) for key in TASK}
+        start[f"{MIX}.{name}"] = {"share": entry.share} | task
+    style = "paper" if "paper" in styles else "compact"
+    brought = lengths | {"prompt.style": style}
+    start |= {key: value for key, value in brought.items() if key not in written}
+    return resolve_for_model(recipe, chosen, start)
 
 
 def note_of(name: str, brought: Flat, given: Flat, recipe: str | None = None) -> str | None:

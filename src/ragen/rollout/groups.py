@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 async def run_groups(
     policy: Policy | PlayerPolicy,
-    setup: Setup,
+    setup: Setup | Sequence[Setup],
     levels: Sequence[int],
     group_size: int,
     path: tuple[int | str, ...],
@@ -29,10 +29,10 @@ async def run_groups(
 ) -> list[Group]:
     """Play `group_size` episodes on each level and return them as groups, in level order.
 
-    Groups are numbered from `first_group` on. `path` is the run's seed and the purpose of the
-    episodes, such as ``(seed, "train", step)``. At most `concurrency` episodes are played at once;
-    they begin in (group, member) order. A player's episodes are played one by one. `on_episode` is
-    called as each episode ends.
+    `setup` is that of all groups, or one for each. Groups are numbered from `first_group` on.
+    `path` is the run's seed and the purpose of the episodes, such as ``(seed, "train", step)``. At
+    most `concurrency` episodes are played at once; they begin in (group, member) order. A player's
+    episodes are played one by one. `on_episode` is called as each episode ends.
 
     Raises:
         RagenError: The player cannot play this environment.
@@ -42,6 +42,8 @@ async def run_groups(
         for group, level in enumerate(levels, first_group)
         for member in range(group_size)
     ]
+    if not isinstance(setup, Setup):
+        setup = [each for each in setup for _ in range(group_size)]
     episodes = await run_episodes(policy, setup, specs, concurrency, on_episode)
     starts = range(0, len(episodes), group_size)
     return [Group(tuple(episodes[start : start + group_size])) for start in starts]
@@ -49,16 +51,20 @@ async def run_groups(
 
 async def run_episodes(
     policy: Policy | PlayerPolicy,
-    setup: Setup,
+    setup: Setup | Sequence[Setup],
     specs: Sequence[EpisodeSpec],
     concurrency: int = 64,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:
-    """Play the episodes of `specs` and return them in that order; see `run_groups`."""
+    """Play the episodes of `specs` and return them in that order; see `run_groups`.
+
+    `setup` is that of all episodes, or one for each.
+    """
+    setups = [setup] * len(specs) if isinstance(setup, Setup) else setup
     # A player never waits, so that episodes side by side would only take memory.
     gate = asyncio.Semaphore(1 if isinstance(policy, PlayerPolicy) else concurrency)
 
-    async def play(spec: EpisodeSpec) -> Episode:
+    async def play(setup: Setup, spec: EpisodeSpec) -> Episode:
         async with gate:
             episode = await play_episode(policy, setup, spec)
         if on_episode is not None:
@@ -66,7 +72,7 @@ async def run_episodes(
         return episode
 
     with own_states():
-        return await together(play(spec) for spec in specs)
+        return await together(play(*pair) for pair in zip(setups, specs, strict=True))
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
 from ragen.config.config import Config
-from ragen.config.keys import PARAMS
+from ragen.config.keys import PARAMS, TASK
 from ragen.config.reading import changed
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
@@ -146,13 +146,48 @@ def at_stage(config: Config, stage: int) -> Config:
     return changed(config, {f"{PARAMS}.{name}": value for name, value in params.items()})
 
 
+def by_env(config: Config) -> dict[str, Config]:
+    """The config of each environment of a run, as of a run in this environment alone.
+
+    Example:
+        >>> config = Config(env={"mix": {"bandit": 0.5, "sokoban": {"share": 0.5, "max_turns": 3}}})
+        >>> {name: each.env.max_turns for name, each in by_env(config).items()}
+        {'bandit': 5, 'sokoban': 3}
+    """
+    if not config.env.mix:
+        return {config.env.name: config}
+    return {
+        name: config.model_copy(
+            update={
+                "env": config.env.model_copy(
+                    update={"name": name, "mix": {}} | {key: getattr(each, key) for key in TASK}
+                )
+            }
+        )
+        for name, each in config.env.mix.items()
+    }
+
+
+def refuse_mixture(config: Config) -> None:
+    """Refuse several environments where only one can be played.
+
+    Raises:
+        RagenError: The config has a mixture.
+    """
+    if config.env.mix:
+        names = ", ".join(config.env.mix)
+        raise RagenError(f"env.mix has several environments: name one of them with --env: {names}")
+
+
 def make_setup(config: Config, chat: Chat | None) -> Setup:
     """The set-up that a config describes.
 
     Raises:
         RagenError: The environment or one of its parameters does not exist, its class refuses
-            them, or a reward term needs an environment that reads thoughts.
+            them, a reward term needs an environment that reads thoughts, or there are several
+            environments (`by_env`).
     """
+    refuse_mixture(config)
     env, prompt = config.env, config.prompt
     workers = None
     if env.isolate:
@@ -194,6 +229,19 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
     except RagenError:
         setup.close()
         raise
+
+
+def open_setups(config: Config, chat: Chat | None, stack: ExitStack) -> dict[str, Setup]:
+    """The set-ups of a run's environments by name, which `stack` closes; they share a stopwatch.
+
+    Raises:
+        RagenError: As `make_setup`.
+    """
+    env_time = Stopwatch()
+    return {
+        name: replace(stack.enter_context(closing(make_setup(each, chat))), env_time=env_time)
+        for name, each in by_env(config).items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

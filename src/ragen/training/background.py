@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -27,9 +27,9 @@ from ragen.core.stopping import run_async
 from ragen.core.types import Episode, Group
 from ragen.engines.factory import make_policy
 from ragen.engines.machine import use_threads
-from ragen.evaluation.evaluation import evaluate_policy
+from ragen.evaluation.evaluation import evaluate_envs
 from ragen.evaluation.results import Evaluation
-from ragen.rollout.setup import make_setup
+from ragen.rollout.setup import open_setups
 from ragen.storage.checkpoint import sound
 from ragen.storage.database import CHECKPOINTS
 from ragen.storage.settings import run_config
@@ -153,9 +153,12 @@ async def evaluate_checkpoint(
     policy, chat = make_policy(config, str(checkpoint))
     policy.version = int(saved["engine"]["version"])
     try:
-        with closing(make_setup(config, chat)) as setup:
-            setup = replace(setup, temperature=config.eval.temperature)
-            target, seed = str(folder), config.seed
-            return await evaluate_policy(policy, setup, config, target, seed, on_episode)
+        with ExitStack() as stack:
+            target, seed, temperature = str(folder), config.seed, config.eval.temperature
+            setups = {
+                name: replace(each, temperature=temperature)
+                for name, each in open_setups(config, chat, stack).items()
+            }
+            return await evaluate_envs(policy, setups, config, target, seed, on_episode)
     finally:
         await policy.close()

@@ -18,7 +18,7 @@ from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
 from ragen.config.sections import AdvantageConfig, FilterConfig, RolloutConfig, UpdateConfig
 from ragen.core.metrics import Metrics
-from ragen.core.seeding import refill_level, train_level
+from ragen.core.seeding import refill_level
 from ragen.core.types import Episode, Group, Sample
 from ragen.diagnostics.information import CrossScores
 from ragen.diagnostics.step_metrics import gradients_by_std
@@ -27,13 +27,13 @@ from ragen.engines.exactness import verify_split, with_fingerprints
 from ragen.rollout.episode_terms import apply_episode_terms
 from ragen.rollout.groups import run_groups
 from ragen.rollout.judge import Judge
-from ragen.rollout.setup import Setup
+from ragen.training.mixture import Start
 from ragen.training.running import Run, is_due
 
 
 async def collect_groups(
     engine: Engine,
-    setup: Setup,
+    starts: Sequence[Start],
     rollout: RolloutConfig,
     seed: int,
     step: int,
@@ -46,32 +46,34 @@ async def collect_groups(
     plays another group for each of them, in at most `rollout.refill` rounds. The flat groups stay
     in the result, counted and recorded as all others; the filter leaves them out.
 
-    The number of finished steps, `step`, selects the levels. `on_episode` is called as each episode
+    `starts` are those of the first groups (`first_starts`); a group is replaced by one of the same
+    environment. `step` is the number of finished steps. `on_episode` is called as each episode
     ends.
     """
     engine.forget()
-    setup.env_time.seconds = 0.0
     groups: list[Group] = []
-    levels = [train_level(step, group, rollout.num_groups) for group in range(rollout.num_groups)]
     for _ in range(1 + rollout.refill):
         fresh = await run_groups(
             engine.policy,
-            setup,
-            levels,
+            [start.setup for start in starts],
+            [start.level for start in starts],
             rollout.group_size,
             (seed, "train", step),
             rollout.slots,
             on_episode,
             first_group=len(groups),
         )
-        fresh = await apply_episode_terms(fresh, setup.reward_terms, judge, seed, step)
+        fresh = await apply_episode_terms(fresh, starts[0].setup.reward_terms, judge, seed, step)
         groups += fresh
-        num_flat = sum(reward_std(group) == 0 for group in fresh)
-        if not num_flat:
+        pairs = zip(starts, fresh, strict=True)
+        flat = [start.setup for start, group in pairs if reward_std(group) == 0]
+        if not flat:
             break
         first = len(groups) - rollout.num_groups
-        indices = range(first, first + num_flat)
-        levels = [refill_level(step, index, rollout.num_groups) for index in indices]
+        starts = [
+            Start(setup, refill_level(step, index, rollout.num_groups))
+            for index, setup in enumerate(flat, first)
+        ]
     return groups
 
 

@@ -17,8 +17,14 @@ from ragen.core.metrics import Metrics, last, merge, total, values
 from ragen.core.seeding import derive
 from ragen.core.stopping import StopRequested
 from ragen.core.types import Episode, Group
-from ragen.diagnostics.information import CrossScores, measure_thoughts
-from ragen.diagnostics.step_metrics import averaged, batch_metrics, smooth, summarize
+from ragen.diagnostics.information import CrossScores, measure_envs
+from ragen.diagnostics.step_metrics import (
+    averaged,
+    batch_metrics,
+    smooth,
+    summarize,
+    summarize_envs,
+)
 from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.training.collection import (
     collect_groups,
@@ -30,6 +36,7 @@ from ragen.training.collection import (
     split_batch,
 )
 from ragen.training.curriculum import learn_stage
+from ragen.training.mixture import Start, first_starts
 from ragen.training.recovery import STALLED_S, Watchdog, recover, report_stall, run_guard, update
 from ragen.training.running import (
     Clock,
@@ -49,9 +56,11 @@ async def loop(run: Run) -> None:
     """Train until the run's budget is used up."""
     while not run.is_complete:
         config, engine, state = run.config, run.engine, run.state
-        clock, setup = Clock(run.beat), run.playing
+        clock = Clock(run.beat)
+        run.env_time.seconds = 0.0
+        starts = first_starts(run.playing, config, state)
         with clock("rollout"):
-            groups = await run.stop.or_finish(play(run))
+            groups = await run.stop.or_finish(play(run, starts))
         kept = select(groups, **filter_settings(config.filter, config.advantage))
         kept_groups = [groups[index] for index in kept]
         diagnosis, matrices = await diagnose(run, groups, clock)
@@ -78,7 +87,8 @@ async def loop(run: Run) -> None:
             await record_step(run, groups, kept, episodes, batch, matrices)
         metrics = merge([summarize(groups, kept), *updates, diagnosis, counters, engine.metrics()])
         metrics |= batch_metrics(batch) if batch else {}
-        parts = {"env": setup.env_time.seconds}
+        metrics |= summarize_envs(groups, kept) if config.env.mix else {}
+        parts = {"env": run.env_time.seconds}
         if run.judge is not None:
             parts["judge"] = run.judge.seconds
             metrics |= run.judge.metrics()
@@ -99,8 +109,8 @@ async def loop(run: Run) -> None:
             await save_and_evaluate(run)
 
 
-async def play(run: Run) -> list[Group]:
-    """Play the groups of the next step.
+async def play(run: Run, starts: Sequence[Start]) -> list[Group]:
+    """Play the groups of the next step, the first of them from `starts`.
 
     Raises:
         UnplayableError: Every episode failed, or no first prompt leaves room for a reply.
@@ -112,7 +122,7 @@ async def play(run: Run) -> list[Group]:
 
     config = run.config
     groups = await collect_groups(
-        run.engine, run.playing, config.rollout, config.seed, run.state.step, on_episode, run.judge
+        run.engine, starts, config.rollout, config.seed, run.state.step, on_episode, run.judge
     )
     refuse_unplayable([outcome_of(episode) for group in groups for episode in group.episodes])
     return groups
@@ -126,7 +136,7 @@ async def diagnose(
     metrics, matrices = Metrics(), list[CrossScores]()
     if config.prompt.think and is_due(step, config.diagnose.information_every):
         with clock("information"):
-            metrics, matrices = await measure_thoughts(run.engine, groups, config.seed, step)
+            metrics, matrices = await measure_envs(run.engine, groups, config.seed, step)
     if is_due(step, config.diagnose.gradients_every):
         with clock("gradients"):
             metrics |= await gradient_norms(run.engine, groups, config)
@@ -143,6 +153,8 @@ def count_step(state: LoopState, groups: Sequence[Group], rollout: RolloutConfig
     episodes = [episode for group in groups for episode in group.episodes]
     state.step += 1
     state.episodes += len(episodes)
+    for group in groups[: rollout.num_groups]:  # those of refilling have levels of their own
+        state.groups[group.env] = state.groups.get(group.env, 0) + 1
     state.tokens += sum(
         len(turn.completion.token_ids or ()) for episode in episodes for turn in episode.turns
     )

@@ -15,11 +15,12 @@ from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, last, total
 from ragen.core.stopping import Stop
 from ragen.core.types import Group
+from ragen.core.user_code import Stopwatch
 from ragen.diagnostics.collapse import Sign, echo_trap_signs
 from ragen.diagnostics.detectors import EVALUATED, LEVELS
 from ragen.diagnostics.guard import ROLLBACK_REACH, Alarm, GuardState, read_alarms
 from ragen.engines.engine import Engine
-from ragen.evaluation.evaluation import evaluate_policy
+from ragen.evaluation.evaluation import evaluate_envs
 from ragen.evaluation.results import Evaluation, load_evaluations
 from ragen.models.names import resolve_model
 from ragen.rollout.judge import Judge
@@ -95,6 +96,7 @@ class LoopState:
         averages: Moving averages of the metrics.
         stage: Of the curriculum, counted from 1.
         stage_success: Success of the stage's last steps.
+        groups: Groups so far by environment, without those of refilling.
 
     Example:
         >>> LoopState(step=3, updates=6).updates
@@ -115,6 +117,7 @@ class LoopState:
     averages: dict[str, float] = field(default_factory=dict)
     stage: int = 1
     stage_success: list[float] = field(default_factory=list)
+    groups: dict[str, int] = field(default_factory=dict)
 
 
 def progress_of(state: LoopState, config: Config) -> int:
@@ -134,7 +137,8 @@ class Run:
     Attributes:
         original: The config that the run began with.
         config: The config in force; it differs from `original` by what the guard changed.
-        stages: The set-up of each stage of the curriculum; the last has the full task.
+        setups: The set-up of each environment, by name: the full tasks.
+        stages: The set-up of each stage of the curriculum but the last, which has the full task.
         history: The metrics so far, by name and step; empty until the guard reads the database.
         background: Evaluates beside the run.
         judge: Judges episodes, where a reward term asks for it.
@@ -146,6 +150,7 @@ class Run:
     original: Config
     config: Config
     engine: Engine
+    setups: Mapping[str, Setup]
     stages: Sequence[Setup]
     recorder: Recorder
     state: LoopState
@@ -167,14 +172,14 @@ class Run:
         return progress_of(self.state, self.config)
 
     @property
-    def setup(self) -> Setup:
-        """The set-up of evaluations: the full task."""
-        return self.stages[-1]
+    def playing(self) -> Mapping[str, Setup]:
+        """What training plays: each environment, in the present stage of the curriculum."""
+        return in_stage(self.setups, self.stages, self.state.stage)
 
     @property
-    def playing(self) -> Setup:
-        """The set-up of training: the present stage of the curriculum."""
-        return self.stages[self.state.stage - 1]
+    def env_time(self) -> Stopwatch:
+        """The time spent in environments, whose set-ups share it."""
+        return next(iter(self.setups.values())).env_time
 
     def remember(self, step: int, numbers: Mapping[str, float]) -> None:
         """Add what was recorded of a step to a history that the guard has read."""
@@ -191,6 +196,13 @@ class Run:
     def spacing(self) -> int:
         """Steps between regular checkpoints: those that do not depend on when a run is stopped."""
         return spacing(self.config)
+
+
+def in_stage(
+    setups: Mapping[str, Setup], stages: Sequence[Setup], stage: int
+) -> Mapping[str, Setup]:
+    """The set-ups of a stage of the curriculum, counted from 1; after all `stages`, `setups`."""
+    return dict.fromkeys(setups, stages[stage - 1]) if stage <= len(stages) else setups
 
 
 class Clock:
@@ -242,10 +254,10 @@ async def evaluate(run: Run, temperature: float) -> None:
     if config.eval.episodes == 0:
         return
     run.engine.forget()
-    policy, setup = run.engine.policy, replace(run.setup, temperature=temperature)
-    target, seed = str(run.folder), run.original.seed
+    policy, target, seed = run.engine.policy, str(run.folder), run.original.seed
+    setups = {name: replace(each, temperature=temperature) for name, each in run.setups.items()}
     evaluation, groups = await run.stop.or_finish(
-        evaluate_policy(policy, setup, config, target, seed, lambda _: run.beat())
+        evaluate_envs(policy, setups, config, target, seed, lambda _: run.beat())
     )
     record_evaluation(run, step, evaluation, groups)
 

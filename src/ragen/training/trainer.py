@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ragen.core.metrics import Metrics, values
 from ragen.core.seeding import train_level
 from ragen.core.stopping import run_async
 from ragen.diagnostics.guard import REMEDIES, GuardState, changed_on_purpose
-from ragen.diagnostics.information import measure_thoughts
+from ragen.diagnostics.information import measure_envs
 from ragen.engines.engine import Engine
 from ragen.engines.first_model import find_first, hold_first, pin_first
 from ragen.engines.machine import use_threads
@@ -28,7 +29,7 @@ from ragen.evaluation.targets import is_measured
 from ragen.models.prompting import advice
 from ragen.rollout.episode import require_room
 from ragen.rollout.judge import open_judge, server_of
-from ragen.rollout.setup import Setup, at_stage, make_setup
+from ragen.rollout.setup import Setup, at_stage, make_setup, open_setups
 from ragen.storage.checkpoint import (
     SETTINGS_HASH,
     newest,
@@ -49,11 +50,13 @@ from ragen.storage.settings import Settings, differing, find_settings, run_confi
 from ragen.training.code_check import load_code, resolve_paths
 from ragen.training.collection import collect_groups, gradient_norms
 from ragen.training.loop import run_to_the_end
+from ragen.training.mixture import first_starts
 from ragen.training.progress import Watcher
 from ragen.training.running import (
     LoopState,
     Result,
     Run,
+    in_stage,
     is_finished,
     local_engine,
     progress_of,
@@ -96,8 +99,8 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
     engine = local_engine(config)
 
     async def start() -> Result:
-        async with opened(engine, config) as stages:
-            for setup in stages:
+        async with opened(engine, config) as (setups, stages):
+            for setup in (*setups.values(), *stages):
                 require_room(setup, train_level(0, 0, config.rollout.num_groups))
             hold_first(config, config.model.path, watcher.note)
             of_env = config.recipe == Config().recipe  # no recipe, so the environment names it
@@ -106,7 +109,8 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
             with Recorder.create(folder, dump(config), engine.chat.text_of) as recorder:
                 if engine.chat.warning is not None:
                     watcher.note(engine.chat.warning)
-                run = Run(folder, config, config, engine, stages, recorder, state, watcher)
+                played = config, config, engine, setups, stages
+                run = Run(folder, *played, recorder, state, watcher)
                 async with open_judge(config, folder) as run.judge:
                     await run_to_the_end(run)
         return result_of(folder, run.config, run.state)
@@ -178,7 +182,7 @@ def resume(
     engine = local_engine(config, path)
 
     async def restart() -> Result:
-        async with opened(engine, config) as stages:
+        async with opened(engine, config) as (setups, stages):
             await engine.load(checkpoint, engine_state)
             hold_first(config, path, watcher.note)
             with Recorder.open(folder, state.attempt, engine.chat.text_of) as recorder:
@@ -199,7 +203,8 @@ def resume(
                     data |= {"reason": reason}
                     recorder.event(state.step, "damaged checkpoint", text, data)
                     watcher.alarm(state.step, text)
-                run = Run(folder, original, config, engine, stages, recorder, state, watcher, guard)
+                played = original, config, engine, setups, stages
+                run = Run(folder, *played, recorder, state, watcher, guard)
                 async with open_judge(config, folder) as run.judge:
                     await run_to_the_end(run)
         return result_of(folder, run.config, run.state)
@@ -258,30 +263,36 @@ def examine(folder: Path) -> dict[str, float]:
     engine = local_engine(config, find_first(config, checkpoint, saved["engine"]))
 
     async def measure() -> Metrics:
-        async with opened(engine, config) as stages, open_judge(config, None) as judge:
+        async with opened(engine, config) as found, open_judge(config, None) as judge:
             await engine.load(checkpoint, saved["engine"])
-            setup, seed = stages[state.stage - 1], config.seed
+            seed, playing = config.seed, in_stage(*found, state.stage)
+            starts = first_starts(playing, config, state)
             groups = await collect_groups(
-                engine, setup, config.rollout, seed, state.step, judge=judge
+                engine, starts, config.rollout, seed, state.step, judge=judge
             )
             metrics: Metrics = {}
             if config.prompt.think:
-                metrics, _ = await measure_thoughts(engine, groups, seed, state.step)
+                metrics, _ = await measure_envs(engine, groups, seed, state.step)
             return metrics | await gradient_norms(engine, groups, config)
 
     return values(run_async(measure()))
 
 
 @asynccontextmanager
-async def opened(engine: Engine, config: Config) -> AsyncIterator[Sequence[Setup]]:
-    """The set-up of each stage; at the end it closes them and the engine, which may hold a GPU."""
+async def opened(
+    engine: Engine, config: Config
+) -> AsyncIterator[tuple[dict[str, Setup], list[Setup]]]:
+    """`Run.setups` and `Run.stages`; it closes them and the engine, which may hold a GPU."""
     try:
         if JUDGE in config.reward.terms:
             server_of(config.judge)  # a wrong address is refused before the run's folder is made
         with ExitStack() as stack:
-            yield [
+            setups = open_setups(config, engine.chat, stack)
+            env_time = next(iter(setups.values())).env_time
+            stages = [
                 stack.enter_context(closing(make_setup(at_stage(config, stage), engine.chat)))
-                for stage in range(1, len(config.curriculum.stages) + 2)
+                for stage in range(1, len(config.curriculum.stages) + 1)
             ]
+            yield setups, [replace(stage, env_time=env_time) for stage in stages]
     finally:
         await engine.close()

@@ -20,6 +20,7 @@ from ragen.core.errors import RagenError
 from ragen.core.statistics import wilson
 from ragen.envs.registry import registered_envs
 from ragen.models.names import is_available_offline
+from ragen.rollout.setup import by_env
 from ragen.storage.branches import FILE, MOST, Request, has_branches
 from ragen.storage.checkpoint import folders, step_of
 from ragen.storage.settings import run_config
@@ -155,10 +156,10 @@ def _obstacle(folder: Path, turns: int) -> str | None:
         config = run_config(folder)
     except RagenError as error:
         return str(error)
-    env, model = config.env.name, config.model.path
+    model = config.model.path
     if turns == 0:
         return "the episode ended before its first turn, or its snapshots are not kept"
-    if not _env_is_there(env):
+    if env := next((name for name in by_env(config) if not _env_is_there(name)), None):
         return f"the environment {env!r} is not installed here"
     if not folders(folder) and not _model_is_there(model):
         return f"the run has no checkpoint, and its model {model!r} is not on this machine"

@@ -25,7 +25,7 @@ from ragen.evaluation.outcomes import how_sampled
 from ragen.evaluation.targets import DISPLAY_KEYS
 from ragen.viewer.episode_page import detail
 from ragen.viewer.reading import Answer, Question, RunReader, loaded
-from ragen.viewer.run_list import evaluations, read_settings
+from ragen.viewer.run_list import evaluations, read_settings, with_parts
 
 MOST_OF_LEVEL = 400
 """Episodes of one level that are sent at once: more than a run evaluates it."""
@@ -101,8 +101,10 @@ def level(asked: Question) -> Answer:
         Unanswered: There is no such run, or it cannot be read.
     """
     query = "SELECT id, attempt, step FROM episodes WHERE phase = ? AND level_seed = ?"
+    place: list[Any] = [asked.text("phase"), asked.whole_number("level_seed")]
+    if "env" in asked.query:  # a level of one environment of a mixture
+        query, place = f"{query} AND env = ?", [*place, asked.text("env")]
     with asked.reading() as run:
-        place = asked.text("phase"), asked.whole_number("level_seed")
         rows = run.rows(f"{query} ORDER BY step, id", *place)
         ids = [number for number, attempt, step in rows if run.counts(attempt, step)]
         return {"episodes": [detail(run, number) for number in ids[:MOST_OF_LEVEL]]}
@@ -136,7 +138,11 @@ def _evaluated(run: RunReader) -> _Evaluated:
     return _Evaluated(
         _game(settings),
         settings.get("eval.temperature", 1.0),
-        {(each["env"], each["how"]): each for each in evaluations(run) if _has_interval(each)},
+        {
+            (each["env"], each["how"]): each
+            for each in with_parts(evaluations(run))
+            if _has_interval(each)
+        },
         _recorded(run),
         dict(_stored(run)),
     )

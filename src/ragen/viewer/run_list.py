@@ -45,7 +45,7 @@ SETTINGS = {
 UNKNOWN: Answer = {
     **dict.fromkeys((*SETTINGS, "step", "attempts", "num_episodes", "success", "before", "gain")),
     **dict.fromkeys(("random", "optimal", "last_event", "problem")),
-    **{"spark": [], "alarms": 0},
+    **{"spark": [], "alarms": 0, "parts": []},
 }
 """The values of a run that cannot be read."""
 
@@ -133,6 +133,10 @@ def _progress(run: RunReader, config: Flat) -> Answer:
         "gain": _gain(trained),
         "random": shown.get("random"),
         "optimal": shown.get("optimal"),
+        "parts": [
+            {name: part.get(name) for name in ("env", "success", "random", "optimal")}
+            for part in shown.get("parts", ())
+        ],
         "spark": _thinned(list(course.get("success/mean", {}).values()), SPARK),
         "alarms": run.value("SELECT count(*) FROM events WHERE kind = ?", ALARM),
         "last_event": last_event,
@@ -164,13 +168,24 @@ def evaluations(run: RunReader) -> list[Answer]:
     found = []
     for row in run.rows("SELECT attempt, step, time, record FROM evaluations ORDER BY id"):
         if row["step"] is None or run.counts(row["attempt"], row["step"]):
-            said = loaded(row["record"])
-            low, high = said.get("success_low"), said.get("success_high")
-            success = {"value": said.get("success"), "low": low, "high": high}
-            how = how_sampled(said.get("temperature", 1.0))
             when = {name: row[name] for name in ("attempt", "step", "time")}
-            found.append(said | when | {"how": how, "success": success})
+            found.append(_evaluation(loaded(row["record"])) | when)
     return found
+
+
+def with_parts(evaluated: list[Answer]) -> list[Answer]:
+    """Evaluations, each followed by those of the single environments of a mixture."""
+    return [
+        each | _evaluation(part) | {"is_part": True} if part else each
+        for each in evaluated
+        for part in (None, *each.get("parts", ()))
+    ]
+
+
+def _evaluation(said: Answer) -> Answer:
+    low, high = said.get("success_low"), said.get("success_high")
+    success = {"value": said.get("success"), "low": low, "high": high}
+    return said | {"how": how_sampled(said.get("temperature", 1.0)), "success": success}
 
 
 def _success(evaluation: Answer) -> Answer:

@@ -14,7 +14,7 @@ from ragen.core.metrics import Series
 from ragen.reports.facts import EXACT, SIGNALS, TERMS, current, rolled_back, seconds_by_phase
 from ragen.storage.settings import run_config
 from ragen.viewer.reading import Answer, Question, RunReader, Unreadable, loaded
-from ragen.viewer.run_list import evaluations, read_settings, run_summary
+from ragen.viewer.run_list import evaluations, read_settings, run_summary, with_parts
 
 COUNTED = {
     "updates": "progress/updates",
@@ -45,7 +45,7 @@ def about(asked: Question) -> Answer:
         "config": read_settings(folder),
         "differences": _differences(folder),
         "events": told,
-        "evaluations": evaluated,
+        "evaluations": with_parts(evaluated),
         "names": names,
         "labels": SIGNALS | {name: name for name in names if name.startswith(TERMS)},
         "phases": seconds_by_phase(found, math.fsum(own)),

@@ -139,7 +139,8 @@ class _Held:
         levels = self.ask("/api/levels")
         _shorten(levels, "levels", "phase", MOST_LEVELS)
         for each in levels["levels"]:
-            self.ask("/api/level", phase=each["phase"], level_seed=each["level_seed"])
+            place = {name: each[name] for name in ("phase", "env", "level_seed")}
+            self.ask("/api/level", **place)
         return self.pages[0]
 
 

@@ -31,6 +31,7 @@ export function Glance({ run: { config, steps } }) {
   const critic = String(of("advantage.name")).endsWith("gae") // These estimators read values.
     ? ` (critic ${text("update.critic_lr")})` : "";
   const rule = of("filter.rule");
+  const mixed = Object.keys(config).some((key) => key.startsWith("env.mix.")); // each has its own
   const trained = steps === 0 ? [] : [
     ["learning rate", text("update.lr") && `${text("update.lr")}${critic}`],
     ["episodes a step", text("rollout.num_groups") &&
@@ -44,7 +45,7 @@ export function Glance({ run: { config, steps } }) {
     ...trained,
     ["tokens a reply", text("rollout.max_tokens") && `at most ${text("rollout.max_tokens")}`],
     ["temperature", text(steps === 0 ? "eval.temperature" : "rollout.temperature")],
-    ["turns, actions", text("env.max_turns") && `${text("env.max_turns")}, ${text("env.max_actions")}`],
+    ["turns, actions", !mixed && text("env.max_turns") && `${text("env.max_turns")}, ${text("env.max_actions")}`],
     ["prompts", text("prompt.style")],
   ];
   return html`<div class="glance"><${Figures} all=${all.filter(([, value]) => value)} /></div>`;
@@ -72,7 +73,7 @@ function Tile({ title, note, kind = "", children }) {
 
 const range = ({ low, high }, format) => `[${format(low, 0)}, ${format(high, 0)}]`;
 
-function Success({ success, random, optimal, steps }) {
+function Success({ success, random, optimal, parts, steps }) {
   const of = steps > 0 && success ? `step ${success.step}, ` : "";
   if (!success) return html`<${Tile} title="Success"><p class="muted">Not evaluated yet.</p><//>`;
   return html`<${Tile} title="Success" note=${`${of}${success.how}`}>
@@ -82,12 +83,17 @@ function Success({ success, random, optimal, steps }) {
       ${random !== null && html`<span>random ${percent(random, 0)}</span>`}
       ${optimal !== null && html`<span>optimal ${percent(optimal, 0)}</span>`}
     </p>
+    ${parts.map((part) => html`<p class="row apart small">
+      <${Text} text=${part.env} /> <b>${percent(part.success, 0)}</b>
+      <span class="muted">random ${percent(part.random, 0)}${
+        part.optimal !== null && `, optimal ${percent(part.optimal, 0)}`}</span>
+    </p>`)}
   <//>`;
 }
 
 /** What an evaluation recorded about replies, beside its success. */
 function Replies({ run }) {
-  const last = run.evaluations.at(-1);
+  const last = run.evaluations.findLast(({ is_part: isPart }) => !isPart);
   const all = link("episodes", { run: run.run });
   return html`<${Tile} title="Replies" note=${last && `${number(last.completion_tokens)} tokens and ${
     number(last.thought_words)} words of thought each`}>

@@ -56,13 +56,15 @@ function Levels({ run, levels, all, query, setQuery }) {
   const phases = Object.fromEntries(Object.entries(PHASES).filter(played));
   const phase = picked(phases, query.phase);
   const fate = picked(FATES, query.fate);
-  const here = levels.filter((level) => level.phase === phase);
+  const envs = Object.fromEntries(levels.map(({ env }) => [env, { title: env }]));
+  const env = picked(envs, query.env);
+  const here = levels.filter((level) => level.phase === phase && level.env === env);
   const shown = here.filter((level) => fits(fate, level));
   const named = here.find((level) => String(level.level_seed) === query.level_seed);
   // Chosen once: a new evaluation must not replace the level that somebody reads.
   const usual = useMemo(
     () => (shown.find((one) => fits("learnt", one)) ?? shown[0] ?? here[0]).level_seed,
-    [phase, fate],
+    [phase, env, fate],
   );
   const level = named ?? here.find((one) => one.level_seed === usual) ?? here[0];
   const place = shown.indexOf(level);
@@ -79,6 +81,8 @@ function Levels({ run, levels, all, query, setQuery }) {
       <div class="row toolbar">
         ${Object.keys(phases).length > 1 && html`<${Tabs} label="Evaluations" value=${phase}
           options=${phases} onChange=${(key) => setQuery({ phase: key, level_seed: null })} />`}
+        ${Object.keys(envs).length > 1 && html`<${Tabs} label="Environment" value=${env}
+          options=${envs} onChange=${(key) => setQuery({ env: key, level_seed: null })} />`}
         <${Tabs} label="Levels" value=${fate} onChange=${(key) => setQuery({ fate: key })}
           options=${Object.fromEntries(Object.entries(FATES).map(counted))} />
       </div>
@@ -87,7 +91,7 @@ function Levels({ run, levels, all, query, setQuery }) {
       ${shown.length === 0 && html`<p class="muted">No level fits the filter.</p>`}
       <${LevelTable} levels=${shown} chosen=${level} onChoose=${choose} />
     </section>
-    <${Level} key=${`${phase} ${level.level_seed}`}
+    <${Level} key=${`${phase} ${env} ${level.level_seed}`}
       ...${{ run, level, others: here.filter((one) => one !== level), query, setQuery }} />
   </div>`;
 }
@@ -129,11 +133,11 @@ function Sign({ success }) {
 
 /** One level: the table of its pairs of steps, and two of its episodes side by side. */
 function Level({ run, level, others, query, setQuery }) {
-  const { phase, level_seed } = level;
-  const answer = useLive("/api/level", { run, phase, level_seed });
+  const { phase, env, level_seed } = level;
+  const answer = useLive("/api/level", { run, phase, env, level_seed });
   const otherSeed = others.find((one) => String(one.level_seed) === query.other)?.level_seed;
   const path = otherSeed === undefined ? null : "/api/level";
-  const another = useLive(path, { run, phase, level_seed: otherSeed });
+  const another = useLive(path, { run, phase, env, level_seed: otherSeed });
   const episodes = answer.data?.episodes ?? [];
   const steps = episodes.map(({ step }) => step);
   const wanted = (query.steps ?? "").split(",").map(Number);

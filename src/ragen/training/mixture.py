@@ -1,0 +1,63 @@
+"""Mixtures: which environment each group of a step is played in, and on which level."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ragen.config.config import Config
+from ragen.core.seeding import TRAIN_LEVELS, train_level
+from ragen.rollout.setup import Setup
+from ragen.training.running import LoopState
+
+
+class Start(NamedTuple):
+    """Where a group starts: its environment's set-up and its level."""
+
+    setup: Setup
+    level: int
+
+
+def first_starts(playing: Mapping[str, Setup], config: Config, state: LoopState) -> list[Start]:
+    """Where the groups of the next step start.
+
+    In a mixture, the n-th group of an environment has its n-th training level, whatever the other
+    environments and the shares are. `state` counts the groups so far.
+    """
+    num_groups = config.rollout.num_groups
+    if len(playing) == 1:
+        (setup,) = playing.values()
+        return [Start(setup, train_level(state.step, g, num_groups)) for g in range(num_groups)]
+    shares = {name: each.share for name, each in config.env.mix.items()}
+    counts, starts = Counter(state.groups), []
+    for name in share_out(shares, state.groups, num_groups):
+        starts.append(Start(playing[name], TRAIN_LEVELS + counts[name]))
+        counts[name] += 1
+    return starts
+
+
+def share_out(shares: Mapping[str, float], counts: Mapping[str, int], num_groups: int) -> list[str]:
+    """The environments of a step's groups.
+
+    Each group goes to the environment that is furthest below its share of all groups so far, this
+    one included; among equals, to the first. So the shares hold over the steps, also where a step
+    has too few groups for them. The environments of a step come in the order of the shares.
+
+    Args:
+        shares: Weights above 0 by environment.
+        counts: Groups so far by environment.
+        num_groups: Groups of the step.
+
+    Example:
+        >>> share_out({"a": 2, "b": 1}, {}, 3), share_out({"a": 1, "b": 1}, {"a": 1}, 3)
+        (['a', 'a', 'b'], ['a', 'b', 'b'])
+    """
+    whole, played = sum(shares.values()), Counter(counts)
+    chosen: Counter[str] = Counter()
+    for number in range(played.total() + 1, played.total() + num_groups + 1):
+        behind = {name: number * share / whole - played[name] for name, share in shares.items()}
+        name = max(behind, key=behind.__getitem__)
+        played[name] += 1
+        chosen[name] += 1
+    return [name for name in shares for _ in range(chosen[name])]
