@@ -180,7 +180,8 @@ def test_the_file_of_a_run_holds_its_pages(run: Path) -> None:
     assert [each["step"] for each in collapse["matrix_steps"]] == [1, 2]
     assert all(f"/api/matrix?path=first&run=made-1&step={step}" in data for step in (1, 2))
     (level,) = data["/api/levels?run=made-1"]["levels"]
-    assert f"/api/level?level_seed={level['level_seed']}&phase=eval&run=made-1" in data
+    env, seed = level["env"], level["level_seed"]
+    assert f"/api/level?env={env}&level_seed={seed}&phase=eval&run=made-1" in data
 
 
 def test_a_shortened_list_records_its_full_length() -> None:
