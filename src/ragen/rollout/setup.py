@@ -122,14 +122,24 @@ def make_chat(config: Config, tokenizer: Tokenizer) -> Chat:
     """The chat of a tokenizer with the tools of a config's environment.
 
     Raises:
-        RagenError: As `Chat`, or the environment or the tool parser cannot be made.
+        RagenError: As `Chat`, the environment or the tool parser cannot be made, or an environment
+            of a mixture has tools.
     """
-    prompt, env = config.prompt, config.env
-    make = partial(GuardedEnv, env_factory(env.name, **env.params), env.timeout_s)
-    with closing(build_env(make, env.name)) as built:
-        tools = built.tools
+    prompt, (tools, *others) = config.prompt, map(_tools_of, by_env(config).values())
+    if others and any((tools, *others)):
+        raise RagenError(
+            "env.mix has an environment with tools, and a mixture has one chat for all: train in "
+            "the environment alone"
+        )
     parser = None if prompt.tool_parser == "auto" else find_tool_parser(prompt.tool_parser)
     return Chat(tokenizer, prompt.think, prompt.history_thoughts, tools, parser)
+
+
+def _tools_of(config: Config) -> tuple[Schema, ...]:
+    env = config.env
+    make = partial(GuardedEnv, env_factory(env.name, **env.params), env.timeout_s)
+    with closing(build_env(make, env.name)) as built:
+        return built.tools
 
 
 def at_stage(config: Config, stage: int) -> Config:
