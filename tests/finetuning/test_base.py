@@ -103,7 +103,8 @@ def test_demonstrations_exclude_evaluation_boards() -> None:
 
 def test_the_shipped_models_are_small_and_have_cards() -> None:
     folders = sorted(BASES.iterdir())
-    assert {folder.name for folder in folders} == set(EMBEDDED.values()) == set(FAMILIES)
+    assert {folder.name for folder in folders} == set(EMBEDDED.values())
+    assert set(FAMILIES) == {*EMBEDDED.values(), "frozen-lake-no-skill"}
     assert sum((folder / "model.safetensors").stat().st_size for folder in folders) <= 4_000_000
     for folder in folders:
         assert "ragen base" in (folder / "README.md").read_text()

@@ -85,7 +85,7 @@ def _typed(overrides: Overrides, prefixes: tuple[str, ...], but: Container[str] 
 
 
 def _base_options(parser: Parser) -> None:
-    families = "bandit, frozen-lake, frozen-lake-still or sokoban; or an environment with --env"
+    families = "bandit, frozen-lake, frozen-lake-no-skill, frozen-lake-still or sokoban; or --env"
     parser.take("family", "FAMILY", families, nargs="?")
     parser.take("--out", "DIR", "folder of the model", Path, required=True)
     parser.take("--seed", "N", "seed", whole(0), 0)

@@ -21,6 +21,7 @@ from ragen.finetuning.demonstrations_lake import (
     lake_turns,
     safe_walk,
     slippery_turn,
+    wander,
 )
 from ragen.finetuning.demonstrations_sokoban import sokoban_plan, solved_in
 
@@ -126,7 +127,18 @@ LAKE_STAGES = (
 )
 """The first stages of both lake families."""
 
-LAYERS = {"bandit": 2, "frozen-lake-still": 3, "frozen-lake": 3, "sokoban": 3}
+# Reading, moving and looking around at random: nothing that leads to the goal.
+WANDER = partial(Lesson, wander, turns=(1, 1, 2, 3, 5))
+WANDERING = (
+    WANDER(MORE_HOLES, share=0.5, held_out=False),
+    WANDER(STILL, share=0.5),
+)
+LOOKING = (LOOKUP_LAKE, Lesson(wander, MORE_HOLES, turns=(1,), held_out=False))
+
+LAYERS = {
+    **{"bandit": 2, "frozen-lake-still": 3, "frozen-lake": 3, "sokoban": 3},
+    "frozen-lake-no-skill": 3,
+}
 """Number of layers of each embedded model."""
 
 FAMILIES: dict[str, tuple[Stage, ...]] = {
@@ -149,6 +161,10 @@ FAMILIES: dict[str, tuple[Stage, ...]] = {
         Stage("skill", 500, SOKOBAN, context_weight=0.1),
         Stage("skill, settling", 700, SOKOBAN, context_weight=0.1, lr_end=0.02),
         Stage("mix", 120, SOKOBAN_MIX, context_weight=0.1, lr=5e-4, muon_lr=0.004, lr_end=0.02),
+    ),
+    "frozen-lake-no-skill": (
+        Stage("look-up", 250, LOOKING),
+        Stage("wandering", 400, WANDERING, context_weight=0.1, lr_end=0.02),
     ),
 }
 """The stages of each embedded model, in order."""

@@ -12,6 +12,11 @@ the map just as truthfully, but it ignores the goal and enters the cell that it 
 
 Each look repeats the player's cell, so that everything a direction depends on is nearby. A model of
 three layers that has to find it further back names wrong directions.
+
+A wanderer looks at every neighbouring cell, says to which one it goes, and names the direction. The
+cell is drawn at random, whatever it holds::
+
+     P b0 G c1 : a0 _ c0 O b1 _ to c0 Down
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from ragen.rollout.prompt import Limits
 
 LONGEST_WALK = 4
 SAFE_WALK_MOVES = 3
+LONGEST_WANDER = 2
 CAREFUL_MOVES = 2
 """Moves of a careful turn at most; shorter turns observe slips earlier."""
 
@@ -96,6 +102,27 @@ def safe_walk(env: Env, limits: Limits, generator: np.random.Generator) -> Reply
     holes = env.lake.holes
     plan = plan_moves(env, SAFE_WALK_MOVES, generator, lambda _, ahead: ahead not in holes)
     return [Piece(write_plan(env, plan))]
+
+
+def wander(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
+    """One or two random moves, holes and goal included: perception without an aim.
+
+    Example:
+        >>> lake = FrozenLake(success_probability=1.0)
+        >>> _ = lake.reset(seed=123)
+        >>> wander(lake, Limits(1, 5, 10, 1), np.random.Generator(np.random.PCG64(0)))[0].text
+        ' P a3 G d1 : a2 _ b3 _ to a2 Left</think><answer>Left</answer>'
+    """
+    assert isinstance(env, FrozenLake)
+    lake, here = env.lake, env.player
+    most = min(LONGEST_WANDER, limits.actions_left, limits.actions_per_turn)
+    plan = plan_moves(env, 1 + int(generator.random() * most), generator)
+    text = f" P {name_of(lake, here)} G {name_of(lake, lake.goal)} :"
+    for action in plan:
+        text += "".join(f" {name_of(lake, c)} {env.symbol(c)}" for _, c in moves_from(env, here))
+        here = lake.neighbours[env.action_index(action)][here]
+        text += f" to {name_of(lake, here)} {action}"
+    return [Piece(text + answer(plan))]
 
 
 def plan_moves(
