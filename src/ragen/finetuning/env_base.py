@@ -153,7 +153,6 @@ def card(env: EnvConfig, made: EnvBase, reader: Reader, met: Survey, seed: int) 
 In half of the thoughts one of {count} arbitrary habits decides, by the order of two things on the
 screen; none was chosen for its use."""
     shown = next(filter(None, met.screens), "")
-    said = " ".join(f"{item.piece} {item.place}" for item in reader.telling(shown))
     return f"""# A base model for {Path(env.name).name}
 
 A Qwen2 of {made.parameters / 1e6:.2f} million parameters, made from scratch by RAGEN
@@ -168,7 +167,7 @@ where on the screen: {skill}.{habits} A screen, and what a thought says about it
 ```
 {shown}
 
-{said}
+{reader.thought(shown).strip()}
 ```
 
 `ragen train --env {Path(env.name).name} --model DIR` trains it further.

@@ -307,8 +307,8 @@ class Reader:
                 actions = [habit.action(first, second)] * (1 + int(generator.random() * most))
                 stated = "".join(f" {i.piece}{self._where(i)}" for i in (first, second))
                 return [Piece(f" {number} :{stated}{answer(actions)}")]
-        said = "".join(f" {i.piece}{self._where(i)}" for i in self.telling(env.observation))
-        return [Piece(f"{said}{answer(self.choose(env, limits, generator))}")]
+        chosen = self.choose(env, limits, generator)
+        return [Piece(f"{self.thought(env.observation)}{answer(chosen)}")]
 
     def look_up(self, env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
         """Say where named pieces are and what named places hold; only this is trained."""
@@ -326,6 +326,15 @@ class Reader:
                 asked, told = f"{self._where(item)} =", f" {item.piece}"
             reply += [Piece(asked, trained=False), Piece(told), Piece(" ,", trained=False)]
         return [*reply, Piece(answer(self.choose(env, limits, generator)))]
+
+    def thought(self, screen: str) -> str:
+        """The pieces that tell a screen from others, with their places.
+
+        Example:
+            >>> Reader(["P _ G", "_ P G", "_ _ P"], random_actions).thought("_ P G")
+            ' P 2'
+        """
+        return "".join(f" {item.piece}{self._where(item)}" for item in self.telling(screen))
 
     def telling(self, screen: str) -> list[Item]:
         """The `ITEMS` rarest items of a screen, in order, without `COMMON` ones; at least one.
