@@ -36,7 +36,8 @@ def blocks(page: str, language: str) -> list[str]:
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's project folder with the example files of the pages."""
     (tmp_path / "mine.py").write_text(blocks("extend.md", "python")[0], "utf-8")
-    (tmp_path / "my_env.py").write_text(blocks("environments.md", "python")[0], "utf-8")
+    (guess,) = (each for each in blocks("environments.md", "python") if "class Guess" in each)
+    (tmp_path / "my_env.py").write_text(guess, "utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -55,6 +55,23 @@ def test_training_has_the_levels_of_the_stage_and_evaluation_the_full_task(tmp_p
     assert state["loop"]["stage"] == 2 and len(state["loop"]["stage_success"]) == 1
 
 
+def test_a_stage_has_its_own_budgets(tmp_path: Path) -> None:
+    """A model without a valid reply uses all turns: one in the stage, three in evaluations."""
+    stage = {"max_turns": 1, "max_distance": 1}
+    more = {"env__max_turns": 3, "curriculum__stages": [stage], "model__max_length": 512}
+    config = resolve("frozen-lake-still", settings(steps=1, **more))
+    train(config, tmp_path / "run")
+    turns = set(rows(tmp_path / "run", "SELECT phase, num_turns FROM episodes"))
+    assert turns == {("train", 1), ("eval", 3), ("eval greedy", 3)}
+
+
+def test_a_wrong_budget_of_a_stage_is_refused_before_the_run(tmp_path: Path) -> None:
+    config = resolve("bandit", settings(curriculum__stages=[{"max_turns": 0}]))
+    with pytest.raises(RagenError, match=r"env\.max_turns"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_stage_with_a_wrong_parameter_is_refused_before_the_run(tmp_path: Path) -> None:
     config = resolve("bandit", settings(curriculum__stages=[{}, {"name_sets": "professions"}]))
     with pytest.raises(RagenError, match=r"no parameter 'name_sets'.* did you mean 'name_set'"):

@@ -35,6 +35,9 @@ MIX = "env.mix"
 TABLES = (PARAMS, MIX, "reward.terms", "guard.responses", "sources")
 """The open tables, whose keys are free; layers of settings merge them key by key."""
 
+BUDGETS = ("max_turns", "actions_per_turn", "max_actions")
+"""Attributes of an environment, and keys of the section ``env``."""
+
 TASK = MixedEnv.model_fields.keys() - {"share"}
 """The keys that an environment of a mixture has as well as the section ``env``."""
 
@@ -102,7 +105,7 @@ def expected(key: str) -> str:
 
     Example:
         >>> expected("update.epochs"), expected("reward.over"), expected("reward.terms.length")
-        ('a whole number ≥ 1 and ≤ 1000', 'group or batch', 'a number ≥ 0 and ≤ 1000000')
+        ('a whole number ≥ 1 and ≤ 1000', 'group, env or batch', 'a number ≥ 0 and ≤ 1000000')
     """
     field = keys()[table_of(key) or key]
     if table_of(key) == MIX:

@@ -285,7 +285,7 @@ def _one_line(error: ValidationError, source: Mapping[str, str]) -> str:
     """The first complaint in the house's words; pydantic's own name neither file nor bounds."""
     first = error.errors(include_url=False)[0]
     reason = first.get("ctx", {}).get("error")
-    key = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    key = ".".join(p for p in first["loc"] if isinstance(p, str) and p != "[key]")
     if not key:  # A rule about several keys: a sentence of its own.
         return str(reason)
     wrong = key if "[key]" in first["loc"] else f"{key} = {show(first['input'])}"

@@ -181,7 +181,7 @@ class EnvConfig(Section):
         mix = values.get("mix") if isinstance(values, dict) else None
         if not isinstance(mix, dict) or not mix:
             return values
-        return values | {"name": "+".join(map(short_name, mix))}
+        return values | {"name": "+".join(short_name(str(name)) for name in mix)}
 
     @field_validator("mix", mode="before")
     @classmethod
@@ -193,16 +193,16 @@ class EnvConfig(Section):
             known = MixedEnv.model_fields
             for key in entry if isinstance(entry, dict) else ():
                 if key not in known:
-                    raise ValueError(f"{name} has no key {key!r}{nearest(key, known)}")
-        return {k: {"share": float(v)} if is_share(v) else v for k, v in mix.items()}
+                    raise ValueError(f"{name} has no key {key!r}{nearest(str(key), known)}")
+        return {k: {"share": v} if is_share(v) else v for k, v in mix.items()}
 
 
 class CurriculumConfig(Section):
     """Training on levels that become harder as success grows; evaluations have the full task."""
 
     stages: list[dict[str, Any]] = []
-    """Parameters of the environment for the levels of each stage, such as [{max_distance = 1}].
-    After the last stage comes the full task."""
+    """Parameters and budgets of the environment in each stage, such as [{max_distance = 1,
+    max_turns = 1}]. After the last stage comes the full task."""
     success: float = Field(0.7, gt=0, le=1)
     """Success in training, over five steps, from which on the next stage begins."""
 

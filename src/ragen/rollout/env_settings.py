@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragen.config.config import Config
-from ragen.config.keys import MIX, PARAMS, TASK, Flat, dotted
+from ragen.config.keys import BUDGETS, MIX, PARAMS, TASK, Flat, dotted
 from ragen.config.reading import OF_ENV, for_env, load_recipe, mixed_in, names_env, recipes, resolve
 from ragen.config.sections import EnvConfig
 from ragen.core.errors import RagenError
@@ -28,9 +28,6 @@ from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import has_random_play, random_player
 from ragen.rollout.prompt import Limits, PromptBuilder
 from ragen.rollout.setup import Setup, make_setup
-
-BUDGETS = ("max_turns", "actions_per_turn", "max_actions")
-"""Attributes of an environment, and keys of the section ``env``."""
 
 PROMPT = ("prompt.style", "prompt.think", "rollout.max_tokens")
 """Keys of the whole run on which the lengths of a mixture's environments depend."""

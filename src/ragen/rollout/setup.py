@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal
 
 from ragen.config.config import Config
-from ragen.config.keys import PARAMS, TASK
+from ragen.config.keys import BUDGETS, PARAMS, TASK
 from ragen.config.reading import changed
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
@@ -143,17 +143,21 @@ def _tools_of(config: Config) -> tuple[Schema, ...]:
 
 
 def at_stage(config: Config, stage: int) -> Config:
-    """The config with the environment's parameters in a stage of the curriculum, counted from 1.
+    """The config with the parameters and budgets in a stage of the curriculum, counted from 1.
 
     The stage after all others has the full task.
 
     Example:
-        >>> config = Config(curriculum={"stages": [{"max_distance": 1}]})
-        >>> at_stage(config, 1).env.params, at_stage(config, 2).env.params
-        ({'max_distance': 1}, {})
+        >>> config = Config(curriculum={"stages": [{"max_distance": 1, "max_turns": 2}]})
+        >>> for stage in (1, 2):
+        ...     env = at_stage(config, stage).env
+        ...     print(env.params, env.max_turns)
+        {'max_distance': 1} 2
+        {} 5
     """
-    params = dict(enumerate(config.curriculum.stages, 1)).get(stage, {})
-    return changed(config, {f"{PARAMS}.{name}": value for name, value in params.items()})
+    values = dict(enumerate(config.curriculum.stages, 1)).get(stage, {})
+    keys = {name: f"env.{name}" if name in BUDGETS else f"{PARAMS}.{name}" for name in values}
+    return changed(config, {keys[name]: value for name, value in values.items()})
 
 
 def by_env(config: Config) -> dict[str, Config]:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from ragen.config.keys import BUDGETS
 from ragen.core.errors import RagenError
 from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
 
@@ -28,7 +29,6 @@ TOKEN = "OPENENV_TOKEN"
 """The environment variable of the token that a server asks for."""
 MIN_TOKEN = 8
 """Length of a token at least."""
-BUDGETS = ("max_turns", "actions_per_turn", "max_actions")
 
 
 class About(NamedTuple):
