@@ -72,7 +72,10 @@ def check_command(arguments: list[str]) -> str:
     """Run a command, and check that it succeeds or ends with one short line; return that."""
     out, err = io.StringIO(), io.StringIO()
     with time_limit(arguments), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(arguments)
+        try:
+            code = main(arguments)
+        except SystemExit as end:  # the help of a command
+            code = end.code
     lines = [line for line in err.getvalue().splitlines() if line.startswith("ragen: ")]
     assert code in (0, 2), (code, arguments)
     if code == 2:

@@ -178,7 +178,7 @@ def test_rewards_are_normalised_over_the_environment() -> None:
 
 def test_the_share_of_kept_groups_is_that_of_the_environment() -> None:
     groups = [Group((episode(env, n),)) for n, env in enumerate(("a", "a", "b"))]
-    metrics = summarize_envs(groups, [1, 2])
+    metrics = summarize_envs(groups, [1, 2], ["a", "b"])
     assert metrics["env/a/kept_fraction"].value == 0.5
     assert metrics["env/b/kept_fraction"].value == 1.0
 
@@ -191,9 +191,19 @@ def test_information_is_measured_within_each_environment(monkeypatch: pytest.Mon
     monkeypatch.setattr(information, "measure_thoughts", measured)
     groups = [Group((episode(env, n),)) for n, env in enumerate(("a", "b", "b", "b"))]
     engine = cast(Any, None)
-    found, matrices = asyncio.run(information.measure_envs(engine, groups, 0, 0))
+    found, matrices = asyncio.run(information.measure_envs(engine, groups, 0, 0, ["a", "b"]))
     assert found["env/a/information/first/mi"].value == 1
     assert found["env/b/information/first/mi"].value == 3
     assert found["information/first/mi"].value == pytest.approx((1 * 1 + 3 * 3) / 4)
     assert found["information/first/prompts"].value == 1 and matrices == []
-    assert asyncio.run(information.measure_envs(engine, groups[1:], 0, 0))[1] == [3]
+    alone = asyncio.run(information.measure_envs(engine, groups[1:], 0, 0, ["a", "b"]))
+    assert "env/b/information/first/mi" in alone[0], "a step of one environment, in a mixture"
+    assert asyncio.run(information.measure_envs(engine, groups[1:], 0, 0, []))[1] == [3]
+
+
+def test_metrics_of_environments_with_one_short_name_stay_apart() -> None:
+    files = ("a.py:Maze", "b.py:Maze")
+    groups = [Group((episode(env, n),)) for n, env in enumerate(files)]
+    metrics = summarize_envs(groups, [0], files)
+    assert metrics["env/a.py:Maze/kept_fraction"].value == 1.0
+    assert metrics["env/b.py:Maze/kept_fraction"].value == 0.0

@@ -39,13 +39,15 @@ def _train(options: Namespace, overrides: Overrides) -> int:
     from ragen.envs.registry import try_env
     from ragen.models.prompting import advice
     from ragen.rollout.env_settings import resolve_run
-    from ragen.rollout.setup import by_env
+    from ragen.rollout.setup import at_stage, by_env
 
     config, note = resolve_run(options.recipe, overrides)
     if note:
         complain(note)
     for alone in by_env(config).values():
         try_env(alone.env.name, alone.env.params)
+    for stage in range(1, len(config.curriculum.stages) + 1):
+        try_env(config.env.name, at_stage(config, stage).env.params)
     sources(config)  # loads and checks code from outside
     if options.dry_run:
         if warning := advice(config.prompt.style, config.model.path):

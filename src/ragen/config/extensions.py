@@ -7,7 +7,8 @@ other libraries are named ``LIBRARY:NAME``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
@@ -130,6 +131,18 @@ def short_name(name: str) -> str:
         ('brevity', 'grounding')
     """
     return name.rpartition(":")[2].rpartition(".")[2]
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """A short name for each name, which stays whole where two would have the same.
+
+    Example:
+        >>> short_names(["a.py:Maze", "b.py:Maze", "b.py:Shop"])
+        {'a.py:Maze': 'a.py:Maze', 'b.py:Maze': 'b.py:Maze', 'b.py:Shop': 'Shop'}
+    """
+    short = {name: short_name(name) for name in names}
+    counts = Counter(short.values())
+    return {name: each if counts[each] == 1 else name for name, each in short.items()}
 
 
 @cache

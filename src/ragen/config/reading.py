@@ -84,7 +84,9 @@ def resolve(
     given = dotted(overrides or {})
     if recipe is not None:
         name, values = load_recipe(recipe)
-        above.append((f"recipe {name}", {"recipe": name, **for_env(given, values)}))
+        above.append(
+            (f"recipe {name}", {"recipe": name, **for_env(dict(env or {}) | given, values)})
+        )
     kept = dict(saved or {})
     above.append(("the saved config", kept))
     above.append(("the environment", dict(env or {})))

@@ -181,7 +181,10 @@ class EnvConfig(Section):
         mix = values.get("mix") if isinstance(values, dict) else None
         if not isinstance(mix, dict) or not mix:
             return values
-        return values | {"name": "+".join(short_name(str(name)) for name in mix)}
+        joined = "+".join(short_name(str(name)) for name in mix)
+        if values.get("name", joined) != joined:
+            raise ValueError("env.name and env.mix are given: name one environment, or a mixture")
+        return values | {"name": joined}
 
     @field_validator("mix", mode="before")
     @classmethod

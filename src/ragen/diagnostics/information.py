@@ -26,14 +26,14 @@ Axes: **N** thoughts, **M** distinct prompts.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ragen.config.extensions import short_name
+from ragen.config.extensions import short_names
 from ragen.core.metrics import Metrics, last, mean, merge, total
 from ragen.core.seeding import derive
 from ragen.core.types import Group, Turn
@@ -213,21 +213,21 @@ def retrieval(scores_NM: Tensor, own_N: Tensor, k: int) -> float:
 
 
 async def measure_envs(
-    engine: Engine, groups: Sequence[Group], seed: int, step: int
+    engine: Engine, groups: Sequence[Group], seed: int, step: int, mix: Collection[str]
 ) -> tuple[Metrics, list[CrossScores]]:
     """`measure_thoughts` within each environment, for thoughts tell their environment anyhow.
 
-    In a mixture each environment has its metrics as ``env/<name>/information/…``. The whole has
-    their means over the thoughts, the fewest prompts, no regime, and no cross-scores.
+    `mix` names the environments of a mixture; the step's groups may lack some. Each environment
+    has its metrics as ``env/<name>/information/…``. The whole has their means over the thoughts,
+    the fewest prompts, no regime, and no cross-scores.
     """
-    envs = list(dict.fromkeys(group.env for group in groups))
-    if len(envs) == 1:
+    if not mix:
         return await measure_thoughts(engine, groups, seed, step)
-    parts, metrics = list[Metrics](), Metrics()
-    for env in envs:
+    parts, metrics, names = list[Metrics](), Metrics(), short_names(mix)
+    for env in dict.fromkeys(group.env for group in groups):
         played = [group for group in groups if group.env == env]
         found, _ = await measure_thoughts(engine, played, seed, step)
-        metrics |= {f"env/{short_name(env)}/{name}": each for name, each in found.items()}
+        metrics |= {f"env/{names[env]}/{name}": each for name, each in found.items()}
         parts.append({name: each for name, each in found.items() if each.kind != "last"})
     for sampling in SAMPLINGS:
         prompts = [each for name, each in metrics.items() if name.endswith(f"{sampling}/prompts")]

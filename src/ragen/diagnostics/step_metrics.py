@@ -7,7 +7,7 @@ Names of metrics are paths. A metric that cannot be computed (no thought, no tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from math import isfinite
 from statistics import fmean
@@ -18,7 +18,7 @@ from torch import Tensor
 from ragen.algorithms.batch import Batch
 from ragen.algorithms.filters import reward_std
 from ragen.algorithms.losses import k3
-from ragen.config.extensions import short_name
+from ragen.config.extensions import short_names
 from ragen.core.metrics import Metrics, largest, last, mean, total
 from ragen.core.statistics import all_equal
 from ragen.core.types import Group
@@ -90,15 +90,18 @@ OF_ENV = {
 """The metrics that each environment of a mixture has for itself, and their names there."""
 
 
-def summarize_envs(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
-    """The metrics ``env/<name>/success`` and so on (`OF_ENV`) of each environment of a mixture."""
-    metrics: Metrics = {}
+def summarize_envs(groups: Sequence[Group], kept: Sequence[int], mix: Iterable[str]) -> Metrics:
+    """The metrics ``env/<name>/success`` and so on (`OF_ENV`) of each environment of a mixture.
+
+    `mix` names all environments of the run; the step's groups may lack some.
+    """
+    metrics, names = Metrics(), short_names(mix)
     for env in dict.fromkeys(group.env for group in groups):
         places = [index for index, group in enumerate(groups) if group.env == env]
         own = [place for place, index in enumerate(places) if index in kept]
         found = summarize([groups[index] for index in places], own)
         metrics |= {
-            f"env/{short_name(env)}/{name}": found[whole]
+            f"env/{names[env]}/{name}": found[whole]
             for whole, name in OF_ENV.items()
             if whole in found
         }

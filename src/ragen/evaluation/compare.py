@@ -39,6 +39,7 @@ from ragen.evaluation.targets import (
 from ragen.models.names import base_folder
 from ragen.rollout.endpoint import Server
 from ragen.storage.checkpoint import run_of
+from ragen.storage.settings import run_config
 
 Measure = Callable[[str, Overrides], tuple[Evaluation, list[Outcome]]]
 """Evaluates a target under settings, as `evaluate_target` does."""
@@ -204,8 +205,9 @@ def compare_in_envs(
     base = "base"
     if "base" in targets:
         runs = [target for target in targets if run_of(target)]
+        first = run_of(runs[0]) if runs else None
         in_first_env = next(iter(settings.values()))
-        home = config_for(runs[0], {}) if runs else config_for(targets[0], in_first_env)
+        home = run_config(first) if first else config_for(targets[0], in_first_env)
         base = str(base_folder(home.env.name))
 
     def measure_from_home(target: str, values: Overrides) -> tuple[Evaluation, list[Outcome]]:

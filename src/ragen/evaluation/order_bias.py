@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations, groupby
 from pathlib import Path
 
+from ragen.config.extensions import JUDGE
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
 from ragen.core.statistics import Interval, bootstrap_mean
@@ -73,7 +74,7 @@ def measure_order_bias(run: Path, num_groups: int = 20) -> OrderBias:
     """
     check_run_folder(run)
     config = run_config(run)
-    if not config.judge.url or config.judge.mode != "group":
+    if JUDGE not in config.reward.terms or config.judge.mode != "group":
         raise RagenError(
             f'{run} has no judge that compares groups (reward.terms.judge, judge.mode = "group"), '
             "so no order is to be checked"

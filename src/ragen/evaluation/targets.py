@@ -18,7 +18,7 @@ from ragen.rollout.endpoint import ChatEndpoint, Server
 from ragen.rollout.env_settings import Resolved, brought_by, budgets_of, note_of
 from ragen.rollout.players import PLAYERS, PlayerPolicy
 from ragen.rollout.policies import Policy
-from ragen.rollout.setup import Setup, by_env, make_setup
+from ragen.rollout.setup import Setup, by_env, make_setup, refuse_mixture
 from ragen.storage.checkpoint import run_of
 from ragen.storage.settings import run_config
 
@@ -111,6 +111,7 @@ def resolve_target(target: str, overrides: Overrides, server: Server | None = No
     recipe = resolve(env if is_recipe else None)
     written = load_recipe(str(env))[1] if is_recipe else {}
     if is_recipe:
+        refuse_mixture(recipe)
         env = given["env.name"] = recipe.env.name
     of_env = {k: v for k, v in flatten(recipe).items() if k.startswith("env.")}
     run = None if server is not None else run_of(target)

@@ -141,6 +141,7 @@ def _resolve_mixture(recipe: str | Path | None, given: Flat, written: Flat) -> C
         own = entry.model_dump(exclude_unset=True)
         alone = {"env.name": name, PARAMS: own.get("params", {})}
         alone |= {f"env.{key}": own[key] for key in BUDGETS if key in own}
+        alone |= {"prompt.style": "compact"} if is_embedded(model) else {}
         alone |= {key: both[key] for key in PROMPT if key in both}
         given_alone = dotted(alone)
         is_known = _has_recipe(name, model)

@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ragen.config.config import Config
 from ragen.config.extensions import JUDGE
 from ragen.config.sections import JudgeConfig
+from ragen.core.errors import RagenError, UnplayableError
 from ragen.core.metrics import Metrics, total
 from ragen.core.types import Episode, Message, Prompt, Usage
 from ragen.rollout.endpoint import ChatEndpoint, Server, check_address
@@ -193,7 +194,10 @@ class Judge:
         for attempt in range(TRIES):
             seed = int(key[:15], 16) + attempt
             prompt = Prompt(messages, None, 0, MAX_TOKENS, 0.0, seed)
-            completion = await self._endpoint.complete(prompt)
+            try:
+                completion = await self._endpoint.complete(prompt)
+            except RagenError as error:  # the run is saved, and can be resumed once it is back
+                raise UnplayableError(f"the judge: {error}") from None
             text, usage = completion.text, completion.usage or Usage(0, 0)
             read, written = read + usage.prompt_tokens, written + usage.completion_tokens
             try:

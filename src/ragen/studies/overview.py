@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragen.config.config import Config
+from ragen.config.rules import CRITIC
 from ragen.engines.memory import plan, size
 from ragen.models.names import is_available_offline
 from ragen.reports.plots import BLUE, ORANGE, PALE, figure_of
@@ -33,7 +34,7 @@ def seconds_of(cell: Cell) -> float:
     if not names or cell.base != "base":
         return math.nan
     each = EPISODE_S[names[0]]
-    critic = CRITIC_FACTOR if config.advantage.name in ("gae", "bi_level_gae") else 1.0
+    critic = CRITIC_FACTOR if config.advantage.name in CRITIC else 1.0
     collections, trained = collections_of(config)
     collected = collections * config.rollout.num_groups * config.rollout.group_size
     evaluations = 3 + (collections // config.eval.every if config.eval.every else 0)

@@ -58,6 +58,8 @@ async def loop(run: Run) -> None:
         config, engine, state = run.config, run.engine, run.state
         clock = Clock(run.beat)
         run.env_time.seconds = 0.0
+        if run.judge is not None:
+            run.judge.metrics()  # of a step that was given up
         starts = first_starts(run.playing, config, state)
         with clock("rollout"):
             groups = await run.stop.or_finish(play(run, starts))
@@ -87,7 +89,7 @@ async def loop(run: Run) -> None:
             await record_step(run, groups, kept, episodes, batch, matrices)
         metrics = merge([summarize(groups, kept), *updates, diagnosis, counters, engine.metrics()])
         metrics |= batch_metrics(batch) if batch else {}
-        metrics |= summarize_envs(groups, kept) if config.env.mix else {}
+        metrics |= summarize_envs(groups, kept, config.env.mix) if config.env.mix else {}
         parts = {"env": run.env_time.seconds}
         if run.judge is not None:
             parts["judge"] = run.judge.seconds
@@ -136,7 +138,8 @@ async def diagnose(
     metrics, matrices = Metrics(), list[CrossScores]()
     if config.prompt.think and is_due(step, config.diagnose.information_every):
         with clock("information"):
-            metrics, matrices = await measure_envs(run.engine, groups, config.seed, step)
+            found = await measure_envs(run.engine, groups, config.seed, step, config.env.mix)
+            metrics, matrices = found
     if is_due(step, config.diagnose.gradients_every):
         with clock("gradients"):
             metrics |= await gradient_norms(run.engine, groups, config)

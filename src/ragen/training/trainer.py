@@ -66,7 +66,7 @@ from ragen.training.trackers import with_trackers
 
 FIXED = (
     *("recipe", "algorithm", "seed", "threads", "sources", "env.name", "env.params"),
-    "curriculum.stages",
+    *("env.mix", "curriculum.stages"),
     *("model.path", "model.dtype", "model.critic", "lora"),
 )
 """Keys and sections that cannot change on a resume: they say which run it is, or what its weights
@@ -272,7 +272,7 @@ def examine(folder: Path) -> dict[str, float]:
             )
             metrics: Metrics = {}
             if config.prompt.think:
-                metrics, _ = await measure_envs(engine, groups, seed, state.step)
+                metrics, _ = await measure_envs(engine, groups, seed, state.step, config.env.mix)
             return metrics | await gradient_norms(engine, groups, config)
 
     return values(run_async(measure()))
