@@ -143,5 +143,5 @@ def test_the_balls_of_a_level_are_all_that_can_be_compared() -> None:
     env.reset(seed=0)
     result = env.step(write_call("compare", first="A", second="D"))[0]
     assert result == "Error: name two different balls of A, B"
-    assert env.step("A B C")[:3] == ("That is no order of the balls A B.", 0.0, False)
+    assert env.step("A B C")[:3] == ("That is not an order of the balls A B.", 0.0, False)
     assert best(frozenset({"AB", "BA"}), 0, 0, 1) == (0, ())

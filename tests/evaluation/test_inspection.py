@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from ragen.cli.main import main
+from ragen.core.errors import RagenError
+from ragen.core.user_code import UserCodeError
 from ragen.evaluation import inspection
 from ragen.evaluation.inspection import Inspection, inspect_model
 from ragen.models.loading import save_model
@@ -46,6 +48,18 @@ def test_the_embedded_model_is_inspected_with_its_compact_prompts() -> None:
     assert found.end == {"<|end|>": 256} and found.pad == {"<|pad|>": 257}
     assert found.reply.text.startswith("<think>") and min(found.tokens_per_s) > 0
     assert (found.reply.problem is None) == bool(found.reply.actions)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_parser_that_fails_on_the_sampled_reply_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise UserCodeError("Traceback …\nKeyError: 'x'")
+
+    monkeypatch.setattr(inspection, "read_reply", fail)
+    with pytest.raises(RagenError, match=r"^prompt\.tool_parser failed: KeyError: 'x'$"):
+        inspect("chatml", tmp_path)
 
 
 @pytest.mark.usefixtures("hurried")

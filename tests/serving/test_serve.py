@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode
@@ -19,10 +21,12 @@ from ragen.envs.adapters import openenv as client
 from ragen.envs.adapters.adapted import _named
 from ragen.envs.checker import check
 from ragen.envs.registry import make
+from ragen.envs.sorting import Sorting
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, random_player
 from ragen.rollout.setup import Setup
 from ragen.serving import connections, openenv
+from ragen.serving.security import AccessControl
 from tests.serving.served import TOKEN, Talk, as_process, in_thread, printed_by, wait_until
 
 pytest.importorskip("websockets", reason="needs the extra openenv")
@@ -292,6 +296,49 @@ def test_beyond_this_machine_there_is_always_a_token() -> None:
         assert httpx.get(f"{here}/health", headers=bearer).status_code == 200
         process.send_signal(signal.SIGINT)
         assert process.wait(15) == 0
+
+
+def test_a_token_of_the_users_own_is_not_printed() -> None:
+    with printed_by("bandit", OPENENV_TOKEN=TOKEN) as (command, _):
+        assert command.startswith("OPENENV_TOKEN=$OPENENV_TOKEN ")
+
+
+def test_an_environment_with_tools_is_refused() -> None:
+    setup = Setup("sorting", Sorting, tools=Sorting().tools)
+    with pytest.raises(RagenError, match="has tools, which OpenEnv's clients are not given"):
+        openenv.serve(setup, "127.0.0.1", 0, 8, lambda *_: None, lambda _: None)
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_there_are_files_for_all_connections(
+    isolated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 8 sessions, and as many as the socket admits besides."""
+    asked: list[int] = []
+    seen: list[int] = []
+    monkeypatch.setattr(openenv, "_make_room", lambda files, most: asked.append(files))
+
+    class Noted:
+        def __init__(self, app: AccessControl, *_: Any, **__: Any) -> None: ...
+
+        def serve_on(self, listening: connections.Listening) -> None:
+            seen.append(listening.most)
+
+    monkeypatch.setattr(openenv, "Server", Noted)
+    setup = Setup("bandit", lambda: make("bandit"), workers=isolated or None)  # type: ignore[arg-type]
+    openenv.serve(setup, "127.0.0.1", 0, 8, lambda *_: None, lambda _: None)
+    assert asked[0] >= seen[0] + 8 * (4 if isolated else 1)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "port", "status"), [("https", 443, 200), ("http", 80, 200), ("https", 80, 403)]
+)
+def test_the_own_port_of_a_scheme_may_be_left_out(scheme: str, port: int, status: int) -> None:
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse("yes")(scope, receive, send)
+
+    client = TestClient(AccessControl(answer, port, None, set()), f"{scheme}://localhost")
+    assert client.get("/").status_code == status
 
 
 def test_a_server_ends_with_its_sessions() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.testclient import TestClient
+from starlette.testclient import TestClient, WebSocketDenialResponse
 from viewer_run import log_step, make_run
 
 from ragen.cli import servers
@@ -187,6 +187,8 @@ def test_a_token_is_required_beyond_this_machine(root: Path) -> None:
     location = client.get("//evil.example/?token=secret").headers["location"]
     assert location.startswith("/") and not location.startswith("//")
     assert TestClient(app, headers={"cookie": "ragen-7246=sec"}).get("/").status_code == 403
+    with pytest.raises(WebSocketDenialResponse), client.websocket_connect("/?token=secret"):
+        pass
 
 
 # A real server

@@ -90,7 +90,7 @@ class Sorting(ToolEnv):
     def answer(self, text: str) -> tuple[str, float, bool, bool, Info]:
         said = "".join(text.split())
         if sorted(said) != sorted(self._balls):
-            shown = f"That is no order of the balls {' '.join(self._balls)}."
+            shown = f"That is not an order of the balls {' '.join(self._balls)}."
             return shown, 0.0, False, False, {"success": False, "effective": False}
         before, self._answer = self._answer, said
         solved = said == self._order

@@ -26,6 +26,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 MOST_ERRORS = 3
 """Wrong arguments that a result names."""
+MOST_LEVELS = 64
+"""Lists and objects that a call may nest; chat templates write it by recursion."""
 
 
 class ToolError(Exception):
@@ -52,7 +54,8 @@ def write_call(name: str, **arguments: Any) -> str:
 def read_call(action: str) -> Call | None:
     """The call that an action is; ``None`` for any other text, which is an answer.
 
-    Models write the key ``parameters`` in place of ``arguments``, too; numbers must be finite.
+    Models write the key ``parameters`` in place of ``arguments``, too; numbers must be finite, and
+    at most `MOST_LEVELS` lists and objects nested.
 
     Example:
         >>> read_call('{"name": "add", "parameters": {"a": 1}}')
@@ -65,12 +68,22 @@ def read_call(action: str) -> Call | None:
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # no half a surrogate pair
     except (ValueError, RecursionError):
         return None
+    if _is_deeper(found, MOST_LEVELS):
+        return None
     match found:
         case {"name": str(name), "arguments": dict(arguments)}:
             return Call(name, arguments)
         case {"name": str(name), "parameters": dict(arguments)}:
             return Call(name, arguments)
     return None
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether more than so many lists and objects are nested."""
+    if not isinstance(value, dict | list):
+        return False
+    inside = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(each, levels - 1) for each in inside)
 
 
 def _no_number(name: str) -> float:

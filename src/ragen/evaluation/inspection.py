@@ -20,6 +20,7 @@ from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.stopping import run_async
 from ragen.core.types import Completion, Prompt, Turn
+from ragen.core.user_code import UserCodeError
 from ragen.engines.memory import GIB, plan
 from ragen.envs.registry import try_env
 from ragen.evaluation.targets import Overrides, config_for
@@ -139,7 +140,8 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
     `overrides` are as for `evaluate_target`; without an environment it is the run's, or `ENV`.
 
     Raises:
-        RagenError: The model cannot be loaded, or the first prompt leaves no room for a reply.
+        RagenError: The model cannot be loaded, the first prompt leaves no room for a reply, or the
+            parser of calls fails.
     """
     given = dict(overrides or {})
     if run_of(target) is None and given.keys().isdisjoint(("env", "env.name")):
@@ -167,7 +169,11 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
         samples, why = samples_of(turns, setup, chat)
         speeds, completion = run_async(sample(policy, prompt))
     most = min(setup.actions_per_turn, setup.actions)
-    parsed, count = read_reply(setup, completion, names, most), len(completion.token_ids or ())
+    try:
+        parsed = read_reply(setup, completion, names, most)
+    except UserCodeError as failure:
+        raise RagenError(f"prompt.tool_parser failed: {failure.reason}") from failure
+    count = len(completion.token_ids or ())
     problem = parsed.problem
     if completion.finish_reason == "length" and count < prompt.max_tokens:
         problem = f"It was cut off here after {count} of {prompt.max_tokens} tokens, to save time."

@@ -16,7 +16,7 @@ from its messages and is a separate sample.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, takewhile
 from os.path import commonprefix
@@ -167,6 +167,7 @@ class Chat:
         """Set `calls` and the bridge around their results; `name` is one of the tools."""
         bridge = find_tool_bridge(self._template, plain, self.text_of(self.end), name, self.fold)
         self.calls, self.fold = find_form(bridge, parser), bridge.fold
+        self._takes_several_calls = bridge.several
         if self.exact and not bridge.holds(self.encode):
             self.exact, self._splices, self.warning = False, False, NOT_EXACT
 
@@ -294,9 +295,9 @@ class Chat:
 
     def _text_of(self, messages: Sequence[Message]) -> str:
         """A conversation up to the start of the next reply, thoughts included, contents marked."""
-        marked = [self._marked(message) for message in messages]
         if not self._splices:
-            return self._template.render(self.taken(self._with_calls(marked)))
+            return self._template.render(self.taken(self._with_calls(messages)))
+        marked = [self._marked(message) for message in messages]
         opened = 1 + next(n for n, message in enumerate(messages) if message["role"] == "user")
         text = self._template.render(self.taken(marked[:opened]))
         for number, reply in enumerate(marked):
@@ -308,9 +309,14 @@ class Chat:
         return text
 
     def _marked(self, message: Message) -> Message:
-        """A message whose content spells no control token that it may not have."""
+        """A message whose texts spell no control token that they may not have.
+
+        A policy chooses the name in a tool's message.
+        """
         controls = self._in_replies if message["role"] == "assistant" else self._controls
-        return {**message, "content": controls.mark(message["content"])}
+        return {
+            key: text if key == "role" else controls.mark(text) for key, text in message.items()
+        }
 
     def _between(self, after: Sequence[Message]) -> str:
         """The bridge around the messages after a reply: one of the user, or results of calls."""
@@ -319,23 +325,35 @@ class Chat:
         return self._tool_bridge(tuple(tuple(message.items()) for message in after))
 
     def _with_calls(self, messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
-        """The messages with calls as the template takes them, where it renders a whole history.
-
-        Text between a thought and the first call is left out.
-        """
-        if self.calls is None:
-            return messages
-        made: list[Mapping[str, Any]] = list(messages)
+        """The messages as the template takes them, where it renders a whole history; marked."""
+        made: list[Mapping[str, Any]] = []
         for number, message in enumerate(messages):
             results = _after(messages, number)
             if message["role"] == "assistant" and results[0]["role"] == "tool":
-                rest = without_thought(message["content"])
-                texts = self.calls.parse(rest)
-                calls = [read_call(text) or Call("unknown", {"text": text}) for text in texts]
-                thought = message["content"].removesuffix(rest).rstrip()
-                ids = [each["tool_call_id"] for each in results]
-                made[number] = call_message(calls, ids, thought)
+                made += self._called(message["content"], results)
+            elif message["role"] != "tool":
+                made.append(self._marked(message))
         return made
+
+    def _called(self, reply: str, results: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
+        """A reply's calls and their results, in messages with as many calls as the template takes.
+
+        Text between a thought and the first call is left out. Calls are marked after decoding,
+        because JSON has escapes that spell a control token.
+        """
+        assert self.calls is not None
+        mark, rest = self._controls.mark, without_thought(reply)
+        calls = []
+        for text in self.calls.parse(rest):
+            call = read_call(text) or Call("unknown", {"text": text})
+            calls.append(Call(mark(call.name), _marked_texts(call.arguments, mark)))
+        thought = mark(reply.removesuffix(rest).rstrip())
+        ids = [each["tool_call_id"] for each in results]
+        count = len(calls) if self._takes_several_calls else 1
+        for at in range(0, len(calls), count):
+            part = slice(at, at + count)
+            yield call_message(calls[part], ids[part], "" if at else thought)
+            yield from map(self._marked, results[part])
 
 
 def without_thought(reply: str) -> str:

@@ -34,7 +34,7 @@ PARSER_S = 30.0
 CALL_ID = re.compile("[A-Za-z0-9]{9}")
 """An id that the model may give a call."""
 
-NO_CALL = "This call is no JSON object with a name and arguments."
+NO_CALL = "This call is not a JSON object with a name and arguments."
 NO_BUDGET = "This call was not carried out: no action was left."
 ENDED = "This call was not carried out: the episode had ended."
 
@@ -88,11 +88,13 @@ def mistral(reply: str) -> list[str]:
         return []
     try:
         found = json.loads(calls)
+        listed = found if isinstance(found, list) else []
+        texts = [json.dumps(call, ensure_ascii=False) for call in listed]
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, list) or not found:
+        texts = []
+    if not texts:
         raise ValueError("[TOOL_CALLS] must be followed by a JSON list of calls and nothing else.")
-    return [json.dumps(call, ensure_ascii=False) for call in found]
+    return texts
 
 
 TOOL_PARSERS: dict[str, ToolParser] = {"hermes": hermes, "llama3": llama3, "mistral": mistral}
@@ -159,7 +161,7 @@ def parse_tools(reply: str, parser: ToolParser, *, think: bool, max_actions: int
         >>> called = "<tool_call>\n{}\n</tool_call>"
         >>> parsed = parse_tools(called, hermes, think=False, max_actions=1)
         >>> parsed.actions, parsed.calls[0].refusal
-        ((), 'This call is no JSON object with a name and arguments.')
+        ((), 'This call is not a JSON object with a name and arguments.')
         >>> parse_tools("B A C", hermes, think=False, max_actions=1).actions
         ('B A C',)
     """

@@ -28,7 +28,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError
 from ragen.envs.adapters.adapted import missing
-from ragen.envs.adapters.openenv import token_here
+from ragen.envs.adapters.openenv import TOKEN, token_here
 from ragen.rollout.setup import Setup
 from ragen.serving.connections import MOST, PATIENCE_S, Listening, Server, listen, url_of
 from ragen.serving.security import AccessControl, is_loopback, refusal
@@ -182,25 +182,34 @@ def serve(
     """Serve an environment until Ctrl-C.
 
     The token is that of the environment variable ``OPENENV_TOKEN``. Without one, an address beyond
-    this machine gets a new token.
+    this machine gets a new token. An environment with tools is refused, because the protocol does
+    not tell clients about them.
 
     Args:
         setup: How environments are made and called; it is closed at the end.
         host: The address to listen on.
         port: The port; 0 is any free one.
         most: Sessions at the same time.
-        say: Called with the URL and the token once clients can connect.
+        say: Called once clients can connect, with the URL and what they set as the token: a new
+            one, or the name of the variable that has the user's own.
         report: Called with a line about each session whose environment failed.
         tls: What TLS needs; ``None`` for plain HTTP.
 
     Raises:
         RagenError: The package for WebSockets is not installed, the token cannot be one, the
-            environment fails, or there is no such address, or the port is taken.
+            environment has tools or fails, or there is no such address, or the port is taken.
     """
     if find_spec("websockets") is None:
         raise missing("ragen serve", "websockets", "openenv")
+    if setup.tools:
+        raise RagenError(
+            f"the environment {setup.env!r} has tools, which OpenEnv's clients are not given: "
+            "serve one without tools"
+        )
     token = token_here()
-    _make_room(most * (4 if setup.workers else 1) + MOST + RESERVE, most)
+    shown = None if token is None else f"${TOKEN}"
+    # As many connections may wait for a session; an environment's process takes three files.
+    _make_room(most * (5 if setup.workers else 2) + MOST + RESERVE, most)
     try:
         about = describe(setup)
     except UserCodeError as failure:
@@ -209,10 +218,10 @@ def serve(
         ) from failure
     with listen(host, port) as listening:
         if token is None and not is_loopback(listening.getsockname()[0]):
-            token = secrets.token_urlsafe(24)
+            shown = token = secrets.token_urlsafe(24)
         listening.most = listening.most_each = most + MOST  # all sessions may begin at once
         server = EnvServer(setup, about, most, listening, token, report)
-        say(url_of(listening, host, tls), token)
+        say(url_of(listening, host, tls), shown)
         Server(server.app, tls, web_sockets=True).serve_on(listening)
 
 

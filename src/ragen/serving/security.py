@@ -2,7 +2,7 @@
 
 Any web site that is open in a browser of this machine can send requests to a server on it. The
 check of Host prevents DNS rebinding. Those of Origin and Sec-Fetch-Site refuse the pages of other
-servers, also those of another port of this machine.
+servers, even those of another port of this machine.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class AccessControl:
         host = headers.get("host", "")
         if method not in METHODS:
             return refusal(405, f"the method {method} is not supported")
-        if len(headers.getlist("host")) != 1 or not (self.token or self._is_ours(host)):
+        if len(headers.getlist("host")) != 1 or not (
+            self.token or self._is_ours(host, request.scope["scheme"])
+        ):
             return refusal(403, "this server answers only to localhost and its own port")
         # A page of another port of this machine is "same-site", and still a foreign page.
         site = headers.get("sec-fetch-site", "none")
@@ -106,10 +108,10 @@ class AccessControl:
             return refusal(403, "requests from other pages are refused")
         return None
 
-    def _is_ours(self, host: str) -> bool:
+    def _is_ours(self, host: str, scheme: str) -> bool:
         name, colon, port = host.lower().rpartition(":")
-        if not colon or host.endswith("]"):  # a browser leaves the port 80 out
-            name, port = host.lower(), "80"
+        if not colon or host.endswith("]"):  # a browser leaves the scheme's own port out
+            name, port = host.lower(), "443" if scheme in ("https", "wss") else "80"
         return is_loopback(name) and port == str(self.port)
 
 

@@ -48,7 +48,7 @@ class PageAccess(AccessControl):
     def admission(self, request: HTTPConnection, token: str) -> Response | None:
         """Move the token from the address into a cookie, or refuse a request without either."""
         cookie, asked = f"ragen-{self.port}", request.query_params  # all ports share cookies
-        if request.scope["method"] == "GET" and is_equal(asked.get("token", ""), token):
+        if request.scope.get("method") == "GET" and is_equal(asked.get("token", ""), token):
             rest = urlencode([pair for pair in asked.multi_items() if pair[0] != "token"])
             # A path on this server: two slashes at the start would name another host.
             path = "/" + request.scope["path"].lstrip("/\\")

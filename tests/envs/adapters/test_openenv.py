@@ -28,6 +28,7 @@ class Server:
         from websockets.sync.server import serve
 
         self.schema, self.slow, self.sessions = schema, False, 0
+        self.name, self.shown, self.farewell = "walk", "You are at {}.", None
         self._server = serve(
             self.session, "127.0.0.1", port, process_request=self.describe, close_timeout=0.1
         )
@@ -37,7 +38,10 @@ class Server:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def describe(self, connection, request):
-        about = {"/metadata": {"name": "walk", "description": "Walk to 3."}, "/schema": self.schema}
+        about = {
+            "/metadata": {"name": self.name, "description": "Walk to 3."},
+            "/schema": self.schema,
+        }
         if request.path in about:
             return connection.respond(HTTPStatus.OK, json.dumps(about[request.path]))
         return None
@@ -50,6 +54,9 @@ class Server:
             asked = json.loads(message)
             if self.slow:
                 time.sleep(6)
+            if self.farewell is not None:
+                connection.close(1008, self.farewell)
+                return
             if asked["type"] == "reset":
                 place = asked["data"]["seed"] % 3 - 1
             elif asked["data"].get("move") not in ("left", "right"):
@@ -59,7 +66,7 @@ class Server:
             else:
                 place += 1 if asked["data"]["move"] == "right" else -1
             done = abs(place) == 3
-            observation = {"text": f"You are at {place}.", "metadata": {}}
+            observation = {"text": self.shown.format(place), "metadata": {}}
             data = {"observation": observation, "reward": float(place == 3), "done": done}
             connection.send(json.dumps({"type": "observation", "data": data}))
 
@@ -156,9 +163,56 @@ def test_free_text_becomes_the_field_and_json_the_whole_action(server):
     env.close()
 
 
+@pytest.mark.parametrize("answer", ["{}", '{"move": 5}', '{"move": "left"}', "7"])
+def test_every_answer_is_the_text_of_an_only_field(server, answer):
+    server.schema = {"action": {"properties": {"move": {"type": "string"}, "metadata": {}}}}
+    assert make(f"openenv:{server.url}")._message(answer) == {"move": answer}
+
+
+@pytest.mark.parametrize("answer", ["{}", '{"speed": 1}', '{"move": "left", "other": 1}'])
+def test_an_object_without_the_field_is_a_text(server, answer):
+    server.schema = {"action": {"properties": {"move": {"type": "string"}, "speed": {}}}}
+    env = make(f"openenv:{server.url}", field="move")
+    assert env._message(answer) == {"move": answer}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        [],
+        {"action": None},
+        {"action": {"properties": {"move": True}}},
+        {"action": {"properties": {"move": {}}}, "state": {"properties": {"max_turns": True}}},
+    ],
+)
+def test_another_server_is_one_line(server, schema):
+    server.schema = schema
+    with pytest.raises(RagenError, match="what answers there is no OpenEnv server"):
+        make(f"openenv:{server.url}")
+
+
+def test_the_token_is_masked_in_whatever_the_server_says(server, monkeypatch):
+    """It may repeat the token in an observation, with escapes, or as the reason of an end."""
+    monkeypatch.setenv("OPENENV_TOKEN", 'a-"secret"')
+    monkeypatch.setattr(server, "name", 'walk a-"secret"')
+    server.shown = 'You have a-"secret".'
+    env = make(f"openenv:{server.url}")
+    assert openenv._about(server.url).name == "walk ***"
+    assert env.reset(seed=1)[0] == "You have ***."
+    server.farewell = 'no a-"secret"'
+    with pytest.raises(RuntimeError, match=r"no \*\*\*") as ended:
+        env.step("left")
+    assert "secret" not in str(ended.value)
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
-    [("http://127.0.0.1:9", "no OpenEnv server answers there"), ("host:80", "a URL is expected")],
+    [
+        ("http://127.0.0.1:9", "no OpenEnv server answers there"),
+        ("http://host:abc", "no OpenEnv server answers there"),
+        ("host:80", "a URL is expected"),
+        ("http://[::1", "a URL is expected"),
+    ],
 )
 def test_no_server_is_one_line(url, message):
     with pytest.raises(RagenError, match=message) as error:

@@ -48,12 +48,12 @@ class OpenEnvEnv(Adapted):
     """An environment of an OpenEnv server, whose URL is its name.
 
     Observation: the only text of the server's observation, or all its fields by name. Actions: the
-    names of an enumeration, else free text, which becomes the action's field; a JSON object with
-    fields of an action is the whole action. Reward, Ends when: the server's. Success is what the
-    metadata of the last observation say, else an end with a positive last reward. The level seed is
-    the seed of the server's ``reset``. Random events follow from it, too, unless a state of the
-    server has a ``noise_seed``: then its reset takes one. There is random play for an enumeration
-    only.
+    names of an enumeration, else free text, which becomes the action's field; where an action has
+    several fields, a JSON object with that one is the whole action. Reward, Ends when: the
+    server's. Success is what the metadata of the last observation say, else an end with a positive
+    last reward. The level seed is the seed of the server's ``reset``. Random events follow from it,
+    too, unless a state of the server has a ``noise_seed``: then its reset takes one. There is
+    random play for an enumeration only.
 
     Parameters: `field`, the action's field for the answer, where it has several.
     """
@@ -67,7 +67,7 @@ class OpenEnvEnv(Adapted):
         self._rules = about.description
         self.goal = self._rules.partition("\n")[0]
         names = self._schema.get("enum")
-        self._actions = tuple(map(str, names)) if names else None
+        self._actions = tuple(map(str, names)) if names and isinstance(names, list) else None
         self._takes_noise = "noise_seed" in about.state
         self._session: Any = None
         self.max_turns, self.actions_per_turn, self.max_actions = (
@@ -81,7 +81,12 @@ class OpenEnvEnv(Adapted):
             import websockets
         except ModuleNotFoundError:
             raise missing(f"openenv:{target}", "websockets", "openenv") from None
-        url = urlsplit(target)
+        try:
+            url = urlsplit(target)
+        except ValueError:
+            raise RagenError(
+                "openenv:…: a URL is expected, as in openenv:http://host:8000"
+            ) from None
         if "@" in url.netloc or url.query:
             raise RagenError(
                 f"openenv:{url.scheme}://…: runs record the URL, so it may hold neither a password "
@@ -127,7 +132,9 @@ class OpenEnvEnv(Adapted):
             value = json.loads(action)
         except ValueError:
             value = None
-        if isinstance(value, dict) and value.keys() <= self._fields:
+        # An only field takes every answer, so that the server refuses none.
+        several = len(self._fields) > 1
+        if several and isinstance(value, dict) and {self._field} <= value.keys() <= self._fields:
             return value
         is_number = self._schema.get("type") in ("integer", "number")
         return {self._field: value if is_number and value is not None else action}
@@ -136,8 +143,16 @@ class OpenEnvEnv(Adapted):
         """The server's answer to one message.
 
         Raises:
-            RuntimeError: The server refuses it.
+            RuntimeError: The server refuses it, or ends the session.
         """
+        from websockets.exceptions import WebSocketException
+
+        try:
+            return self._exchange(kind, data)
+        except WebSocketException as error:  # its text has what the server gives as the reason
+            raise RuntimeError(f"{self.name}: {_masked(str(error), self._token)}") from None
+
+    def _exchange(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         from websockets.exceptions import ConnectionClosed
         from websockets.sync.client import connect
 
@@ -157,11 +172,9 @@ class OpenEnvEnv(Adapted):
         try:
             with suppress(ConnectionClosed):  # why the server ended the session can be read still
                 session.send(json.dumps({"type": kind, "data": data}))
-            answer = json.loads(session.recv(timeout=CALL_S))
+            answer = _read(session.recv(timeout=CALL_S), self._token)
             if answer["type"] == "error":
-                said = _said(answer["data"])
-                said = said.replace(self._token, "***") if self._token else said
-                raise RuntimeError(f"{self.name}: {said}")
+                raise RuntimeError(f"{self.name}: {_said(answer['data'])}")
             found: dict[str, Any] = answer["data"]
         except BaseException:  # the time limit, too: its answer would be taken for the next one
             session.close_socket()
@@ -186,6 +199,24 @@ def _credentials(token: str | None) -> dict[str, str]:
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
+def _masked(text: str, token: str | None) -> str:
+    return text if token is None else text.replace(token, "***")
+
+
+def _read(text: str | bytes, token: str | None) -> Any:
+    r"""The JSON that a server sends, with the token masked: answers are shown and recorded.
+
+    Example:
+        >>> _read(r'{"text": "\u0073ecret-8"}', "secret-8")
+        {'text': '***'}
+    """
+    found = json.loads(text)
+    if token is None:
+        return found
+    # The server may escape any character of it; written again, it is escaped in one way only.
+    return json.loads(_masked(json.dumps(found), json.dumps(token)[1:-1]))
+
+
 @lru_cache(maxsize=16)
 def _about(url: str) -> About:
     """What the server of a URL says of itself; one that has answered is not asked again.
@@ -195,20 +226,27 @@ def _about(url: str) -> About:
     """
     try:
         metadata, schema = (_get(url, part) for part in ("metadata", "schema"))
-    except (httpx.HTTPError, ValueError) as error:
+        return _about_of(url, metadata, schema)
+    except (AttributeError, TypeError, RecursionError):
+        raise RagenError(f"openenv:{url}: what answers there is no OpenEnv server") from None
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 401:
             raise RagenError(
                 f"openenv:{url}: the server refuses the token; put its token into the environment "
                 f"variable {TOKEN}"
             ) from None
-        said = str(error) or type(error).__name__
+        said = _masked(str(error), token_here()) or type(error).__name__
         raise RagenError(f"openenv:{url}: no OpenEnv server answers there ({said})") from None
+
+
+def _about_of(url: str, metadata: dict[str, Any], schema: dict[str, Any]) -> About:
     action = schema.get("action", {})
     fields = {name: _whole(each, action) for name, each in action.get("properties", {}).items()}
     fields.pop("metadata", None)
     name = str(metadata.get("name"))
     description = str(metadata.get("description") or metadata.get("name") or f"Play at {url}.")
-    state = dict(schema.get("state", {}).get("properties", {}))
+    properties = schema.get("state", {}).get("properties", {})
+    state = {name: dict(each) for name, each in properties.items()}
     told = json.dumps([name, description, fields, state], sort_keys=True)
     digest = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
     return About(name, description, digest, fields, state)
@@ -227,9 +265,10 @@ def _whole(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _get(url: str, part: str) -> dict[str, Any]:
-    address, headers = f"{url.rstrip('/')}/{part}", _credentials(token_here())
+    address, token = f"{url.rstrip('/')}/{part}", token_here()
+    headers = _credentials(token)
     answer = httpx.get(address, headers=headers, timeout=CALL_S, follow_redirects=True)
-    found: dict[str, Any] = answer.raise_for_status().json()
+    found: dict[str, Any] = _read(answer.raise_for_status().content, token)
     return found
 
 
