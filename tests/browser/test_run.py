@@ -48,7 +48,7 @@ def test_main_settings_are_shown_at_a_glance(
         log_step(recorder, 1, 0.5)
     page = visitor.visit("#/run/newcomer")
     glance = page.locator(".glance")
-    for name, value in (("learning rate", "0.0003"), ("filter", said), ("turns, actions", "5, 10")):
+    for name, value in (("learning rate", "3.0e−4"), ("filter", said), ("turns, actions", "5, 10")):
         figure = glance.locator("div", has=page.get_by_text(name, exact=True)).last
         expect(figure.locator("dd")).to_have_text(value)
 
