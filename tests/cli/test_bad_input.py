@@ -405,4 +405,4 @@ def test_a_server_that_cannot_be_is_reported(
     monkeypatch.setenv("OPENENV_TOKEN", "long enough")
     monkeypatch.setattr("resource.getrlimit", lambda _: (200, 200))
     line = error_line(tmp_path, "serve", "bandit", "--sessions", "100")
-    assert "--sessions 100 needs 260 open files, and the limit is 200: choose fewer" in line
+    assert "--sessions 100 needs 360 open files, and the limit is 200: choose fewer" in line

@@ -44,7 +44,7 @@ def train_epilog() -> str:
     """The recipes and the common keys, under the help of ``ragen train``."""
     from ragen.config.reading import recipes
 
-    names = textwrap.wrap(", ".join(recipes()), _width() - 2)
+    names = textwrap.wrap(", ".join(recipes()), _width() - 2, break_on_hyphens=False)
     lines = ["recipes (ragen help recipes describes them; a path to a .toml works too):"]
     lines += [f"  {line}" for line in names]
     lines.append("\ncommon keys (ragen help keys lists all):")
