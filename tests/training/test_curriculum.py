@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ragen.cli.main import main
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.diagnostics.collapse import STAGE, since_advance
@@ -77,6 +78,12 @@ def test_a_stage_with_a_wrong_parameter_is_refused_before_the_run(tmp_path: Path
     with pytest.raises(RagenError, match=r"no parameter 'name_sets'.* did you mean 'name_set'"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_finds_a_wrong_parameter_of_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    stages = ["--curriculum.stages", "[{max_distanc = 1}]"]
+    assert main(["train", "frozen-lake-still", *stages, "--dry-run"]) == 2
+    assert "did you mean 'max_distance'?" in capsys.readouterr().err
 
 
 def test_detectors_read_the_present_stage_and_all_evaluations() -> None:

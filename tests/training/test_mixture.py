@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ragen.algorithms.batch import EpisodeIndex
 from ragen.algorithms.credit import compared_with
 from ragen.config.keys import parse_value
-from ragen.config.reading import resolve
+from ragen.config.reading import changed, resolve
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, last, mean
 from ragen.core.types import Episode, Group
@@ -207,3 +207,17 @@ def test_metrics_of_environments_with_one_short_name_stay_apart() -> None:
     metrics = summarize_envs(groups, [0], files)
     assert metrics["env/a.py:Maze/kept_fraction"].value == 1.0
     assert metrics["env/b.py:Maze/kept_fraction"].value == 0.0
+
+
+def test_a_recipe_of_one_environment_gives_its_place_to_a_mixture() -> None:
+    """Its budgets and parameters stay behind; an embedded model keeps its form of prompts."""
+    config = resolve_run("bandit", {"env.mix": {"bandit": 0.5, "countdown": 0.5}}).config
+    assert config.env.name == "bandit+countdown" and config.recipe == "bandit"
+    assert config.prompt.style == "compact"
+
+
+def test_a_name_beside_a_mixture_is_refused() -> None:
+    config = resolve_run("mixed").config
+    with pytest.raises(RagenError, match=r"env\.name and env\.mix are given"):
+        changed(config, {"env.name": "sokoban"})
+    assert changed(config, {"seed": 1}).env == config.env

@@ -215,7 +215,7 @@ def retrieval(scores_NM: Tensor, own_N: Tensor, k: int) -> float:
 async def measure_envs(
     engine: Engine, groups: Sequence[Group], seed: int, step: int, mix: Collection[str]
 ) -> tuple[Metrics, list[CrossScores]]:
-    """`measure_thoughts` within each environment, for thoughts tell their environment anyhow.
+    """`measure_thoughts` within each environment, because any thought reveals its environment.
 
     `mix` names the environments of a mixture; the step's groups may lack some. Each environment
     has its metrics as ``env/<name>/information/…``. The whole has their means over the thoughts,

@@ -221,7 +221,7 @@ class Chat:
         return self._cached_ids(text)
 
     def encode_text(self, text: str) -> Ids:
-        """Ids of the text of a reply, without one of the `control_ids` whatever it spells."""
+        """Ids of the text of a reply; whatever it spells, none is one of the `control_ids`."""
         return self._controls.encode_rendering(self._in_replies.mark(text))
 
     def decode(self, ids: Sequence[int]) -> str:

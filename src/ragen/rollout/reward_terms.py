@@ -117,7 +117,7 @@ def find_term(name: str) -> Term:
     """The reward term of a name in the config, RAGEN's own or from outside.
 
     Raises:
-        RagenError: It cannot be loaded, or its parameter is none that is judged.
+        RagenError: It cannot be loaded, or its parameter is not one of `TERM_INPUTS`.
     """
     return TERM.find(name, TERMS)
 

@@ -1,8 +1,8 @@
 """`ragen serve`: an environment as a server of OpenEnv's protocol.
 
 A session is one WebSocket with an environment of its own. An environment in this process is called
-in the loop's thread, where its time can be limited: one that hangs holds up the others until then.
-One with ``env.isolate`` is called in a thread of its session, and holds up nobody.
+in the loop's thread, where its time can be limited: one that hangs delays the others until then.
+One with ``env.isolate`` is called in a thread of its session, and delays no other session.
 """
 
 from __future__ import annotations
