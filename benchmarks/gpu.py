@@ -43,7 +43,7 @@ from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import derive
-from ragen.engines.engine import Engine
+from ragen.engines.local import LocalEngine
 from ragen.engines.sampler import Sampler, draw
 from ragen.models.decoder import HFDecoder
 from ragen.models.graphs import GraphDecoder, recorder
@@ -261,7 +261,7 @@ async def measure(config: Config, size: Size, steps: int, rate: float) -> dict[s
     metrics: Metrics = {}
     waits_per_update = 0.0
     with phases("load"):
-        engine = Engine(config, config.model.path)
+        engine = LocalEngine(config, config.model.path)
     assert isinstance(engine.policy, Sampler)
     engine.policy.last_ids = frozenset()  # every completion has `max_tokens`
     setup = make_setup(config, engine.chat)

@@ -34,7 +34,7 @@ from typing import Any
 from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
-from ragen.engines.engine import Engine
+from ragen.engines.local import LocalEngine
 from ragen.storage.checkpoint import newest_intact
 from ragen.storage.database import DATABASE
 from ragen.training import loop, running
@@ -79,7 +79,7 @@ IDENTICAL = "identical"
 PLACES: dict[str, tuple[Any, str]] = {
     "rollout": (loop, "play"),
     "score": (loop, "make_batch"),
-    "update": (Engine, "update"),
+    "update": (LocalEngine, "update"),
     "record": (loop, "record_step"),
     "checkpoint": (loop, "save"),
     "evaluation": (running, "evaluate_envs"),

@@ -33,12 +33,12 @@ import ragen
 from ragen.config.reading import resolve
 from ragen.core.errors import GuardStop
 from ragen.core.statistics import wilson
-from ragen.engines.engine import Engine
+from ragen.engines.local import LocalEngine
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.evaluation.results import Evaluation
 from ragen.models import fast_qwen2
 from ragen.training.progress import Watcher
-from ragen.training.running import local_engine
+from ragen.training.running import make_engine
 
 RATES = {0: None, 8: 5e-3, 64: 5e-4}
 """Learning rate by rank: the recipe's own for rank 0, the best of four on Bandit's seed 0 for 8, of
@@ -99,8 +99,8 @@ def run(recipe: str, rank: int, lr: float | None, seed: int, episodes: int) -> d
 def memory(recipe: str, rank: int, algorithm: str) -> dict[str, int]:
     """Bytes of weights, gradients and optimiser of a run after its first update."""
     more = {"algorithm": algorithm, "loss.kl": 1e-3} if algorithm else {}
-    engine = local_engine(resolve(recipe, changes(rank, None) | more))
-    assert isinstance(engine, Engine)
+    engine = make_engine(resolve(recipe, changes(rank, None) | more))
+    assert isinstance(engine, LocalEngine)
     learner = engine.learner
     modules = [m for m in (learner.model, learner.critic, learner.reference) if m is not None]
     weights = {id(p): p for module in modules for p in module.parameters()}

@@ -429,7 +429,7 @@ def test_doctor_reports_why_training_fails(
     def broken(*_: object) -> Never:
         raise RagenError("cannot load the model 'base'")
 
-    monkeypatch.setattr("ragen.training.trainer.local_engine", broken)
+    monkeypatch.setattr("ragen.training.trainer.make_engine", broken)
     assert main(["doctor"]) == 1
     assert "NO  end to end               cannot load the model 'base'" in capsys.readouterr().out
 

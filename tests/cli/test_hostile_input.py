@@ -43,7 +43,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.chdir(tmp_path)
     for work in (
-        *("ragen.training.trainer.local_engine", "ragen.evaluation.evaluation.run_async"),
+        *("ragen.training.trainer.make_engine", "ragen.evaluation.evaluation.run_async"),
         *("ragen.finetuning.sft.load_model", "ragen.finetuning.base.build"),
         *("ragen.studies.runner.make_runs", "ragen.viewer.server.serve"),
         "ragen.serving.openenv.serve",
@@ -275,11 +275,17 @@ OTHERS: dict[str, Any] = {
     **{"rollout.sampler": "vllm", "filter.score": "variance", "advantage.name": "grpo"},
     **{"loss.name": "cispo", "record.trackers": "wandb", "recipe": "mine"},
     **{"algorithm": "starpo/grpo", "curriculum.stages": [{}], "prompt.tool_parser": "hermes"},
+    **{"engine.address": "auto", "engine.close_after_s": 60.0},
     **{"judge.url": "http://localhost:1/v1", "judge.model": "other", "judge.rubric": "Be kind."},
 }
 JUDGED = {
     **{"reward.terms.judge": 1.0, "judge.url": "http://localhost:8000/v1"},
     **{"judge.model": "model", "judge.rubric": "Be brief.", "algorithm": "starpo/grpo"},
+}
+RAY = {"engine.name": "ray"}
+CLOSING = {
+    **RAY,
+    **{"engine.max_staleness": 1, "engine.min_members": 2, "engine.close_after_s": 30.0},
 }
 NEEDED: dict[str, dict[str, Any]] = {
     "lora.alpha": {"lora.rank": 8},
@@ -295,6 +301,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     "budget": {},
     "curriculum.success": {"curriculum.stages": [{}]},
     **dict.fromkeys(("judge.url", "judge.model", "judge.rubric", "judge.mode"), JUDGED),
+    **dict.fromkeys(("engine.address", "engine.learners", "engine.samplers"), RAY),
+    **dict.fromkeys(("engine.max_staleness", "engine.timeout_s"), RAY),
+    "engine.tensor_parallel": RAY | {"rollout.sampler": "vllm"},
+    **dict.fromkeys(("engine.min_members", "engine.close_after_s"), CLOSING),
     "eval.background": {"eval.every": 10, "checkpoint.every": 10},
 }
 

@@ -24,7 +24,7 @@ from ragen.core.metrics import Metrics
 from ragen.core.stopping import StopRequested
 from ragen.diagnostics.detectors import EMPTY_STEPS, EVALUATED, LEVELS
 from ragen.diagnostics.guard import GRACE_STEPS, Alarm, GuardState, read_history
-from ragen.engines.engine import Engine
+from ragen.engines.local import LocalEngine
 from ragen.storage import checkpoint
 from ragen.storage.checkpoint import folders
 from ragen.storage.reader import read_events, read_metrics
@@ -283,7 +283,7 @@ def test_resume_after_a_kill_during_a_rollback(tmp_path: Path, alarms_at: Plan, 
             "drop_after": (recovery, "drop_after"),
             "replace_state": (recovery, "replace_state"),
             "event": (Recorder, "event"),
-            "build": (Engine, "load"),
+            "build": (LocalEngine, "load"),
         }[step]
         real = getattr(place, name)
 
@@ -330,14 +330,14 @@ def test_a_collapse_of_the_embedded_model_is_rolled_back(tmp_path: Path) -> None
 def test_a_run_that_hangs_reports_its_stacks_and_exits_with_3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, update = tmp_path / "run", Engine.update
+    run, update = tmp_path / "run", LocalEngine.update
 
-    async def hangs(engine: Engine, batch: Batch, step: int) -> Metrics:
+    async def hangs(engine: LocalEngine, batch: Batch, step: int) -> Metrics:
         if step == 2:
             time.sleep(60)  # blocks the event loop, as a broken collective would
         return await update(engine, batch, step)
 
-    monkeypatch.setattr(Engine, "update", hangs)
+    monkeypatch.setattr(LocalEngine, "update", hangs)
     monkeypatch.setattr(loop, "STALLED_S", 1.0)
     start = time.monotonic()
     assert exit_code(fork(lambda: train(make_config(), run))) == 3
@@ -351,13 +351,13 @@ def test_a_run_that_hangs_reports_its_stacks_and_exits_with_3(
 
 
 def test_a_stall_can_be_logged_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish, seen = Engine.publish, NotedAlarms()
+    publish, seen = LocalEngine.publish, NotedAlarms()
 
-    async def slow(engine: Engine) -> None:
+    async def slow(engine: LocalEngine) -> None:
         time.sleep(1.5 if engine.version == 1 else 0)
         await publish(engine)
 
-    monkeypatch.setattr(Engine, "publish", slow)
+    monkeypatch.setattr(LocalEngine, "publish", slow)
     monkeypatch.setattr(loop, "STALLED_S", 1.0)
     config = make_config(guard__responses={"stalled": "log"})
     result = train(config, tmp_path / "run", watcher=seen)

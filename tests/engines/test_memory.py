@@ -18,7 +18,7 @@ from ragen.config.reading import changed, resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Prompt
 from ragen.engines import memory
-from ragen.engines.engine import Engine
+from ragen.engines.local import LocalEngine
 from ragen.engines.machine import container_rooms
 from ragen.engines.memory import CHANGES, plan, refuse_too_large
 from ragen.engines.sampler import Sampler
@@ -70,7 +70,7 @@ def master_bytes(masters: Masters) -> tuple[int, int]:
 def test_the_plan_of_weights_gradients_and_optimisers_is_exact(mode: str) -> None:
     config = make_config(**MODES[mode])
     planned = plan(config)
-    engine = Engine(config, config.model.path)
+    engine = LocalEngine(config, config.model.path)
     learner = engine.learner
     states = sum(map(optimizer_bytes, learner.optimizers))
     gradients, masters = master_bytes(learner.masters)
@@ -86,7 +86,7 @@ def test_the_plan_of_weights_gradients_and_optimisers_is_exact(mode: str) -> Non
 
 def test_the_plan_of_the_sampler_is_exact() -> None:
     config = make_config()
-    engine = Engine(config, config.model.path)
+    engine = LocalEngine(config, config.model.path)
     decoder = engine.policy._decoder  # type: ignore[attr-defined]
     assert isinstance(decoder, Qwen2Decoder)
     decoder.prefill([0], [0], [[1]])

@@ -16,8 +16,8 @@ from tiny import tiny_model, tiny_tokenizer
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
-from ragen.engines.engine import Engine, check_parity
 from ragen.engines.factory import make_policy
+from ragen.engines.local import LocalEngine, check_parity
 from ragen.engines.sampler_vllm import VllmSampler
 from ragen.engines.vllm_engine import TESTED, Vllm
 from ragen.evaluation.evaluation import evaluate_target, play_target
@@ -239,11 +239,11 @@ def test_another_model_is_refused_before_the_run_folder_is_made(
 def test_a_loaded_checkpoint_is_published(
     folder: str, tmp_path: Path, fakes: list[PretendVllm]
 ) -> None:
-    engine = Engine(settings(folder), folder)
+    engine = LocalEngine(settings(folder), folder)
     with torch.no_grad():
         engine.model.get_input_embeddings().weight.mul_(1.5)
     state = asyncio.run(engine.save(tmp_path))
-    again = Engine(settings(folder), folder)
+    again = LocalEngine(settings(folder), folder)
     asyncio.run(again.load(tmp_path, state | {"version": 3}))
     assert fakes[1].calls.count("load") == 1
     assert again.metrics()["publish/logprob_difference"].value < LOGPROB
@@ -320,7 +320,7 @@ def test_vllm_loads_the_resolved_model_folder(
 
 
 def test_parity_bounds_depend_on_the_dtype(folder: str, fakes: list[PretendVllm]) -> None:
-    engine = Engine(settings(folder, **{"rollout.temperature": 0.5}), folder)
+    engine = LocalEngine(settings(folder, **{"rollout.temperature": 0.5}), folder)
 
     def off_by(distance: float, dtype: str) -> float:
         class Shifted:

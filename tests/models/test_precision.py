@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ragen.algorithms.batch import Batch, take
 from ragen.config.reading import resolve
 from ragen.config.sections import LossConfig, UpdateConfig
-from ragen.engines.engine import Engine
 from ragen.engines.learner import Learner
+from ragen.engines.local import LocalEngine
 from ragen.models.precision import Masters, output_logits
 from tests.bandit_model import settings
 from tests.engines.test_learner import PLAIN, batch
@@ -117,7 +117,7 @@ def test_masters_are_restored_from_saved_tensors() -> None:
 
 def test_a_closed_engine_holds_no_weights() -> None:
     config = resolve("bandit", settings(model__dtype="bfloat16", algorithm="starpo/ppo"))
-    engine = Engine(config, config.model.path)
+    engine = LocalEngine(config, config.model.path)
     embedding = engine.model.get_input_embeddings().weight.shape
 
     def num_embeddings() -> int:

@@ -14,7 +14,7 @@ import pytest
 
 from ragen.core.errors import NotFiniteError, RagenError
 from ragen.diagnostics.guard import Alarm, GuardState, read_history
-from ragen.engines.engine import Engine
+from ragen.engines.local import LocalEngine
 from ragen.storage import checkpoint
 from ragen.training import recovery, running
 from ragen.training.background import Background, Played, evaluate_checkpoint
@@ -140,7 +140,7 @@ def test_a_run_that_ended_during_an_evaluation_makes_it_up(
     assert_same_results(run, uninterrupted(config, tmp_path))
 
 
-ROLLBACK = ("drop_after", "replace_state", "local_engine")
+ROLLBACK = ("drop_after", "replace_state", "make_engine")
 """What `recovery.roll_back` calls."""
 
 
@@ -199,15 +199,15 @@ def test_a_rollback_keeps_the_evaluations_of_the_steps_that_still_count(
 def test_a_broken_policy_is_rolled_back_where_its_evaluation_would_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, save, left = tmp_path / "run", Engine.save, [4]
+    run, save, left = tmp_path / "run", LocalEngine.save, [4]
 
-    async def broken_once(engine: Engine, folder: Path) -> dict[str, Any]:
+    async def broken_once(engine: LocalEngine, folder: Path) -> dict[str, Any]:
         left[0] -= 1
         if left[0] == 0:  # after step 0, 1 and 2: in step 3
             raise NotFiniteError("the weights of the policy")
         return await save(engine, folder)
 
-    monkeypatch.setattr(Engine, "save", broken_once)
+    monkeypatch.setattr(LocalEngine, "save", broken_once)
     response = {"non_finite": "rollback"}
     train(make_config(**BACKGROUND | {"eval__every": 1}, guard__responses=response), run)
     query = "SELECT step, attempt FROM evaluations WHERE temperature = 1 ORDER BY 1, 2"

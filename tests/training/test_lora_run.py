@@ -20,8 +20,8 @@ from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
-from ragen.engines.engine import Engine
 from ragen.engines.factory import load_model, make_policy
+from ragen.engines.local import LocalEngine
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.evaluation.results import load_evaluations
 from ragen.evaluation.targets import config_for
@@ -109,10 +109,10 @@ def test_sampler_and_learner_agree_without_the_fast_decoder(
 def test_adapter_and_merged_weights_give_the_trained_policy(finished: Path) -> None:
     """A checkpoint, with its base found by name, gives the policy that was trained."""
     newest = checkpoint.newest(finished)
-    engine = Engine(lora_config(**GAE), make_config().model.path)
+    engine = LocalEngine(lora_config(**GAE), make_config().model.path)
     asyncio.run(engine.load(newest, checkpoint.read_state(newest)["engine"]))
     policy, _ = make_policy(make_config(), str(newest))
-    plain = Engine(make_config(), str(newest)).model
+    plain = LocalEngine(make_config(), str(newest)).model
     assert not lora.has_adapters(plain) and lora.has_adapters(engine.model)
     probe = torch.arange(1, 9)[None]
     expected = engine.model(probe).logits

@@ -20,7 +20,7 @@ from ragen.core.errors import GuardStop
 from ragen.core.metrics import Metrics
 from ragen.diagnostics.detectors import MISMATCH, MISMATCH_BOUND, mismatch
 from ragen.engines import learner, sampler
-from ragen.engines.engine import Engine
+from ragen.engines.local import LocalEngine
 from ragen.models.loading import save_model
 from ragen.storage.checkpoint import newest
 from ragen.storage.reader import read_events, read_metrics
@@ -80,13 +80,13 @@ def test_the_learner_scores_the_distribution_that_was_sampled_under_every_rollou
 ) -> None:
     """Sampled, recomputed and independently computed logprobs are equal in float32."""
     monkeypatch.setattr("ragen.engines.factory.Vllm", PretendVllm)
-    update = Engine.update
+    update = LocalEngine.update
     for number, value in enumerate(UNUSUAL[key]):
         config = settings(folder, **{f"rollout__{key}": value}, **NEEDED.get(key, {}))
         largest = list[float]()
 
         async def checked(
-            engine: Engine,
+            engine: LocalEngine,
             batch: Batch,
             step: int,
             temperature: float = config.rollout.temperature,
@@ -101,7 +101,7 @@ def test_the_learner_scores_the_distribution_that_was_sampled_under_every_rollou
                 largest.append(float(gap_BT.abs().max()))
             return await update(engine, batch, step)
 
-        monkeypatch.setattr(Engine, "update", checked)
+        monkeypatch.setattr(LocalEngine, "update", checked)
         run = tmp_path / str(number)
         train(config, run)
         bound = 1e-3 / min(1.0, config.rollout.temperature)

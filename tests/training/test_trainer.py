@@ -35,8 +35,8 @@ from ragen.core.errors import RagenError
 from ragen.core.stopping import SIGNALS, StopRequested
 from ragen.core.types import Role
 from ragen.engines import engine
-from ragen.engines.engine import Engine
 from ragen.engines.learner import Learner
+from ragen.engines.local import LocalEngine
 from ragen.engines.sampler import Sampler
 from ragen.storage import checkpoint, recorder
 from ragen.storage.database import DATABASE
@@ -78,10 +78,10 @@ def test_a_run_that_fails_to_start_closes_its_engine_and_recorder(
 ) -> None:
     closed: list[str] = []
 
-    async def close(engine: Engine) -> None:
+    async def close(engine: LocalEngine) -> None:
         closed.append("engine")
 
-    monkeypatch.setattr(Engine, "close", close)
+    monkeypatch.setattr(LocalEngine, "close", close)
     (tmp_path / "file").write_text("")
     with pytest.raises(RagenError, match="cannot make the run folder"):
         train(make_config(), out=tmp_path / "file" / "run")
@@ -393,13 +393,13 @@ def test_old_logprobs_are_computed_before_the_update_only_where_they_are_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], roles: list[str]
 ) -> None:
     """In bfloat16, if a second update or a KL term compares them, or if they are recorded."""
-    scored_roles, score = [], Engine.score
+    scored_roles, score = [], LocalEngine.score
 
-    async def watched(engine: Engine, batch: Batch, role: Role) -> Batch:
+    async def watched(engine: LocalEngine, batch: Batch, role: Role) -> Batch:
         scored_roles.append(role)
         return await score(engine, batch, role)
 
-    monkeypatch.setattr(Engine, "score", watched)
+    monkeypatch.setattr(LocalEngine, "score", watched)
     usual = {"model__dtype": "bfloat16", "record__tokens_every": 0, "loss__kl": 0.0}
     once = {"update__epochs": 1, "update__minibatch_episodes": 1000}
     train(make_config(steps=2, eval__episodes=0, **usual | once | changes), tmp_path / "run")
@@ -783,7 +783,7 @@ def test_resume_of_a_finished_run_changes_nothing(
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     watcher = NotedWatcher()
     with monkeypatch.context() as patch:
-        patch.setattr("ragen.training.trainer.local_engine", None)  # no model is loaded
+        patch.setattr("ragen.training.trainer.make_engine", None)  # no model is loaded
         again = resume(tmp_path / "run", watcher)
     assert (again.before, again.after) == (first.before, first.after)
     (note,) = watcher.notes

@@ -10,7 +10,7 @@ import pytest
 
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
-from ragen.engines.engine import Engine
+from ragen.engines.local import LocalEngine
 from ragen.engines.vllm_engine import Vllm
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.models.names import resolve_model
@@ -49,7 +49,7 @@ def test_a_second_engine_starts_after_the_first_is_closed() -> None:
     config = resolve("bandit", SETTINGS)
     path = resolve_model("base", "bandit")
     for _ in range(2):
-        engine = Engine(config, path)
+        engine = LocalEngine(config, path)
         asyncio.run(engine.publish())
         assert engine.metrics()["publish/logprob_difference"].value < 1e-3
         asyncio.run(engine.close())

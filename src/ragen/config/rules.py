@@ -33,6 +33,13 @@ STD_DIVIDES = ("grpo", "gigpo")
 size, even a difference that only the KL penalty makes."""
 
 
+def _uses_processes(c: Sections) -> bool:
+    """Whether the engine's settings are of several processes."""
+    engine = c.engine
+    counts = engine.learners, engine.samplers, engine.tensor_parallel
+    return bool(engine.address) or max(counts) > 1 or engine.max_staleness > 0
+
+
 Test = Callable[[Sections], bool]
 
 
@@ -95,6 +102,33 @@ RULES: tuple[Rule, ...] = (
         lambda c: len(c.env.mix) > 0 and len(c.env.params) > 0,
         "env.params are for one environment: in a mixture, put them into env.mix, as in "
         "env.mix.NAME = {{share = 0.5, params = {{…}}}}",
+    ),
+    Rule(
+        lambda c: c.engine.name == "local" and _uses_processes(c),
+        "engine.address, learners, samplers, tensor_parallel and max_staleness are of processes "
+        'beside this one: set engine.name = "ray", or leave them out',
+    ),
+    Rule(
+        lambda c: c.engine.name == "ray" and c.rollout.sampler not in ("local", "vllm"),
+        "rollout.sampler = {c.rollout.sampler}: with engine.name = ray it is local or vllm, and "
+        "Ray starts the samplers",
+    ),
+    Rule(
+        lambda c: c.engine.tensor_parallel > 1 and c.rollout.sampler != "vllm",
+        'engine.tensor_parallel = {c.engine.tensor_parallel} needs rollout.sampler = "vllm"',
+    ),
+    Rule(
+        lambda c: (c.engine.min_members > 0) != (c.engine.close_after_s > 0),
+        "engine.min_members and engine.close_after_s work together: set both, or neither",
+    ),
+    Rule(
+        lambda c: c.engine.min_members > 0 and c.engine.max_staleness == 0,
+        "engine.min_members needs engine.max_staleness above 0: the last episodes of a group play "
+        "on while the step trains",
+    ),
+    Rule(
+        lambda c: c.engine.min_members > c.rollout.group_size,
+        "engine.min_members = {c.engine.min_members}: a group has {c.rollout.group_size} episodes",
     ),
     Rule(
         lambda c: len(c.env.mix) > 0 and len(c.curriculum.stages) > 0,

@@ -378,6 +378,31 @@ class UpdateConfig(Section):
     """Tokens in memory at once; a minibatch is split without a change of its result."""
 
 
+class EngineConfig(Section):
+    """Where a run computes: in one process, or in many on one machine or a cluster."""
+
+    name: Literal["local", "ray"] = "local"
+    """local (this process), or ray: learners and samplers in processes of their own."""
+    address: str = ""
+    """Of a running Ray cluster, such as auto or ray://head:10001; empty starts Ray here."""
+    learners: int = Field(1, ge=1, le=4096)
+    """Processes that train, with the weights split among them (FSDP2)."""
+    samplers: int = Field(1, ge=1, le=4096)
+    """Processes that sample, each with all the weights."""
+    tensor_parallel: int = Field(1, ge=1, le=64)
+    """GPUs of each sampler, for rollout.sampler = "vllm"."""
+    max_staleness: int = Field(0, ge=0, le=16)
+    """Publications by which the weights that sampled an episode may be behind those that learn from
+    it. Above 0, the next steps are played while one trains; their older episodes are dropped."""
+    min_members: int = Field(0, ge=0, le=MOST_EPISODES)
+    """Finished episodes with which a group may close after close_after_s; 0 waits for all."""
+    close_after_s: float = Field(0.0, ge=0, le=86_400)
+    """Seconds of a collection after which groups close without their last episodes. Those play on,
+    and are a group of their own in the step in which they end."""
+    timeout_s: float = Field(600.0, ge=1, le=86_400)
+    """Seconds without a sign of life after which a process counts as lost."""
+
+
 class EvalConfig(Section):
     """Evaluation during training, on a fixed set of levels."""
 
@@ -463,6 +488,7 @@ class Sections(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
     update: UpdateConfig = UpdateConfig()
+    engine: EngineConfig = EngineConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     record: RecordConfig = RecordConfig()
@@ -480,4 +506,5 @@ class Sections(Section):
     @property
     def one_arithmetic(self) -> bool:
         """Whether sampler and learner compute alike; if so, sampled logprobs are the old ones."""
-        return self.model.dtype == "float32" and self.rollout.sampler == "local"
+        is_local = self.engine.name == "local" and self.rollout.sampler == "local"
+        return is_local and self.model.dtype == "float32"

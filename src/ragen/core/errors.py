@@ -55,6 +55,15 @@ class MismatchError(RagenError):
         self.token, self.difference, self.bound = token, abs(recomputed - sampled), bound
 
 
+class EngineLost(RagenError):
+    """A process of the engine is lost and cannot be replaced: a new engine has to be made.
+
+    Example:
+        >>> str(EngineLost("learner 1 of 2 was killed"))
+        'learner 1 of 2 was killed'
+    """
+
+
 class GuardStop(RagenError):
     """The guard stopped a run, saved as it was; commands exit with 3."""
 

@@ -40,7 +40,7 @@ from ragen.training.running import (
     Run,
     compare_with_best,
     evaluated,
-    local_engine,
+    make_engine,
     save,
     take_evaluation,
 )
@@ -218,7 +218,7 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
     run.config, run.state = changed(run.original, guard.changes), state
     run.guard, run.history = guard, {}
     first = find_first(run.config, checkpoint, saved["engine"])
-    run.engine = local_engine(run.config, first)
+    run.engine = make_engine(run.config, first)
     await run.engine.load(checkpoint, saved["engine"])
     run.recorder.attempt = attempt
 

@@ -20,6 +20,7 @@ from ragen.diagnostics.collapse import Sign, echo_trap_signs
 from ragen.diagnostics.detectors import EVALUATED, LEVELS
 from ragen.diagnostics.guard import ROLLBACK_REACH, Alarm, GuardState, read_alarms
 from ragen.engines.engine import Engine
+from ragen.engines.local import LocalEngine
 from ragen.evaluation.evaluation import evaluate_envs
 from ragen.evaluation.results import Evaluation, load_evaluations
 from ragen.models.names import resolve_model
@@ -238,9 +239,14 @@ class Clock:
         return {f"time/{name}_s": total(seconds) for name, seconds in phases.items()} | speed
 
 
-def local_engine(config: Config, path: str | None = None) -> Engine:
-    """The engine of one process, with the model at `path`: by default what the config names."""
-    return Engine(config, path or resolve_model(config.model.path, config.env.name))
+def make_engine(config: Config, path: str | None = None) -> Engine:
+    """The engine of a config, with the model at `path`: by default what the config names."""
+    path = path or resolve_model(config.model.path, config.env.name)
+    if config.engine.name == "ray":
+        from ragen.engines.ray_engine import RayEngine  # Ray is an extra
+
+        return RayEngine(config, path)
+    return LocalEngine(config, path)
 
 
 def is_due(step: int, every: int) -> bool:

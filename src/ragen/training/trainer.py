@@ -58,7 +58,7 @@ from ragen.training.running import (
     Run,
     in_stage,
     is_finished,
-    local_engine,
+    make_engine,
     progress_of,
     result_of,
 )
@@ -96,7 +96,7 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
     if warning := advice(config.prompt.style, config.model.path):
         watcher.note(warning)
     refuse_too_large(config, watcher.note)
-    engine = local_engine(config)
+    engine = make_engine(config)
 
     async def start() -> Result:
         async with opened(engine, config) as (setups, stages):
@@ -179,7 +179,7 @@ def resume(
         return result_of(folder, config, state)
     path = find_first(config, checkpoint, engine_state)
     refuse_too_large(changed(config, {"model.path": path}), watcher.note)
-    engine = local_engine(config, path)
+    engine = make_engine(config, path)
 
     async def restart() -> Result:
         async with opened(engine, config) as (setups, stages):
@@ -260,7 +260,7 @@ def examine(folder: Path) -> dict[str, float]:
         config = changed(config, {"rollout.sampler": "local"})
     state = LoopState(**saved["loop"])
     use_threads(state.threads)
-    engine = local_engine(config, find_first(config, checkpoint, saved["engine"]))
+    engine = make_engine(config, find_first(config, checkpoint, saved["engine"]))
 
     async def measure() -> Metrics:
         async with opened(engine, config) as found, open_judge(config, None) as judge:
