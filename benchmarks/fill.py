@@ -79,7 +79,7 @@ def played(config: Config, source: random.Random) -> list[Group]:
         action = source.choice(("Up", "Down", "Left", "Right"))
         return f"{thought(source)}</think><answer>{action}</answer>"
 
-    levels = [train_level(0, group, PROMPTS) for group in range(PROMPTS)]
+    levels = [train_level(group) for group in range(PROMPTS)]
     work = run_groups(
         ScriptedPolicy(reply), make_setup(config, None), levels, MEMBERS, (0, "train", 0)
     )
@@ -201,7 +201,7 @@ def one_step(
     """A step of training, committed as a run commits it."""
     source, numbers = retold.source, retold.numbers
     groups = [
-        retold.group(group, train_level(step, number, PROMPTS), number)
+        retold.group(group, train_level(step * PROMPTS + number), number)
         for number, group in enumerate(pool)
     ]
     recorder.log(step, metrics_of(step, steps, source))

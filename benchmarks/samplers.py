@@ -65,7 +65,7 @@ def measured(way: str, config: Config, repeat: int) -> dict[str, Any]:
     async def collect(number: int) -> None:
         policy.forget()
         policy.stats = Stats()
-        levels = [train_level(number, group, size.num_groups) for group in range(size.num_groups)]
+        levels = [train_level(number * size.num_groups + group) for group in range(size.num_groups)]
         await run_groups(policy, setup, levels, size.group_size, (0, "train", number), size.slots)
 
     asyncio.run(collect(0))  # what is made at first use

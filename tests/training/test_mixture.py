@@ -17,6 +17,7 @@ from ragen.config.keys import parse_value
 from ragen.config.reading import changed, resolve
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, last, mean
+from ragen.core.seeding import TRAIN_LEVELS
 from ragen.core.types import Episode, Group
 from ragen.diagnostics import information
 from ragen.diagnostics.step_metrics import summarize_envs
@@ -27,9 +28,10 @@ from ragen.evaluation.targets import envs_of, resolve_target
 from ragen.reports.facts import read_facts
 from ragen.reports.report import page
 from ragen.rollout.env_settings import resolve_run
+from ragen.rollout.setup import Setup
 from ragen.storage.reader import read_metrics
-from ragen.training.mixture import share_out
-from ragen.training.running import Result
+from ragen.training.mixture import first_starts, share_out
+from ragen.training.running import LoopState, Result
 from ragen.training.trainer import train
 from ragen.viewer.reading import Runs
 from ragen.viewer.run_list import run_summary
@@ -72,6 +74,17 @@ def test_each_environment_has_its_own_levels_in_order(result: Result) -> None:
     assert levels["bandit"] == list(range(10000, 10008))
     assert levels["bandit-rev"] == list(range(10000, 10004))
     assert [row[0] for row in played if row[1] == 1] == ["bandit"] * 3 + ["bandit-rev"]
+
+
+def test_a_pool_of_levels_is_played_in_turn_in_each_environment() -> None:
+    config = resolve("bandit", settings(env__mix=MIX, env__levels=3, rollout__num_groups=4))
+    playing = cast("dict[str, Setup]", dict.fromkeys(MIX, SimpleNamespace()))
+    starts = first_starts(playing, config, LoopState(groups={"bandit": 8, "bandit-rev": 4}))
+    assert [start.level - TRAIN_LEVELS for start in starts] == [2, 0, 1, 1]
+    alone = resolve("bandit", settings(env__levels=3, rollout__num_groups=4))
+    one = cast("dict[str, Setup]", {"bandit": SimpleNamespace()})
+    starts = first_starts(one, alone, LoopState(step=1))
+    assert [start.level - TRAIN_LEVELS for start in starts] == [1, 2, 0, 1]
 
 
 def test_every_environment_has_its_metrics_beside_the_whole(result: Result) -> None:

@@ -104,6 +104,10 @@ RULES: tuple[Rule, ...] = (
         "env.mix.NAME = {{share = 0.5, params = {{…}}}}",
     ),
     Rule(
+        lambda c: c.env.levels > 0 and c.rollout.refill > 0,
+        "env.levels = {c.env.levels} and rollout.refill plays other levels: set one of them to 0",
+    ),
+    Rule(
         lambda c: c.engine.name == "local" and _uses_processes(c),
         "engine.address, learners, samplers, tensor_parallel and max_staleness are of processes "
         'beside this one: set engine.name = "ray", or leave them out',

@@ -165,6 +165,8 @@ class EnvConfig(Section):
     mix: dict[str, MixedEnv] = {}
     """Several environments in the place of name: a share of each, as in sokoban = 0.5, or a table
     with the share and the environment's own params and budgets."""
+    levels: int = Field(0, ge=0, le=MOST_EPISODES)
+    """Number of levels that training takes turns on; 0 plays none twice."""
     timeout_s: float = Field(30.0, ge=0.001, le=86_400)
     """Seconds after which a call of the environment fails its episode."""
     max_chars: int = Field(100_000, ge=1)

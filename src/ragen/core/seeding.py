@@ -34,14 +34,16 @@ def derive(run_seed: int, *path: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def train_level(step: int, group: int, num_groups: int) -> int:
-    """Level seed of a training group; `step` and `group` count from 0, and no level repeats.
+def train_level(number: int, num_levels: int = 0) -> int:
+    """Level seed of the `number`-th training group of a run, from 0.
+
+    The groups take turns on `num_levels` levels; 0 gives each a level of its own.
 
     Example:
-        >>> train_level(2, 3, 8)
-        10019
+        >>> train_level(19), train_level(19, num_levels=8)
+        (10019, 10003)
     """
-    return TRAIN_LEVELS + step * num_groups + group
+    return TRAIN_LEVELS + (number % num_levels if num_levels else number)
 
 
 def refill_level(step: int, index: int, num_groups: int) -> int:

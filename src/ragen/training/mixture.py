@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ragen.config.config import Config
-from ragen.core.seeding import TRAIN_LEVELS, train_level
+from ragen.core.seeding import train_level
 from ragen.rollout.setup import Setup
 from ragen.training.running import LoopState
 
@@ -25,14 +25,15 @@ def first_starts(playing: Mapping[str, Setup], config: Config, state: LoopState)
     In a mixture, the n-th group of an environment has its n-th training level, whatever the other
     environments and the shares are. `state` counts the groups so far.
     """
-    num_groups = config.rollout.num_groups
+    num_groups, num_levels = config.rollout.num_groups, config.env.levels
     if len(playing) == 1:
         (setup,) = playing.values()
-        return [Start(setup, train_level(state.step, g, num_groups)) for g in range(num_groups)]
+        first = state.step * num_groups
+        return [Start(setup, train_level(first + g, num_levels)) for g in range(num_groups)]
     shares = {name: each.share for name, each in config.env.mix.items()}
     counts, starts = Counter(state.groups), []
     for name in share_out(shares, state.groups, num_groups):
-        starts.append(Start(playing[name], TRAIN_LEVELS + counts[name]))
+        starts.append(Start(playing[name], train_level(counts[name], num_levels)))
         counts[name] += 1
     return starts
 

@@ -101,7 +101,7 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
     async def start() -> Result:
         async with opened(engine, config) as (setups, stages):
             for setup in (*setups.values(), *stages):
-                require_room(setup, train_level(0, 0, config.rollout.num_groups))
+                require_room(setup, train_level(0))
             hold_first(config, config.model.path, watcher.note)
             of_env = config.recipe == Config().recipe  # no recipe, so the environment names it
             name = short_name(config.env.name) if of_env else config.recipe
