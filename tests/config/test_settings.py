@@ -262,7 +262,10 @@ def test_differences_name_the_preset_value() -> None:
             "rollout.group_size to 2 or more",
         ),
         ({"rollout.refill": 1}, "set filter.include_zero = false"),
-        ({"env.levels": 8, "rollout.refill": 1, "filter.include_zero": False}, "set one of them"),
+        (
+            {"rollout.levels": 8, "rollout.refill": 1, "filter.include_zero": False},
+            "set one of them",
+        ),
         ({"rollout.refill": 4}, "rollout.refill = 4: expected a whole number ≥ 0 and ≤ 3"),
         ({"loss.name": "gspo"}, "set loss.clip_low = 3e-4 and loss.clip_high = 4e-4"),
         ({"loss.dual_clip": 0.5}, "loss.dual_clip = 0.5: expected a bound above 1, or 0 for none"),

@@ -24,6 +24,7 @@ from ragen.config.reading import dump, recipes, resolve
 from ragen.core.errors import RagenError
 from ragen.core.metrics import total
 from ragen.core.stopping import StopRequested
+from ragen.evaluation.results import load_evaluations
 from ragen.storage.recorder import Recorder
 from ragen.studies import runner
 from ragen.studies.measures import MEASURES, RunFacts, measure_of, read_run
@@ -347,6 +348,28 @@ def test_arm_may_start_with_supervised_fine_tuning(tmp_path: Path) -> None:
     assert "The claim is undecided on bandit." in (tmp_path / "index.md").read_text()
     assert (tmp_path / "studies.svg").stat().st_size > 1000
     assert (tmp_path / "bandit" / "taught" / "seed-1001-sft" / "model.safetensors").is_file()
+
+
+def test_a_policy_is_evaluated_elsewhere_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = TINY["laptop"] | {"steps": 1, "rollout.num_groups": 2, "prompt.think": False}
+    study = TINY | {
+        "transfer": {"reversed": {"env.params.reverse": True}},
+        "contrast": {"measure": "transfer:reversed", "arm": "all", "above": 0.5},
+        "arms": {"all": {}},
+        "describe": ["final - transfer:reversed"],
+        "laptop": settings | {"eval.every": 0},
+    }
+    first = runner.run_study(Study(**study), seeds=2, out=tmp_path, jobs=1)
+    folder = tmp_path / "bandit" / "all" / "seed-1000"
+    (stored,) = load_evaluations(folder / "evals" / "bandit-1")
+    assert stored.evaluation.success == first.numbers["transfer:reversed"]["bandit", "all"][0]
+    monkeypatch.setattr("ragen.evaluation.evaluation.play_episodes", None)  # nothing is left
+    again = runner.run_study(Study(**study), seeds=2, out=tmp_path, jobs=1)
+    assert again.numbers["transfer:reversed"] == first.numbers["transfer:reversed"]
+    with pytest.raises(ValueError, match=r"no evaluation 'elsewhere' \(only reversed\)"):
+        Study(**study | {"describe": ["final - transfer:elsewhere"]})
 
 
 def test_stop_request_raises_keyboard_interrupt_with_a_hint(

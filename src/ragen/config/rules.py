@@ -104,8 +104,9 @@ RULES: tuple[Rule, ...] = (
         "env.mix.NAME = {{share = 0.5, params = {{…}}}}",
     ),
     Rule(
-        lambda c: c.env.levels > 0 and c.rollout.refill > 0,
-        "env.levels = {c.env.levels} and rollout.refill plays other levels: set one of them to 0",
+        lambda c: c.rollout.levels > 0 and c.rollout.refill > 0,
+        "rollout.levels = {c.rollout.levels}, and rollout.refill plays other levels: set one "
+        "of them to 0",
     ),
     Rule(
         lambda c: c.engine.name == "local" and _uses_processes(c),

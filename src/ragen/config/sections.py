@@ -165,8 +165,6 @@ class EnvConfig(Section):
     mix: dict[str, MixedEnv] = {}
     """Several environments in the place of name: a share of each, as in sokoban = 0.5, or a table
     with the share and the environment's own params and budgets."""
-    levels: int = Field(0, ge=0, le=MOST_EPISODES)
-    """Number of levels that training takes turns on; 0 plays none twice."""
     timeout_s: float = Field(30.0, ge=0.001, le=86_400)
     """Seconds after which a call of the environment fails its episode."""
     max_chars: int = Field(100_000, ge=1)
@@ -263,6 +261,8 @@ class RolloutConfig(Section):
     """Groups (prompts) per step: P."""
     group_size: int = Field(16, ge=1, le=MOST_EPISODES)
     """Episodes per group: G."""
+    levels: int = Field(0, ge=0, le=MOST_EPISODES)
+    """Number of levels that training takes turns on; 0 plays none twice."""
     max_tokens: int = Field(80, ge=1, le=MOST_TOKENS)
     """Maximum number of tokens of one completion."""
     temperature: float = Field(1.0, ge=0.001, le=100)

@@ -9,6 +9,7 @@ name                               meaning
 ``collapsed``                      1 if ``final`` is below half of ``peak``, else 0
 ``until_80``                       share of the run until success is 80 %; 1 if it never is
 ``survived``                       share of the steps before ``onset:success/mean``; 1 without one
+``transfer:NAME``                  success of the trained policy in another evaluation of the study
 ``random``                         success of uniformly random play on the same levels and budgets
 ``seconds``                        duration of the steps
 ``first:METRIC``, ``last:METRIC``  mean of a metric over its first or last five recorded steps
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -59,10 +60,15 @@ class RunFacts:
     metrics: Mapping[str, Series]
     seconds: float = 0.0
     random: float = math.nan
+    transfer: Mapping[str, float] = field(default_factory=dict)
 
 
-def read_run(folder: Path, temperature: float) -> RunFacts:
+def read_run(
+    folder: Path, temperature: float, transfer: Mapping[str, float] | None = None
+) -> RunFacts:
     """Read the data that measures need, with the evaluations at `temperature`.
+
+    `transfer` are the results of the study's other evaluations, by name.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
@@ -72,7 +78,7 @@ def read_run(folder: Path, temperature: float) -> RunFacts:
     success = {each.step: each.evaluation.success for each in evaluated}
     seconds = sum(metrics.get("time/step_s", {}).values())
     random = evaluated[-1].evaluation.random if evaluated else math.nan
-    return RunFacts(success, metrics, seconds, random)
+    return RunFacts(success, metrics, seconds, random, transfer or {})
 
 
 def first(series: Series) -> float:
@@ -168,6 +174,9 @@ MEASURES: Mapping[str, Callable[[RunFacts], float]] = MappingProxyType(
 )
 """Measures of a whole run."""
 
+TRANSFER = "transfer"
+"""The kind of measure that is another evaluation's success."""
+
 SHARES = frozenset({"collapsed"})
 """Measures that are 0 or 1, so that a study compares shares of runs."""
 
@@ -213,12 +222,15 @@ def measure_of(name: str) -> Callable[[RunFacts], float]:
     if name in MEASURES:
         return MEASURES[name]
     kind, _, metric = name.partition(":")
+    if kind == TRANSFER and metric:
+        return lambda run: run.transfer.get(metric, math.nan)
     if kind == "lead" and metric:
         return lambda run: lead(run, metric)
     if kind not in OF_METRICS or not metric:
         raise RagenError(
             f"there is no measure {name!r}: {', '.join(MEASURES)}, or one of "
-            f"{', '.join(OF_METRICS)}, lead with a metric, such as last:entropy/mean"
+            f"{', '.join(OF_METRICS)}, lead with a metric, such as last:entropy/mean, or transfer "
+            "with an evaluation of the study"
         )
 
     def measure(run: RunFacts) -> float:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ragen.core.files import OTHER_OUT, file_errors, whole_file
 from ragen.core.statistics import Interval
+from ragen.evaluation.evaluation import evaluate_target
 from ragen.reports.plots import COLOURS, figure_of
 from ragen.studies.measures import SHARES, measure_of, read_run
 from ragen.studies.rule import ERROR, MOST_SEEDS, Verdict, sentence, verdict_of
@@ -64,7 +65,7 @@ def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[
     numbers: dict[str, dict[tuple[str, str], list[float]]] = {name: {} for name in names}
     curves, rows = {}, []
     for cell in cells:
-        facts = read_run(cell.folder, cell.config.eval.temperature)
+        facts = read_run(cell.folder, cell.config.eval.temperature, transfer_of(cell))
         curves[cell.environment, cell.arm, cell.seed] = facts.success
         measured = {name: measure_of(name)(facts) for name in names}
         values = (f"{value:.6g}" for value in measured.values())
@@ -81,6 +82,26 @@ def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[
     with written(out / "study.md") as path:
         path.write_text("\n".join(page(findings)) + "\n", encoding="utf-8")
     return findings
+
+
+def transfer_of(cell: Cell) -> dict[str, float]:
+    """Success of a finished run in the study's other evaluations; those that are missing are made.
+
+    Raises:
+        RagenError: The run cannot play there.
+    """
+    found, settings = {}, cell.config.eval
+    for name, changes in cell.transfer.items():
+        evaluation, _ = evaluate_target(
+            str(cell.folder),
+            changes,
+            episodes=settings.episodes,
+            seed=cell.seed,
+            temperature=settings.temperature,
+            out=cell.folder,
+        )
+        found[name] = evaluation.success
+    return found
 
 
 @contextmanager

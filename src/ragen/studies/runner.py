@@ -24,7 +24,7 @@ from ragen.finetuning.sft import sft
 from ragen.storage.database import CONFIG
 from ragen.storage.reader import read_events
 from ragen.storage.settings import run_config
-from ragen.studies.results import Findings, conclude
+from ragen.studies.results import Findings, conclude, transfer_of
 from ragen.studies.study import Cell, Scale, Study, cells_of, with_model
 from ragen.training.code_check import resolve_paths
 from ragen.training.trainer import resume, train
@@ -115,11 +115,12 @@ def make_run(cell: Cell) -> None:
         fine_tune(cell)
         if any(cell.folder.glob("checkpoints/step-*")):
             resume(cell.folder)
-            return
-        shutil.rmtree(cell.folder, ignore_errors=True)  # killed before its first checkpoint
-        with file_errors("write", cell.folder.parent, OTHER_OUT):
-            cell.folder.parent.mkdir(parents=True, exist_ok=True)
-        train(cell.config, cell.folder)
+        else:
+            shutil.rmtree(cell.folder, ignore_errors=True)  # killed before its first checkpoint
+            with file_errors("write", cell.folder.parent, OTHER_OUT):
+                cell.folder.parent.mkdir(parents=True, exist_ok=True)
+            train(cell.config, cell.folder)
+        transfer_of(cell)
     except GuardStop:
         return
     except StopRequested:

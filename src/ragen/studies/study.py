@@ -15,7 +15,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import resources
 from itertools import product
@@ -30,7 +30,7 @@ from ragen.config.reading import differences, resolve
 from ragen.config.sections import Section
 from ragen.core.errors import RagenError, nearest
 from ragen.core.statistics import Interval
-from ragen.studies.measures import SHARES, measure_of
+from ragen.studies.measures import SHARES, TRANSFER, measure_of
 from ragen.studies.rule import (
     ERROR,
     MARGIN,
@@ -134,6 +134,9 @@ class Study(Section):
     arms: dict[str, dict[str, Any]]
     """Settings by the arm's name; they win over those of the environment and the scale. Here and
     there, ``laptop.KEY`` and ``paper.KEY`` hold at one scale only."""
+    transfer: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Other evaluations of each trained policy, on as many levels: by name, what differs from the
+    training's settings, such as the environment."""
     sft: dict[str, FineTuning] = Field(default_factory=dict)
     """The fine-tuning that an arm begins with, by the arm's name."""
     environments: dict[str, Place] = Field(min_length=1)
@@ -148,8 +151,13 @@ class Study(Section):
         for arm in (*named, *self.sft):
             if isinstance(arm, str) and arm not in self.arms:
                 raise ValueError(f"there is no arm {arm!r} (only {', '.join(self.arms)})")
-        for measure in (*self.describe, *(need.measure for need in self.needs)):
+        for measure in self.measures:
             measure_of(measure)
+            for part in measure.split(" - "):
+                kind, _, name = part.partition(":")
+                if kind == TRANSFER and name not in self.transfer:
+                    known = ", ".join(self.transfer) or "none"
+                    raise ValueError(f"there is no evaluation {name!r} (only {known})")
         return self
 
     @property
@@ -199,7 +207,7 @@ class Cell:
     """One run of a study's grid.
 
     `seed` is the training seed. `fine_tuning` makes of the model `base` the one that the run begins
-    with.
+    with. `transfer` are the other evaluations of the trained policy.
     """
 
     environment: str
@@ -209,6 +217,7 @@ class Cell:
     folder: Path
     base: str = "base"
     fine_tuning: FineTuning | None = None
+    transfer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def tuned_model(self) -> Path:
@@ -229,7 +238,10 @@ def cells_of(study: Study, scale: Scale, seeds: int, out: Path) -> list[Cell]:
     for seed, environment, arm in product(numbers, study.environments, study.arms):
         config = study.config(scale, environment, arm, seed)
         folder = out.resolve() / _slug(environment) / _slug(arm) / f"seed-{seed}"
-        cell = Cell(environment, arm, seed, config, folder, config.model.path, study.sft.get(arm))
+        tuning = study.sft.get(arm)
+        cell = Cell(
+            *(environment, arm, seed, config, folder, config.model.path, tuning, study.transfer)
+        )
         if cell.fine_tuning is not None:
             cell = replace(cell, config=with_model(config, str(cell.tuned_model)))
         cells.append(cell)

@@ -25,7 +25,7 @@ def first_starts(playing: Mapping[str, Setup], config: Config, state: LoopState)
     In a mixture, the n-th group of an environment has its n-th training level, whatever the other
     environments and the shares are. `state` counts the groups so far.
     """
-    num_groups, num_levels = config.rollout.num_groups, config.env.levels
+    num_groups, num_levels = config.rollout.num_groups, config.rollout.levels
     if len(playing) == 1:
         (setup,) = playing.values()
         first = state.step * num_groups
