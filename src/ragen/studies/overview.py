@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,11 +12,22 @@ from ragen.config.rules import CRITIC
 from ragen.engines.memory import plan, size
 from ragen.models.names import is_available_offline
 from ragen.reports.plots import BLUE, ORANGE, PALE, figure_of
-from ragen.studies.results import VERDICT_WORDS, Findings, written
-from ragen.studies.study import FIRST_SEED, Cell, Decision, Scale, Study, cells_of, with_model
+from ragen.studies.results import Findings, bounds, outcome_words, written
+from ragen.studies.study import (
+    FIRST_SEED,
+    Cell,
+    Decision,
+    Place,
+    Scale,
+    Study,
+    cells_of,
+    claimed,
+    with_model,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 EPISODE_S = {"bandit": 0.003, "frozen-lake": 0.011, "sokoban": 0.021}
 """Seconds of one core (an AMD EPYC) that an episode and its update take, by the environment's name
@@ -88,22 +99,53 @@ def _memory(cells: Sequence[Cell]) -> str:
     return f"up to {size(max(known))} a run" if known else "an unknown memory (the model is absent)"
 
 
-def overview(found: Sequence[Findings]) -> Iterator[str]:
-    """A table with a row for each claim, in Markdown."""
-    yield "| study | claim | verdict | by environment |\n|---|---|---|---|"
-    for each in found:
-        name, claim = each.study.name, each.study.claim
-        words = VERDICT_WORDS[each.verdict]
-        yield f"| [{name}]({name}/study.md) | {claim} | {words} | {each.sentence} |"
-    yield "\n![each effect with its interval, and the published one](studies.svg)"
+def overview(studies: Sequence[Study], found: Mapping[str, Findings]) -> Iterator[str]:
+    """A table with a row for each claim and environment, in Markdown.
+
+    `found` are findings by a study's name; a study without them was not run yet.
+    """
+    head = ("study", "claim", "environment", "contrast", "claimed", "predicted", "here", "outcome")
+    yield f"| {' | '.join(head)} |\n|{'---|' * len(head)}"
+    for study in studies:
+        findings = found.get(study.name)
+        name = f"[{study.name}]({study.name}/study.md)" if findings else study.name
+        about = name, study.claim, study.contrast.words
+        for place, decision in rows_of(study, findings):
+            environment, expected = place
+            effect = claimed(expected.effect).removeprefix("claimed ")
+            cells = (about[0], about[1], environment, about[2], effect, expected.predicted)
+            here = (bounds(decision.interval), outcome_words(decision)) if decision else ("", "")
+            yield f"| {' | '.join((*cells, *here))} |"
+            about = "", "", ""
+
+
+def rows_of(
+    study: Study, findings: Findings | None
+) -> Iterator[tuple[tuple[str, Place], Decision | None]]:
+    """Each environment of a study by name, and what was decided in it."""
+    known = {each.environment: each for each in findings.decisions} if findings else {}
+    for name, place in study.environments.items():
+        yield (name, place), known.get(name)
+
+
+FIGURE = "![each effect with its interval, and the published one](studies.svg)"
 
 
 def write_overview(found: Sequence[Findings], out: Path) -> None:
-    """Write ``index.md`` and ``studies.svg``, a row for a claim and a column for an environment.
+    """Write ``index.md`` and ``studies.svg``.
 
     Raises:
         RagenError: `out` cannot be written.
     """
+    with written(out / "studies.svg") as path:
+        draw_overview(found).savefig(path)
+    table = overview([each.study for each in found], {each.study.name: each for each in found})
+    with written(out / "index.md") as path:
+        path.write_text("\n".join([*table, "", FIGURE, ""]), encoding="utf-8")
+
+
+def draw_overview(found: Sequence[Findings]) -> Figure:
+    """A row for each claim and a column for each environment."""
     columns = list(
         dict.fromkeys(column_of(d.environment) for each in found for d in each.decisions)
     )
@@ -114,10 +156,7 @@ def write_overview(found: Sequence[Findings], out: Path) -> None:
             row[0].set_title(each.study.name)
         for column, place in zip(columns, axes[0], strict=True):
             place.set_title(column, loc="right", color=BLUE, fontsize=8)
-    with written(out / "studies.svg") as path:
-        figure.savefig(path)
-    with written(out / "index.md") as path:
-        path.write_text("\n".join(overview(found)) + "\n", encoding="utf-8")
+    return figure
 
 
 def column_of(environment: str) -> str:

@@ -33,6 +33,10 @@ ALWAYS = ("before", "peak", "final", "collapsed", "seconds")
 """Measures that every study reports, beside its own."""
 
 
+RUNS = "runs.csv"
+"""The table of all runs, from which everything else of a study follows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Findings:
     """The numbers of a study and the decisions that follow from them."""
@@ -73,7 +77,7 @@ def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[
         for name, value in measured.items():
             numbers[name].setdefault((cell.environment, cell.arm), []).append(value)
     findings = Findings(study, scale, seeds, numbers, decide(study, numbers))
-    with written(out / "runs.csv") as path, path.open("w", newline="") as file:
+    with written(out / RUNS) as path, path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["environment", "arm", "seed", *names])
         writer.writerows(rows)
@@ -82,6 +86,19 @@ def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[
     with written(out / "study.md") as path:
         path.write_text("\n".join(page(findings)) + "\n", encoding="utf-8")
     return findings
+
+
+def read_findings(study: Study, scale: Scale, folder: Path) -> Findings:
+    """The findings of a study whose table of runs is in `folder`."""
+    with (folder / RUNS).open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    numbers: dict[str, dict[tuple[str, str], list[float]]] = {}
+    for name in (name for name in rows[0] if name not in ("environment", "arm", "seed")):
+        for row in rows:
+            values = numbers.setdefault(name, {}).setdefault((row["environment"], row["arm"]), [])
+            values.append(float(row[name]))
+    seeds = len({row["seed"] for row in rows})
+    return Findings(study, scale, seeds, numbers, decide(study, numbers))
 
 
 def transfer_of(cell: Cell) -> dict[str, float]:
@@ -126,8 +143,14 @@ def page(findings: Findings) -> Iterator[str]:
     yield f"| {study.contrast.words} | pairs | claim | {confidence} | outcome | predicted |"
     yield "|---|---|---|---|---|---|"
     for each in findings.decisions:
-        place, found = each.place, _bounds(each.interval)
-        cells = [each.environment, str(each.pairs), claimed(place.effect), found, _outcome(each)]
+        place, found = each.place, bounds(each.interval)
+        cells = [
+            each.environment,
+            str(each.pairs),
+            claimed(place.effect),
+            found,
+            outcome_words(each),
+        ]
         yield f"| {' | '.join([*cells, place.predicted])} |"
     yield f"\nAll intervals of a study hold in at least {1 - ERROR:.0%} of studies. The claims:\n"
     for each in findings.decisions:
@@ -143,7 +166,7 @@ def page(findings: Findings) -> Iterator[str]:
     yield f"**What this scale cannot show.** {study.limits}"
 
 
-def _bounds(interval: Interval) -> str:
+def bounds(interval: Interval) -> str:
     """An interval in words, which may have no bounds."""
     if math.isnan(interval.value):
         return "–"
@@ -152,7 +175,7 @@ def _bounds(interval: Interval) -> str:
     return f"{interval.value:.3g} [{interval.low:.3g}, {interval.high:.3g}]"
 
 
-def _outcome(decision: Decision) -> str:
+def outcome_words(decision: Decision) -> str:
     """The outcome, and how many seeds would decide it."""
     if decision.outcome != "undecided":
         return f"**{decision.outcome}**"
