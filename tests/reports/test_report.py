@@ -3,6 +3,7 @@
 import io
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from ragen.cli.main import main
 from ragen.config.reading import dump, resolve
 from ragen.core.errors import RagenError
 from ragen.core.metrics import last
+from ragen.core.statistics import paired_difference
 from ragen.core.tables import markdown, show
+from ragen.core.types import Group
 from ragen.reports.facts import Facts, phases, read_facts
 from ragen.reports.plots import Curve, draw_signals, draw_success, draw_time, smoothed
 from ragen.reports.report import page, plots, write_report
@@ -20,6 +23,7 @@ from ragen.storage.database import DATABASE
 from ragen.storage.reader import Attempt
 from ragen.storage.recorder import Recorder
 from tests.cli.test_cli import evaluation
+from tests.records import episode
 
 Capture = pytest.CaptureFixture[str]
 ONLY = Attempt(0, 1, 3, math.inf)
@@ -107,6 +111,22 @@ def test_change_within_the_interval_is_reported_as_no_change(tmp_path: Path) -> 
     assert lines[1].endswith(
         "+10.0 points [-4.1, +24.1]; the interval contains 0: no change is shown."
     )
+
+
+def test_the_change_of_recorded_evaluations_is_paired(tmp_path: Path) -> None:
+    """32 of 64 levels are solved before, the same and 16 more after: with the two levels that
+    are added, s² = (18 − 16² / 66) / 65 = .217, and t · √(s² / 66) = 11.5 points around 24.2."""
+    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
+        for step, solved in ((0, 32), (60, 48)):
+            recorder.evaluation(step, evaluation(solved / 64).record())
+            played = (replace(episode(success=n < solved), level_seed=n) for n in range(64))
+            recorder.episodes(step, [Group((each,)) for each in played], phase="eval")
+    facts = read_facts(tmp_path)
+    change, is_paired = facts.gain(*facts.evaluations)
+    rates = [[float(level < solved) for level in range(64)] for solved in (48, 32)]
+    assert is_paired and change == paired_difference(rates[:1], rates[1:])
+    lines = next(part for part in page(facts) if part.title == "Success").lines
+    assert lines[1] == "T=1: 50.0% → 75.0%, +25.0 points [+12.8, +35.7], level by level."
 
 
 def test_the_best_evaluation_in_between_is_shown(tmp_path: Path) -> None:

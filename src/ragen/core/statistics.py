@@ -8,15 +8,17 @@ which sample size on it is 93.5–96.5 %; `tests/core/test_coverage.py` measures
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import scipy  # loads `special` on first use
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+L = TypeVar("L")
 
 TRIMMED = 0.25
 """Share of the scores that an interquartile mean omits at each end."""
@@ -222,6 +224,30 @@ def paired_difference(
     of_levels = max(2 * one_episode**2 / freedom, smoothed.var(ddof=1) - disagreed)
     found = _student(float(smoothed.mean()), *parts, (of_levels / len(smoothed), freedom))
     return Interval(float(on_level.mean()), max(-1.0, found.low), min(1.0, found.high))
+
+
+def gain(
+    before: Interval,
+    after: Interval,
+    solved_before: Mapping[L, float],
+    solved_after: Mapping[L, float],
+) -> tuple[Interval, bool]:
+    """Success of an agent after training − before it, and whether level by level.
+
+    `solved_before` and `solved_after` are success on each level. Where these are not the same
+    levels, or are unknown, the difference is that of two independent rates, which is less certain.
+
+    Example:
+        >>> solved, both = {level: level % 2 for level in range(64)}, wilson(32, 64)
+        >>> gain(both, both, solved, solved)  # doctest: +ELLIPSIS
+        (Interval(value=0.0, low=-0.04..., high=0.04...), True)
+        >>> gain(both, both, solved, {})  # doctest: +ELLIPSIS
+        (Interval(value=0.0, low=-0.1..., high=0.1...), False)
+    """
+    if not solved_before or solved_before.keys() != solved_after.keys():
+        return difference(after, before), False
+    rates = [[solved[level] for level in solved_before] for solved in (solved_after, solved_before)]
+    return paired_difference(rates[:1], rates[1:]), True
 
 
 def _disagreement(arm: Floats) -> float:

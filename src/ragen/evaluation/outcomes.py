@@ -28,6 +28,11 @@ def how_sampled(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"T={temperature:g}"
 
 
+def phase_of(temperature: float) -> str:
+    """The phase of the episodes that a run's own evaluations record."""
+    return "eval" if temperature else "eval greedy"
+
+
 def check_sampling(seed: int, temperature: float, sampler: str) -> None:
     """Refuse a seed or a temperature that cannot be sampled with.
 

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ragen.config.config import Config
 from ragen.core.metrics import Series
+from ragen.core.statistics import Interval, gain
+from ragen.evaluation.outcomes import phase_of
 from ragen.evaluation.results import RunEvaluation, load_evaluations
 from ragen.reports.plots import Curve
 from ragen.storage.database import check_run_folder, reading_database
-from ragen.storage.reader import Attempt, attempts_of, read_attempts, read_events
+from ragen.storage.reader import (
+    Attempt,
+    attempts_of,
+    read_attempts,
+    read_events,
+    read_successes,
+)
 from ragen.storage.settings import run_config
 
 Histories = Mapping[Attempt, Mapping[str, Series]]
@@ -84,6 +92,7 @@ class Facts:
         evaluations: The evaluations, without those that were rolled back.
         events: Alarms, the guard's actions, resumes and errors.
         attempts: The metrics of each attempt, with what was rolled back.
+        successes: Success on each level of the recorded evaluations (`read_successes`).
     """
 
     run: Path
@@ -92,6 +101,15 @@ class Facts:
     evaluations: tuple[RunEvaluation, ...]
     events: tuple[Mapping[str, Any], ...]
     attempts: Histories
+    successes: Mapping[tuple[str, int], Mapping[tuple[str, int], float]] = field(
+        default_factory=dict
+    )
+
+    def gain(self, one: RunEvaluation, other: RunEvaluation) -> tuple[Interval, bool]:
+        """`ragen.core.statistics.gain` from one evaluation to another that is sampled alike."""
+        phase = phase_of(one.evaluation.temperature)
+        before, after = (self.successes.get((phase, each.step), {}) for each in (one, other))
+        return gain(one.evaluation.interval, other.evaluation.interval, before, after)
 
     @property
     def steps(self) -> int:
@@ -120,7 +138,7 @@ def read_facts(run: Path) -> Facts:
     with reading_database(run) as connection:
         attempts = {each: found.get(each.number, {}) for each in attempts_of(connection)}
     evaluations, events = tuple(load_evaluations(run)), tuple(read_events(run))
-    return Facts(run, config, current(attempts), evaluations, events, attempts)
+    return Facts(run, config, current(attempts), evaluations, events, attempts, read_successes(run))
 
 
 def current(histories: Histories) -> dict[str, Series]:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from ragen.config.reading import differences
 from ragen.core.files import OTHER_OUT, file_errors, whole_file
-from ragen.core.statistics import difference
 from ragen.core.tables import Section, format_duration, format_rate, markdown, sparkline
-from ragen.evaluation.results import Evaluation
+from ragen.evaluation.results import RunEvaluation
 from ragen.reports.facts import EXACT, GRADIENTS, JUDGE, SIGNALS, TERMS, Facts, phases
 from ragen.reports.plots import draw_signals, draw_success, draw_time
 
@@ -79,7 +78,7 @@ def success(facts: Facts) -> Section:
         shown = {each.step: each for each in (series[0], best, series[-1])}
         rows += [shown[step].evaluation.row(f"step {step}, {how}") for step in sorted(shown)]
         if len(series) > 1:
-            lines.append(f"{how}: {_gain(series[0].evaluation, series[-1].evaluation)}")
+            lines.append(f"{how}: {_gain(facts, series[0], series[-1])}")
     columns = ("player", "success", "95 % interval", "mean return")
     return Section(title, tuple(lines), columns, some.with_baselines(rows), "success")
 
@@ -100,14 +99,16 @@ def success_by_env(facts: Facts) -> Section:
     return Section("Success by environment", (), columns, tuple(sorted(rows, key=lambda r: r[0])))
 
 
-def _gain(before: Evaluation, after: Evaluation) -> str:
+def _gain(facts: Facts, one: RunEvaluation, other: RunEvaluation) -> str:
     """The change of success in points, and whether its interval excludes 0."""
-    change = difference(after.interval, before.interval)
+    change, is_paired = facts.gain(one, other)
+    how = ", level by level" if is_paired else ""
     unsure = (
         "; the interval contains 0: no change is shown" if change.low <= 0 <= change.high else ""
     )
     points = f"{100 * change.value:+.1f} points [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
-    return f"{before.success:.1%} → {after.success:.1%}, {points}{unsure}."
+    before, after = one.evaluation.success, other.evaluation.success
+    return f"{before:.1%} → {after:.1%}, {points}{how}{unsure}."
 
 
 def signals(facts: Facts) -> Section:

@@ -88,6 +88,26 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+def read_successes(folder: Path) -> dict[tuple[str, int], dict[tuple[str, int], float]]:
+    """Success in a run's own evaluations that still count, as far as their episodes are recorded.
+
+    Returns:
+        By phase (``eval`` or ``eval greedy``) and step: by environment and level, 1.0 or 0.0.
+
+    Raises:
+        RagenError: There is no run, or its database cannot be read.
+    """
+    query = (
+        "SELECT attempt, step, phase, env, level_seed, success FROM episodes"
+        " WHERE phase != 'train' ORDER BY id"
+    )
+    counts, found = standing(folder), dict[tuple[str, int], dict[tuple[str, int], float]]()
+    for attempt, step, phase, env, level, success in read(folder, query):
+        if counts(attempt, step):
+            found.setdefault((phase, step), {})[env, level] = float(success)
+    return found
+
+
 def read_metrics(folder: Path, names: Collection[str] | None = None) -> dict[str, dict[int, float]]:
     """A run's metrics: name, then step, to value, in the order of the steps.
 

@@ -22,6 +22,7 @@ from ragen.diagnostics.guard import ROLLBACK_REACH, Alarm, GuardState, read_alar
 from ragen.engines.engine import Engine
 from ragen.engines.local import LocalEngine
 from ragen.evaluation.evaluation import evaluate_envs
+from ragen.evaluation.outcomes import phase_of
 from ragen.evaluation.results import Evaluation, load_evaluations
 from ragen.models.names import resolve_model
 from ragen.rollout.judge import Judge
@@ -273,7 +274,7 @@ def record_evaluation(run: Run, step: int, evaluation: Evaluation, groups: Seque
     config, temperature = run.config, evaluation.temperature
     run.recorder.evaluation(step, evaluation.record())
     if config.record.episodes_every:
-        run.recorder.episodes(step, groups, phase="eval" if temperature else "eval greedy")
+        run.recorder.episodes(step, groups, phase=phase_of(temperature))
     run.recorder.commit_later()
     if temperature == config.eval.temperature:
         run.remember(step, {EVALUATED: evaluation.success, LEVELS: evaluation.episodes})

@@ -18,8 +18,8 @@ from ragen.config.config import Config
 from ragen.config.keys import Flat, raw_values
 from ragen.config.old_keys import present_values
 from ragen.core.errors import RagenError
-from ragen.core.statistics import Interval, difference
-from ragen.evaluation.outcomes import how_sampled
+from ragen.core.statistics import Interval, gain
+from ragen.evaluation.outcomes import how_sampled, phase_of
 from ragen.reports.facts import ALARM, current
 from ragen.storage.database import CONFIG, is_claimed
 from ragen.viewer.reading import (
@@ -130,7 +130,7 @@ def _progress(run: RunReader, config: Flat) -> Answer:
         "num_episodes": run.value("SELECT count(*) FROM episodes"),
         "success": _success(trained[-1]) if trained else None,
         "before": _success(trained[0]) if trained else None,
-        "gain": _gain(trained),
+        "gain": _gain(run, trained),
         "random": shown.get("random"),
         "optimal": shown.get("optimal"),
         "parts": [
@@ -192,14 +192,27 @@ def _success(evaluation: Answer) -> Answer:
     return {**evaluation["success"], **{name: evaluation[name] for name in ("step", "how")}}
 
 
-def _gain(evaluated: list[Answer]) -> Answer | None:
-    """The latest success less the first, as of two independent rates."""
+def _gain(run: RunReader, evaluated: list[Answer]) -> Answer | None:
+    """The latest success less the first, as `ragen report` gives it."""
     if not evaluated or evaluated[0]["step"] == evaluated[-1]["step"]:
         return None
-    first, latest = (evaluated[place]["success"] for place in (0, -1))
+    ends = [evaluated[place] for place in (0, -1)]
+    first, latest = (each["success"] for each in ends)
     if None in (*first.values(), *latest.values()):
         return None
-    return asdict(difference(Interval(**latest), Interval(**first)))
+    solved: list[dict[tuple[str, int], float]] = [
+        {
+            (env, level): float(success)
+            for env, level, success in run.rows(
+                "SELECT env, level_seed, success FROM episodes"
+                " WHERE (attempt, step, phase) = (?, ?, ?) ORDER BY id",
+                *(each["attempt"], each["step"], phase_of(each["temperature"])),
+            )
+        }
+        for each in ends
+    ]
+    found, is_paired = gain(Interval(**first), Interval(**latest), *solved)
+    return asdict(found) | {"paired": is_paired}
 
 
 def _thinned(numbers: list[float], most: int) -> list[float]:
