@@ -31,9 +31,9 @@ from ragen.storage.reader import read_events, read_metrics
 from ragen.storage.recorder import Recorder
 from ragen.training import loop, recovery
 from ragen.training.progress import Watcher
-from ragen.training.recovery import Watchdog
 from ragen.training.running import LoopState, kept_checkpoints
 from ragen.training.trainer import resume, train
+from ragen.training.watchdog import STACKS, Watchdog
 from tests.training.test_trainer import (
     SendSignal,
     assert_same_results,
@@ -342,7 +342,7 @@ def test_a_run_that_hangs_reports_its_stacks_and_exits_with_3(
     start = time.monotonic()
     assert exit_code(fork(lambda: train(make_config(), run))) == 3
     assert time.monotonic() - start < 30
-    stacks = (run / recovery.STACKS).read_text()
+    stacks = (run / STACKS).read_text()
     assert "the last checkpoint is step-2" in stacks and "hangs" in stacks
     (event,) = read_events(run)
     assert (event["kind"], event["step"], event["data"]["detector"]) == ("alarm", 2, "stalled")

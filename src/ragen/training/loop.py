@@ -12,7 +12,7 @@ from ragen.algorithms.batch import Batch
 from ragen.algorithms.filters import group_weights, select
 from ragen.algorithms.samples import to_samples
 from ragen.config.sections import RolloutConfig
-from ragen.core.errors import NotFiniteError, UnplayableError
+from ragen.core.errors import EngineLost, NotFiniteError, UnplayableError
 from ragen.core.metrics import Metrics, last, merge, total, values
 from ragen.core.seeding import derive
 from ragen.core.stopping import StopRequested
@@ -37,7 +37,7 @@ from ragen.training.collection import (
 )
 from ragen.training.curriculum import learn_stage
 from ragen.training.mixture import Start, first_starts
-from ragen.training.recovery import STALLED_S, Watchdog, recover, report_stall, run_guard, update
+from ragen.training.recovery import recover, restore, run_guard, update
 from ragen.training.running import (
     Clock,
     LoopState,
@@ -50,6 +50,7 @@ from ragen.training.running import (
     save_and_evaluate,
     take_evaluation,
 )
+from ragen.training.watchdog import STALLED_S, Watchdog, report_stall
 
 
 async def loop(run: Run) -> None:
@@ -169,44 +170,65 @@ def count_step(state: LoopState, groups: Sequence[Group], rollout: RolloutConfig
 
 
 async def run_to_the_end(run: Run) -> None:
-    """Evaluate, train and evaluate again; begin anew where the guard rolled a broken policy back.
+    """Evaluate, train and evaluate again; a new engine goes on where one is lost.
 
     Raises:
         GuardStop: The run is in trouble and `config.guard` asks to stop, or the policy is broken.
         NotFiniteError: The policy did not work before it was trained.
+        RagenError: The engine is lost for good; the run can be resumed.
         StopRequested: SIGINT or SIGTERM came; the run is saved and can be resumed.
         UnplayableError: Every episode failed; the run is saved and can be resumed.
     """
+    first = run.engine
     limit = 0.0 if run.original.guard.response("stalled") == "off" else STALLED_S
     watchdog = Watchdog(limit, partial(report_stall, run))
     run.beat = watchdog.beat
     try:
         with run.stop.listening(), watchdog:
-            if run.state.step == 0:
-                await save(run)  # from here on the run can be resumed, whatever happens
             run.watcher.begin(run.folder, run.config, run.state.step)
-            is_over = False
+            loss, is_over = "", False
             while not is_over:
                 try:
-                    await evaluate_and_loop(run)
-                    is_over = True
-                except NotFiniteError as failure:
-                    await recover(run, failure)
+                    if loss:
+                        await restore(run, loss)
+                        loss = ""
+                    is_over = await evaluate_and_loop_or_recover(run)
+                except EngineLost as failure:
+                    loss = str(failure)
     finally:
         run.background.end()
         run.watcher.end()
+        if run.engine is not first:  # whoever made that one closes it
+            await run.engine.close()
+
+
+async def evaluate_and_loop_or_recover(run: Run) -> bool:
+    """Whether the run came to its end; else the guard rolled a broken policy back.
+
+    Raises:
+        EngineLost: A process of the engine is lost.
+        GuardStop, NotFiniteError, StopRequested, UnplayableError: As `run_to_the_end`.
+    """
+    try:
+        await evaluate_and_loop(run)
+        return True
+    except NotFiniteError as failure:
+        await recover(run, failure)
+        return False
 
 
 async def evaluate_and_loop(run: Run) -> None:
     """Do what the run has not done yet, from its evaluation before training to the one after it.
 
     Raises:
+        EngineLost: A process of the engine is lost.
         NotFiniteError: The policy does not work.
         GuardStop, StopRequested, UnplayableError: As `run_to_the_end`.
     """
     both = dict.fromkeys((run.config.eval.temperature, 0.0))
     try:
         if run.state.step == 0:
+            await save(run)  # from here on the run can be resumed, whatever happens
             await evaluate_missing(run, *both)
             await save(run)
         else:

@@ -1,18 +1,19 @@
-"""What follows when a run is in trouble: an alarm, a stop, a rollback, or the end of a hang."""
+"""What follows when a run is in trouble: an alarm, a stop, a rollback, or a new engine."""
 
 from __future__ import annotations
 
-import faulthandler
-import os
-import threading
-from collections.abc import Callable
+import shlex
+import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import NoReturn, Self
+from pathlib import Path
+from typing import Any, NoReturn
 
 from ragen.algorithms.batch import Batch
 from ragen.config.reading import changed
-from ragen.core.errors import GuardStop, MismatchError, NotFiniteError, RagenError
+from ragen.core.errors import EngineLost, GuardStop, MismatchError, NotFiniteError, RagenError
 from ragen.core.metrics import Metrics
+from ragen.core.stopping import StopRequested
 from ragen.diagnostics.collapse import since_advance
 from ragen.diagnostics.detectors import active_detectors
 from ragen.diagnostics.guard import (
@@ -21,6 +22,7 @@ from ragen.diagnostics.guard import (
     ROLLBACKS,
     Alarm,
     GuardState,
+    changed_on_purpose,
     raise_alarms,
     read_history,
 )
@@ -29,12 +31,16 @@ from ragen.storage.checkpoint import (
     drop_after,
     folders,
     is_intact,
+    newest_intact,
     regular,
+    remove_leftovers,
     replace_state,
+    set_aside,
     step_of,
     verified_state,
 )
-from ragen.storage.recorder import append_event
+from ragen.storage.recorder import Recorder
+from ragen.training.progress import Watcher
 from ragen.training.running import (
     LoopState,
     Run,
@@ -45,8 +51,8 @@ from ragen.training.running import (
     take_evaluation,
 )
 
-STACKS = "stalled.txt"
-"""The file to which a run that hangs writes the stacks of its threads."""
+MOST_LOSSES = 3
+"""How often an engine may be lost without a new checkpoint in between."""
 
 
 async def run_guard(run: Run) -> bool:
@@ -214,77 +220,101 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
     data = {"action": "rollback", "to": began, "attempt": attempt, "changes": changes}
     run.recorder.event(step, "guard", text, data)
     run.watcher.alarm(step, text)
+    await go_on_from(run, checkpoint, saved, state, guard)
+
+
+async def restore(run: Run, loss: str) -> None:
+    """Go on from the newest intact checkpoint with a new engine, for a process of the old is lost.
+
+    This is a resume within the process and the attempt. A run without a checkpoint begins anew: it
+    has not recorded anything.
+
+    Raises:
+        EngineLost: The new engine is lost, too.
+        RagenError: An engine was lost more than `MOST_LOSSES` times without a new checkpoint, or
+            none can be made; the run can be resumed.
+        StopRequested: The user has requested a stop; the run can be resumed.
+    """
+    start, step = time.monotonic(), run.state.step
+    then = f"continue with: ragen resume {shlex.quote(str(run.folder))}"
+    run.recorder.discard()
+    text = f"after step {step}, the engine is lost: {loss}"
+    run.recorder.event(step, "engine", text, {"what": "lost"})
+    run.watcher.alarm(step, text)
+    try:
+        run.stop.check()
+    except StopRequested as stop:
+        raise StopRequested(stop.signal_number, f"stopped, and {text}; {then}") from None
+    run.losses += 1
+    if run.losses > MOST_LOSSES:
+        raise RagenError(f"{text}, for the {run.losses}th time since the last checkpoint; {then}")
+    run.beat()
+    try:
+        if folders(run.folder, complete=False):
+            checkpoint, saved, damaged = newest_intact(run.folder)
+            state, guard = states_of(run.folder, checkpoint, saved)
+            state.seconds = run.state.seconds
+            forget_later(run.recorder, run.watcher, checkpoint, state, damaged)
+            await go_on_from(run, checkpoint, saved, state, guard)
+        else:
+            await run.engine.close()
+            run.engine = make_engine(run.config)
+    except EngineLost:
+        raise
+    except RagenError as error:
+        raise RagenError(f"{text}; no new one could be made: {error}; {then}") from error
+    run.beat()
+    seconds = time.monotonic() - start
+    text = f"a new engine goes on after step {run.state.step}; it took {seconds:.1f} s"
+    data = {"what": "restored", "from": step, "to": run.state.step, "seconds": seconds}
+    run.recorder.event(step, "engine", text, data)
+    run.watcher.alarm(step, text)
+
+
+def states_of(
+    folder: Path, checkpoint: Path, saved: Mapping[str, Any]
+) -> tuple[LoopState, GuardState]:
+    """The states of the loop and of the guard to go on with from a checkpoint.
+
+    Raises:
+        RagenError: It was written by another version of RAGEN.
+    """
+    try:
+        state, guard = LoopState(**saved["loop"]), GuardState(**saved["guard"])
+    except (KeyError, TypeError) as error:
+        raise RagenError(
+            f"{checkpoint} was written by another version of RAGEN ({error})"
+        ) from error
+    guard.leave(changed_on_purpose(folder))
+    return state, guard
+
+
+def forget_later(
+    recorder: Recorder,
+    watcher: Watcher,
+    checkpoint: Path,
+    state: LoopState,
+    damaged: Mapping[Path, str],
+) -> None:
+    """Delete the rows later than a checkpoint, and rename the later checkpoints: all `damaged`."""
+    remove_leftovers(recorder.folder)
+    recorder.forget_after(state.attempt, state.step)
+    for later, reason in damaged.items():
+        aside = set_aside(later)
+        text = f"resuming from {checkpoint.name}: in {aside}, {reason}"
+        data = {"checkpoint": checkpoint.name, "damaged": later.name, "set_aside": aside.name}
+        recorder.event(state.step, "damaged checkpoint", text, data | {"reason": reason})
+        watcher.alarm(state.step, text)
+
+
+async def go_on_from(
+    run: Run, checkpoint: Path, saved: Mapping[str, Any], state: LoopState, guard: GuardState
+) -> None:
+    """Give the run a new engine with the weights of a checkpoint, and these states."""
     await run.engine.close()
     run.config, run.state = changed(run.original, guard.changes), state
     run.guard, run.history = guard, {}
+    run.recorder.attempt = state.attempt
     first = find_first(run.config, checkpoint, saved["engine"])
     run.engine = make_engine(run.config, first)
     await run.engine.load(checkpoint, saved["engine"])
-    run.recorder.attempt = attempt
-
-
-STALLED_S = 1800.0
-"""Seconds without progress of any phase after which a run counts as stalled."""
-
-
-class Watchdog:
-    """Calls `on_stall` once, in a thread of its own, when no beat came for `limit` seconds.
-
-    The thread also runs while the event loop is blocked, but not while other code holds the
-    interpreter's lock. It counts its own waking time, not the clock: a process that was suspended
-    has not stalled.
-
-    A `limit` of 0 turns the watchdog off. `on_stall` is called with the seconds.
-    """
-
-    def __init__(self, limit: float, on_stall: Callable[[float], None]) -> None:
-        self._limit, self._on_stall = limit, on_stall
-        self._over = threading.Event()
-        self._silent, self._called = 0.0, False
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-
-    def beat(self) -> None:
-        """Report progress."""
-        self._silent, self._called = 0.0, False
-
-    def _watch(self) -> None:
-        tick = min(1.0, self._limit / 4)
-        while not self._over.wait(tick):
-            self._silent += tick
-            if self._silent >= self._limit and not self._called:
-                self._called = True
-                self._on_stall(self._silent)
-
-    def __enter__(self) -> Self:
-        if self._limit:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        if self._limit:
-            self._thread.join()
-
-
-def report_stall(run: Run, seconds: float) -> None:
-    """Say where a run hangs, and end the process if the guard's response is to stop.
-
-    The watchdog calls it from its own thread. Anything may be what hangs, so the file with the
-    stacks of all threads comes first, then the database, then the screen.
-    """
-    state, file = run.state, run.folder / STACKS
-    alarm = Alarm("stalled", state.step, state.step, seconds, 0.0)
-    complete = folders(run.folder)
-    last = f"the last checkpoint is {complete[-1].name}" if complete else "there is no checkpoint"
-    text = f"{alarm}; {last}; all stacks are in {file}"
-    try:
-        with file.open("a") as stacks:
-            stacks.write(f"{alarm}; {last}\n")
-            stacks.flush()
-            faulthandler.dump_traceback(stacks, all_threads=True)
-        append_event(run.folder, state.attempt, state.step, "alarm", text, asdict(alarm))
-    except (OSError, RagenError) as error:  # the disk or the database may be what hangs
-        text = f"{text}; {error}"
-    run.watcher.alarm(state.step, text)
-    if run.original.guard.response("stalled") == "stop":
-        os._exit(GuardStop.exit_code)  # the hanging code cannot be asked to end

@@ -146,6 +146,7 @@ class Run:
         judge: Judges episodes, where a reward term asks for it.
         stop: The user's request to stop.
         beat: Tells the watchdog that the run is alive.
+        losses: How often its engine was lost since it wrote a checkpoint.
     """
 
     folder: Path
@@ -163,6 +164,7 @@ class Run:
     beat: Callable[[], None] = lambda: None
     background: Background = field(default_factory=Background)
     judge: Judge | None = None
+    losses: int = 0
 
     @property
     def progress(self) -> int:
@@ -383,6 +385,7 @@ async def save(run: Run, evaluates: bool = False) -> None:
         engine_state = await run.engine.save(folder)
         run.recorder.commit()  # the database is never behind a checkpoint
         write_state(folder, own | {"engine": engine_state})
+    run.losses = 0
     run.recorder.log(state.step, {"time/save_s": total(time.perf_counter() - start)})
     run.recorder.commit_later()
 

@@ -19,7 +19,7 @@ from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, values
 from ragen.core.seeding import train_level
 from ragen.core.stopping import run_async
-from ragen.diagnostics.guard import REMEDIES, GuardState, changed_on_purpose
+from ragen.diagnostics.guard import REMEDIES
 from ragen.diagnostics.information import measure_envs
 from ragen.engines.engine import Engine
 from ragen.engines.first_model import find_first, hold_first, pin_first
@@ -30,14 +30,7 @@ from ragen.models.prompting import advice
 from ragen.rollout.episode import require_room
 from ragen.rollout.judge import open_judge, server_of
 from ragen.rollout.setup import Setup, at_stage, make_setup, open_setups
-from ragen.storage.checkpoint import (
-    SETTINGS_HASH,
-    newest,
-    newest_intact,
-    remove_leftovers,
-    set_aside,
-    sound,
-)
+from ragen.storage.checkpoint import SETTINGS_HASH, newest, newest_intact, sound
 from ragen.storage.database import (
     CONFIG,
     DATABASE,
@@ -52,6 +45,7 @@ from ragen.training.collection import collect_groups, gradient_norms
 from ragen.training.loop import run_to_the_end
 from ragen.training.mixture import first_starts
 from ragen.training.progress import Watcher
+from ragen.training.recovery import forget_later, states_of
 from ragen.training.running import (
     LoopState,
     Result,
@@ -141,15 +135,9 @@ def resume(
     checkpoint, saved, damaged = newest_intact(folder)
     settings = find_settings(folder, saved.get(SETTINGS_HASH), overrides or {})
     original = _changed_settings(settings, overrides or {})
-    try:
-        state, engine_state = LoopState(**saved["loop"]), saved["engine"]
-        guard = GuardState(**saved["guard"])
-    except (KeyError, TypeError) as error:
-        raise RagenError(
-            f"{checkpoint} was written by another version of RAGEN ({error})"
-        ) from error
+    state, guard = states_of(folder, checkpoint, saved)
+    engine_state = saved["engine"]
     use_threads(state.threads)
-    guard.leave(changed_on_purpose(folder))
     before = changed(settings.config, guard.changes)
     guard.leave(overrides or ())
     config = changed(original, guard.changes)
@@ -192,17 +180,9 @@ def resume(
                         "and kept no copy of its settings"
                     )
                 settle(recorder)
-                remove_leftovers(folder)
-                recorder.forget_after(state.attempt, state.step)
-                about = {"checkpoint": checkpoint.name}
-                recorder.event(state.step, "resume", f"resumed after step {state.step}", about)
-                for later, reason in damaged.items():
-                    aside = set_aside(later)
-                    text = f"resuming from {checkpoint.name}: in {aside}, {reason}"
-                    data = about | {"damaged": later.name, "set_aside": aside.name}
-                    data |= {"reason": reason}
-                    recorder.event(state.step, "damaged checkpoint", text, data)
-                    watcher.alarm(state.step, text)
+                text, data = f"resumed after step {state.step}", {"checkpoint": checkpoint.name}
+                recorder.event(state.step, "resume", text, data)
+                forget_later(recorder, watcher, checkpoint, state, damaged)
                 played = original, config, engine, setups, stages
                 run = Run(folder, *played, recorder, state, watcher, guard)
                 async with open_judge(config, folder) as run.judge:

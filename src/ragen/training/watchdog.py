@@ -1,0 +1,85 @@
+"""The watchdog: it notices a run that hangs, says where, and ends the hang."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Self
+
+from ragen.core.errors import GuardStop, RagenError
+from ragen.diagnostics.guard import Alarm
+from ragen.storage.checkpoint import folders
+from ragen.storage.recorder import append_event
+from ragen.training.running import Run
+
+STACKS = "stalled.txt"
+"""The file to which a run that hangs writes the stacks of its threads."""
+
+STALLED_S = 1800.0
+"""Seconds without progress of any phase after which a run counts as stalled."""
+
+
+class Watchdog:
+    """Calls `on_stall` once, in a thread of its own, when no beat came for `limit` seconds.
+
+    The thread also runs while the event loop is blocked, but not while other code holds the
+    interpreter's lock. It counts its own waking time, not the clock: a process that was suspended
+    has not stalled.
+
+    A `limit` of 0 turns the watchdog off. `on_stall` is called with the seconds.
+    """
+
+    def __init__(self, limit: float, on_stall: Callable[[float], None]) -> None:
+        self._limit, self._on_stall = limit, on_stall
+        self._over = threading.Event()
+        self._silent, self._called = 0.0, False
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def beat(self) -> None:
+        """Report progress."""
+        self._silent, self._called = 0.0, False
+
+    def _watch(self) -> None:
+        tick = min(1.0, self._limit / 4)
+        while not self._over.wait(tick):
+            self._silent += tick
+            if self._silent >= self._limit and not self._called:
+                self._called = True
+                self._on_stall(self._silent)
+
+    def __enter__(self) -> Self:
+        if self._limit:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._limit:
+            self._thread.join()
+
+
+def report_stall(run: Run, seconds: float) -> None:
+    """Say where a run hangs, and end the process if the guard's response is to stop.
+
+    The watchdog calls it from its own thread. Anything may be what hangs, so the file with the
+    stacks of all threads comes first, then the database, then the screen.
+    """
+    state, file = run.state, run.folder / STACKS
+    alarm = Alarm("stalled", state.step, state.step, seconds, 0.0)
+    complete = folders(run.folder)
+    last = f"the last checkpoint is {complete[-1].name}" if complete else "there is no checkpoint"
+    text = f"{alarm}; {last}; all stacks are in {file}"
+    try:
+        with file.open("a") as stacks:
+            stacks.write(f"{alarm}; {last}\n")
+            stacks.flush()
+            faulthandler.dump_traceback(stacks, all_threads=True)
+        append_event(run.folder, state.attempt, state.step, "alarm", text, asdict(alarm))
+    except (OSError, RagenError) as error:  # the disk or the database may be what hangs
+        text = f"{text}; {error}"
+    run.watcher.alarm(state.step, text)
+    if run.original.guard.response("stalled") == "stop":
+        os._exit(GuardStop.exit_code)  # the hanging code cannot be asked to end
