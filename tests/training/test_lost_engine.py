@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ragen.algorithms.batch import Batch
 from ragen.core.errors import EngineLost, RagenError
+from ragen.core.metrics import Metrics
 from ragen.core.stopping import StopRequested
 from ragen.diagnostics.guard import Alarm, GuardState
+from ragen.engines.engine import Late
 from ragen.engines.local import LocalEngine
 from ragen.engines.sampler import Sampler
 from ragen.storage import checkpoint
 from ragen.storage.reader import read_events
 from ragen.training import recovery, running
 from ragen.training.trainer import resume, train
+from ragen.training.watchdog import STACKS
+from tests.diagnostics.test_guard_run import NotedAlarms
 from tests.training.test_background import here  # noqa: F401  (a fixture)
 from tests.training.test_trainer import (
     GAE,
@@ -264,3 +271,36 @@ def test_every_engine_of_a_run_is_closed(
     monkeypatch.setattr(LocalEngine, "close", closing)
     train(make_config(steps=2), tmp_path / "run")
     assert len(made) == 3 and set(map(id, closed)) == set(map(id, made))
+
+
+def test_a_process_that_is_late_is_named_and_ended_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run, update = make_config(**EVERY), tmp_path / "run", LocalEngine.update
+    hanging, ended, seen = threading.Event(), threading.Event(), NotedAlarms()
+
+    async def hangs(engine: LocalEngine, batch: Batch, step: int) -> Metrics:
+        if step == 3 and not hanging.is_set():
+            hanging.set()
+            await asyncio.to_thread(ended.wait)
+            raise EngineLost("learner 0 was ended")
+        return await update(engine, batch, step)
+
+    def end_late(engine: LocalEngine) -> list[Late]:
+        if not hanging.is_set() or ended.is_set():
+            return []
+        ended.set()
+        return [Late("learner 0", "update", 5.0, 'File "fsdp.py", line 1, in all_reduce')]
+
+    monkeypatch.setattr(LocalEngine, "update", hangs)
+    monkeypatch.setattr(LocalEngine, "end_late", end_late)
+    train(config, run, watcher=seen)
+    found = {each["data"]["what"]: each for each in read_events(run) if each["kind"] == "engine"}
+    assert found.keys() == {"late", "lost", "restored"}
+    late = found["late"]
+    assert "learner 0 has not answered for 5 s, in the phase update" in late["text"]
+    about = {name: late["data"][name] for name in ("process", "what", "phase", "seconds")}
+    assert about == {"process": "learner 0", "what": "late", "phase": "update", "seconds": 5.0}
+    assert "all_reduce" in (run / STACKS).read_text() and "all_reduce" in late["data"]["stacks"]
+    assert late["step"] == 3 and (3, late["text"]) in seen.alarms
+    assert_same_results(run, uninterrupted(config, tmp_path))

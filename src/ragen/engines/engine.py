@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +14,32 @@ from ragen.core.metrics import Metrics
 from ragen.core.types import Role
 from ragen.rollout.chat import Chat
 from ragen.rollout.policies import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A process of an engine that has not answered in time.
+
+    Attributes:
+        process: Its name.
+        phase: What it was asked to do.
+        seconds: How long ago.
+        stacks: The Python stacks of its threads, or why there are none.
+
+    Example:
+        >>> str(Late("learner 1", "update", 600.0, ""))
+        'learner 1 has not answered for 600 s, in the phase update'
+    """
+
+    process: str
+    phase: str
+    seconds: float
+    stacks: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.process} has not answered for {self.seconds:.0f} s, in the phase {self.phase}"
+        )
 
 
 class Engine(Protocol):
@@ -87,6 +114,14 @@ class Engine(Protocol):
 
         Raises:
             RagenError: The folder's contents are damaged or belong to another run.
+        """
+
+    def end_late(self) -> list[Late]:
+        """End the processes that have been silent for `engine.timeout_s` with a call open.
+
+        What waits for them goes on as if they had been killed: their work is given to others, or
+        raises `EngineLost`. The watchdog calls this each second from a thread of its own, which
+        nothing else may keep waiting. Once closed, an engine has none.
         """
 
     async def close(self) -> None:

@@ -20,6 +20,7 @@ from ragen.config.sections import most_turns
 from ragen.core.errors import NotFiniteError, RagenError
 from ragen.core.metrics import Metrics, largest
 from ragen.core.types import Prompt, Role, Sample
+from ragen.engines.engine import Late
 from ragen.engines.factory import load_model, make_sampler, prepare_model
 from ragen.engines.learner import Learner
 from ragen.engines.optimizers import optimizer_tensors, restore_optimizer
@@ -226,6 +227,10 @@ class LocalEngine:
             masters.restore(_load(folder / f"{name}.safetensors"))
         self.version = int(state["version"])
         await self._push()
+
+    def end_late(self) -> list[Late]:
+        """See `Engine.end_late`: there are no other processes."""
+        return []
 
     async def close(self) -> None:
         """See `Engine.close`."""

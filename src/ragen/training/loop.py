@@ -50,7 +50,7 @@ from ragen.training.running import (
     save_and_evaluate,
     take_evaluation,
 )
-from ragen.training.watchdog import STALLED_S, Watchdog, report_stall
+from ragen.training.watchdog import STALLED_S, Watchdog, end_late, report_stall
 
 
 async def loop(run: Run) -> None:
@@ -181,7 +181,7 @@ async def run_to_the_end(run: Run) -> None:
     """
     first = run.engine
     limit = 0.0 if run.original.guard.response("stalled") == "off" else STALLED_S
-    watchdog = Watchdog(limit, partial(report_stall, run))
+    watchdog = Watchdog(limit, partial(report_stall, run), partial(end_late, run))
     run.beat = watchdog.beat
     try:
         with run.stop.listening(), watchdog:

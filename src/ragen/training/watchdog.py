@@ -23,17 +23,24 @@ STALLED_S = 1800.0
 
 
 class Watchdog:
-    """Calls `on_stall` once, in a thread of its own, when no beat came for `limit` seconds.
+    """Calls `on_stall` once when no beat came for `limit` seconds, and `look` each second.
+
+    Both are called in a thread of their own.
 
     The thread also runs while the event loop is blocked, but not while other code holds the
     interpreter's lock. It counts its own waking time, not the clock: a process that was suspended
     has not stalled.
 
-    A `limit` of 0 turns the watchdog off. `on_stall` is called with the seconds.
+    With a `limit` of 0 no silence is too long. `on_stall` is called with the seconds.
     """
 
-    def __init__(self, limit: float, on_stall: Callable[[float], None]) -> None:
-        self._limit, self._on_stall = limit, on_stall
+    def __init__(
+        self,
+        limit: float,
+        on_stall: Callable[[float], None],
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._limit, self._on_stall, self._look = limit, on_stall, look
         self._over = threading.Event()
         self._silent, self._called = 0.0, False
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -43,22 +50,40 @@ class Watchdog:
         self._silent, self._called = 0.0, False
 
     def _watch(self) -> None:
-        tick = min(1.0, self._limit / 4)
+        tick = min(1.0, self._limit / 4) if self._limit else 1.0
         while not self._over.wait(tick):
             self._silent += tick
-            if self._silent >= self._limit and not self._called:
+            self._look()
+            if self._limit and self._silent >= self._limit and not self._called:
                 self._called = True
                 self._on_stall(self._silent)
 
     def __enter__(self) -> Self:
-        if self._limit:
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        if self._limit:
-            self._thread.join()
+        self._thread.join()
+
+
+def end_late(run: Run) -> None:
+    """End the processes of the engine that are late, and say which, in what, and where they hang.
+
+    The watchdog calls it from its own thread. The run goes on without them.
+    """
+    state, file = run.state, run.folder / STACKS  # recovering replaces the state
+    for late in run.engine.end_late():
+        text = f"after step {state.step}, {late} and is ended; its stacks are in {file}"
+        about = {"process": late.process, "what": "late", "phase": late.phase}
+        try:
+            with file.open("a") as stacks:
+                stacks.write(f"{text}\n{late.stacks}\n")
+            data = about | {"seconds": late.seconds, "stacks": late.stacks}
+            append_event(run.folder, state.attempt, state.step, "engine", text, data)
+        except (OSError, RagenError) as error:
+            text = f"{text}; {error}"
+        run.watcher.alarm(state.step, text)
 
 
 def report_stall(run: Run, seconds: float) -> None:
