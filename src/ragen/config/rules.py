@@ -132,6 +132,10 @@ RULES: tuple[Rule, ...] = (
         "on while the step trains",
     ),
     Rule(
+        lambda c: c.engine.min_members > 0 and c.rollout.refill > 0,
+        "rollout.refill replaces groups that are complete: leave it or engine.min_members out",
+    ),
+    Rule(
         lambda c: c.engine.min_members > c.rollout.group_size,
         "engine.min_members = {c.engine.min_members}: a group has {c.rollout.group_size} episodes",
     ),

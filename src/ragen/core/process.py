@@ -21,6 +21,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
@@ -335,28 +336,54 @@ _theirs: dict[str, tuple[Any, Any]] = {}
 """What user code left of the states below, and what the run had then."""
 
 
+@dataclass(slots=True)
+class _Ours:
+    """What the run has while user code has its own, and how many bodies it has it in."""
+
+    bodies: int = 0
+    states: dict[str, Any] = field(default_factory=dict)
+    hooks: Any = None
+
+
+_ours = _Ours()
+
+
 @contextmanager
 def own_states() -> Iterator[None]:
     """Give user code its own global random generators and environment variables in the body.
 
-    The run gets its own back. RAGEN itself draws from neither (`core.seeding`), so it is enough to
-    do this once per rollout: reading the generators takes longer than a step of most environments.
-    User code goes on with what it left, unless the program has changed the state in between.
+    The run gets its own back, after the last body where several overlap. RAGEN itself draws from
+    neither (`core.seeding`), so it is enough to do this once per rollout: reading the generators
+    takes longer than a step of most environments. User code goes on with what it left, unless the
+    program has changed the state in between.
     """
-    states = _states()
-    ours = {name: take() for name, (take, _) in states.items()}
-    for name, (left, seen) in _theirs.items():
-        if name in states and seen == ours[name]:
-            states[name][1](left)
-    hooks = sys.excepthook, sys.unraisablehook, threading.excepthook, gc.isenabled()
+    if not _ours.bodies:
+        _give()
+    _ours.bodies += 1
     try:
         yield
     finally:
-        for name, (take, put) in states.items():
-            _theirs[name] = take(), ours[name]
-            put(ours[name])
-        sys.excepthook, sys.unraisablehook, threading.excepthook, collects = hooks
-        (gc.enable if collects else gc.disable)()
+        _ours.bodies -= 1
+        if not _ours.bodies:
+            _take_back()
+
+
+def _give() -> None:
+    states = _states()
+    _ours.states = {name: take() for name, (take, _) in states.items()}
+    _ours.hooks = sys.excepthook, sys.unraisablehook, threading.excepthook, gc.isenabled()
+    for name, (left, seen) in _theirs.items():
+        if name in states and seen == _ours.states[name]:
+            states[name][1](left)
+
+
+def _take_back() -> None:
+    for name, (take, put) in _states().items():
+        if name in _ours.states:
+            _theirs[name] = take(), _ours.states[name]
+            put(_ours.states[name])
+    sys.excepthook, sys.unraisablehook, threading.excepthook, collects = _ours.hooks
+    (gc.enable if collects else gc.disable)()
 
 
 def _states() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:

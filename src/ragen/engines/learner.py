@@ -70,7 +70,8 @@ class Learner:
     All logprobs are computed at the sampling temperature. `longest` is the most sampled tokens that
     an episode can have. `mismatch_bound` is the largest difference, in nats, of a sampled and a
     recomputed logprob at equal weights that is rounding; with `refuses_mismatch` a larger one is an
-    error. With `muon_lr` above 0, Muon trains the weight matrices at that rate;
+    error. Unless the samples are `on_policy`, earlier weights may have sampled them, so that a
+    difference is no mismatch. With `muon_lr` above 0, Muon trains the weight matrices at that rate;
     `weight_decay` is that of both optimisers.
     """
 
@@ -87,6 +88,7 @@ class Learner:
         longest: int = 1,
         mismatch_bound: float = math.inf,
         refuses_mismatch: bool = False,
+        on_policy: bool = True,
         muon_lr: float = 0.0,
         weight_decay: float = WEIGHT_DECAY,
     ) -> None:
@@ -104,10 +106,16 @@ class Learner:
         critic_trained = self.critic_masters.trained
         self.critic_optimizers = make(critic_trained, update.critic_lr) if critic else []
         self.synced = True
+        self._on_policy = on_policy
         self._update, self._loss = update, loss
         self._steps, self._temperature, self._longest = steps, temperature, longest
         self._mismatch_bound, self._refuses_mismatch = mismatch_bound, refuses_mismatch
         self._device = next(model.parameters()).device
+
+    @property
+    def _samples_now(self) -> bool:
+        """Whether the present weights have sampled what is trained on."""
+        return self.synced and self._on_policy
 
     def named_optimizers(self) -> dict[str, Optimizer]:
         """Every optimiser by the name it is saved under."""
@@ -316,13 +324,13 @@ class Learner:
             loss = self._task_loss(logprobs_N, tokens)
             return Loss(loss.value, loss.metrics | bonus.metrics)
         if tokens.old_logprobs_N is None:
-            assert self.synced, "old logprobs are those of the weights that sampled"
+            assert self._samples_now, "old logprobs are those of the weights that sampled"
             tokens = replace(tokens, old_logprobs_N=logprobs_N.detach())
         tokens, metrics = correct_for_sampler(tokens, IMPORTANCE_CAP)
         loss = self._task_loss(logprobs_N, tokens)
         value = loss.value + settings.entropy * bonus.value
         metrics |= loss.metrics | bonus.metrics
-        if self.synced:
+        if self._samples_now:
             metrics |= mismatch_kl(tokens.sampled_logprobs_N, logprobs_N.detach())
             metrics["mismatch/bound"] = largest(self._mismatch_bound)
         if settings.kl > 0 and settings.kl_kind != "k1":

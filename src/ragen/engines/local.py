@@ -97,6 +97,7 @@ class LocalEngine:
             temperature=temperature,
             longest=most_turns(config.env) * config.rollout.max_tokens,
             mismatch_bound=bound / min(1.0, temperature),
+            on_policy=config.engine.max_staleness == 0,
             refuses_mismatch=exact and guard.responses.get("mismatch", "stop") == "stop",
         )
         self._dtype, self._temperature = config.model.dtype, temperature

@@ -38,6 +38,7 @@ class _Request:
     prompt: Prompt
     tokens: Tokens
     slot: int = -1
+    version: int = 0
 
 
 class Sampler(QueuedPolicy):
@@ -69,6 +70,7 @@ class Sampler(QueuedPolicy):
         self._running: dict[int, _Request] = {}
         self._rows: NDArray[np.int64] | None = None  # the running slots; None after a change
         self._table = SlotTable(slots)
+        self._outdated: set[int] = set()  # running slots with keys and values of earlier weights
 
         # The running requests as arrays over slots, so that a step costs no Python per slot.
         self._length = np.zeros(slots, dtype=np.int64)
@@ -86,14 +88,18 @@ class Sampler(QueuedPolicy):
         return next(words for kind, words in PATHS.items() if isinstance(self._decoder, kind))
 
     def push(self, model: PreTrainedModel) -> None:
-        """Drop the cache; the weights are read in place."""
+        """Drop the cache; the weights are read in place.
+
+        Completions that are being sampled go on with the new weights after the keys and values of
+        the earlier ones, as in PipelineRL (arXiv:2509.19128). Nothing is read from these again.
+        """
         self.forget()
 
     def forget(self) -> None:
-        """Drop all keys and values."""
-        assert not self._running, "weights may not change while completions are sampled"
-        self._table.clear()
-        self._decoder.refresh()
+        """Drop all keys and values but those that open completions need."""
+        self._outdated.update(self._running)
+        self._table.clear(self._running)
+        self._decoder.refresh(is_idle=not self._running)
 
     def _send(self, prompt: Prompt) -> _Request:
         request = _Request(prompt, self._checked_ids(prompt))
@@ -123,11 +129,13 @@ class Sampler(QueuedPolicy):
                 self._waiting.remove(request)
             elif self._running.get(request.slot) is request:
                 self._stop(request)
+                self._outdated.discard(request.slot)
                 self._table.free(request.slot)
 
     def _abandon(self, error: BaseException | None) -> None:
         self._running.clear()
         self._waiting.clear()
+        self._outdated.clear()
         self._rows = None
         self.forget()
         super()._abandon(error)
@@ -195,6 +203,7 @@ class Sampler(QueuedPolicy):
 
     def _start(self, request: _Request) -> None:
         slot, prompt = request.slot, request.prompt
+        request.version = self.version
         self._running[slot] = request
         self._rows = None
         self._length[slot] = len(request.tokens)
@@ -209,15 +218,19 @@ class Sampler(QueuedPolicy):
         self._rows = None
 
     def _finish(self, slot: int) -> None:
-        """Deliver a completion and let its slot idle with its tokens."""
+        """Deliver a completion; its slot idles with its tokens, unless its keys are outdated."""
         request = self._running[slot]
         self._stop(request)
         count = int(self._count[slot])
         token_ids = tuple(self._tokens[slot, :count].tolist())
-        self._table.remember(slot, request.tokens + token_ids)
+        if slot in self._outdated:
+            self._outdated.remove(slot)
+            self._table.free(slot)
+        else:
+            self._table.remember(slot, request.tokens + token_ids)
         self.stats.sampled += count
         logprobs = tuple(self._logprobs[slot, :count].tolist())
-        self._answer(request, self._completion(token_ids, logprobs))
+        self._answer(request, self._completion(token_ids, logprobs, request.version))
 
     # Forwards.
 

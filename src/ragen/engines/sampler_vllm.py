@@ -44,6 +44,8 @@ class VllmSampler(QueuedPolicy):
         self._vllm = vllm
         self._names = map(str, count())
         self._closed = False
+        self._accepts = asyncio.Event()
+        self._accepts.set()
 
     def ask(self, prompt: Prompt) -> Completion:
         """Sample one completion without an event loop; it does not count in `stats`."""
@@ -55,8 +57,28 @@ class VllmSampler(QueuedPolicy):
         assert sampled.name == name
         return self._completion(sampled.token_ids, sampled.logprobs)
 
+    async def complete(self, prompt: Prompt) -> Completion:
+        """See `WeightedPolicy.complete`; it waits while weights are published."""
+        await self._accepts.wait()
+        return await super().complete(prompt)
+
+    async def publish(self, model: PreTrainedModel, version: int) -> None:
+        """See `WeightedPolicy.publish`; it waits until the open completions are finished.
+
+        vLLM would keep their keys and values for later requests, and those of the first weights
+        are not told from those of the last.
+        """
+        self._accepts.clear()
+        try:
+            if self._open:
+                await asyncio.wait(self._open.values())
+            await super().publish(model, version)
+        finally:
+            self._accepts.set()
+
     def push(self, model: PreTrainedModel) -> None:
         """Copy all weights, or let vLLM read the adapter again."""
+        assert not self._open, "these weights would not be those of the keys and values"
         self._vllm.wake()
         if has_adapters(model):
             with tempfile.TemporaryDirectory(prefix="ragen-adapter-") as folder:
@@ -67,10 +89,10 @@ class VllmSampler(QueuedPolicy):
         self.forget()
 
     def forget(self) -> None:
-        """Drop all keys and values."""
-        assert not self._open, "weights may not change while completions are sampled"
-        self._vllm.wake()
-        self._vllm.forget()
+        """Drop all keys and values, unless completions are open, which need them."""
+        if not self._open:
+            self._vllm.wake()
+            self._vllm.forget()
 
     def rest(self) -> None:
         """See `WeightedPolicy.rest`."""

@@ -91,7 +91,7 @@ class WeightedPolicy:
         raise NotImplementedError
 
     async def publish(self, model: PreTrainedModel, version: int) -> None:
-        """Sample with these weights from now on; called while nothing is sampled."""
+        """Sample with these weights from now on, also while completions are open."""
         self.push(model)
         self.version = version
 
@@ -116,9 +116,12 @@ class WeightedPolicy:
         assert len(ids) + prompt.max_tokens <= self.max_length, "over the model's length"
         return ids
 
-    def _completion(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> Completion:
+    def _completion(
+        self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], version: int | None = None
+    ) -> Completion:
         """The record of sampled tokens; the text leaves the end token out.
 
+        `version` is that of the weights that sampled the first token, by default the present one.
         What was sampled after a control token is cut off: not all of them fit into `stop_ids`.
         """
         for count, token in enumerate(token_ids, 1):
@@ -136,7 +139,7 @@ class WeightedPolicy:
             logprobs,
             self._decode(token_ids[:-1] if ended else token_ids),
             "stop" if ended else finish,
-            self.version,
+            self.version if version is None else version,
             fingerprint(token_ids, logprobs),
         )
 

@@ -7,6 +7,8 @@ is new. The slots of a group's first prompts are known by that prompt, so that i
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 Tokens = tuple[int, ...]
 
 TAIL = 8
@@ -28,9 +30,9 @@ class SlotTable:
         self._num_slots = num_slots
         self.clear()
 
-    def clear(self) -> None:
-        """Free all slots."""
-        self._free = list(range(self._num_slots - 1, -1, -1))
+    def clear(self, running: Collection[int] = ()) -> None:
+        """Forget all tokens, and free all slots but those that are running."""
+        self._free = [slot for slot in range(self._num_slots - 1, -1, -1) if slot not in running]
         self._remembered: dict[int, Tokens] = {}  # idle slots, the longest idle first
         self._by_tail: dict[tuple[int, Tokens], list[int]] = {}
         self._first_prompt: list[Tokens | None] = [None] * self._num_slots

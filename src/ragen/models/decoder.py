@@ -97,9 +97,10 @@ class FlatDecoder:
         """See `HFDecoder.copy`."""
         self.store.share(source, target, length)
 
-    def refresh(self) -> None:
+    def refresh(self, is_idle: bool = True) -> None:
         """See `HFDecoder.refresh`."""
-        self.store.clear()
+        if is_idle:  # or running slots may begin in others
+            self.store.clear()
 
     def _read(
         self, slots_N: Tensor, starts_N: Tensor, counts_N: Tensor, token_ids_F: Tensor
@@ -181,10 +182,11 @@ class HFDecoder:
         for stored in chain.from_iterable(self.cache.stored):
             stored[target, :, :length] = stored[source, :, :length]
 
-    def refresh(self) -> None:
+    def refresh(self, is_idle: bool = True) -> None:
         """Read changed weights, with which every stored key and value is out of date.
 
-        Nothing to do here: the weights are read at every call.
+        Unless the decoder `is_idle`, the sequences that are being sampled go on with what is stored
+        of them. Nothing to do here: the weights are read at every call.
         """
 
     def _logits(self, states_ND: Tensor) -> Tensor:

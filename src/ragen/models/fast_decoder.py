@@ -68,7 +68,7 @@ class Qwen2Decoder:
         self.refresh()
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh(self, is_idle: bool = True) -> None:
         """Copy the weights."""
         for name in ("weights", "head", "embedding"):
             vars(self).pop(name, None)  # or there would be two copies for a while

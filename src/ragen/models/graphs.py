@@ -116,7 +116,7 @@ class GraphDecoder(HFDecoder):
         return self._logits(states_RD[inputs_4R[3, :count]])
 
     @override
-    def refresh(self) -> None:
+    def refresh(self, is_idle: bool = True) -> None:
         """Drop the graphs of weights that are elsewhere now; changes in place need no new ones."""
         tensors = chain(self.model.parameters(), self.model.buffers())
         addresses = [tensor.data_ptr() for tensor in tensors]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -47,6 +48,66 @@ async def run_groups(
     episodes = await run_episodes(policy, setup, specs, concurrency, on_episode)
     starts = range(0, len(episodes), group_size)
     return [Group(tuple(episodes[start : start + group_size])) for start in starts]
+
+
+async def run_most(
+    policy: Policy,
+    setups: Sequence[Setup],
+    levels: Sequence[int],
+    group_size: int,
+    path: tuple[int | str, ...],
+    concurrency: int,
+    on_episode: Callable[[Episode], None] | None,
+    min_members: int,
+    close_after_s: float,
+) -> tuple[list[Group], list[list[asyncio.Task[Episode]]]]:
+    """`run_groups` without waiting for the last episodes of a group.
+
+    After `close_after_s` seconds a group closes as soon as `min_members` of its episodes have
+    ended. The tasks of the others, by group, play on: the caller awaits or cancels them.
+
+    Raises:
+        RagenError: As `run_groups`; then no task is left.
+    """
+    gate = asyncio.Semaphore(concurrency)
+
+    async def play(setup: Setup, spec: EpisodeSpec) -> Episode:
+        async with gate:
+            with own_states():
+                episode = await play_episode(policy, setup, spec)
+        if on_episode is not None:
+            on_episode(episode)
+        return episode
+
+    groups = [
+        [
+            asyncio.create_task(play(setup, EpisodeSpec(level, number, member, path)))
+            for member in range(group_size)
+        ]
+        for number, (setup, level) in enumerate(zip(setups, levels, strict=True))
+    ]
+    every = [task for group in groups for task in group]
+    try:
+        open_tasks, left_s = set(every), close_after_s
+        while open_tasks:
+            began = time.monotonic()
+            when = asyncio.FIRST_COMPLETED if left_s <= 0 else asyncio.FIRST_EXCEPTION
+            done, open_tasks = await asyncio.wait(
+                open_tasks, timeout=left_s if left_s > 0 else None, return_when=when
+            )
+            for task in done:
+                task.result()
+            left_s -= time.monotonic() - began
+            ended = (sum(task.done() for task in group) for group in groups)
+            if left_s <= 0 and min(ended) >= min_members:
+                break
+    except BaseException:
+        for task in every:
+            task.cancel()
+        await asyncio.gather(*every, return_exceptions=True)
+        raise
+    finished = [Group(tuple(task.result() for task in group if task.done())) for group in groups]
+    return finished, [[task for task in group if not task.done()] for group in groups]
 
 
 async def run_episodes(

@@ -16,7 +16,13 @@ from ragen.algorithms.estimator import compares_group, needs_values
 from ragen.algorithms.filters import reward_std, scores_of, select
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
-from ragen.config.sections import AdvantageConfig, FilterConfig, RolloutConfig, UpdateConfig
+from ragen.config.sections import (
+    AdvantageConfig,
+    EngineConfig,
+    FilterConfig,
+    RolloutConfig,
+    UpdateConfig,
+)
 from ragen.core.metrics import Metrics
 from ragen.core.seeding import refill_level
 from ragen.core.types import Episode, Group, Sample
@@ -25,9 +31,9 @@ from ragen.diagnostics.step_metrics import gradients_by_std
 from ragen.engines.engine import Engine
 from ragen.engines.exactness import verify_split, with_fingerprints
 from ragen.rollout.episode_terms import apply_episode_terms
-from ragen.rollout.groups import run_groups
+from ragen.rollout.groups import run_groups, run_most
 from ragen.rollout.judge import Judge
-from ragen.training.mixture import Start
+from ragen.training.ahead import Rest, Start
 from ragen.training.running import Run, is_due
 
 
@@ -39,6 +45,7 @@ async def collect_groups(
     step: int,
     on_episode: Callable[[Episode], None] | None = None,
     judge: Judge | None = None,
+    closing: tuple[EngineConfig, list[Rest]] | None = None,
 ) -> list[Group]:
     """Play the groups of a step with the engine's policy, and add their terms to their rewards.
 
@@ -48,12 +55,12 @@ async def collect_groups(
 
     `starts` are those of the first groups (`first_starts`); a group is replaced by one of the same
     environment. `step` is the number of finished steps. `on_episode` is called as each episode
-    ends.
+    ends. `closing` says when groups close without their last episodes, and takes these.
     """
     engine.forget()
     groups: list[Group] = []
     for _ in range(1 + rollout.refill):
-        fresh = await run_groups(
+        what = (
             engine.policy,
             [start.setup for start in starts],
             [start.level for start in starts],
@@ -61,12 +68,18 @@ async def collect_groups(
             (seed, "train", step),
             rollout.slots,
             on_episode,
-            first_group=len(groups),
         )
+        if closing is not None and closing[0].min_members:
+            settings, rests = closing
+            fresh, tasks = await run_most(*what, settings.min_members, settings.close_after_s)
+            pairs = zip(starts, tasks, strict=True)
+            rests += [Rest(step, start, each) for start, each in pairs if each]
+        else:
+            fresh = await run_groups(*what, first_group=len(groups))
         fresh = await apply_episode_terms(fresh, starts[0].setup.reward_terms, judge, seed, step)
         groups += fresh
-        pairs = zip(starts, fresh, strict=True)
-        flat = [start.setup for start, group in pairs if reward_std(group) == 0]
+        whole = zip(starts, fresh, strict=True)
+        flat = [start.setup for start, group in whole if reward_std(group) == 0]
         if not flat:
             break
         first = len(groups) - rollout.num_groups
@@ -123,12 +136,13 @@ async def gradient_norms(engine: Engine, groups: Sequence[Group], config: Config
 def needs_scores(config: Config, step: int, num_episodes: int) -> bool:
     """Whether old logprobs are needed before the update, which computes them anyhow.
 
-    They are if a KL term compares them, if a second update does, or if they are recorded at the end
-    of `step`, which is counted from 1.
+    They are if a KL term compares them, if a second update does, if earlier weights may have
+    sampled, or if they are recorded at the end of `step`, which is counted from 1.
     """
     update = config.update
     return (
         config.loss.kl > 0
+        or config.engine.max_staleness > 0
         or update.epochs > 1
         or num_minibatches(num_episodes, update.minibatch_episodes) > 1
         or is_due(step, config.record.tokens_every)

@@ -12,10 +12,11 @@ STEPS = 5
 """Steps over which success is averaged; all of them were played in the stage."""
 
 
-def learn_stage(run: Run, success: float) -> Metrics:
+def learn_stage(run: Run, success: float, played: int) -> Metrics:
     """Let the success of a finished step count, and begin the next stage where it is enough.
 
-    The moving averages begin anew with a stage.
+    The moving averages begin anew with a stage. The success of a step that was `played` in an
+    earlier stage does not count.
 
     Returns:
         The stage in which the step was played, and the success that is compared with
@@ -23,6 +24,8 @@ def learn_stage(run: Run, success: float) -> Metrics:
     """
     state, settings = run.state, run.config.curriculum
     stage, num_stages = state.stage, len(settings.stages) + 1
+    if played != stage:
+        return {STAGE: last(played)}
     reached = count_success(state, success)
     if advances(state, settings.success, num_stages):
         state.stage, state.stage_success = stage + 1, []

@@ -16,7 +16,7 @@ from ragen.core.errors import EngineLost, NotFiniteError, UnplayableError
 from ragen.core.metrics import Metrics, last, merge, total, values
 from ragen.core.seeding import derive
 from ragen.core.stopping import StopRequested
-from ragen.core.types import Episode, Group
+from ragen.core.types import Group
 from ragen.diagnostics.information import CrossScores, measure_envs
 from ragen.diagnostics.step_metrics import (
     averaged,
@@ -25,9 +25,7 @@ from ragen.diagnostics.step_metrics import (
     summarize,
     summarize_envs,
 )
-from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.training.collection import (
-    collect_groups,
     filter_settings,
     gradient_norms,
     make_batch,
@@ -36,7 +34,7 @@ from ragen.training.collection import (
     split_batch,
 )
 from ragen.training.curriculum import learn_stage
-from ragen.training.mixture import Start, first_starts
+from ragen.training.experience import fresh, next_groups, overlap_metrics, parts_of
 from ragen.training.recovery import recover, restore, run_guard, update
 from ragen.training.running import (
     Clock,
@@ -58,13 +56,13 @@ async def loop(run: Run) -> None:
     while not run.is_complete:
         config, engine, state = run.config, run.engine, run.state
         clock = Clock(run.beat)
-        run.env_time.seconds = 0.0
-        if run.judge is not None:
-            run.judge.metrics()  # of a step that was given up
-        starts = first_starts(run.playing, config, state)
         with clock("rollout"):
-            groups = await run.stop.or_finish(play(run, starts))
-        kept = select(groups, **filter_settings(config.filter, config.advantage))
+            played = await run.stop.or_finish(next_groups(run))
+        groups, version = played.groups, engine.version
+        trainable = fresh(run, groups)
+        settings = filter_settings(config.filter, config.advantage)
+        chosen = select([groups[index] for index in trainable], **settings)
+        kept = [trainable[index] for index in chosen]
         kept_groups = [groups[index] for index in kept]
         diagnosis, matrices = await diagnose(run, groups, clock)
         batch: Batch | None = None
@@ -91,14 +89,12 @@ async def loop(run: Run) -> None:
         metrics = merge([summarize(groups, kept), *updates, diagnosis, counters, engine.metrics()])
         metrics |= batch_metrics(batch) if batch else {}
         metrics |= summarize_envs(groups, kept, config.env.mix) if config.env.mix else {}
-        parts = {"env": run.env_time.seconds}
-        if run.judge is not None:
-            parts["judge"] = run.judge.seconds
-            metrics |= run.judge.metrics()
-        metrics |= clock.metrics(parts, metrics["tokens/sampled"].value)
+        metrics |= overlap_metrics(run, played, kept, version)
+        metrics |= clock.metrics(parts_of(run), metrics["tokens/sampled"].value)
+        metrics |= run.judge.metrics() if run.judge is not None else {}
         averages = state.averages = smooth(state.averages, metrics)
         if config.curriculum.stages:
-            metrics |= learn_stage(run, metrics["success/mean"].value)
+            metrics |= learn_stage(run, metrics["success/mean"].value, played.stage)
         recorded = metrics | averaged(averages, metrics)
         run.recorder.log(state.step, recorded)
         run.recorder.commit_later()
@@ -110,25 +106,6 @@ async def loop(run: Run) -> None:
         rolled_back = await run_guard(run)
         if not rolled_back and is_due(state.step, config.checkpoint.every) and not run.is_complete:
             await save_and_evaluate(run)
-
-
-async def play(run: Run, starts: Sequence[Start]) -> list[Group]:
-    """Play the groups of the next step, the first of them from `starts`.
-
-    Raises:
-        UnplayableError: Every episode failed, or no first prompt leaves room for a reply.
-    """
-
-    def on_episode(episode: Episode) -> None:
-        run.beat()
-        run.watcher.episode(episode)
-
-    config = run.config
-    groups = await collect_groups(
-        run.engine, starts, config.rollout, config.seed, run.state.step, on_episode, run.judge
-    )
-    refuse_unplayable([outcome_of(episode) for group in groups for episode in group.episodes])
-    return groups
 
 
 async def diagnose(
@@ -233,7 +210,10 @@ async def evaluate_and_loop(run: Run) -> None:
             await save(run)
         else:
             await catch_up(run)
-        await loop(run)
+        try:
+            await loop(run)
+        finally:
+            await run.ahead.drop()
         await run.stop.or_finish(take_evaluation(run))
         await evaluate_missing(run, *both)
         await save(run)

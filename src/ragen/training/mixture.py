@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from ragen.config.config import Config
 from ragen.core.seeding import train_level
 from ragen.rollout.setup import Setup
+from ragen.training.ahead import Start
 from ragen.training.running import LoopState
-
-
-class Start(NamedTuple):
-    """Where a group starts: its environment's set-up and its level."""
-
-    setup: Setup
-    level: int
 
 
 def first_starts(playing: Mapping[str, Setup], config: Config, state: LoopState) -> list[Start]:

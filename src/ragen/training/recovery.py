@@ -311,6 +311,7 @@ async def go_on_from(
     run: Run, checkpoint: Path, saved: Mapping[str, Any], state: LoopState, guard: GuardState
 ) -> None:
     """Give the run a new engine with the weights of a checkpoint, and these states."""
+    await run.ahead.drop()
     await run.engine.close()
     run.config, run.state = changed(run.original, guard.changes), state
     run.guard, run.history = guard, {}

@@ -38,6 +38,7 @@ from ragen.storage.checkpoint import (
 )
 from ragen.storage.reader import read_evaluations, read_metrics
 from ragen.storage.recorder import Recorder
+from ragen.training.ahead import Ahead
 from ragen.training.background import Background
 from ragen.training.progress import Watcher
 
@@ -144,6 +145,7 @@ class Run:
         history: The metrics so far, by name and step; empty until the guard reads the database.
         background: Evaluates beside the run.
         judge: Judges episodes, where a reward term asks for it.
+        ahead: What was begun for later steps.
         stop: The user's request to stop.
         beat: Tells the watchdog that the run is alive.
         losses: How often its engine was lost since it wrote a checkpoint.
@@ -164,6 +166,7 @@ class Run:
     beat: Callable[[], None] = lambda: None
     background: Background = field(default_factory=Background)
     judge: Judge | None = None
+    ahead: Ahead = field(default_factory=Ahead)
     losses: int = 0
 
     @property
@@ -236,8 +239,9 @@ class Clock:
         `parts` are the parts of the rollout that environments and a judge took; the rest is
         generation.
         """
-        generate_s = self._seconds["rollout"] - sum(parts.values())
-        phases = {**self._seconds, **parts, "generate": generate_s, "step": self.seconds}
+        phases = {**self._seconds, **parts, "step": self.seconds}
+        if parts:
+            phases["generate"] = self._seconds["rollout"] - sum(parts.values())
         speed = {"time/tokens_per_s": last(num_tokens / self.seconds)}
         return {f"time/{name}_s": total(seconds) for name, seconds in phases.items()} | speed
 

@@ -1,0 +1,147 @@
+"""The groups that steps train on, played when a step asks for them or ahead of it.
+
+With ``engine.max_staleness = k`` the groups of the next k steps are played while one trains. The
+play of step n + k begins once step n begins to train, and so with the weights of the publication
+before: what step n + k trains on is at most k publications behind, but for episodes that groups
+closed without. Levels and seeds are those of the step itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ragen.core.metrics import Metrics, largest, last, mean, total
+from ragen.core.types import Episode, Group
+from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
+from ragen.rollout.episode_terms import apply_episode_terms
+from ragen.training.ahead import Played, Start
+from ragen.training.collection import collect_groups
+from ragen.training.mixture import first_starts
+from ragen.training.running import Run
+
+
+async def next_groups(run: Run) -> Played:
+    """What the next step trains on; the plays of the steps after it begin.
+
+    In a mixture or a curriculum, a step that is played ahead starts from what is known then.
+
+    Raises:
+        UnplayableError: Every episode failed, or no first prompt leaves room for a reply.
+    """
+    if not run.config.engine.max_staleness:
+        run.env_time.seconds = 0.0
+        if run.judge is not None:
+            run.judge.metrics()  # of a step that was given up
+    _begin(run)
+    run.ahead.plans.popleft()
+    played = await run.ahead.plays.popleft()
+    late = await _ended(run, len(played.groups))
+    return replace(played, groups=[*played.groups, *late]) if late else played
+
+
+def _begin(run: Run) -> None:
+    """Begin the plays that may begin now."""
+    config, state, ahead = run.config, run.state, run.ahead
+    while len(ahead.plays) <= config.engine.max_staleness:
+        step = state.step + len(ahead.plays)
+        if ahead.plays and config.budget == "steps" and step >= config.steps:
+            break
+        planned = Counter(start.setup.env for starts in ahead.plans for start in starts)
+        counts = {name: state.groups.get(name, 0) + planned[name] for name in run.playing}
+        starts = first_starts(run.playing, config, replace(state, step=step, groups=counts))
+        before = ahead.plays[-1] if ahead.plays else None
+        ahead.plans.append(starts)
+        ahead.plays.append(asyncio.create_task(_play(run, starts, step, state.stage, before)))
+
+
+async def _play(
+    run: Run, starts: Sequence[Start], step: int, stage: int, before: asyncio.Task[Played] | None
+) -> Played:
+    """Play the groups of a step, the first of them from `starts`, after those `before`."""
+    if before is not None:
+        await asyncio.wait({before})
+        if before.cancelled() or before.exception() is not None:
+            raise asyncio.CancelledError  # whoever awaits the one before gets its error
+    began = time.perf_counter()
+
+    def on_episode(episode: Episode) -> None:
+        run.beat()
+        run.watcher.episode(episode)
+
+    config = run.config
+    closing = config.engine, run.ahead.rests
+    groups = await collect_groups(
+        run.engine, starts, config.rollout, config.seed, step, on_episode, run.judge, closing
+    )
+    refuse_unplayable([outcome_of(episode) for group in groups for episode in group.episodes])
+    return Played(starts, stage, groups, time.perf_counter() - began)
+
+
+async def _ended(run: Run, first: int) -> list[Group]:
+    """The episodes that groups closed without and that have ended since, as groups of their own.
+
+    A group's are taken when all of them have ended. They are numbered from `first` on.
+    """
+    ended = [rest for rest in run.ahead.rests if all(task.done() for task in rest.tasks)]
+    run.ahead.rests = [rest for rest in run.ahead.rests if rest not in ended]
+    groups = []
+    for number, rest in enumerate(ended, first):
+        episodes = tuple(replace(task.result(), group=number) for task in rest.tasks)
+        terms, seed = rest.start.setup.reward_terms, run.config.seed
+        groups += await apply_episode_terms([Group(episodes)], terms, run.judge, seed, rest.step)
+    return groups
+
+
+def staleness(group: Group, version: int) -> int:
+    """Publications by which the oldest completion of a group is behind this policy version."""
+    versions = [
+        turn.completion.policy_version for episode in group.episodes for turn in episode.turns
+    ]
+    return version - min(versions, default=version)
+
+
+def fresh(run: Run, groups: Sequence[Group]) -> list[int]:
+    """The indices of the groups that are not too stale to be trained on; others are recorded."""
+    version, most = run.engine.version, run.config.engine.max_staleness
+    found = [index for index, group in enumerate(groups) if staleness(group, version) <= most]
+    if len(found) < len(groups):
+        dropped = sorted({*range(len(groups))} - {*found})
+        text = f"{len(dropped)} of {len(groups)} groups are staler than {most}: not trained on"
+        data = {"what": "stale", "groups": dropped}
+        run.recorder.event(run.state.step + 1, "engine", text, data)
+    return found
+
+
+def parts_of(run: Run) -> dict[str, float]:
+    """The seconds that environments and a judge took of a play for which the step waited."""
+    if run.config.engine.max_staleness:
+        return {}
+    judge = {} if run.judge is None else {"judge": run.judge.seconds}
+    return {"env": run.env_time.seconds, **judge}
+
+
+def overlap_metrics(run: Run, played: Played, kept: Sequence[int], version: int) -> Metrics:
+    """What playing ahead made of a step; empty where nothing is played ahead.
+
+    `version` is that of the weights that the step began to train, `kept` the groups it trained on.
+    ``engine/queue`` are the steps that wait to be trained on.
+    """
+    if not run.config.engine.max_staleness:
+        return {}
+    late = played.groups[len(played.starts) :]
+    old = [staleness(played.groups[index], version) for index in kept]
+    every = [staleness(group, version) for group in played.groups]
+    metrics = {
+        "engine/stale_groups": total(sum(each > run.config.engine.max_staleness for each in every)),
+        "engine/late_episodes": total(sum(len(group.episodes) for group in late)),
+        "engine/queue": last(sum(task.done() for task in run.ahead.plays)),
+        "engine/play_s": total(played.seconds),
+    }
+    if old:
+        metrics["engine/staleness_mean"] = mean(sum(old) / len(old))
+        metrics["engine/staleness_max"] = largest(max(old))
+    return metrics
