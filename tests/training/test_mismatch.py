@@ -29,6 +29,7 @@ from ragen.training.trainer import resume, train
 UNUSUAL: dict[str, list[Any]] = {
     "num_groups": [1, 5],
     "group_size": [3, 7],
+    "levels": [1],
     "max_tokens": [1, 60],
     "temperature": [0.05, 0.5, 4.0],
     "slots": [1, 3],
