@@ -16,9 +16,10 @@ What is simulated:
   wait for the slowest in each update, then sum their gradients: ``2 (L − 1) / L · reduce_s``.
 - **A publication** lasts ``publish_s + samplers · publish_sampler_s``; samplers pause, and the
   completions that are open go on afterwards.
-- **Staleness.** The collection of step s begins when s − max_staleness steps are published, and
-  steps are trained in order. Where groups may close early, their other episodes join the step in
-  which they end, and are dropped if they are too stale by then.
+- **Staleness.** The collection of step s begins when s − max_staleness steps are recorded and the
+  collection before has ended; with `overlap`, which the loop does not do, it begins during that
+  one's last episodes. Where groups may close early, they all close when each has enough episodes;
+  the others of a group join a later step as a group, and are dropped if they are too stale by then.
 
 With one process for both (`colocated`) samplers and learners are the same devices.
 """
@@ -122,6 +123,7 @@ class Cluster:
     max_staleness: int = 0
     min_members: int = 0
     close_after_s: float = 0.0
+    overlap: bool = False
 
     @property
     def gpus(self) -> int:
@@ -180,13 +182,21 @@ class _Episode:
 
 
 class _Group:
-    """The episodes of a prompt that are trained together."""
+    """The episodes of a prompt that are trained together; `late` ones did not close with theirs."""
 
-    __slots__ = ("closed", "ended", "step")
+    __slots__ = ("ended", "late", "members", "step")
 
-    def __init__(self, step: int) -> None:
-        self.step, self.closed = step, False
-        self.ended: list[_Episode] = []
+    def __init__(self, step: int, late: bool = False) -> None:
+        self.step, self.late = step, late
+        self.members, self.ended = list[_Episode](), list[_Episode]()
+
+
+class _Collection:
+    """The groups of a step; `open` episodes, and groups with too few to close after `closes`."""
+
+    def __init__(self, groups: list[_Group], work: Work, closes: float) -> None:
+        self.groups, self.closes, self.closed = groups, closes, False
+        self.open, self.short = work.groups * work.members, work.groups
 
 
 class _Server:
@@ -296,11 +306,9 @@ class Simulation:
         self.samplers = [_Sampler(costs) for _ in range(cluster.samplers)]
         self.loads = [(0, index) for index in range(cluster.samplers)]  # a heap, with old entries
         self.load = [0] * cluster.samplers
-        self.started, self.training = 0, False
-        self.groups: dict[int, list[_Group]] = {}
-        self.closes: dict[int, float] = {}  # when groups may close early, by step
-        self.open: dict[int, int] = {}  # groups that are waited for, by step
-        self.late: list[_Group] = []  # of one episode each, whose group closed without it
+        self.started, self.recorded, self.training = 0, 0, False
+        self.collections: dict[int, _Collection] = {}  # by step, until they are trained on
+        self.late: list[_Group] = []
         self.learner_busy = self.tokens = 0.0
         self.balances: list[float] = []
         self.staleness: Counter[int] = Counter()
@@ -354,7 +362,10 @@ class Simulation:
     # Collections.
 
     def _start_collections(self) -> None:
-        while self.started <= self.version + self.cluster.max_staleness:
+        while self.started <= self.recorded + self.cluster.max_staleness:
+            before = self.collections.get(self.started - 1)
+            if before is not None and not before.closed and not self.cluster.overlap:
+                return
             self._start(self.started)
             self.started += 1
 
@@ -364,18 +375,19 @@ class Simulation:
         drawn = work.completion.draw(self.random, shape)
         lengths = np.maximum(1, np.rint(drawn)).astype(int).tolist()
         waits = work.environment_s.draw(self.random, shape).tolist()
-        self.groups[step] = [_Group(step) for _ in range(work.groups)]
-        self.open[step] = work.groups
-        for place, group in enumerate(self.groups[step]):
+        groups = [_Group(step) for _ in range(work.groups)]
+        closes = self.now + self.cluster.close_after_s
+        self.collections[step] = _Collection(groups, work, closes)
+        for place, group in enumerate(groups):
             for each in range(work.members):
                 episode = _Episode(group, lengths[place][each], waits[place][each])
                 episode.context = work.prompt
+                group.members.append(episode)
                 self._assign(episode)
                 self._ask(episode)
         self.outcome.played += work.groups * work.members
-        self.closes[step] = self.now + self.cluster.close_after_s
         if self.cluster.min_members:
-            self.at(self.closes[step], self._close_early, step)
+            self.at(closes, self._close_if_done, step)
 
     def _assign(self, episode: _Episode) -> None:
         """Give an episode to the sampler with fewest of them."""
@@ -440,34 +452,43 @@ class Simulation:
     def _end(self, episode: _Episode) -> None:
         self._count(episode.sampler, -1)
         group = episode.group
-        if group.closed:
-            alone = _Group(group.step)
-            alone.ended.append(episode)
-            self.late.append(alone)
-            return
         group.ended.append(episode)
-        most = len(group.ended) == self.cluster.min_members
-        if len(group.ended) == self.work.members or (most and self.now >= self.closes[group.step]):
-            self._close(group)
+        if group.late:
+            if len(group.ended) == len(group.members):
+                self.late.append(group)
+            return
+        collection = self.collections[group.step]
+        collection.open -= 1
+        collection.short -= len(group.ended) == self.cluster.min_members
+        self._close_if_done(group.step)
 
-    def _close_early(self, step: int) -> None:
-        for group in self.groups.get(step, ()):
-            if not group.closed and len(group.ended) >= self.cluster.min_members:
-                self._close(group)
-
-    def _close(self, group: _Group) -> None:
-        group.closed = True
-        self.open[group.step] -= 1
+    def _close_if_done(self, step: int) -> None:
+        """Close the groups of a step if they are complete, or may close as they are."""
+        collection = self.collections.get(step)
+        if collection is None or collection.closed:
+            return
+        enough = self.cluster.min_members and not collection.short
+        if collection.open and not (enough and self.now >= collection.closes):
+            return
+        collection.closed = True
+        for group in collection.groups if collection.open else ():
+            ended = set(map(id, group.ended))
+            rest = _Group(step, late=True)
+            rest.members = [each for each in group.members if id(each) not in ended]
+            for each in rest.members:
+                each.group = rest
         self._train_if_ready()
+        self._start_collections()
 
     # Steps.
 
     def _train_if_ready(self) -> None:
         step = self.version
-        if self.training or self.open.get(step, 1):
+        collection = self.collections.get(step)
+        if self.training or collection is None or not collection.closed:
             return
         self.training = True
-        groups, self.late = self.groups.pop(step) + self.late, []
+        groups, self.late = self.collections.pop(step).groups + self.late, []
         episodes = list[_Episode]()
         for group in groups:
             oldest = self.version - min(each.version for each in group.ended)
@@ -476,7 +497,7 @@ class Simulation:
                 self.outcome.dropped += len(group.ended)
                 continue
             episodes += group.ended
-            self.outcome.late_episodes += group.step < step
+            self.outcome.late_episodes += len(group.ended) if group.late else 0
             self.staleness.update(self.version - each.version for each in group.ended)
         self.outcome.trained += len(episodes)
         done = self.driver.finish(self.now, len(episodes) * self.costs.episode_s)
@@ -522,7 +543,7 @@ class Simulation:
         self.at(self.driver.free, self._go_on)
 
     def _go_on(self) -> None:
-        self.training = False
+        self.training, self.recorded = False, self.version
         self._start_collections()
         self._train_if_ready()
 

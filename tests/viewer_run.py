@@ -102,6 +102,42 @@ def steps(recorder: Recorder) -> Iterator[int]:
     evaluate(recorder, 6, 0.9)
 
 
+def make_engine_run(folder: Path, steps: int = 30) -> Path:
+    """Write a run on Ray whose sampler 1 is lost and replaced; sampler 2 joins, then is late."""
+    folder.mkdir(parents=True)
+    settings = {"engine.name": "ray", "engine.learners": 2, "engine.samplers": 2}
+    changes = settings | {"engine.max_staleness": 1, "steps": steps}
+    happened = {
+        5: ("sampler 1", "lost"),
+        6: ("sampler 1", "replaced"),
+        12: ("sampler 2", "joined"),
+        20: ("sampler 2", "late"),
+    }
+    with Recorder.create(folder, dump(resolve("frozen-lake", changes))) as recorder:
+        for step in range(1, steps + 1):
+            alive = 1 if step == 5 else 2 if step < 12 or step >= 20 else 3
+            metrics = {
+                "time/tokens_per_s": 400.0 * alive + 10 * (step % 4),
+                "time/publish_s": 0.1 + 0.05 * alive,
+                "time/step_s": 4.0,
+                "engine/queue": float(step % 2),
+                "engine/staleness_mean": 0.5 + 0.1 * (step % 3),
+                "engine/staleness_max": 1.0,
+                "engine/learner_idle_fraction": 0.5 / alive,
+                "engine/sampler_idle_fraction": 0.1 * alive,
+                "engine/samplers": float(alive),
+                "engine/late_episodes": float(step % 5 == 0),
+                "engine/stale_groups": 0.0,
+            }
+            recorder.log(step, {name: last(value) for name, value in metrics.items()})
+            recorder.commit()
+            if step in happened:
+                process, what = happened[step]
+                data = {"process": process, "what": what}
+                recorder.event(step, "engine", f"{process} is {what}", data)
+    return folder
+
+
 def make_run(folder: Path, finish: bool = True) -> Path:
     """Write the run, without its last two steps if `finish` is false."""
     folder.mkdir(parents=True)

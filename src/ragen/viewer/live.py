@@ -29,7 +29,7 @@ LOOK_S = 0.5
 HEARTBEAT_S = 10.0
 """Seconds without news after which a comment is sent, which reveals closed connections."""
 
-ALARM_KINDS = ("alarm", "guard")
+ALARM_KINDS = ("alarm", "guard", "engine")
 """Kinds of events that are sent as ``alarm``."""
 
 

@@ -13,6 +13,7 @@ from ragen.core.errors import RagenError
 from ragen.core.metrics import Series
 from ragen.reports.facts import EXACT, SIGNALS, TERMS, current, rolled_back, seconds_by_phase
 from ragen.storage.settings import run_config
+from ragen.viewer.processes import engine_of
 from ragen.viewer.reading import Answer, Question, RunReader, Unreadable, loaded
 from ragen.viewer.run_list import evaluations, read_settings, run_summary, with_parts
 
@@ -41,10 +42,12 @@ def about(asked: Question) -> Answer:
         steps = run.rows("SELECT DISTINCT attempt, step FROM episodes")
         told = events(run)
     own = [each.get("seconds", 0) for each in evaluated if each["step"] is not None]
+    config = read_settings(folder)
     return summary | {
-        "config": read_settings(folder),
+        "config": config,
         "differences": _differences(folder),
         "events": told,
+        "engine": engine_of(config, names, told),
         "evaluations": with_parts(evaluated),
         "names": names,
         "labels": SIGNALS | {name: name for name in names if name.startswith(TERMS)},

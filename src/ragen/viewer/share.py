@@ -34,7 +34,7 @@ UNRESERVED = "!'()*-._~"
 OUR_TEXTS = frozenset(
     {
         *("config", "differences", "events", "last_event", "evaluations", "env", "model"),
-        *("recipe", "error", "problem", "reason"),
+        *("recipe", "error", "problem", "reason", "engine"),
     }
 )
 """Keys of texts by this program or Python, which may contain paths of this machine."""

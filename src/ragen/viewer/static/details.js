@@ -5,7 +5,7 @@ import { clock, moment, number, percent } from "./numbers.js";
 import { Chip, Table, Text } from "./parts.js";
 import { html, useEffect, useRef } from "./vendor/preact-htm.js";
 
-const KINDS = { alarm: "bad", guard: "warn", "damaged checkpoint": "bad" };
+const KINDS = { alarm: "bad", guard: "warn", engine: "warn", "damaged checkpoint": "bad" };
 
 /** The event that the address names is scrolled to the middle of the screen. */
 export function Events({ run, picked }) {

@@ -3,6 +3,7 @@
 import { joinRuns, link, splitRuns, visit } from "../addresses.js";
 import { shared, useAnswers, useApi, useEvents } from "../api.js";
 import { Events, Exactness, Phases } from "../details.js";
+import { Engine, engineNames } from "../engine.js";
 import { Glance, Headline, Tiles } from "../headline.js";
 import { nearest } from "../numbers.js";
 import { Chip, Status, Text, useReady } from "../parts.js";
@@ -20,7 +21,8 @@ export default function Run({ params, query, setQuery }) {
   const beside = useAnswers(others.map((other) => ["/api/run", { run: other }]));
   const { names = [], labels = {} } = data ?? {};
   const shown = useMemo(() => chosen(names, labels, query.m), [data, query.m]);
-  const asked = [...new Set([...shown, ...COLLAPSE.filter((name) => names.includes(name))])];
+  const signs = COLLAPSE.filter((name) => names.includes(name));
+  const asked = [...new Set([...shown, ...signs, ...engineNames(data)])];
   const runs = useMemo(
     () => (data ? [data, ...beside.answers.filter(Boolean)] : []), [data, beside.answers],
   );
@@ -63,6 +65,7 @@ export default function Run({ params, query, setQuery }) {
         ${missing.map((other) => html` <${Chip} key=${other} onRemove=${() => without(other)}
           ><${Text} text=${other} /><//>`)}</p>`}
     <//>`}
+    ${data.engine && html`<${Engine} run=${data} answer=${metrics.data[run]} />`}
     <div class="cards">
       <${Events} run=${data} picked=${query.event} />
       <${Phases} phases=${data.phases} />

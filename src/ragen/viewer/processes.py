@@ -1,0 +1,79 @@
+"""The processes of a run's engine, as its events tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ragen.viewer.reading import Answer
+
+ENGINE = "engine"
+"""The kind of the events; their data name the process and say what happened to it."""
+
+STATES = {
+    "lost": "lost",
+    "late": "late",
+    "left": "left",
+    "joined": "running",
+    "replaced": "running",
+}
+"""The state of a process after an event, by what happened."""
+
+MOST = 4096
+"""Most processes of a kind that a config allows; one that another program wrote may say more."""
+
+KINDS = {"learner": "engine.learners", "sampler": "engine.samplers"}
+"""The kinds of processes of an engine on Ray, and the setting that says how many it starts with."""
+
+
+def engine_of(
+    config: Mapping[str, Any], names: Sequence[str], events: Sequence[Answer]
+) -> list[Answer] | None:
+    """The engine's processes, each with its state and its last event.
+
+    Args:
+        config: The run's settings by dotted key.
+        names: The names of its metrics.
+        events: Its events, in order.
+
+    Returns:
+        ``None`` if nothing is recorded of the engine, as of a run in one process.
+
+    Example:
+        >>> data = {"process": "sampler 1", "what": "lost"}
+        >>> event = {"kind": "engine", "step": 3, "text": "sampler 1 is lost", "data": data}
+        >>> found = engine_of({}, [], [event])
+        >>> [(each["process"], each["state"], each["step"]) for each in found]
+        [('sampler 1', 'lost', 3)]
+    """
+    told = [each for each in events if each["kind"] == ENGINE]
+    if not told and not any(name.startswith(f"{ENGINE}/") for name in names):
+        return None
+    found: dict[str, Answer] = {}
+    if config.get("engine.name") == "ray":
+        for kind, key in KINDS.items():
+            count = config.get(key)
+            for number in range(min(count, MOST) if isinstance(count, int) else 1):
+                _row(found, f"{kind} {number}")
+    for event in told:
+        data = event["data"] if isinstance(event["data"], dict) else {}
+        process, what = data.get("process"), data.get("what")
+        if isinstance(process, str):
+            row = _row(found, process)
+            row["losses"] += what == "lost"
+            row["state"] = STATES.get(str(what), row["state"])
+            row |= {"step": event["step"], "text": event["text"]}
+        elif what == "restored":  # a new engine, all of whose processes are new
+            for row in found.values():
+                row["state"] = "left" if row["state"] == "left" else "running"
+    return sorted(found.values(), key=_order)
+
+
+def _row(found: dict[str, Answer], process: str) -> Answer:
+    new = {"process": process, "state": "running", "losses": 0, "step": None, "text": ""}
+    return found.setdefault(process, new)
+
+
+def _order(row: Answer) -> tuple[str, int, str]:
+    kind, _, number = row["process"].rpartition(" ")
+    return kind, int(number) if number.isdecimal() and len(number) < 10 else -1, row["process"]

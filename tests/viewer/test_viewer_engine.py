@@ -1,0 +1,89 @@
+"""What the viewer says of a run's engine: its processes, from events and settings."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from viewer_run import make_engine_run, make_run
+
+from ragen.storage.database import DATABASE
+from ragen.viewer.live import run_news
+from ragen.viewer.processes import MOST, engine_of
+from ragen.viewer.reading import Question, Runs
+from ragen.viewer.server import ROUTES
+from ragen.viewer.share import share
+
+
+def engine(root: Path, run: str) -> Any:
+    return ROUTES["/api/run"](Question(Runs(root), {"run": run}))["engine"]
+
+
+def event(what: str, process: str | None = None, step: int = 1) -> dict[str, Any]:
+    data = {"what": what} | ({"process": process} if process else {})
+    return {"kind": "engine", "step": step, "text": f"{process} is {what}", "data": data}
+
+
+def test_processes_have_the_state_of_their_last_event(tmp_path: Path) -> None:
+    make_engine_run(tmp_path / "ray")
+    rows = [(r["process"], r["state"], r["losses"], r["step"]) for r in engine(tmp_path, "ray")]
+    assert rows == [
+        ("learner 0", "running", 0, None),
+        ("learner 1", "running", 0, None),
+        ("sampler 0", "running", 0, None),
+        ("sampler 1", "running", 1, 6),
+        ("sampler 2", "late", 0, 20),
+    ]
+
+
+def test_a_run_in_one_process_has_no_engine(tmp_path: Path) -> None:
+    make_run(tmp_path / "lake")
+    assert engine(tmp_path, "lake") is None
+
+
+def test_a_run_that_plays_ahead_in_one_process_has_an_engine_without_processes() -> None:
+    assert engine_of({"engine.name": "local"}, ["engine/queue"], []) == []
+
+
+def test_a_new_engine_has_new_processes_but_those_that_left() -> None:
+    events = [event("lost", "learner 0"), event("left", "sampler 3"), event("lost")]
+    events += [event("restored"), event("stale")]
+    rows = engine_of({}, [], events)
+    assert rows is not None
+    assert [(row["process"], row["state"]) for row in rows] == [
+        ("learner 0", "running"),
+        ("sampler 3", "left"),
+    ]
+
+
+@pytest.mark.parametrize("count", [10**12, -1, "many", None, 2.5, [1]])
+def test_a_config_of_another_program_is_bounded(count: Any) -> None:
+    config = {"engine.name": "ray", "engine.samplers": count, "engine.learners": 1}
+    rows = engine_of(config, ["engine/queue"], [])
+    assert rows is not None and len(rows) <= 1 + MOST
+
+
+def test_events_of_another_program_break_nothing() -> None:
+    strange: list[Any] = [None, [], 3, {"process": 7}, {"process": "sampler " + "9" * 5000}]
+    events = [{"kind": "engine", "step": 1, "text": "?", "data": data} for data in strange]
+    rows = engine_of({}, [], events)
+    assert rows is not None and len(rows) == 1
+
+
+def test_an_event_of_the_engine_is_news(tmp_path: Path) -> None:
+    folder = make_engine_run(tmp_path / "ray", steps=3)
+    news = run_news(folder)
+    assert next(news) == []
+    row = "(attempt, step, time, kind, text, data) VALUES (0, 3, 0, 'engine', 'lost', '{}')"
+    with contextlib.closing(sqlite3.connect(folder / DATABASE)) as connection, connection:
+        connection.execute(f"INSERT INTO events {row}")
+    assert [name for name, _ in next(news)] == ["alarm"]
+
+
+def test_a_shared_run_has_its_engine(tmp_path: Path) -> None:
+    folder = make_engine_run(tmp_path / "ray", steps=6)
+    text = share(folder, tmp_path / "run.html").read_text("utf-8")
+    assert "sampler 1 is lost" in text and "engine/queue" in text
