@@ -4,12 +4,14 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragen.cli.main import COMMANDS, main
@@ -147,3 +149,19 @@ def test_install_hints_name_this_distribution() -> None:
                 assert extra in extras, f"{path}: there is no extra {extra!r}"
                 named += 1
     assert named >= 5
+
+
+def test_the_files_for_clusters_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bash and YAML parse, and their runs pass a dry run."""
+    page = (ROOT / "docs" / "cluster.md").read_text("utf-8")
+    (script,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    job = yaml.safe_load(text)
+    shell, option, entrypoint = shlex.split(job["spec"]["entrypoint"])
+    assert (job["kind"], shell, option) == ("RayJob", "bash", "-c")
+    subprocess.run(["bash", "-n"], input=entrypoint, text=True, check=True)
+    for commands in (script, entrypoint):
+        (words,) = re.findall(r"ragen (train [^;)]*)", commands)
+        arguments = [word for word in shlex.split(words) if "$" not in word and word != "--out"]
+        assert main([*arguments, "--dry-run"]) == 0, capsys.readouterr().err
