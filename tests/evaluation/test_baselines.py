@@ -1,5 +1,6 @@
 """Baselines: exact values against samples and the published table, and the cache."""
 
+import json
 import statistics
 import sys
 from pathlib import Path
@@ -181,6 +182,21 @@ def test_the_cache_distinguishes_parameters_budgets_and_levels(tmp_path, monkeyp
     ]:
         measure_baselines("frozen-lake", params, budget, levels)
     assert len(list(tmp_path.rglob("*.json"))) == 4
+
+
+def test_a_changed_file_has_other_baselines(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    problems = tmp_path / "problems.jsonl"
+    for first in (1, 100, 100):
+        lines = [
+            json.dumps({"question": f"Say {n}.", "answer": f"So it is.\n#### {n}"})
+            for n in range(first, first + 20)
+        ]
+        if not problems.exists() or problems.read_text() != "\n".join(lines):
+            problems.write_text("\n".join(lines))
+        params = {"path": str(problems)}
+        measure_baselines("word-problems", params, Budget(1, 1, 1), [10_000])
+    assert len(list((tmp_path / "cache").rglob("*.json"))) == 2
 
 
 def test_baselines_are_computed_if_the_cache_is_damaged_or_unwritable(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Curricula: when a stage ends, what training and evaluations play, and what the guard reads."""
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from ragen.storage.reader import read_events, read_metrics
 from ragen.storage.stored_episodes import read_episode
 from ragen.training.curriculum import STEPS, advances, count_success
 from ragen.training.running import LoopState
-from ragen.training.trainer import train
+from ragen.training.trainer import resume, train
 from tests.bandit_model import settings
 from tests.training.test_trainer import rows
 
@@ -40,6 +41,9 @@ def test_training_has_the_levels_of_the_stage_and_evaluation_the_full_task(tmp_p
     train(resolve("bandit", settings(steps=STEPS + 1, **more)), run)
     metrics = read_metrics(run)
     assert list(metrics[STAGE].values()) == [1] * STEPS + [2]
+    shutil.rmtree(run / "checkpoints" / f"step-{STEPS + 1}")
+    shutil.rmtree(run / "checkpoints" / f"step-{STEPS}")
+    resume(run)  # the advance comes again, and its event does not
     (event,) = read_events(run, "curriculum")
     assert event["step"] == STEPS and event["data"]["stage"] == 2
     assert "stage 2 of 2 begins: the full task" in event["text"]

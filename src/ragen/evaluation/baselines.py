@@ -85,6 +85,7 @@ def measure_baselines(
         "sources": sources(env_class(name)),
         "env": name,
         "params": dict(params),
+        "files": files_of(params),
         "budget": asdict(budget),
         "levels": list(levels),
         "draws": draws,
@@ -109,6 +110,23 @@ def measure_baselines(
         with whole_file(path) as temporary:
             temporary.write_text(json.dumps(asdict(baselines)), encoding="utf-8")
     return baselines
+
+
+def files_of(params: Mapping[str, Any]) -> list[tuple[str, int, int]]:
+    """Size and time of change of each file at a parameter such as `path`, or in its folder.
+
+    Example:
+        >>> files_of({"observation": "named", "path": ""})
+        []
+    """
+    found = []
+    for name, value in params.items():
+        path = Path(value) if name.endswith("path") and isinstance(value, str) and value else None
+        if path is not None and path.exists():
+            for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+                state = file.stat()
+                found.append((str(file), state.st_size, state.st_mtime_ns))
+    return found
 
 
 def compute_baselines(

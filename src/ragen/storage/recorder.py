@@ -120,13 +120,30 @@ class Recorder:
         """Record metrics of a step; those of the same name are combined by their rule."""
         self._step(step).metrics.append(metrics)
 
-    def event(self, step: int, kind: str, text: str, data: Mapping[str, Any] | None = None) -> None:
+    def event(
+        self,
+        step: int,
+        kind: str,
+        text: str,
+        data: Mapping[str, Any] | None = None,
+        once: bool = False,
+    ) -> None:
         """Write an event at once: an alarm, an action of the guard, a resume.
+
+        Events are never deleted, so one that a resumed run comes to again is written only `once`.
 
         Raises:
             RagenError: The database cannot be written.
         """
+        where = "(attempt, step, kind, text) = (?, ?, ?, ?)"
         with self._transaction():
+            if (
+                once
+                and self._connection.execute(
+                    f"SELECT 1 FROM events WHERE {where}", (self.attempt, step, kind, text)
+                ).fetchone()
+            ):
+                return
             insert(self._connection, "events", [_event(self.attempt, step, kind, text, data)])
 
     def keep_settings(self, text: str) -> None:

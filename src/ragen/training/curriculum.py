@@ -37,7 +37,7 @@ def learn_stage(run: Run, success: float, played: int) -> Metrics:
             f"in {STEPS} steps"
         )
         data = {"stage": state.stage, "success": reached}
-        run.recorder.event(state.step, "curriculum", text, data)
+        run.recorder.event(state.step, "curriculum", text, data, once=True)
         run.watcher.note(text)
     return {STAGE: last(stage), "curriculum/success": last(reached)}
 
