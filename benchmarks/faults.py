@@ -298,9 +298,9 @@ def two_machines() -> Iterator[tuple[dict[str, Any], Any]]:
                 node.wait(20)
             kill(*(pid for pid in processes if command_of(pid)))
             node.wait()
-        shell(f"ip netns del {NAMESPACE}")
         if Path(f"/sys/class/net/{OURS}").exists():
-            shell(f"ip link del {OURS}")
+            shell(f"ip link del {OURS}")  # with its other end
+        shell(f"ip netns del {NAMESPACE}")
 
 
 def have_token() -> None:
