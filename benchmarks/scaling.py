@@ -149,20 +149,33 @@ def table(found: Mapping[tuple[str, str, int], Outcome]) -> Iterator[str]:
         yield f"| {kind} | {mode} | {gpus:,} | {speed} | {cells} |"
 
 
-LIMIT = 0.9
-"""A driver that is busier than this share of the time is the limit."""
+LOSS = 0.1
+"""A part is the limit when it costs more than this share of the tokens a second."""
+
+PARTS: Mapping[str, Mapping[str, float]] = {
+    "driver": {"turn_s": 0.0, "episode_s": 0.0},
+    "database": {"record_s": 0.0},
+}
+"""What a part would have to cost not to be one."""
 
 
-def driver_limit(costs: Costs, most: int = 4096) -> tuple[int, Outcome]:
-    """The smallest power of two of GPUs at which the driver is the limit of an async run."""
+def limits(costs: Costs, most: int = 4096) -> Iterator[str]:
+    """At which power of two of GPUs the driver becomes the limit of an async run, and what next.
+
+    The database is looked at with a driver that costs nothing.
+    """
     share = best_share(costs, "lognormal", "async")
-    gpus = 8
-    while True:
-        cluster = cluster_of(gpus, "async", share)
-        run = simulate(work_of(gpus), costs, cluster, 2)
-        if run.driver_busy > LIMIT or gpus >= most:
-            return gpus, run
-        gpus *= 2
+    for part, without in PARTS.items():
+        free = replace(costs, **without)
+        gpus, loss = 16, 0.0
+        while loss <= LOSS and gpus < most:
+            gpus *= 2
+            cluster, work = cluster_of(gpus, "async", share), work_of(gpus)
+            speeds = [simulate(work, each, cluster, 2).tokens_per_s for each in (costs, free)]
+            loss = 1 - speeds[0] / speeds[1]
+        said = "is the limit" if loss > LOSS else "is not the limit yet"
+        yield f"The {part} {said} at {gpus:,} GPUs: it costs {100 * loss:.0f} % of the speed."
+        costs = free
 
 
 # A published comparison.
@@ -279,9 +292,7 @@ def main() -> None:
     costs = gpu_costs(H100, QWEN_7B, measured)
     found = outcomes(costs, args.sizes, args.kinds, args.modes)
     print("\n".join(table(found)))
-    gpus, run = driver_limit(costs)
-    said = "is the limit" if run.driver_busy > LIMIT else "is not the limit yet"
-    print(f"\nThe driver {said} at {gpus:,} GPUs: busy {100 * run.driver_busy:.0f} % of the time.")
+    print("", *limits(costs), sep="\n")
     if args.out:
         draw(found, args.kinds[0]).savefig(args.out / "scaling.svg", metadata={"Date": None})
 

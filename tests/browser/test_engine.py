@@ -24,11 +24,11 @@ def test_the_engine_shows_processes_queue_staleness_speed_and_idle_shares(
     assert titles == [
         "tokens a second",
         "steps in the queue",
-        "staleness, publications: mean, largest",
-        "idle share: learners, samplers",
+        "staleness: mean, largest",
+        "idle: learners, samplers",
         "publication, s",
         "samplers",
-        "late and dropped: late episodes, stale groups",
+        "set aside: late, stale",
     ]
     label = engine.get_by_test_id("curve").nth(3).get_by_role("img").get_attribute("aria-label")
     assert label is not None and "learners from 25 % to 25 %" in label

@@ -11,11 +11,11 @@ const CHARTS = [
   { title: "tokens a second", names: { sampled: "time/tokens_per_s" } },
   { title: "steps in the queue", names: { waiting: "engine/queue" } },
   {
-    title: "staleness, publications",
+    title: "staleness",
     names: { mean: "engine/staleness_mean", largest: "engine/staleness_max" },
   },
   {
-    title: "idle share", shares: true,
+    title: "idle", shares: true,
     names: {
       learners: "engine/learner_idle_fraction", samplers: "engine/sampler_idle_fraction",
     },
@@ -23,8 +23,8 @@ const CHARTS = [
   { title: "publication, s", names: { publication: "time/publish_s" } },
   { title: "samplers", names: { alive: "engine/samplers" } },
   {
-    title: "late and dropped",
-    names: { "late episodes": "engine/late_episodes", "stale groups": "engine/stale_groups" },
+    title: "set aside",
+    names: { late: "engine/late_episodes", stale: "engine/stale_groups" },
   },
 ];
 
