@@ -159,15 +159,16 @@ PARTS: Mapping[str, Mapping[str, float]] = {
 """What a part would have to cost not to be one."""
 
 
-def limits(costs: Costs, most: int = 4096) -> Iterator[str]:
-    """At which power of two of GPUs the driver becomes the limit of an async run, and what next.
+def limits(costs: Costs, first: int = 128, most: int = 4096) -> Iterator[str]:
+    """At which size the driver becomes the limit of an async run, and then the database.
 
-    The database is looked at with a driver that costs nothing.
+    Tried are `first` GPUs, twice as many, and so on up to `most`. The database is tried with a
+    driver that costs nothing.
     """
     share = best_share(costs, "lognormal", "async")
     for part, without in PARTS.items():
         free = replace(costs, **without)
-        gpus, loss = 16, 0.0
+        gpus, loss = first // 2, 0.0
         while loss <= LOSS and gpus < most:
             gpus *= 2
             cluster, work = cluster_of(gpus, "async", share), work_of(gpus)
@@ -288,8 +289,10 @@ def main() -> None:
     if args.published:
         print("\n".join(published()))
         return
-    measured = json.loads(MEASURED.read_text())["driver"]
-    costs = gpu_costs(H100, QWEN_7B, measured)
+    measured = json.loads(MEASURED.read_text())
+    driver = dict(measured["driver"])
+    driver["turn_s"] += measured["ray"]["message_s"]
+    costs = gpu_costs(H100, QWEN_7B, driver)
     found = outcomes(costs, args.sizes, args.kinds, args.modes)
     print("\n".join(table(found)))
     print("", *limits(costs), sep="\n")

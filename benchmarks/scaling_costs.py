@@ -2,6 +2,7 @@
 
     python benchmarks/scaling_costs.py                   # JSON; a minute
     python benchmarks/scaling_costs.py --out docs        # into docs/scaling.json
+    python benchmarks/scaling_costs.py --ray --models    # the driver's, with messages through Ray
 
 All seconds are CPU seconds of one thread, the least of several repeats. The driver plays real
 episodes with completions that come at once, so what remains is its own work: prompts, parser,
@@ -253,23 +254,79 @@ def engine_costs(folder: Path, name: str, repeat: int) -> dict[str, float]:
         finish(engine.close())
 
 
+class Echo:
+    """An actor of Ray that answers at once, and reads weights without keeping them."""
+
+    def __init__(self, ready: list[Completion]) -> None:
+        self._ready = ready
+
+    def complete(self, prompts: list[Prompt]) -> list[Completion]:
+        """A completion for each prompt, each another one."""
+        return self._ready[: len(prompts)]
+
+    def take(self, weights: np.ndarray) -> float:
+        """A checksum of all weights."""
+        return float(weights.sum())
+
+
+def ray_costs(tokens: int, megabytes: int = 120, messages: int = 512) -> dict[str, float]:
+    """What messages and publications through Ray cost, without any engine of ours.
+
+    ``message_s`` are the driver's CPU seconds for a prompt of 2,000 tokens and its completion if a
+    call carries 16 of them, ``single_message_s`` if it carries one; ``publish_s_per_gb`` are
+    the clock's seconds of a put, ``read_s`` those of an actor that reads all of it.
+    """
+    import ray
+
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+    ray.init("local", num_cpus=2, **quiet)
+    ready = Instant(tokens, str)._ready
+    actors = [ray.remote(num_cpus=0)(Echo).remote(ready) for _ in range(2)]
+    prompts, found = prompts_of(16, 2000, tokens), dict[str, float]()
+    ray.get([each.complete.remote(prompts) for each in actors])
+    for name, size in (("message_s", 16), ("single_message_s", 1)):
+
+        def send(size: int = size) -> None:
+            calls = messages // size
+            ray.get([actors[n % 2].complete.remote(prompts[:size]) for n in range(calls)])
+
+        found[name] = best(send) / messages
+    weights = np.zeros(megabytes * 2**18, dtype=np.float32)
+    put, read = [], []
+    for _ in range(5):
+        start = time.perf_counter()
+        reference = ray.put(weights)
+        put.append(time.perf_counter() - start)
+        for actor in actors:
+            start = time.perf_counter()
+            ray.get(actor.take.remote(reference))
+            read.append(time.perf_counter() - start)
+    ray.shutdown()
+    return found | {"publish_s_per_gb": min(put) * 1000 / megabytes, "read_s": min(read)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", choices=MODELS, default=["1M", "30M"])
     parser.add_argument("--tokens", type=int, default=300, help="of the driver's completions")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--ray", action="store_true", help="messages of Ray, too")
     parser.add_argument("--out", type=Path, help="folder for scaling.json")
     args = parser.parse_args()
+    kept = args.out / "scaling.json" if args.out else None
+    found = json.loads(kept.read_text()) if kept and kept.exists() else {}
     use_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        found = {"driver": driver_costs(folder / "driver", step.Work(), args.tokens)}
+        found |= {"driver": driver_costs(folder / "driver", step.Work(), args.tokens)}
         for model in args.models:
             found[model] = engine_costs(folder, model, args.repeat)
+        if args.ray:
+            found["ray"] = ray_costs(args.tokens)
     text = json.dumps(found, indent=1)
     print(text)
-    if args.out:
-        (args.out / "scaling.json").write_text(text + "\n")
+    if kept:
+        kept.write_text(text + "\n")
 
 
 if __name__ == "__main__":
