@@ -46,6 +46,9 @@ SETTINGS: dict[str, Any] = {
     "engine.name": "ray",
     "engine.timeout_s": 60,
 }
+PROMPT = {"RAY_worker_niceness": "0"}
+"""Ray's own processes would wait for all others of a busy machine: their niceness is 15."""
+
 MOST_S = 400.0
 """Seconds that a run may take."""
 
@@ -65,7 +68,7 @@ class Started:
             [sys.executable, "-m", "ragen", *arguments],
             stdout=self.log,
             stderr=self.log,
-            env=os.environ | {"RAY_DEDUP_LOGS": "0"},
+            env=os.environ | PROMPT,
         )
 
     def resume(self) -> None:
@@ -304,7 +307,8 @@ def two_machines() -> Iterator[tuple[dict[str, Any], Any]]:
 
 
 def have_token() -> None:
-    """Guard the cluster by Ray's token; each process takes it from the home folder."""
+    """Guard the cluster by Ray's token, which each process takes from the home folder."""
+    os.environ.update(PROMPT)
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     ray = Path(sys.executable).with_name("ray")
     command = [ray, "get-auth-token", "--generate"]
