@@ -34,6 +34,7 @@ from tests.training.copied_engine import CopiedEngine, use_copied
 from tests.training.test_trainer import rows
 
 STEPS = 5
+GATE = asyncio.Semaphore
 CLOSING: dict[str, Any] = {"engine__min_members": 2, "engine__close_after_s": 0.05}
 
 
@@ -190,7 +191,7 @@ def play_most(policy: SlowPolicy, least: int) -> tuple[list[Group], list[list[Ep
     """Two groups of four; the episodes that they did not wait for, once these have ended."""
 
     async def play() -> tuple[list[Group], list[list[Episode]]]:
-        work = run_most(policy, [a_setup()] * 2, [5, 6], 4, (0, "x"), 8, None, least, 0.05)
+        work = run_most(policy, [a_setup()] * 2, [5, 6], 4, (0, "x"), GATE(8), None, least, 0.05)
         groups, tasks = await asyncio.wait_for(work, 20)
         policy.released.set()
         return groups, [[await task for task in each] for each in tasks]
@@ -212,7 +213,7 @@ def test_a_group_with_too_few_episodes_waits() -> None:
 
     async def play() -> tuple[list[Group], list[list[asyncio.Task[Episode]]]]:
         asyncio.get_running_loop().call_later(0.3, policy.released.set)
-        return await run_most(policy, [a_setup()] * 2, [5, 6], 4, (0, "x"), 8, None, 3, 0.05)
+        return await run_most(policy, [a_setup()] * 2, [5, 6], 4, (0, "x"), GATE(8), None, 3, 0.05)
 
     groups, rests = asyncio.run(play())
     assert [len(group.episodes) for group in groups] == [4, 4] and rests == [[], []]

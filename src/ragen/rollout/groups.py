@@ -24,7 +24,7 @@ async def run_groups(
     levels: Sequence[int],
     group_size: int,
     path: tuple[int | str, ...],
-    concurrency: int = 64,
+    concurrency: int | asyncio.Semaphore = 64,
     on_episode: Callable[[Episode], None] | None = None,
     first_group: int = 0,
 ) -> list[Group]:
@@ -32,8 +32,9 @@ async def run_groups(
 
     `setup` is that of all groups, or one for each. Groups are numbered from `first_group` on.
     `path` is the run's seed and the purpose of the episodes, such as ``(seed, "train", step)``. At
-    most `concurrency` episodes are played at once; they begin in (group, member) order. A player's
-    episodes are played one by one. `on_episode` is called as each episode ends.
+    most `concurrency` episodes are played at once, or as many as a semaphore that is shared with
+    other collections lets in; they begin in (group, member) order. A player's episodes are played
+    one by one. `on_episode` is called as each episode ends.
 
     Raises:
         RagenError: The player cannot play this environment.
@@ -56,23 +57,25 @@ async def run_most(
     levels: Sequence[int],
     group_size: int,
     path: tuple[int | str, ...],
-    concurrency: int,
+    gate: asyncio.Semaphore,
     on_episode: Callable[[Episode], None] | None,
     min_members: int,
     close_after_s: float,
 ) -> tuple[list[Group], list[list[asyncio.Task[Episode]]]]:
     """`run_groups` without waiting for the last episodes of a group.
 
-    After `close_after_s` seconds a group closes as soon as `min_members` of its episodes have
-    ended. The tasks of the others, by group, play on: the caller awaits or cancels them.
+    `close_after_s` seconds after the first episode began, a group closes as soon as `min_members`
+    of its episodes have ended. The tasks of the others, by group, play on: the caller awaits or
+    cancels them. `gate` lets in as many episodes as are played at once.
 
     Raises:
         RagenError: As `run_groups`; then no task is left.
     """
-    gate = asyncio.Semaphore(concurrency)
+    begun = asyncio.Event()
 
     async def play(setup: Setup, spec: EpisodeSpec) -> Episode:
         async with gate:
+            begun.set()
             with own_states():
                 episode = await play_episode(policy, setup, spec)
         if on_episode is not None:
@@ -88,6 +91,7 @@ async def run_most(
     ]
     every = [task for group in groups for task in group]
     try:
+        await begun.wait()
         open_tasks, left_s = set(every), close_after_s
         while open_tasks:
             began = time.monotonic()
@@ -114,7 +118,7 @@ async def run_episodes(
     policy: Policy | PlayerPolicy,
     setup: Setup | Sequence[Setup],
     specs: Sequence[EpisodeSpec],
-    concurrency: int = 64,
+    concurrency: int | asyncio.Semaphore = 64,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:
     """Play the episodes of `specs` and return them in that order; see `run_groups`.
@@ -122,8 +126,9 @@ async def run_episodes(
     `setup` is that of all episodes, or one for each.
     """
     setups = [setup] * len(specs) if isinstance(setup, Setup) else setup
-    # A player never waits, so that episodes side by side would only take memory.
-    gate = asyncio.Semaphore(1 if isinstance(policy, PlayerPolicy) else concurrency)
+    if isinstance(policy, PlayerPolicy):
+        concurrency = 1  # it never waits, so that episodes side by side would only take memory
+    gate = asyncio.Semaphore(concurrency) if isinstance(concurrency, int) else concurrency
 
     async def play(setup: Setup, spec: EpisodeSpec) -> Episode:
         async with gate:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ragen.config.sections import EngineConfig
 from ragen.core.types import Episode, Group
 from ragen.rollout.setup import Setup
 
@@ -38,19 +39,39 @@ class Rest:
     tasks: Sequence[asyncio.Task[Episode]]
 
 
+class Overlap(NamedTuple):
+    """How collections share the samplers, and when groups close without their last episodes.
+
+    `gate` lets the episodes of all collections in, in the order in which they were asked for, so
+    that a later collection takes what an earlier one leaves. `rests` take the last episodes.
+    """
+
+    gate: asyncio.Semaphore
+    min_members: int
+    close_after_s: float
+    rests: list[Rest]
+
+
 @dataclass(slots=True)
 class Ahead:
     """A bounded queue between rollout and update; without staleness it is always empty.
 
     Attributes:
         plans: What each step of `plays` starts from, in order.
-        plays: The next steps, the first of them first; each begins when the one before has ended.
+        plays: The next steps, the first of them first.
         rests: What earlier steps left.
+        gate: See `Overlap`.
     """
 
     plans: deque[Sequence[Start]] = field(default_factory=deque)
     plays: deque[asyncio.Task[Played]] = field(default_factory=deque)
     rests: list[Rest] = field(default_factory=list)
+    gate: asyncio.Semaphore | None = None
+
+    def overlap(self, slots: int, engine: EngineConfig) -> Overlap:
+        """How collections overlap of which `slots` episodes are played at once."""
+        self.gate = self.gate or asyncio.Semaphore(slots)
+        return Overlap(self.gate, engine.min_members, engine.close_after_s, self.rests)
 
     async def drop(self) -> None:
         """Give up all of it: the weights or the levels are to be others."""
@@ -58,6 +79,7 @@ class Ahead:
         self.plans.clear()
         self.plays.clear()
         self.rests.clear()
+        self.gate = None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

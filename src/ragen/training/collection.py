@@ -18,7 +18,6 @@ from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
 from ragen.config.sections import (
     AdvantageConfig,
-    EngineConfig,
     FilterConfig,
     RolloutConfig,
     UpdateConfig,
@@ -33,7 +32,7 @@ from ragen.engines.exactness import verify_split, with_fingerprints
 from ragen.rollout.episode_terms import apply_episode_terms
 from ragen.rollout.groups import run_groups, run_most
 from ragen.rollout.judge import Judge
-from ragen.training.ahead import Rest, Start
+from ragen.training.ahead import Overlap, Rest, Start
 from ragen.training.running import Run, is_due
 
 
@@ -45,7 +44,7 @@ async def collect_groups(
     step: int,
     on_episode: Callable[[Episode], None] | None = None,
     judge: Judge | None = None,
-    closing: tuple[EngineConfig, list[Rest]] | None = None,
+    overlap: Overlap | None = None,
 ) -> list[Group]:
     """Play the groups of a step with the engine's policy, and add their terms to their rewards.
 
@@ -55,27 +54,21 @@ async def collect_groups(
 
     `starts` are those of the first groups (`first_starts`); a group is replaced by one of the same
     environment. `step` is the number of finished steps. `on_episode` is called as each episode
-    ends. `closing` says when groups close without their last episodes, and takes these.
+    ends. `overlap` says how it shares the samplers with other collections.
     """
     engine.forget()
     groups: list[Group] = []
     for _ in range(1 + rollout.refill):
-        what = (
-            engine.policy,
-            [start.setup for start in starts],
-            [start.level for start in starts],
-            rollout.group_size,
-            (seed, "train", step),
-            rollout.slots,
-            on_episode,
-        )
-        if closing is not None and closing[0].min_members:
-            settings, rests = closing
-            fresh, tasks = await run_most(*what, settings.min_members, settings.close_after_s)
-            pairs = zip(starts, tasks, strict=True)
-            rests += [Rest(step, start, each) for start, each in pairs if each]
+        setups, levels = zip(*starts, strict=True)
+        what = engine.policy, setups, levels, rollout.group_size, (seed, "train", step)
+        gate = rollout.slots if overlap is None else overlap.gate
+        if overlap is not None and overlap.min_members:
+            least = overlap.min_members, overlap.close_after_s
+            fresh, tasks = await run_most(*what, overlap.gate, on_episode, *least)
+            rests = zip(starts, tasks, strict=True)
+            overlap.rests.extend(Rest(step, start, each) for start, each in rests if each)
         else:
-            fresh = await run_groups(*what, first_group=len(groups))
+            fresh = await run_groups(*what, gate, on_episode, first_group=len(groups))
         fresh = await apply_episode_terms(fresh, starts[0].setup.reward_terms, judge, seed, step)
         groups += fresh
         whole = zip(starts, fresh, strict=True)

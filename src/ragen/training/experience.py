@@ -1,9 +1,10 @@
 """The groups that steps train on, played when a step asks for them or ahead of it.
 
 With ``engine.max_staleness = k`` the groups of the next k steps are played while one trains. The
-play of step n + k begins once step n begins to train, and so with the weights of the publication
-before: what step n + k trains on is at most k publications behind, but for episodes that groups
-closed without. Levels and seeds are those of the step itself.
+play of step n + k begins once step n begins to train, as soon as the plays before it leave room,
+and so with the weights of the publication before at the earliest: what step n + k trains on is at
+most k publications behind, but for episodes that groups closed without. Levels and seeds are those
+of the step itself.
 """
 
 from __future__ import annotations
@@ -53,29 +54,23 @@ def _begin(run: Run) -> None:
         planned = Counter(start.setup.env for starts in ahead.plans for start in starts)
         counts = {name: state.groups.get(name, 0) + planned[name] for name in run.playing}
         starts = first_starts(run.playing, config, replace(state, step=step, groups=counts))
-        before = ahead.plays[-1] if ahead.plays else None
         ahead.plans.append(starts)
-        ahead.plays.append(asyncio.create_task(_play(run, starts, step, state.stage, before)))
+        ahead.plays.append(asyncio.create_task(_play(run, starts, step, state.stage)))
 
 
-async def _play(
-    run: Run, starts: Sequence[Start], step: int, stage: int, before: asyncio.Task[Played] | None
-) -> Played:
-    """Play the groups of a step, the first of them from `starts`, after those `before`."""
-    if before is not None:
-        await asyncio.wait({before})
-        if before.cancelled() or before.exception() is not None:
-            raise asyncio.CancelledError  # whoever awaits the one before gets its error
+async def _play(run: Run, starts: Sequence[Start], step: int, stage: int) -> Played:
+    """Play the groups of a step, the first of them from `starts`."""
     began = time.perf_counter()
 
     def on_episode(episode: Episode) -> None:
         run.beat()
         run.watcher.episode(episode)
 
-    config = run.config
-    closing = config.engine, run.ahead.rests
+    config, overlap = run.config, None
+    if config.engine.max_staleness:
+        overlap = run.ahead.overlap(config.rollout.slots, config.engine)
     groups = await collect_groups(
-        run.engine, starts, config.rollout, config.seed, step, on_episode, run.judge, closing
+        run.engine, starts, config.rollout, config.seed, step, on_episode, run.judge, overlap
     )
     refuse_unplayable([outcome_of(episode) for group in groups for episode in group.episodes])
     return Played(starts, stage, groups, time.perf_counter() - began)
