@@ -17,8 +17,8 @@ What is simulated:
 - **A publication** lasts ``publish_s + samplers · publish_sampler_s``; samplers pause, and the
   completions that are open go on afterwards.
 - **Staleness.** The collection of step s begins when s − max_staleness steps are recorded and the
-  collection before has ended; with `overlap`, which the loop does not do, it begins during that
-  one's last episodes. Where groups may close early, they all close when each has enough episodes;
+  collection before has ended; with `overlap`, as in the loop, it begins during that one's last
+  episodes. Where groups may close early, they all close when each has enough episodes;
   the others of a group join a later step as a group, and are dropped if they are too stale by then.
 
 With one process for both (`colocated`) samplers and learners are the same devices.

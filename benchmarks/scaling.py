@@ -94,7 +94,7 @@ MODES: Mapping[str, Cluster] = {
     "async": Cluster(max_staleness=1),
     "overlap": Cluster(max_staleness=1, overlap=True),
 }
-"""The ways to divide the work; the last is one that the loop does not do."""
+"""The ways to divide the work. The loop does the last; in async, collections do not overlap."""
 
 LEARNER_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)
 
