@@ -6,8 +6,14 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ragen.algorithms.advantages import find_estimator
+from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
+from ragen.config.sections import most_turns
+from ragen.core.errors import RagenError
+from ragen.engines.learner import Learner
 from ragen.engines.machine import available, usable_device
+from ragen.engines.ranks import ALONE, Ranks
 from ragen.engines.sampler import Sampler
 from ragen.engines.sampler_server import VllmServer
 from ragen.engines.sampler_vllm import VllmSampler
@@ -20,6 +26,18 @@ from ragen.models.names import POLICY_FILES, base_of, is_adapter
 from ragen.rollout.chat import Chat
 from ragen.rollout.setup import make_chat
 from ragen.storage.checkpoint import STATE, is_checkpoint, sound
+
+TOLERANCES = {"float32": 1e-2, "bfloat16": 0.5}
+"""Largest allowed difference of a logprob, in nats, between two programs with the same weights.
+
+On a CPU float32 agrees to 1e-5; on a GPU its products may be rounded to the 10 bits of TF32, some
+1e-3 of a logit. A bfloat16 logit between 16 and 32 is a multiple of 1/8, and another order of
+summation changes it, or a competing logit, by a few of these multiples."""
+
+ONE_ARITHMETIC_TOLERANCE = 1e-3
+"""As `TOLERANCES`, for a sampler that computes as the learner does, at temperatures from 1 on. The
+worst of 50,000 tokens of a trained model differs by 1.1e-4; a lower temperature divides the logits,
+and their rounding with them."""
 
 
 def make_sampler(
@@ -125,3 +143,46 @@ def prepare_model(
         base=base_of(path),
     )
     return model
+
+
+def load_for_training(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model, ready for training, and the tokenizer of a run that begins with `path`.
+
+    Raises:
+        RagenError: As `load_model` and `prepare_model`, or the KL reference would not be the policy
+            that the run begins with.
+    """
+    model, tokenizer = load_model(config, path)
+    if config.lora.rank and config.may_use_kl and lora.has_adapters(model):
+        raise RagenError(
+            "the KL reference is the policy that the run begins with, but with LoRA it is the "
+            'base without an adapter: set loss.kl = 0 and no guard.remedy = "kl", or merge the '
+            "adapter first (for a run: `ragen export RUN --merge`) and name the merged model"
+        )
+    return prepare_model(config, path, model, has_critic(config)), tokenizer
+
+
+def has_critic(config: Config) -> bool:
+    """Whether a run trains a critic."""
+    return needs_values(find_estimator(config.advantage.name))
+
+
+def make_learner(config: Config, model: PreTrainedModel, ranks: Ranks = ALONE) -> Learner:
+    """The learner of a run, for a model of `load_for_training`."""
+    temperature, exact = config.rollout.temperature, config.one_arithmetic
+    bound = ONE_ARITHMETIC_TOLERANCE if exact else TOLERANCES[config.model.dtype]
+    return Learner(
+        model,
+        config.update,
+        config.loss,
+        critic=has_critic(config),
+        shared=config.model.critic == "shared",
+        reference=config.loss.kl > 0,
+        steps=config.steps,
+        temperature=temperature,
+        longest=most_turns(config.env) * config.rollout.max_tokens,
+        mismatch_bound=bound / min(1.0, temperature),
+        on_policy=config.engine.max_staleness == 0,
+        refuses_mismatch=exact and config.guard.responses.get("mismatch", "stop") == "stop",
+        ranks=ranks,
+    )

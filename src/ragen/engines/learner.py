@@ -9,7 +9,9 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +36,24 @@ from ragen.algorithms.losses import (
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import MismatchError, NotFiniteError
 from ragen.core.metrics import Metric, Metrics, largest, last, mean, merge, total
+from ragen.core.types import Role
 from ragen.engines.exactness import verify
 from ragen.engines.optimizers import WEIGHT_DECAY, optimizers
+from ragen.engines.ranks import ALONE, Ranks
 from ragen.models.device import to_device
 from ragen.models.lora import acting, adapter_of, has_adapters
-from ragen.models.model import Critic, cross_scores, hidden_states, shares_prompts, token_logprobs
+from ragen.models.model import (
+    Critic,
+    cross_scores,
+    hidden_states,
+    is_fast,
+    shares_prompts,
+    token_logprobs,
+)
 from ragen.models.precision import Masters
+from ragen.models.sharding import Unit, whole
+
+T = TypeVar("T")
 
 SHARED_VALUE_WEIGHT = 0.5
 """Weight of the critic's loss on a backbone shared with the policy: c₁ of arXiv:1707.06347, with
@@ -73,6 +87,10 @@ class Learner:
     error. Unless the samples are `on_policy`, earlier weights may have sampled them, so that a
     difference is no mismatch. With `muon_lr` above 0, Muon trains the weight matrices at that rate;
     `weight_decay` is that of both optimisers.
+
+    With several `ranks` each process has a learner of its own, which keeps a part of every weight
+    and of its optimiser's state (`ragen.models.sharding`) and computes its share of a batch. All
+    call the same methods at the same time with the same arguments, and get the same results.
     """
 
     def __init__(
@@ -91,6 +109,7 @@ class Learner:
         on_policy: bool = True,
         muon_lr: float = 0.0,
         weight_decay: float = WEIGHT_DECAY,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model = model
         adapted = has_adapters(model)
@@ -99,6 +118,10 @@ class Learner:
         self.reference: PreTrainedModel | None = None
         if reference:  # with adapters the base without them, which does not change
             self.reference = model if adapted else copy.deepcopy(model).requires_grad_(False)
+        self.ranks = ranks
+        self._units = dict[nn.Module, Unit]()
+        if ranks.size > 1:
+            self._split_weights()
         self.masters = Masters(self.trained.named_parameters())
         self.critic_masters = Masters(self.critic.named_parameters() if self.critic else ())
         make = partial(optimizers, beta2=update.beta2, muon_lr=muon_lr, weight_decay=weight_decay)
@@ -116,6 +139,27 @@ class Learner:
     def _samples_now(self) -> bool:
         """Whether the present weights have sampled what is trained on."""
         return self.synced and self._on_policy
+
+    def _split_weights(self) -> None:
+        """Split all weights, those that a role has of its own as a unit of their own."""
+        critic = self.critic
+        in_layers = not is_fast(self.model)
+        shares_backbone = critic is not None and not hasattr(critic, "backbone")
+        held = [self.model, critic.head] if critic and shares_backbone else [self.model]
+        apart = [critic.head] if critic and shares_backbone else []
+        self._units[self.model] = Unit(held, apart, in_layers=in_layers)
+        if critic is not None:
+            self._units[critic] = (
+                self._units[self.model]
+                if shares_backbone
+                else Unit([critic], [critic.head], in_layers=in_layers)
+            )
+        if self.reference is not None and self.reference is not self.model:
+            self._units[self.reference] = Unit([self.reference], in_layers=in_layers)
+
+    def _within(self, module: nn.Module, compute: Callable[[], T]) -> T:
+        """What `compute` returns, computed with all of a module's weights."""
+        return self._units[module].within(compute) if self._units else compute()
 
     def named_optimizers(self) -> dict[str, Optimizer]:
         """Every optimiser by the name it is saved under."""
@@ -135,6 +179,19 @@ class Learner:
             for name, weights in module.named_parameters() if module is not None else ():
                 if weights.requires_grad:
                     yield f"{role}.{name}", weights.detach()
+
+    def score(self, batch: Batch, role: Role) -> Batch:
+        """The batch with the scores of its trained tokens by `role` (`Engine.score`).
+
+        Raises:
+            NotFiniteError: A number is not finite.
+        """
+        if role == "critic":
+            return replace(batch, values_BT=self.values(batch))
+        logprobs_BT, entropies_BT = self.logprobs(batch, reference=role == "reference")
+        if role == "reference":
+            return replace(batch, reference_logprobs_BT=logprobs_BT)
+        return replace(batch, old_logprobs_BT=logprobs_BT, entropies_BT=entropies_BT)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, reference: bool = False) -> tuple[Tensor, ...]:
@@ -162,6 +219,7 @@ class Learner:
         (values_BT,) = _finite("the critic's values", *fields)
         return values_BT
 
+    @torch.no_grad()
     def cross_scores(
         self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
     ) -> Tensor:
@@ -170,8 +228,15 @@ class Learner:
         Raises:
             NotFiniteError: A score is NaN; −∞ is the score of an impossible thought.
         """
-        most = self._update.microbatch_tokens
-        scores_NM = cross_scores(self.model, prompts, thoughts, self._temperature, most)
+        ranks = self.ranks
+        most = self._update.microbatch_tokens // ranks.size
+        scores_NM = self._within(
+            self.model,
+            lambda: cross_scores(
+                *(self.model, prompts, thoughts, self._temperature, most), ranks.rank, ranks.size
+            ),
+        )
+        scores_NM = ranks.sum(scores_NM)
         _finite("the scores of thoughts", scores_NM.exp())
         return scores_NM
 
@@ -199,19 +264,12 @@ class Learner:
         return metrics
 
     def _term_norms(self, batch: Batch) -> dict[str, float]:
+        if self._units:
+            return self._term_norms_of_all(batch)
         trained = [p for p in self.trained.parameters() if p.requires_grad]
         sums: dict[str, Sequence[Tensor]] = {}
         for rows in self._microbatches(batch):
-            part = take(batch, rows)
-            tokens = flatten(part).to(self._device)
-            logprobs_N, entropies_N = self._policy_outputs(self.model, part)
-            terms = {
-                "task": self._task_loss(logprobs_N, tokens),
-                "entropy": entropy_bonus(entropies_N, tokens),
-            }
-            if tokens.reference_logprobs_N is not None:
-                terms["kl"] = kl_loss(logprobs_N, tokens, kind="k2")
-            for term, loss in terms.items():
+            for term, loss in self._terms(take(batch, rows)).items():
                 # Not `backward`, which would leave gradients behind for the next update.
                 found = torch.autograd.grad(
                     loss.value, trained, retain_graph=True, materialize_grads=True
@@ -220,28 +278,92 @@ class Learner:
                 sums[term] = [a + b for a, b in zip(known, new, strict=True)] if known else new
         return {term: float(nn.utils.get_total_norm(total)) for term, total in sums.items()}
 
+    def _term_norms_of_all(self, batch: Batch) -> dict[str, float]:
+        """`_term_norms` of weights that are split, whose gradients appear at the weights only.
+
+        None are stored there between updates, so they are dropped again.
+        """
+        norms = {}
+        own, idle = self._passes(batch)
+        masters = self.masters.trained.values()
+        for term in ("task", "entropy", "kl")[: 2 + (batch.reference_logprobs_BT is not None)]:
+            for number, rows in enumerate(own + idle):
+                _backward(self._terms(take(batch, rows))[term], float(number < len(own)))
+            gradients = [master.grad for master in masters if master.grad is not None]
+            norms[term] = float(whole(nn.utils.get_total_norm(gradients)))
+            for master in masters:
+                master.grad = None
+        return norms
+
+    def _terms(self, part: Batch) -> dict[str, Loss]:
+        """The terms of the policy's loss for `gradient_norms`."""
+        tokens = flatten(part).to(self._device)
+        logprobs_N, entropies_N = self._policy_outputs(self.model, part)
+        terms = {
+            "task": self._task_loss(logprobs_N, tokens),
+            "entropy": entropy_bonus(entropies_N, tokens),
+        }
+        if tokens.reference_logprobs_N is not None:
+            terms["kl"] = kl_loss(logprobs_N, tokens, kind="k2")
+        return terms
+
     def _per_token(
         self, batch: Batch, compute: Callable[[Batch], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
         """Fill ``(B, T)`` fields with what `compute` returns for each microbatch."""
-        places, pieces = [], []
-        for rows in self._microbatches(batch):
+        places, pieces = [torch.zeros(2, 0, dtype=torch.long)], []
+        own, idle = self._passes(batch)
+        for rows in own:
             part = take(batch, rows)
             wanted = (part.weight_BT > 0).nonzero(as_tuple=True)
             places.append(torch.stack([rows[wanted[0]], wanted[1]]))
             pieces.append([field.float() for field in compute(part)])
+        for rows in idle:
+            unused = compute(take(batch, rows))
+            pieces = pieces or [[field[:0].float() for field in unused]]
         row_N, column_N = torch.cat(places, dim=1)
         fields = []
         for field in zip(*pieces, strict=True):
             field_BT = torch.zeros_like(batch.weight_BT)
             field_BT[row_N, column_N] = torch.cat(field).cpu()  # a GPU is waited for only here
-            fields.append(field_BT)
+            fields.append(self.ranks.sum(field_BT))
         return tuple(fields)
 
     def _microbatches(self, batch: Batch) -> list[Tensor]:
-        by_group = shares_prompts(self.model)
-        whole = needs_whole_episodes(find_loss(self._loss.name))
-        return row_splits(batch, self._update.microbatch_tokens, by_group, whole)
+        """The rows of each microbatch of this process."""
+        return self._splits(batch)[self.ranks.rank]
+
+    def _passes(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+        """The rows of each microbatch of this process, and of those that it computes idly.
+
+        Each process computes equally many, for they gather weights for each other. One with fewer
+        repeats the shortest row, without an effect.
+        """
+        splits = self._splits(batch)
+        own = splits[self.ranks.rank]
+        most = max(map(len, splits))
+        lengths_B = batch.lengths_B.where((batch.weight_BT > 0).any(1), batch.lengths_B.max() + 1)
+        return own, [lengths_B.argmin()[None]] * (most - len(own))
+
+    def _splits(self, batch: Batch) -> list[list[Tensor]]:
+        """The rows of each microbatch, by process."""
+        settings = (
+            self._update.microbatch_tokens,
+            self._shares_prompts,
+            needs_whole_episodes(find_loss(self._loss.name)),
+        )
+        if self.ranks.size == 1:
+            return [row_splits(batch, *settings)]
+        return [
+            [rows_B[rows] for rows in row_splits(take(batch, rows_B), *settings)]
+            if len(rows_B)
+            else []
+            for rows_B in self.ranks.shares(batch)
+        ]
+
+    @cached_property
+    def _shares_prompts(self) -> bool:
+        return self._within(self.model, lambda: shares_prompts(self.model))
 
     def update(self, batch: Batch, step: int) -> Metrics:
         """One optimiser step of the policy and one of the critic on one minibatch.
@@ -260,11 +382,12 @@ class Learner:
         """
         weights_BT = token_weights(batch, self._loss.aggregation, self._longest)
         batch = replace(batch, weight_BT=weights_BT)
-        microbatches = [take(batch, rows) for rows in self._microbatches(batch)]
-        parts: list[Mapping[str, Metric | Measured]] = [verify(microbatches)]
+        own, idle = self._passes(batch)
+        microbatches = [take(batch, rows) for rows in own]
+        parts: list[Mapping[str, Metric | Measured]] = [self._verify(batch, microbatches)]
         losses, critic_losses = list[Tensor](), list[Tensor]()
         compared = list[tuple[Tensor, ...]]()
-        if not shares_prompts(self.model):  # with shared prompts rows are not padded
+        if own and not self._shares_prompts:  # with shared prompts rows are not padded
             parts.append(padding(microbatches))
         for part in microbatches:
             tokens = flatten(part).to(self._device)
@@ -273,23 +396,28 @@ class Learner:
             parts.append(loss.metrics)
             compared.append((tokens.token_ids_N, tokens.sampled_logprobs_N, logprobs_N))
             if self.critic is not None and not self.critic.shared:
-                with acting(self.model, "critic"):
-                    loss = value_loss(self._critic_values(part), tokens, value_clip=VALUE_CLIP)
-                    loss.value.backward()  # type: ignore[no-untyped-call]
+                loss = self._critic_backward(part, tokens)
                 critic_losses.append(loss.value.detach())
                 parts.append(loss.metrics)
+        for part in (take(batch, rows) for rows in idle):
+            tokens = flatten(part).to(self._device)
+            self._policy_backward(part, tokens, scale=0.0)
+            if self.critic is not None and not self.critic.shared:
+                self._critic_backward(part, tokens, scale=0.0)
         trained = [("policy", self.optimizers, self.masters, losses)]
         if self.critic is not None:
             losses = losses if self.critic.shared else critic_losses
             trained.append(("critic", self.critic_optimizers, self.critic_masters, losses))
         norms = [
-            nn.utils.clip_grad_norm_(masters.trained.values(), MAX_GRAD_NORM)
+            whole(nn.utils.clip_grad_norm_(masters.trained.values(), MAX_GRAD_NORM))
             for _, _, masters, _ in trained
         ]
-        finite = [torch.stack(losses).isfinite().all() for *_, losses in trained]
+        finite = [torch.stack(losses or [norms[0]]).isfinite().all() for *_, losses in trained]
         # Here alone a GPU is waited for, when all gradients are computed and no weight is changed.
         read_parts, numbers = read(parts, *norms, *finite)
-        metrics = merge(read_parts)
+        every = self.ranks.gather((merge(read_parts), numbers))
+        metrics = merge(part for part, _ in every)
+        numbers = [min(each) for each in zip(*(found for _, found in every), strict=True)]
         self._refuse_mismatch(metrics, compared)
         scale = self._learning_rate(step)
         for side, norm, is_finite in zip(
@@ -299,22 +427,43 @@ class Learner:
         self.synced = False
         return metrics | {"update/lr": last(self._update.lr * scale), "update/count": total(1)}
 
-    def _policy_backward(self, part: Batch, tokens: TokenFields) -> tuple[Loss, Tensor]:
+    def _verify(self, batch: Batch, microbatches: list[Batch]) -> Metrics:
+        """Verify the microbatches of all processes, in each of them; the first counts them."""
+        if self.ranks.size == 1:
+            return verify(microbatches)
+        rows = [rows for split in self._splits(batch) for rows in split]
+        checked = self.ranks.together(lambda: verify([take(batch, each) for each in rows]))
+        return checked if self.ranks.rank == 0 else {}
+
+    def _policy_backward(
+        self, part: Batch, tokens: TokenFields, scale: float = 1.0
+    ) -> tuple[Loss, Tensor]:
         """Gradients of the policy's loss, and of the critic's if it shares the backbone.
 
         Returns the logprobs (N,) too.
         """
-        hidden_ND = hidden_states(self.model, *self._model_inputs(part))
-        logprobs_N, entropy_N = token_logprobs(
-            self.model, hidden_ND, tokens.token_ids_N, self._temperature
-        )
+        critic = self.critic if self.critic is not None and self.critic.shared else None
+
+        def outputs() -> tuple[Tensor, ...]:
+            hidden_ND = hidden_states(self.model, *self._model_inputs(part))
+            scores = token_logprobs(self.model, hidden_ND, tokens.token_ids_N, self._temperature)
+            return scores if critic is None else (*scores, critic.read(hidden_ND))
+
+        logprobs_N, entropy_N, *values = self._within(self.model, outputs)
         loss = self._policy_loss(tokens, logprobs_N, entropy_N)
-        if self.critic is not None and self.critic.shared:
-            value = value_loss(self.critic.read(hidden_ND), tokens, value_clip=VALUE_CLIP)
+        for values_N in values:
+            value = value_loss(values_N, tokens, value_clip=VALUE_CLIP)
             both = SHARED_VALUE_WEIGHT * value.value + loss.value
             loss = Loss(both, value.metrics | loss.metrics)
-        loss.value.backward()  # type: ignore[no-untyped-call]
+        _backward(loss, scale)
         return loss, logprobs_N.detach()
+
+    def _critic_backward(self, part: Batch, tokens: TokenFields, scale: float = 1.0) -> Loss:
+        """Gradients of the loss of a critic with weights of its own."""
+        with acting(self.model, "critic"):
+            loss = value_loss(self._critic_values(part), tokens, value_clip=VALUE_CLIP)
+            _backward(loss, scale)
+        return loss
 
     def _policy_loss(self, tokens: TokenFields, logprobs_N: Tensor, entropy_N: Tensor) -> Loss:
         """The policy's loss with its entropy bonus and KL term."""
@@ -350,10 +499,10 @@ class Learner:
         """
         gap, bound = metrics.get("mismatch/max_abs"), self._mismatch_bound
         if self._refuses_mismatch and gap is not None and not gap.value <= bound:
-            ids_N, sampled_N, recomputed_N = map(torch.cat, zip(*compared, strict=True))
-            worst = int((recomputed_N - sampled_N).abs().argmax())  # a NaN is the largest
-            found = float(sampled_N[worst]), float(recomputed_N[worst])
-            raise MismatchError(int(ids_N[worst]), *found, bound)
+            worst = [_worst(*map(torch.cat, zip(*compared, strict=True)))] if compared else []
+            worst = list(chain.from_iterable(self.ranks.gather(worst)))
+            token, sampled, recomputed = max(worst, key=_difference)
+            raise MismatchError(token, sampled, recomputed, bound)
 
     def _task_loss(self, logprobs_N: Tensor, tokens: TokenFields) -> Loss:
         settings = self._loss
@@ -399,20 +548,42 @@ class Learner:
 
     def _policy_outputs(self, model: PreTrainedModel, part: Batch) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies ``(N,)`` of the tokens that the loss covers."""
-        hidden_ND = hidden_states(model, *self._model_inputs(part))
         targets_N = to_device(part.token_ids_BT[part.weight_BT > 0], self._device)
-        return token_logprobs(model, hidden_ND, targets_N, self._temperature)
+
+        def outputs() -> tuple[Tensor, Tensor]:
+            hidden_ND = hidden_states(model, *self._model_inputs(part))
+            return token_logprobs(model, hidden_ND, targets_N, self._temperature)
+
+        return self._within(model, outputs)
 
     def _critic_values(self, part: Batch) -> Tensor:
         """Values ``(N,)`` of the states before the tokens that the loss covers."""
-        assert self.critic is not None
-        return self.critic.values(*self._model_inputs(part))
+        critic = self.critic
+        assert critic is not None
+        return self._within(critic, lambda: critic.values(*self._model_inputs(part)))
 
     def _model_inputs(self, part: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Ids, lengths, and the positions whose states predict the tokens that the loss covers."""
         before_BT = torch.zeros_like(part.mask_BT)
         before_BT[:, :-1] = part.weight_BT[:, 1:] > 0
         return part.token_ids_BT, part.lengths_B, before_BT
+
+
+def _backward(loss: Loss, scale: float) -> None:
+    value = loss.value if scale == 1.0 else scale * loss.value
+    value.backward()  # type: ignore[no-untyped-call]
+
+
+def _worst(ids_N: Tensor, sampled_N: Tensor, recomputed_N: Tensor) -> tuple[int, float, float]:
+    """The token whose two logprobs differ most."""
+    worst = int((recomputed_N - sampled_N).abs().argmax())  # a NaN is the largest
+    return int(ids_N[worst]), float(sampled_N[worst]), float(recomputed_N[worst])
+
+
+def _difference(scored: tuple[int, float, float]) -> tuple[bool, float]:
+    """How far a token's logprobs differ; NaN is farthest."""
+    difference = abs(scored[2] - scored[1])
+    return math.isnan(difference), difference
 
 
 def _finite(numbers: str, *fields: Tensor) -> tuple[Tensor, ...]:

@@ -2,53 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.batch import Batch, collate
-from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
-from ragen.config.sections import most_turns
-from ragen.core.errors import NotFiniteError, RagenError
+from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, largest
 from ragen.core.types import Prompt, Role, Sample
 from ragen.engines.engine import Late
-from ragen.engines.factory import load_model, make_sampler, prepare_model
+from ragen.engines.factory import TOLERANCES, load_for_training, make_learner, make_sampler
 from ragen.engines.learner import Learner
-from ragen.engines.optimizers import optimizer_tensors, restore_optimizer
 from ragen.engines.sampler import Sampler
 from ragen.engines.sampler_server import VllmServer
 from ragen.engines.sampler_vllm import VllmSampler
 from ragen.engines.sampling import Stats
+from ragen.engines.saving import QUESTION, load_learner, refuse_another_first, save_learner
 from ragen.models import lora
-from ragen.models.adapter_folder import fingerprint_of_base, hash_tensors, load_adapter
-from ragen.models.loading import load_policy, save_model
+from ragen.models.adapter_folder import fingerprint_of_base, hash_tensors
 from ragen.models.precision import Masters
 from ragen.rollout.chat import Chat
 from ragen.rollout.setup import make_chat
-from ragen.storage.checkpoint import Damaged
 
-TOLERANCES = {"float32": 1e-2, "bfloat16": 0.5}
-"""Largest allowed difference of a logprob, in nats, between two programs with the same weights.
-
-On a CPU float32 agrees to 1e-5; on a GPU its products may be rounded to the 10 bits of TF32, some
-1e-3 of a logit. A bfloat16 logit between 16 and 32 is a multiple of 1/8, and another order of
-summation changes it, or a competing logit, by a few of these multiples."""
-
-ONE_ARITHMETIC_TOLERANCE = 1e-3
-"""As `TOLERANCES`, for a sampler that computes as the learner does, at temperatures from 1 on. The
-worst of 50,000 tokens of a trained model differs by 1.1e-4; a lower temperature divides the logits,
-and their rounding with them."""
-
-QUESTION = "Count from one to ten, then say which of the numbers you like best."
 NUM_TOKENS = 16
 """Most tokens that are compared."""
 
@@ -67,40 +46,15 @@ class LocalEngine:
     """
 
     def __init__(self, config: Config, path: str) -> None:
-        self.model, self.tokenizer = load_model(config, path)
-        guard = config.guard
-        if config.lora.rank and config.may_use_kl and lora.has_adapters(self.model):
-            raise RagenError(
-                "the KL reference is the policy that the run begins with, but with LoRA it is the "
-                'base without an adapter: set loss.kl = 0 and no guard.remedy = "kl", or merge the '
-                "adapter first (for a run: `ragen export RUN --merge`) and name the merged model"
-            )
-        critic = needs_values(find_estimator(config.advantage.name))
-        self.model = prepare_model(config, path, self.model, critic)
+        self.model, self.tokenizer = load_for_training(config, path)
         # Recorded also without a KL term, which may come later. LoRA identifies its base itself.
         self._first = None if config.lora.rank else hash_tensors(self.model.state_dict().items())
         self.chat = make_chat(config, self.tokenizer)
         self.version = 0
-        sampler, temperature = config.rollout.sampler, config.rollout.temperature
-        exact = config.one_arithmetic
-        bound = ONE_ARITHMETIC_TOLERANCE if exact else TOLERANCES[config.model.dtype]
-        self.policy = make_sampler(sampler, config, self.model, self.chat, path)
+        self.policy = make_sampler(config.rollout.sampler, config, self.model, self.chat, path)
         self.policy.source = path
-        self.learner = Learner(
-            self.model,
-            config.update,
-            config.loss,
-            critic=critic,
-            shared=config.model.critic == "shared",
-            reference=config.loss.kl > 0,
-            steps=config.steps,
-            temperature=temperature,
-            longest=most_turns(config.env) * config.rollout.max_tokens,
-            mismatch_bound=bound / min(1.0, temperature),
-            on_policy=config.engine.max_staleness == 0,
-            refuses_mismatch=exact and guard.responses.get("mismatch", "stop") == "stop",
-        )
-        self._dtype, self._temperature = config.model.dtype, temperature
+        self.learner = make_learner(config, self.model)
+        self._dtype, self._temperature = config.model.dtype, config.rollout.temperature
         self._parity = self._check_parity()
 
     @cached_property
@@ -111,12 +65,7 @@ class LocalEngine:
     async def score(self, batch: Batch, role: Role) -> Batch:
         """See `Engine.score`."""
         self.policy.rest()
-        if role == "critic":
-            return replace(batch, values_BT=self.learner.values(batch))
-        logprobs_BT, entropies_BT = self.learner.logprobs(batch, reference=role == "reference")
-        if role == "reference":
-            return replace(batch, reference_logprobs_BT=logprobs_BT)
-        return replace(batch, old_logprobs_BT=logprobs_BT, entropies_BT=entropies_BT)
+        return self.learner.score(batch, role)
 
     async def update(self, batch: Batch, step: int) -> Metrics:
         """See `Engine.update`."""
@@ -167,65 +116,19 @@ class LocalEngine:
         """
         return self.policy.stats.metrics() | self._parity
 
-    def _refuse_broken(self) -> None:
-        """Refuse a policy or critic that does not work, on the tokens of one question.
-
-        Raises:
-            NotFiniteError: What it computes is not finite.
-        """
-        ids = self.chat.open([{"role": "user", "content": QUESTION}])[0][: self.policy.max_length]
-        scored = len(ids) - 1
-        sample = Sample(
-            ids,
-            (False,) + (True,) * scored,
-            (0.0,) * len(ids),
-            (-1,) + (0,) * scored,
-            (False,) * scored + (True,),
-            0,
-            0,
-        )
-        batch = collate([sample])
-        self.learner.logprobs(batch)
-        if self.learner.critic is not None:
-            self.learner.values(batch)
-
     async def save(self, folder: Path) -> dict[str, Any]:
         """See `Engine.save`."""
-        learner = self.learner
-        for name, weights in learner.trained_weights():
-            if not bool(weights.isfinite().all()):
-                raise NotFiniteError(f"the weights {name}")
-        self._refuse_broken()
-        save_model(self.model, self.tokenizer, folder, self._base)
-        if learner.critic is not None:
-            _save(learner.critic.state_dict(), folder / "critic.safetensors")
-        for name, optimizer in learner.named_optimizers().items():
-            _save(optimizer_tensors(optimizer), folder / f"{name}.safetensors")
-        for name, masters in learner.named_masters().items():
-            _save(masters.tensors(), folder / f"{name}.safetensors")
+        chat, max_length = self.chat, self.policy.max_length
+        base = self._base
+        save_learner(
+            self.learner, self.tokenizer, folder, chat=chat, max_length=max_length, base=base
+        )
         return {"version": self.version, "reference": self._first}
 
     async def load(self, folder: Path, state: dict[str, Any]) -> None:
         """See `Engine.load`."""
-        learner = self.learner
-        saved = state["reference"]
-        if saved is not None and saved != self._first:
-            if learner.reference is not None:
-                raise RagenError(
-                    "the model that this run began with has changed, so its KL reference is lost; "
-                    "restore the old weights where model.path points"
-                )
-            self._first = saved
-        if lora.has_adapters(self.model):
-            load_adapter(self.model, folder)
-        else:
-            _restore(self.model, _saved_weights(folder), folder)
-        if learner.critic is not None:
-            _restore(learner.critic, _load(folder / "critic.safetensors"), folder)
-        for name, optimizer in learner.named_optimizers().items():
-            restore_optimizer(optimizer, _load(folder / f"{name}.safetensors"))
-        for name, masters in learner.named_masters().items():
-            masters.restore(_load(folder / f"{name}.safetensors"))
+        self._first = refuse_another_first(self._first, state["reference"], self.learner)
+        load_learner(self.learner, folder, self._base)
         self.version = int(state["version"])
         await self._push()
 
@@ -285,32 +188,3 @@ def check_parity(
             "with --logprobs-mode processed_logprobs"
         )
     return {"publish/logprob_difference": largest(difference)}
-
-
-def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise Damaged(path, error) from error
-
-
-def _saved_weights(folder: Path) -> dict[str, Tensor]:
-    try:
-        saved, _ = load_policy(str(folder), "cpu", "float32")
-    except NotFiniteError:  # the weights are what was written
-        raise
-    except RagenError as error:
-        raise Damaged(folder / "model.safetensors", error.__cause__ or error) from error
-    return saved.state_dict()
-
-
-def _restore(module: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
-    try:
-        module.load_state_dict(tensors)
-    except RuntimeError as error:
-        first = str(error).strip().splitlines()[0]
-        raise RagenError(f"the checkpoint {folder} is of another model: {first}") from error

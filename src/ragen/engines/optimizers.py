@@ -61,3 +61,10 @@ def restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> No
         state.setdefault(int(index), {})[name] = value
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def weight_of_state(optimizer: Optimizer, path: str) -> Tensor | None:
+    """The weight that a name of `optimizer_tensors` belongs to, ``None`` if it names a number."""
+    index, _, name = path.partition(".")
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    return None if name == "step" else weights[int(index)]

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ragen.models.lora import adapter_tensors, attach_saved, is_adapter_weight
 from ragen.models.model_files import check_files, read_object, shapes, shown
 from ragen.models.names import ADAPTER_CONFIG, base_of
 from ragen.models.pretrained import load_errors
+from ragen.models.sharding import fill
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE = "base.json"
@@ -52,17 +53,24 @@ NESTED, REPEATED, MOST_REPEATED = re.compile(r"\)[*+{]"), re.compile(r"[*+{]"), 
 """What makes a regular expression slow: a group that is repeated, and many repetitions."""
 
 
-def save_adapter(model: PreTrainedModel, folder: Path, base: str | None = None) -> None:
+def save_adapter(
+    model: PreTrainedModel,
+    folder: Path,
+    base: str | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write the policy's adapter as a PEFT folder.
 
-    `base` is the `fingerprint_of_base`, for a folder that is kept: loading compares it.
+    `base` is the `fingerprint_of_base`, for a folder that is kept: loading compares it. `tensors`
+    are the `adapter_tensors`, if those of `model` are split (`ragen.models.sharding`).
 
     Raises:
         OSError, SafetensorError: The disk is full or cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.detach().cpu().contiguous() for name, t in adapter_tensors(model).items()}
-    save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    tensors = tensors or adapter_tensors(model)
+    written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(written, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     config: Any = copy.copy(model.peft_config["policy"])
     config.inference_mode = True
     if isinstance(config.target_modules, set):  # its order would differ from process to process
@@ -72,8 +80,10 @@ def save_adapter(model: PreTrainedModel, folder: Path, base: str | None = None) 
         (folder / BASE).write_text(json.dumps({"fingerprint": base}))
 
 
-def load_adapter(model: PreTrainedModel, folder: Path) -> None:
+def load_adapter(model: PreTrainedModel, folder: Path, own_base: str | None = None) -> None:
     """Load the weights of a PEFT folder into the policy's adapter, which the model already has.
+
+    `own_base` is the model's `fingerprint_of_base`, computed if it is not given.
 
     Raises:
         RagenError: The weights cannot be read, are not finite, fit another model, or were trained
@@ -82,7 +92,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     path = folder / ADAPTER_WEIGHTS
     found = shapes(path)
     base = read_object(folder / BASE) if (folder / BASE).exists() else {}
-    if base.get("fingerprint") not in (None, fingerprint_of_base(model)):
+    if base.get("fingerprint") not in (None, own_base or fingerprint_of_base(model)):
         name = model.peft_config["policy"].base_model_name_or_path
         raise RagenError(
             f"the adapter {folder} was trained on another base than {name} is now: restore the "
@@ -101,9 +111,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     for name in sorted(tensors):
         if not bool(torch.isfinite(tensors[name]).all()):
             raise RagenError(f"the adapter {folder} is damaged: {name} holds NaN or infinity")
-    with torch.no_grad():
-        for name, weight in own.items():
-            weight.copy_(tensors[name])
+    fill(own, tensors)
 
 
 def put_on(model: PreTrainedModel, folder: Path) -> None:

@@ -344,16 +344,18 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     base: str | None = None,
+    tensors: dict[str, Tensor] | None = None,
 ) -> None:
     """Write the tokenizer with the model, or with its adapter as a PEFT folder.
 
-    `base` is the adapter's `fingerprint_of_base`, computed if it is not given.
+    `base` is the adapter's `fingerprint_of_base`, computed if it is not given. `tensors` are the
+    weights, or the adapter's, if those of `model` are split (`ragen.models.sharding`).
     """
     logging.disable_progress_bar()
     if has_adapters(model):
-        save_adapter(model, folder, base or fingerprint_of_base(model))
+        save_adapter(model, folder, base or fingerprint_of_base(model), tensors)
     else:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=tensors)
     tokenizer.save_pretrained(folder)
 
 

@@ -236,6 +236,8 @@ def cross_scores(
     thoughts: Sequence[Sequence[int]],
     temperature: float,
     max_tokens: int,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> Tensor:
     """The matrix S_ij = log p(z_i | x_j), (N, M) in float64 on the CPU.
 
@@ -243,6 +245,9 @@ def cross_scores(
     `temperature`. At most `max_tokens` tokens are in memory at once; a single row may be longer.
 
     Thoughts that are scored together share their prompt where the model `shares_prompts`.
+
+    With several ranks, each computes a part in equally many forwards, and leaves the rest 0: the
+    matrices of all ranks add up to S.
     """
     scores_NM = torch.zeros(len(thoughts), len(prompts), dtype=torch.float64)
     lengths = [len(thought) for thought in thoughts]
@@ -251,7 +256,9 @@ def cross_scores(
     for column, prompt in enumerate(prompts):
         if reader is not None:
             reader.read(prompt)
-        for rows in rectangles(lengths, 0 if shares else len(prompt), max_tokens):
+        parts = rectangles(lengths, 0 if shares else len(prompt), max_tokens)
+        for first in range(0, len(parts), num_ranks):
+            rows = parts[min(first + rank, len(parts) - 1)]
             part = [thoughts[row] for row in rows]
             targets_N = torch.tensor(list(chain.from_iterable(part)), device=model.device)
             if reader is not None:
@@ -259,6 +266,8 @@ def cross_scores(
             else:
                 states_ND = _states_before(model, prompt, part)
             logprobs_N, _ = token_logprobs(model, states_ND, targets_N, temperature)
+            if first + rank >= len(parts):
+                continue
             counts_R = torch.tensor([len(thought) for thought in part])
             row_N = torch.repeat_interleave(torch.tensor(rows), counts_R)
             scores_NM[:, column].index_add_(0, row_N, logprobs_N.double().cpu())

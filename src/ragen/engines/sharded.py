@@ -1,0 +1,137 @@
+"""One process of several that train one policy together, with its weights split among them.
+
+A `Rank` is what a `LocalEngine` is without its sampler: a model and a learner, which with several
+processes are joined by torch's FSDP2. Whoever starts the processes calls the same method in all of
+them, and takes the answer of rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ragen.algorithms.batch import Batch
+from ragen.config.config import Config
+from ragen.core.metrics import Metrics
+from ragen.core.types import Role
+from ragen.engines.factory import load_for_training, make_learner
+from ragen.engines.ranks import ALONE, join, leave
+from ragen.engines.saving import load_learner, refuse_another_first, save_learner
+from ragen.models import lora
+from ragen.models.adapter_folder import fingerprint_of_base, hash_tensors
+from ragen.models.sharding import whole
+from ragen.rollout.setup import make_chat
+
+
+class Rank:
+    """This process's part of `num_ranks` learners; alone it needs no others.
+
+    Every method is called in all processes at once with the same arguments, among them whole
+    batches, of which each process computes its share. All raise the same error if one does, but a
+    process that dies leaves the others waiting, for `engine.timeout_s` at most.
+
+    `path` is the folder or hub id of the policy's first weights, which each process reads.
+    `store_address` is ``host:port`` on the machine of rank 0, where the processes meet.
+
+    Raises:
+        RagenError: The model cannot be loaded, or the KL reference would not be the policy that the
+            run begins with.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        path: str,
+        rank: int = 0,
+        num_ranks: int = 1,
+        store_address: str = "",
+    ) -> None:
+        self.ranks = ALONE
+        if num_ranks > 1:
+            self.ranks = join(rank, num_ranks, store_address, config.engine.timeout_s)
+        self.model, self.tokenizer = self.ranks.together(lambda: load_for_training(config, path))
+        self.chat = make_chat(config, self.tokenizer)
+        self._first, self._base = None, None
+        if config.lora.rank:
+            self._base = fingerprint_of_base(self.model)
+        else:
+            self._first = hash_tensors(self.model.state_dict().items())
+        self._max_length = config.model.max_length
+        self.learner = make_learner(config, self.model, self.ranks)
+
+    def score(self, batch: Batch, role: Role) -> Batch:
+        """See `Engine.score`."""
+        return self.learner.score(batch, role)
+
+    def update(self, batch: Batch, step: int) -> Metrics:
+        """See `Engine.update`."""
+        assert batch.born_BK is not None, (
+            "a run trains on sampled tokens and verifies their fingerprints"
+        )
+        return self.learner.update(batch, step)
+
+    def cross_scores(
+        self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """See `Engine.cross_scores`."""
+        return self.learner.cross_scores(prompts, thoughts)
+
+    def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
+        """See `Learner.gradient_norms`."""
+        return self.learner.gradient_norms(batch, bucket_B)
+
+    def weights(self) -> list[tuple[str, Tensor]]:
+        """The policy's weights by name, or its adapter's, for samplers; none but in rank 0."""
+        return list(self.stream_weights())
+
+    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """`weights` one after another, each whole on its device until the next is asked for.
+
+        All processes take all of them; the others than rank 0 get none.
+        """
+        tensors = (
+            lora.adapter_tensors(self.model).items()
+            if lora.has_adapters(self.model)
+            else self.model.named_parameters()
+        )
+        for name, weight in tensors:
+            full = whole(weight.detach())
+            if self.ranks.rank == 0:
+                yield name, full
+
+    def published(self) -> None:
+        """Note that the samplers have these weights, so that the next samples are on-policy."""
+        self.learner.synced = True
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write weights and optimisers into a folder that all processes reach; returns the rest.
+
+        Raises:
+            NotFiniteError: The weights do not work.
+        """
+        save_learner(
+            self.learner,
+            self.tokenizer,
+            folder,
+            chat=self.chat,
+            max_length=self._max_length,
+            base=self._base,
+        )
+        return {"reference": self._first}
+
+    def load(self, folder: Path, state: dict[str, Any]) -> None:
+        """Load what `save` wrote with any number of processes, or a `LocalEngine`.
+
+        Raises:
+            RagenError: The folder's contents are damaged or belong to another run.
+        """
+        self._first = refuse_another_first(self._first, state["reference"], self.learner)
+        load_learner(self.learner, folder, self._base)
+        self.learner.synced = True
+
+    def close(self) -> None:
+        """Part from the other processes."""
+        leave(self.ranks)
