@@ -34,7 +34,7 @@ from ragen.core import files
 from ragen.core.errors import RagenError
 from ragen.core.stopping import SIGNALS, StopRequested
 from ragen.core.types import Role
-from ragen.engines import local
+from ragen.engines import saving
 from ragen.engines.learner import Learner
 from ragen.engines.local import LocalEngine
 from ragen.engines.sampler import Sampler
@@ -766,7 +766,7 @@ def test_resume_after_a_kill_while_writing_a_checkpoint(
     tmp_path: Path, moment: str, more: dict[str, Any]
 ) -> None:
     config, run = make_config(**more), tmp_path / "run"
-    owners = {"write_state": running, "save_model": local, "flush": files, "rename": Path}
+    owners = {"write_state": running, "save_model": saving, "flush": files, "rename": Path}
     train_and_kill(config, run, (owners.get(moment, checkpoint), moment), 1)
     for folder in checkpoint.folders(run):  # every remaining one is intact
         checkpoint.verified_state(folder)
