@@ -6,7 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -129,20 +129,37 @@ def test_an_adapter_is_published_through_a_folder(sampler: VllmSampler) -> None:
     assert sampler._vllm.adapters == [["adapter_config.json", "adapter_model.safetensors"]]
 
 
-def test_too_long_requests_and_forgetting_while_sampling_are_errors(sampler: VllmSampler) -> None:
+def test_too_long_requests_and_new_weights_while_sampling_are_errors(sampler: VllmSampler) -> None:
     with pytest.raises(AssertionError, match="length"):
         sampler.ask(make_prompt(1, max_tokens=61))  # with four tokens of prompt
 
-    async def forget_while_sampling() -> None:
+    async def push_while_sampling() -> None:
         task = asyncio.create_task(sampler.complete(make_prompt(1)))
         await asyncio.sleep(0)
         try:
-            sampler.forget()
+            sampler.forget()  # the completion needs its keys and values
+            sampler.push(tiny_model(tiny_tokenizer()))
         finally:
             await task
 
-    with pytest.raises(AssertionError, match="while completions are sampled"):
-        asyncio.run(forget_while_sampling())
+    with pytest.raises(AssertionError, match="not be those of the keys and values"):
+        asyncio.run(push_while_sampling())
+
+
+def test_a_publication_waits_for_open_completions(sampler: VllmSampler, monkeypatch: Any) -> None:
+    pushed: list[int] = []
+    monkeypatch.setattr(sampler, "push", lambda model: pushed.append(len(sampler._open)))
+
+    async def publish_while_sampling() -> list[int]:
+        first = asyncio.create_task(sampler.complete(make_prompt(1)))
+        await asyncio.sleep(0)
+        publication = asyncio.create_task(sampler.publish(cast(Any, None), 7))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(sampler.complete(make_prompt(2)))
+        await publication
+        return [(await task).policy_version for task in (first, second)]
+
+    assert asyncio.run(publish_while_sampling()) == [0, 7] and pushed == [0]
 
 
 # vLLM itself.

@@ -194,7 +194,7 @@ def play_most(policy: SlowPolicy, least: int) -> tuple[list[Group], list[list[Ep
         work = run_most(policy, [a_setup()] * 2, [5, 6], 4, (0, "x"), GATE(8), None, least, 0.05)
         groups, tasks = await asyncio.wait_for(work, 20)
         policy.released.set()
-        return groups, [[await task for task in each] for each in tasks]
+        return groups, [[await task for task in each.values()] for each in tasks]
 
     return asyncio.run(play())
 
@@ -211,12 +211,12 @@ def test_groups_close_without_their_last_episodes() -> None:
 def test_a_group_with_too_few_episodes_waits() -> None:
     policy = SlowPolicy(0, 1)
 
-    async def play() -> tuple[list[Group], list[list[asyncio.Task[Episode]]]]:
+    async def play() -> tuple[list[Group], list[dict[int, asyncio.Task[Episode]]]]:
         asyncio.get_running_loop().call_later(0.3, policy.released.set)
         return await run_most(policy, [a_setup()] * 2, [5, 6], 4, (0, "x"), GATE(8), None, 3, 0.05)
 
     groups, rests = asyncio.run(play())
-    assert [len(group.episodes) for group in groups] == [4, 4] and rests == [[], []]
+    assert [len(group.episodes) for group in groups] == [4, 4] and rests == [{}, {}]
 
 
 def test_late_episodes_are_a_group_of_their_own(
@@ -246,6 +246,43 @@ def test_late_episodes_are_a_group_of_their_own(
     late = read_metrics(run)["engine/late_episodes"]
     assert sum(late.values()) == played - sum(n for _, g, n in sizes if g < 2)
     assert sum(late.values()) > 0 and STEPS * 4 <= played <= STEPS * 8
+
+
+def test_late_episodes_are_played_again_after_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One reply of step 1 takes until the run is stopped, after its third step."""
+    run, update, complete = tmp_path / "run", CopiedEngine.update, Sampler.complete
+    calls = updates = 0
+
+    async def slow(sampler: Sampler, prompt: Prompt) -> Completion:
+        nonlocal calls
+        calls += 1
+        if calls == 2 * 4 + 7:  # after the evaluations of four levels
+            await asyncio.Event().wait()
+        return await complete(sampler, prompt)
+
+    async def stopping(engine: Any, *arguments: Any) -> Any:
+        nonlocal updates
+        updates += 1
+        if updates > 3 * 2:
+            raise StopRequested(2)
+        return await update(engine, *arguments)
+
+    monkeypatch.setattr(Sampler, "complete", slow)
+    monkeypatch.setattr(CopiedEngine, "update", stopping)
+    least = {"engine__min_members": 3, "engine__close_after_s": 0.05, "filter__rule": "all"}
+    with pytest.raises(StopRequested, match="resume with"):
+        train(ahead(2, **least, advantage__name="reinforce_pp"), run)
+    monkeypatch.setattr(Sampler, "complete", complete)
+    monkeypatch.setattr(CopiedEngine, "update", update)
+    resume(run)
+    query = "SELECT count(*), count(DISTINCT noise_seed) FROM episodes WHERE phase = 'train'"
+    ((played, seeds),) = rows(run, query)
+    assert played == seeds, "none is there twice"
+    of_first_steps = f"{query} AND level_seed < {10_000 + 3 * 2}"
+    assert rows(run, of_first_steps) == [(3 * 8, 3 * 8)], "the run ends before the last ones only"
+    assert sum(read_metrics(run)["engine/late_episodes"].values()) >= 1
 
 
 def test_what_is_too_stale_is_dropped_and_counted(

@@ -61,30 +61,25 @@ async def run_most(
     on_episode: Callable[[Episode], None] | None,
     min_members: int,
     close_after_s: float,
-) -> tuple[list[Group], list[list[asyncio.Task[Episode]]]]:
+) -> tuple[list[Group], list[dict[int, asyncio.Task[Episode]]]]:
     """`run_groups` without waiting for the last episodes of a group.
 
     `close_after_s` seconds after the first episode began, a group closes as soon as `min_members`
-    of its episodes have ended. The tasks of the others, by group, play on: the caller awaits or
-    cancels them. `gate` lets in as many episodes as are played at once.
+    of its episodes have ended. The tasks of the others, by group and member, play on: the caller
+    awaits or cancels them. `gate` lets in as many episodes as are played at once.
 
     Raises:
         RagenError: As `run_groups`; then no task is left.
     """
     begun = asyncio.Event()
-
-    async def play(setup: Setup, spec: EpisodeSpec) -> Episode:
-        async with gate:
-            begun.set()
-            with own_states():
-                episode = await play_episode(policy, setup, spec)
-        if on_episode is not None:
-            on_episode(episode)
-        return episode
-
     groups = [
         [
-            asyncio.create_task(play(setup, EpisodeSpec(level, number, member, path)))
+            asyncio.create_task(
+                run_one(
+                    *(policy, setup, EpisodeSpec(level, number, member, path)),
+                    *(gate, on_episode, begun.set),
+                )
+            )
             for member in range(group_size)
         ]
         for number, (setup, level) in enumerate(zip(setups, levels, strict=True))
@@ -111,7 +106,26 @@ async def run_most(
         await asyncio.gather(*every, return_exceptions=True)
         raise
     finished = [Group(tuple(task.result() for task in group if task.done())) for group in groups]
-    return finished, [[task for task in group if not task.done()] for group in groups]
+    rests = [{n: task for n, task in enumerate(group) if not task.done()} for group in groups]
+    return finished, rests
+
+
+async def run_one(
+    policy: Policy,
+    setup: Setup,
+    spec: EpisodeSpec,
+    gate: asyncio.Semaphore,
+    on_episode: Callable[[Episode], None] | None,
+    on_begin: Callable[[], None] = lambda: None,
+) -> Episode:
+    """Play one episode, once the `gate` lets it in."""
+    async with gate:
+        on_begin()
+        with own_states():
+            episode = await play_episode(policy, setup, spec)
+    if on_episode is not None:
+        on_episode(episode)
+    return episode
 
 
 async def run_episodes(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ragen.config.sections import EngineConfig
 from ragen.core.types import Episode, Group
@@ -32,11 +32,23 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """The episodes of a group that closed without them; they play on, from `start`, in `step`."""
+    """The episodes of a group that closed without them; they play on, from `start`.
+
+    `step` and `group` are the group's, and `stage` that of the curriculum. `tasks` are by member.
+    """
 
     step: int
+    group: int
+    stage: int
     start: Start
-    tasks: Sequence[asyncio.Task[Episode]]
+    tasks: Mapping[int, asyncio.Task[Episode]]
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """Where they are played, as JSON."""
+        env, level = self.start.setup.env, self.start.level
+        about = {"step": self.step, "group": self.group, "stage": self.stage}
+        return about | {"env": env, "level": level, "members": [*self.tasks]}
 
 
 class Overlap(NamedTuple):
@@ -47,6 +59,7 @@ class Overlap(NamedTuple):
     """
 
     gate: asyncio.Semaphore
+    stage: int
     min_members: int
     close_after_s: float
     rests: list[Rest]
@@ -68,14 +81,21 @@ class Ahead:
     rests: list[Rest] = field(default_factory=list)
     gate: asyncio.Semaphore | None = None
 
-    def overlap(self, slots: int, engine: EngineConfig) -> Overlap:
+    def overlap(self, slots: int, engine: EngineConfig, stage: int) -> Overlap:
         """How collections overlap of which `slots` episodes are played at once."""
         self.gate = self.gate or asyncio.Semaphore(slots)
-        return Overlap(self.gate, engine.min_members, engine.close_after_s, self.rests)
+        return Overlap(self.gate, stage, engine.min_members, engine.close_after_s, self.rests)
+
+    def saved(self, step: int) -> list[dict[str, Any]]:
+        """What a checkpoint after `step` steps needs so that rests can be played again.
+
+        Those of later steps are played again with these.
+        """
+        return [rest.saved for rest in self.rests if rest.step < step]
 
     async def drop(self) -> None:
         """Give up all of it: the weights or the levels are to be others."""
-        tasks = [*self.plays, *(task for rest in self.rests for task in rest.tasks)]
+        tasks = [*self.plays, *(task for rest in self.rests for task in rest.tasks.values())]
         self.plans.clear()
         self.plays.clear()
         self.rests.clear()

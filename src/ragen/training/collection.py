@@ -65,8 +65,12 @@ async def collect_groups(
         if overlap is not None and overlap.min_members:
             least = overlap.min_members, overlap.close_after_s
             fresh, tasks = await run_most(*what, overlap.gate, on_episode, *least)
-            rests = zip(starts, tasks, strict=True)
-            overlap.rests.extend(Rest(step, start, each) for start, each in rests if each)
+            rests = enumerate(zip(starts, tasks, strict=True))
+            overlap.rests.extend(
+                Rest(step, group, overlap.stage, start, each)
+                for group, (start, each) in rests
+                if each
+            )
         else:
             fresh = await run_groups(*what, gate, on_episode, first_group=len(groups))
         fresh = await apply_episode_terms(fresh, starts[0].setup.reward_terms, judge, seed, step)

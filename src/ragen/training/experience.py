@@ -14,15 +14,18 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from ragen.core.metrics import Metrics, largest, last, mean, total
 from ragen.core.types import Episode, Group
 from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.rollout.episode_terms import apply_episode_terms
-from ragen.training.ahead import Played, Start
+from ragen.rollout.groups import run_one
+from ragen.rollout.setup import EpisodeSpec
+from ragen.training.ahead import Played, Rest, Start
 from ragen.training.collection import collect_groups
 from ragen.training.mixture import first_starts
-from ragen.training.running import Run
+from ragen.training.running import Run, in_stage
 
 
 async def next_groups(run: Run) -> Played:
@@ -37,6 +40,7 @@ async def next_groups(run: Run) -> Played:
         run.env_time.seconds = 0.0
         if run.judge is not None:
             run.judge.metrics()  # of a step that was given up
+    _resume_rests(run)
     _begin(run)
     run.ahead.plans.popleft()
     played = await run.ahead.plays.popleft()
@@ -61,14 +65,10 @@ def _begin(run: Run) -> None:
 async def _play(run: Run, starts: Sequence[Start], step: int, stage: int) -> Played:
     """Play the groups of a step, the first of them from `starts`."""
     began = time.perf_counter()
-
-    def on_episode(episode: Episode) -> None:
-        run.beat()
-        run.watcher.episode(episode)
-
+    on_episode = partial(_episode_ended, run)
     config, overlap = run.config, None
     if config.engine.max_staleness:
-        overlap = run.ahead.overlap(config.rollout.slots, config.engine)
+        overlap = run.ahead.overlap(config.rollout.slots, config.engine, stage)
     groups = await collect_groups(
         run.engine, starts, config.rollout, config.seed, step, on_episode, run.judge, overlap
     )
@@ -76,18 +76,50 @@ async def _play(run: Run, starts: Sequence[Start], step: int, stage: int) -> Pla
     return Played(starts, stage, groups, time.perf_counter() - began)
 
 
+def _episode_ended(run: Run, episode: Episode) -> None:
+    run.beat()
+    run.watcher.episode(episode)
+
+
+def _resume_rests(run: Run) -> None:
+    """Play again what groups had closed without when the checkpoint was written."""
+    rests, run.state.rests = run.state.rests, []
+    config, ended = run.config, partial(_episode_ended, run)
+    for each in rests:
+        playing = in_stage(run.setups, run.stages, each["stage"])
+        start = Start(playing[each["env"]], each["level"])
+        gate = run.ahead.overlap(config.rollout.slots, config.engine, each["stage"]).gate
+        place = each["step"], each["group"]
+        path = config.seed, "train", each["step"]
+        specs = {m: EpisodeSpec(start.level, each["group"], m, path) for m in each["members"]}
+        tasks = {
+            member: asyncio.create_task(run_one(run.engine.policy, start.setup, spec, gate, ended))
+            for member, spec in specs.items()
+        }
+        run.ahead.rests.append(Rest(*place, each["stage"], start, tasks))
+
+
 async def _ended(run: Run, first: int) -> list[Group]:
     """The episodes that groups closed without and that have ended since, as groups of their own.
 
-    A group's are taken when all of them have ended. They are numbered from `first` on.
+    A group's are taken when all of them have ended, after the step of the group. They are numbered
+    from `first` on.
     """
-    ended = [rest for rest in run.ahead.rests if all(task.done() for task in rest.tasks)]
-    run.ahead.rests = [rest for rest in run.ahead.rests if rest not in ended]
+    tasks = [task for rest in run.ahead.rests for task in rest.tasks.values()]
+    for task in tasks:
+        if task.done():
+            task.result()  # raises what it raised
+    ended = [
+        rest
+        for rest in run.ahead.rests
+        if rest.step < run.state.step and all(task.done() for task in rest.tasks.values())
+    ]
     groups = []
     for number, rest in enumerate(ended, first):
-        episodes = tuple(replace(task.result(), group=number) for task in rest.tasks)
+        episodes = tuple(replace(t.result(), group=number) for t in rest.tasks.values())
         terms, seed = rest.start.setup.reward_terms, run.config.seed
         groups += await apply_episode_terms([Group(episodes)], terms, run.judge, seed, rest.step)
+    run.ahead.rests[:] = [rest for rest in run.ahead.rests if rest not in ended]
     return groups
 
 

@@ -162,13 +162,17 @@ async def run_to_the_end(run: Run) -> None:
     run.beat = watchdog.beat
     try:
         with run.stop.listening(), watchdog:
-            run.watcher.begin(run.folder, run.config, run.state.step)
-            loss, is_over = "", False
+            loss, has_begun, is_over = "", False, False
             while not is_over:
                 try:
                     if loss:
                         await restore(run, loss)
                         loss = ""
+                    if run.state.step == 0:
+                        await save(run)  # from here on the run can be resumed, whatever happens
+                    if not has_begun:
+                        run.watcher.begin(run.folder, run.config, run.state.step)
+                        has_begun = True
                     is_over = await evaluate_and_loop_or_recover(run)
                 except EngineLost as failure:
                     loss = str(failure)
@@ -205,7 +209,6 @@ async def evaluate_and_loop(run: Run) -> None:
     both = dict.fromkeys((run.config.eval.temperature, 0.0))
     try:
         if run.state.step == 0:
-            await save(run)  # from here on the run can be resumed, whatever happens
             await evaluate_missing(run, *both)
             await save(run)
         else:
@@ -213,6 +216,7 @@ async def evaluate_and_loop(run: Run) -> None:
         try:
             await loop(run)
         finally:
+            run.state.rests += run.ahead.saved(run.state.step)
             await run.ahead.drop()
         await run.stop.or_finish(take_evaluation(run))
         await evaluate_missing(run, *both)

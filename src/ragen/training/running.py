@@ -100,6 +100,7 @@ class LoopState:
         stage: Of the curriculum, counted from 1.
         stage_success: Success of the stage's last steps.
         groups: Groups so far by environment, without those of refilling.
+        rests: Episodes that groups closed without, to be played again by a run that is resumed.
 
     Example:
         >>> LoopState(step=3, updates=6).updates
@@ -121,6 +122,7 @@ class LoopState:
     stage: int = 1
     stage_success: list[float] = field(default_factory=list)
     groups: dict[str, int] = field(default_factory=dict)
+    rests: list[dict[str, Any]] = field(default_factory=list)
 
 
 def progress_of(state: LoopState, config: Config) -> int:
@@ -375,6 +377,7 @@ async def save(run: Run, evaluates: bool = False) -> None:
     state, keep, every = run.state, kept_checkpoints(run), run.spacing
     if evaluates:
         state = replace(state, evaluating=state.step)
+    state = replace(state, rests=[*state.rests, *run.ahead.saved(state.step)])
     others = state.best_step, state.evaluating
     own: dict[str, Any] = {"loop": asdict(state), "guard": asdict(run.guard)}
     own[SETTINGS_HASH] = run.recorder.settings_hash
