@@ -50,7 +50,7 @@ LIGHT_MODULES = {
 HEAVY_MODULES = {"evaluation.branch"}
 """Modules that load torch at import, in folders that otherwise do not."""
 ONLY_IN = {
-    "ray": {"engines.ray"},
+    "ray": {"engines.ray_engine"},
     "vllm": {"engines.vllm_engine"},
     "peft": {"models.lora"},
     "minigrid": {"envs.adapters.minigrid"},

@@ -124,5 +124,11 @@ class Engine(Protocol):
         nothing else may keep waiting. Once closed, an engine has none.
         """
 
+    def take_events(self) -> list[tuple[str, dict[str, Any]]]:
+        """What happened to its processes since the last call, each as a text with its data.
+
+        The data have the keys ``process`` and ``what``: lost, left or joined.
+        """
+
     async def close(self) -> None:
         """Free its memory and its processes, even while the engine itself is still referenced."""

@@ -136,6 +136,10 @@ class LocalEngine:
         """See `Engine.end_late`: there are no other processes."""
         return []
 
+    def take_events(self) -> list[tuple[str, dict[str, Any]]]:
+        """See `Engine.take_events`: there are no other processes."""
+        return []
+
     async def close(self) -> None:
         """See `Engine.close`."""
         await self.policy.close()

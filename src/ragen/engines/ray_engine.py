@@ -5,11 +5,637 @@ Ray is an extra, so it is imported here and nowhere else.
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragen.algorithms.batch import Batch
 from ragen.config.config import Config
-from ragen.core.errors import RagenError
-from ragen.engines.engine import Engine
+from ragen.core.errors import EngineLost, RagenError
+from ragen.core.metrics import Metrics, mean, total
+from ragen.core.types import Prompt, Role
+from ragen.engines.engine import Late
+from ragen.engines.hosts import Beat, Failure, LearnerHost, SamplerHost
+from ragen.engines.sampler_pool import Answers, ProcessLost, SamplerPool, Seat
+from ragen.rollout.setup import make_chat
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns about itself
+os.environ.setdefault("RAY_worker_niceness", "0")  # the learners are no background work
+try:
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError, RaySystemError
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError:  # `_connect` says so
+    ray = None
+
+BEAT_S = 1.0
+"""Seconds between two signs of life."""
+
+CONNECT_S = 10.0
+"""Seconds that the head of a cluster has to answer."""
+
+GROUPS = {"collect": 1, "health": 1}
+"""Threads of a process beside the one that works: for answers, and for signs of life."""
+
+LOST: tuple[type[Exception], ...] = (RayActorError, RaySystemError) if ray is not None else ()
+"""What a call raises whose process is gone."""
 
 
-def RayEngine(config: Config, path: str) -> Engine:  # noqa: N802
-    """Refuse."""
-    raise RagenError('engine.name = "ray" is being built')
+@dataclass(slots=True, eq=False)
+class Process:
+    """A learner's or sampler's process, its open calls, and when it last showed life.
+
+    Attributes:
+        name: Its name in messages.
+        actor: Its handle.
+        calls: The phase and the beginning of each open call.
+        alive: When it was last known to work.
+        busy_s: Seconds with an open call, of those that have ended.
+        stacks: Of its threads, if it has not moved for a while.
+        reason: Why it was ended, if it was.
+        beating: The open call for a sign of life.
+    """
+
+    name: str
+    actor: Any
+    calls: dict[int, tuple[str, float]] = field(default_factory=dict)
+    alive: float = field(default_factory=time.monotonic)
+    busy_s: float = 0.0
+    stacks: str = ""
+    reason: str = ""
+    beating: Any = None
+    numbers: count[int] = field(default_factory=count)
+
+    async def call(self, method: str, *arguments: Any, phase: str = "") -> Any:
+        """The answer of a method.
+
+        Raises:
+            ProcessLost: The process is gone.
+            RagenError: The method raised it.
+        """
+        return await self.answer(getattr(self.actor, method).remote(*arguments), phase or method)
+
+    async def answer(self, ref: Any, phase: str) -> Any:
+        """See `call`, of a call that was made."""
+        number, start = next(self.numbers), time.monotonic()
+        if not self.calls:
+            self.alive = start
+        self.calls[number] = phase, start
+        try:
+            answer = await ref
+        except LOST as error:
+            raise ProcessLost(self.reason or f"{self.name} was lost: {_reason(error)}") from error
+        finally:
+            del self.calls[number]
+            self.busy_s += time.monotonic() - start
+        if isinstance(answer, Failure):
+            raise answer.error()
+        return answer
+
+
+class RemoteSamplerProcess:
+    """The `RemoteSampler` of a process."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+
+    async def submit(self, requests: Sequence[tuple[int, Prompt]], forgets: bool) -> None:
+        """See `RemoteSampler.submit`."""
+        await self.process.call("submit", requests, forgets)
+
+    async def collect(self) -> Answers:
+        """See `RemoteSampler.collect`."""
+        answers: Answers = await self.process.call("collect", phase="sampling")
+        finished = [
+            (number, answer.error() if isinstance(answer, Failure) else answer)
+            for number, answer in answers.finished
+        ]
+        return replace(answers, finished=finished)
+
+    async def drop(self, numbers: Sequence[int]) -> None:
+        """See `RemoteSampler.drop`."""
+        await self.process.call("drop", numbers)
+
+
+class RayEngine:
+    """The `Engine` of learners and samplers on Ray.
+
+    `path` is the folder or hub id of the policy's first weights. Weights are published through the
+    shared memory of each machine.
+
+    Raises:
+        RagenError: Ray is missing, the cluster cannot be reached or is too small, or the model
+            cannot be used.
+    """
+
+    def __init__(self, config: Config, path: str) -> None:
+        if Path(path).exists():  # the processes have working folders of their own
+            path = str(Path(path).resolve())
+        self._config, self._path, self._settings = config, path, config.engine
+        self._timeout_s = config.engine.timeout_s
+        self.version = 0
+        self._events: list[tuple[str, dict[str, Any]]] = []
+        self._late: list[Late] = []
+        self._closed = False
+        self._weights: tuple[Any, str, int] | None = None  # the block, its checksum, its version
+        self._published_bytes = 0
+        self._revivals: set[asyncio.Task[None]] = set()
+        self._publishing = asyncio.Lock()
+        self._measured = time.monotonic()
+        self._health = threading.Thread(target=self._watch, name="engine-health", daemon=True)
+        self._learners: list[Process] = []
+        self._samplers: dict[int, Process] = {}  # by place
+        self.policy = SamplerPool(
+            4 * config.rollout.slots * config.engine.samplers, self._timeout_s, self._on_end
+        )
+        self._placement: Any = None
+        self._owns_ray = _connect(config.engine.address, self._num_processes)
+        try:
+            self._place()
+            self._start()
+        except BaseException:
+            self._shut_down()
+            raise
+        self._health.start()
+
+    @property
+    def _num_processes(self) -> int:
+        return self._settings.learners + self._settings.samplers
+
+    # Starting.
+
+    def _place(self) -> None:
+        """Reserve what all processes need, or refuse."""
+        learners, samplers = self._settings.learners, self._settings.samplers
+        have = ray.cluster_resources()
+        gpus = int(have.get("GPU", 0))
+        if gpus and gpus < max(learners, samplers):
+            raise RagenError(
+                f"the cluster has {gpus} GPUs, and each of {learners} learners and {samplers} "
+                "samplers needs one: lower engine.learners or engine.samplers, or add machines"
+            )
+        self._shares_gpus = 0 < gpus < learners + samplers
+        self._gpu_share = (0.5 if self._shares_gpus else 1.0) if gpus else 0.0
+        if self._shares_gpus:
+            pairs = max(learners, samplers)
+            bundles = [{"CPU": 2.0, "GPU": 1.0}] * pairs
+            self._bundles = [*range(learners), *range(samplers)]
+        else:
+            bundles = [{"CPU": 1.0} | ({"GPU": 1.0} if gpus else {})] * (learners + samplers)
+            self._bundles = list(range(learners + samplers))
+        cpus = have.get("CPU", 0)
+        need = sum(bundle["CPU"] for bundle in bundles)
+        if cpus < need:
+            raise RagenError(
+                f"the cluster has {cpus:g} CPUs, and {learners} learners and {samplers} samplers "
+                f"need {need:g}: lower engine.learners or engine.samplers, or add machines"
+            )
+        self._placement = placement_group(bundles, strategy="PACK")
+        done, _ = ray.wait([self._placement.ready()], timeout=self._timeout_s)
+        if not done:
+            free = ray.available_resources()
+            raise RagenError(
+                f"the cluster gave no room for {learners} learners and {samplers} samplers within "
+                f"engine.timeout_s = {self._timeout_s:g} s ({free.get('CPU', 0):g} CPUs and "
+                f"{free.get('GPU', 0):g} GPUs are free): end what else runs there, or ask for less"
+            )
+
+    def _threads(self, name: str) -> int:
+        """Threads of a process: those of this one, divided among all that work at the same time."""
+        learners, samplers = self._settings.learners, self._settings.samplers
+        together = learners if name == "learner" else samplers
+        if self._settings.max_staleness:
+            together = learners + samplers
+        return max(1, torch.get_num_threads() // together)
+
+    def _spawn(self, kind: type, name: str, place: int) -> Process:
+        """Begin a process in a place; it has yet to `start`."""
+        strategy = PlacementGroupSchedulingStrategy(
+            self._placement, placement_group_bundle_index=self._bundles[place]
+        )
+        remote = ray.remote(concurrency_groups=GROUPS)(_actor(kind))
+        actor = remote.options(
+            num_cpus=1,
+            num_gpus=self._gpu_share,
+            max_restarts=0,
+            scheduling_strategy=strategy,
+            runtime_env={"env_vars": _environment()},
+        )
+        return Process(name, actor.remote())
+
+    def _spawn_sampler(self, place: int) -> Process:
+        return self._spawn(SamplerHost, f"sampler {place}", self._settings.learners + place)
+
+    def _start(self) -> None:
+        """Start all processes, and give the samplers the learner's weights."""
+        config, path = self._config, self._path
+        if self._settings.learners > 1:
+            raise RagenError("engine.learners above 1 needs a group of learners: set it to 1")
+        self._learners = [self._spawn(LearnerHost, "learner 0", 0)]
+        self._samplers = {
+            place: self._spawn_sampler(place) for place in range(self._settings.samplers)
+        }
+        started = [
+            (each, each.actor.start.remote(config, path, self._threads(each.name.split()[0])))
+            for each in self._processes
+        ]
+        tokenizer, *_ = [self._wait(process, ref) for process, ref in started]
+        self.chat = make_chat(config, tokenizer)
+        learner = self._learners[0]
+        block, about = learner.actor.weights.remote()
+        self._hold_weights(block, *self._wait(learner, about))
+        assert self._weights is not None
+        loads = [
+            (each, each.actor.load.remote(self._weights[0], 0)) for each in self._samplers.values()
+        ]
+        for process, ref in loads:
+            self._check(process.name, self._wait(process, ref))
+        for process in self._samplers.values():
+            self._join(process)
+
+    def _wait(self, process: Process, ref: Any) -> Any:
+        """The answer of a call while the engine is made, which has no event loop."""
+        try:
+            answer = ray.get(ref, timeout=self._timeout_s)
+        except GetTimeoutError as error:
+            raise EngineLost(
+                f"{process.name} has not started within engine.timeout_s = {self._timeout_s:g} s"
+            ) from error
+        except LOST as error:
+            raise EngineLost(f"{process.name} was lost: {_reason(error)}") from error
+        if isinstance(answer, Failure):
+            raise answer.error()
+        process.alive = time.monotonic()
+        return answer
+
+    @property
+    def _processes(self) -> list[Process]:
+        return [*self._learners, *self._samplers.values()]
+
+    # Learners.
+
+    async def _train(self, method: str, *arguments: Any) -> Any:
+        """The answer of the first learner to a call that all of them get.
+
+        Raises:
+            EngineLost: One of them is gone; the others wait for it, and are ended.
+        """
+        if self._config.rollout.sampler == "vllm" and self._shares_gpus:
+            await self._rest()
+        try:
+            answers = await asyncio.gather(
+                *(each.call("call", method, *arguments, phase=method) for each in self._learners)
+            )
+        except ProcessLost as failure:
+            for each in self._learners:
+                ray.kill(each.actor)
+            raise EngineLost(str(failure)) from failure
+        return answers[0]
+
+    async def _rest(self) -> None:
+        if self._settings.max_staleness == 0:
+            for seat in list(self.policy.seats):
+                try:
+                    await self._process_of(seat).call("rest")
+                except ProcessLost as failure:
+                    self.policy.remove(seat, str(failure))
+
+    async def score(self, batch: Batch, role: Role) -> Batch:
+        """See `Engine.score`."""
+        scored: Batch = await self._train("score", ray.put(batch), role)
+        return scored
+
+    async def update(self, batch: Batch, step: int) -> Metrics:
+        """See `Engine.update`."""
+        metrics: Metrics = await self._train("update", ray.put(batch), step)
+        return metrics
+
+    async def cross_scores(
+        self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """See `Engine.cross_scores`."""
+        scores: Tensor = await self._train("cross_scores", prompts, thoughts)
+        return scores
+
+    async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
+        """See `Learner.gradient_norms`."""
+        metrics: Metrics = await self._train("gradient_norms", ray.put(batch), bucket_B)
+        return metrics
+
+    async def save(self, folder: Path) -> dict[str, Any]:
+        """See `Engine.save`; the folder has to be one that the learners see, too."""
+        state: dict[str, Any] = await self._train("save", folder.resolve())
+        return state | {"version": self.version}
+
+    async def load(self, folder: Path, state: dict[str, Any]) -> None:
+        """See `Engine.load`."""
+        await self._train("load", folder.resolve(), state)
+        self.version = int(state["version"])
+        await self._push()
+
+    # Publishing.
+
+    async def publish(self) -> None:
+        """See `Engine.publish`.
+
+        Raises:
+            EngineLost: The learner is gone.
+            RagenError: A sampler does not hold the weights that were sent.
+        """
+        self.version += 1
+        await self._push()
+
+    async def _push(self) -> None:
+        async with self._publishing:
+            learner = self._learners[0]
+            try:
+                block, about = learner.actor.weights.remote()
+                held, size = await learner.answer(about, "publish")
+            except ProcessLost as failure:
+                raise EngineLost(str(failure)) from failure
+            self._hold_weights(block, held, size)
+            await asyncio.gather(*(self._give(seat) for seat in list(self.policy.seats)))
+
+    def _hold_weights(self, block: Any, held: str, size: int) -> None:
+        self._weights, self._published_bytes = (block, held, self.version), size
+
+    async def _give(self, seat: Seat) -> None:
+        try:
+            await self._load(self._process_of(seat))
+        except ProcessLost as failure:
+            self.policy.remove(seat, str(failure))
+
+    async def _load(self, process: Process) -> None:
+        assert self._weights is not None
+        block, _, version = self._weights
+        self._check(process.name, await process.call("load", block, version, phase="publish"))
+
+    def _check(self, name: str, held: str) -> None:
+        assert self._weights is not None
+        _, sent, version = self._weights
+        if held != sent:
+            raise RagenError(
+                f"the weights did not reach {name}: after publication {version} it holds others "
+                f"than the learner (checksum {held[:8]} instead of {sent[:8]}); suspect the memory "
+                "or the network of its machine"
+            )
+
+    # Samplers that come and go.
+
+    def _join(self, process: Process) -> None:
+        self.policy.join(Seat(process.name, RemoteSamplerProcess(process)))
+
+    def _process_of(self, seat: Seat) -> Process:
+        sampler = seat.sampler
+        assert isinstance(sampler, RemoteSamplerProcess)
+        return sampler.process
+
+    def _on_end(self, seat: Seat, reason: str) -> None:
+        """Replace a sampler that is lost, or that was asked to leave."""
+        if self._closed:
+            return
+        process = self._process_of(seat)
+        ray.kill(process.actor)
+        what = "lost" if reason else "left"
+        text = reason or f"{seat.name} was asked to end, and has left"
+        self._events.append((text, {"process": seat.name, "what": what}))
+        place = next(place for place, each in self._samplers.items() if each is process)
+        del self._samplers[place]
+        task = asyncio.get_running_loop().create_task(self._revive(place))
+        self._revivals.add(task)
+        task.add_done_callback(self._revived)
+
+    def _revived(self, task: asyncio.Task[None]) -> None:
+        self._revivals.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self.policy.fail(error)
+
+    async def _revive(self, place: int) -> None:
+        """Start a sampler in a place, as soon as there is room for it."""
+        start = time.monotonic()
+        process = self._spawn_sampler(place)
+        self._samplers[place] = process
+        try:
+            # It may wait for a machine for as long as the run goes on, so this is not an open call.
+            await process.actor.beat.remote()
+            await process.call("start", self._config, self._path, self._threads("sampler"))
+            async with self._publishing:
+                await self._load(process)
+                self._join(process)
+        except (ProcessLost, *LOST) as failure:
+            ray.kill(process.actor)
+            text = f"the new {process.name} was lost before it could join: {failure}"
+            self._events.append((text, {"process": process.name, "what": "lost"}))
+            await asyncio.sleep(BEAT_S)
+            await self._revive(place)
+            return
+        seconds = time.monotonic() - start
+        text = f"a new {process.name} has joined after {seconds:.1f} s"
+        data = {"process": process.name, "what": "joined", "seconds": seconds}
+        self._events.append((text, data))
+
+    # Signs of life.
+
+    def _watch(self) -> None:
+        """Ask every process for a sign of life, and end those without one; in its own thread."""
+        tick = min(BEAT_S, self._timeout_s / 4)
+        before = time.monotonic()
+        while not self._closed:
+            time.sleep(tick)
+            now = time.monotonic()
+            slept, before = now - before - tick, now
+            for process in self._processes:
+                if slept > BEAT_S:  # this process was suspended, or had no core
+                    process.alive += slept
+                self._look_at(process, now)
+
+    def _look_at(self, process: Process, now: float) -> None:
+        if process.beating is None:
+            process.beating = process.actor.beat.remote()
+        done, _ = ray.wait([process.beating], timeout=0)
+        if done:
+            try:
+                beat: Beat = ray.get(process.beating)
+            except LOST as error:
+                self._lose(process, f"{process.name} was lost: {_reason(error)}")
+                return
+            process.beating = None
+            process.alive = max(process.alive, now - beat.still_s)
+            process.stacks = beat.stacks
+            if beat.leaves:
+                self._in_loop(self._leave, process)
+        calls = list(process.calls.values())
+        if not calls:
+            process.alive = now
+        elif now - process.alive > self._timeout_s and not process.reason:
+            phase = min(calls, key=lambda call: call[1])[0]
+            stacks = process.stacks or "it does not answer, so its stacks are not known"
+            late = Late(process.name, phase, now - process.alive, stacks)
+            process.reason = f"{late}, and was ended"
+            self._late.append(late)
+            ray.kill(process.actor)
+
+    def _in_loop(self, function: Any, *arguments: Any) -> None:
+        loop = self.policy.loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(function, *arguments)
+
+    def _lose(self, process: Process, reason: str) -> None:
+        """Take a sampler out at once that was lost while nobody had called it."""
+        self._in_loop(self._remove, process, process.reason or reason)
+
+    def _remove(self, process: Process, reason: str) -> None:
+        for seat in list(self.policy.seats):
+            if self._process_of(seat) is process:
+                self.policy.remove(seat, reason)
+
+    def _leave(self, process: Process) -> None:
+        for seat in list(self.policy.seats):
+            if self._process_of(seat) is process:
+                self.policy.leave(seat)
+
+    def end_late(self) -> list[Late]:
+        """See `Engine.end_late`; the engine's own thread ends them, with a watchdog or without."""
+        late, self._late = self._late, []
+        return late
+
+    # The rest.
+
+    def forget(self) -> None:
+        """See `Engine.forget`."""
+        self.policy.forget()
+
+    def metrics(self) -> Metrics:
+        """See `Engine.metrics`.
+
+        ``engine/samplers`` is the number of samplers that live. The idle fractions are of the time
+        since the last call.
+        """
+        now = time.monotonic()
+        span, self._measured = now - self._measured, now
+        idle = [1 - min(1.0, each.busy_s / span) for each in self._learners]
+        for each in self._learners:
+            each.busy_s = 0.0
+        return self.policy.metrics() | {
+            "engine/learner_idle_fraction": mean(sum(idle) / len(idle)),
+            "publish/bytes": total(self._published_bytes),
+        }
+
+    def take_events(self) -> list[tuple[str, dict[str, Any]]]:
+        """See `Engine.take_events`."""
+        events, self._events = self._events, []
+        return events
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        for task in self._revivals:
+            task.cancel()
+        self._shut_down()
+
+    def _shut_down(self) -> None:
+        """End all processes, and Ray if this engine has started it; repeating it is allowed."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._health.is_alive():
+            self._health.join()
+        for process in self._processes:
+            ray.kill(process.actor)
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+        if self._owns_ray:
+            ray.shutdown()
+
+
+def _actor(kind: type) -> type:
+    """A host as an actor's class: with a thread of its own for each of `GROUPS`."""
+    methods = {"beat": ray.method(concurrency_group="health")(_method(kind, "beat"))}
+    if kind is SamplerHost:
+        methods["collect"] = ray.method(concurrency_group="collect")(_method(kind, "collect"))
+    else:
+        methods["weights"] = ray.method(num_returns=2)(_method(kind, "weights"))
+    return type(kind.__name__, (kind,), methods)
+
+
+def _method(kind: type, name: str) -> Any:
+    """A function of its own that calls a method: Ray writes its settings on it."""
+
+    def method(host: Any) -> Any:
+        return getattr(kind, name)(host)
+
+    return method
+
+
+def _connect(address: str, num_processes: int) -> bool:
+    """Connect to a cluster, or start one on this machine; returns whether to end Ray later.
+
+    Raises:
+        RagenError: Ray is missing, or the cluster cannot be reached.
+    """
+    if ray is None:
+        raise RagenError(
+            "engine.name = \"ray\" needs Ray: pip install 'ragen-rl[ray]', or leave engine.name out"
+        )
+    if ray.is_initialized():
+        return False
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if not address:
+        cores = max(os.cpu_count() or 1, 2 * num_processes)  # more processes than cores may be
+        settings |= {"include_dashboard": False, "num_cpus": cores}
+    else:
+        _refuse_silent(address)
+    try:
+        ray.init(address or "local", **settings)
+    except (ConnectionError, ValueError, RuntimeError, OSError, TimeoutError) as error:
+        text = " ".join(str(error).split())[:200]
+        if address:
+            raise RagenError(
+                f"engine.address = {address!r}: there is no Ray cluster that answers ({text}); "
+                "start one with `ray start --head`, or leave engine.address out"
+            ) from error
+        raise RagenError(f"Ray could not be started on this machine: {text}") from error
+    return True
+
+
+def _refuse_silent(address: str) -> None:
+    """Refuse an address at which nothing listens: Ray itself would try for minutes.
+
+    Raises:
+        RagenError: See above.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():  # auto, local, or a name that Ray knows
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise RagenError(
+            f"engine.address = {address!r} cannot be reached: {error}; start a cluster with "
+            "`ray start --head`, or leave engine.address out"
+        ) from error
+
+
+def _environment() -> dict[str, str]:
+    """The environment variables of the processes: they import what this one can."""
+    return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def _reason(error: Exception) -> str:
+    """Why a process was lost, in a few words."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    details = [line for line in lines if line.startswith("The actor is dead")]
+    return (details or lines or [type(error).__name__])[0][:300]

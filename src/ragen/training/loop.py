@@ -44,6 +44,7 @@ from ragen.training.running import (
     evaluate_missing,
     evaluated,
     is_due,
+    record_events,
     save,
     save_and_evaluate,
     take_evaluation,
@@ -96,6 +97,7 @@ async def loop(run: Run) -> None:
         if config.curriculum.stages:
             metrics |= learn_stage(run, metrics["success/mean"].value, played.stage)
         recorded = metrics | averaged(averages, metrics)
+        record_events(run)
         run.recorder.log(state.step, recorded)
         run.recorder.commit_later()
         run.remember(state.step, values(recorded))

@@ -47,6 +47,7 @@ from ragen.training.running import (
     compare_with_best,
     evaluated,
     make_engine,
+    record_events,
     save,
     take_evaluation,
 )
@@ -238,6 +239,7 @@ async def restore(run: Run, loss: str) -> None:
     start, step = time.monotonic(), run.state.step
     then = f"continue with: ragen resume {shlex.quote(str(run.folder))}"
     run.recorder.discard()
+    record_events(run)
     text = f"after step {step}, the engine is lost: {loss}"
     run.recorder.event(step, "engine", text, {"what": "lost"})
     run.watcher.alarm(step, text)

@@ -1,0 +1,288 @@
+"""What runs in the processes of an engine: a learner or a sampler, and signs of its life."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from ragen.config.config import Config
+from ragen.config.reading import changed
+from ragen.core.errors import RagenError
+from ragen.core.types import Completion, Prompt
+from ragen.engines.factory import load_model, make_sampler, prepare_model
+from ragen.engines.local import LocalEngine
+from ragen.engines.machine import use_threads
+from ragen.engines.sampler_pool import Answers
+from ragen.engines.sampling import Stats
+from ragen.engines.weights import Block, checksum, pack, published, take_over
+from ragen.rollout.setup import make_chat
+
+T = TypeVar("T")
+
+LOOK_S = 0.25
+"""Seconds between two looks at the stacks of a process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A `RagenError` on its way to another process; pickle would make it anew from its message.
+
+    Example:
+        >>> str(Failure.of(RagenError("no room")).error())
+        'no room'
+    """
+
+    kind: type[RagenError]
+    text: str
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: RagenError) -> Failure:
+        """The failure of an error."""
+        return cls(type(error), str(error), dict(error.__dict__))
+
+    def error(self) -> RagenError:
+        """The error."""
+        error = self.kind.__new__(self.kind, self.text)
+        error.__dict__.update(self.attributes)
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A sign of life: for how long no thread has moved, and where they all are.
+
+    Example:
+        >>> Beat(0.25, "", False).leaves
+        False
+    """
+
+    still_s: float
+    stacks: str
+    leaves: bool
+
+
+class Pulse:
+    """Watches the stacks of this process: while one of them changes, it works; else it hangs."""
+
+    def __init__(self) -> None:
+        self.leaves = False
+        self._seen: Any = None
+        self._moved = time.monotonic()
+        self._thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
+        self._thread.start()
+
+    def on_signal(self, *_: Any) -> None:
+        """Note that the process is asked to end: its machine is taken away, say."""
+        self.leaves = True
+
+    def beat(self) -> Beat:
+        """A sign of life; the stacks come once nothing has moved for a second."""
+        still_s = time.monotonic() - self._moved
+        return Beat(still_s, stacks() if still_s > 1 else "", self.leaves)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(LOOK_S)
+            seen = {
+                ident: _place(frame)
+                for ident, frame in sys._current_frames().items()
+                if not _is_health(ident)
+            }
+            if seen != self._seen:
+                self._seen, self._moved = seen, time.monotonic()
+
+
+def _is_health(ident: int) -> bool:
+    """Whether a thread shows signs of life only: this one, or one that answers a beat."""
+    return ident == threading.get_ident() or ident in HEALTH_THREADS
+
+
+HEALTH_THREADS: set[int] = set()
+"""The threads that answer beats."""
+
+
+def _place(frame: FrameType | None) -> tuple[Any, ...]:
+    places = []
+    while frame is not None:
+        places += [frame.f_code, frame.f_lasti]
+        frame = frame.f_back
+    return tuple(places)
+
+
+def stacks() -> str:
+    """The Python stacks of all threads of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    )
+
+
+class Host:
+    """What learner and sampler processes have in common; every answer may be a `Failure`."""
+
+    def __init__(self) -> None:
+        self._pulse = Pulse()
+
+    def beat(self) -> Beat:
+        """A sign of life."""
+        HEALTH_THREADS.add(threading.get_ident())
+        return self._pulse.beat()
+
+
+def _or_failure(work: Callable[[], T]) -> T | Failure:
+    try:
+        return work()
+    except RagenError as error:
+        return Failure.of(error)
+
+
+class LearnerHost(Host):
+    """A learner process."""
+
+    def start(self, config: Config, path: str, threads: int) -> Any:
+        """Load the weights; returns the tokenizer."""
+
+        def work() -> Any:
+            use_threads(threads)
+            # Its sampler is never used, and has room for one completion.
+            own = changed(config, {"rollout.sampler": "local", "rollout.slots": 1})
+            self._engine = LocalEngine(own, path)
+            return self._engine.tokenizer
+
+        return _or_failure(work)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """The answer of a method of the learner."""
+        return _or_failure(lambda: asyncio.run(getattr(self._engine, method)(*arguments)))
+
+    def save(self, folder: str) -> Any:
+        """See `Engine.save`."""
+        return self.call("save", Path(folder))
+
+    def load(self, folder: str, state: dict[str, Any]) -> Any:
+        """See `Engine.load`."""
+        return self.call("load", Path(folder), state)
+
+    def weights(self) -> tuple[Block, tuple[str, int]]:
+        """What a publication sends, and its checksum and size in bytes."""
+        tensors = published(self._engine.model)
+        self._engine.learner.synced = True
+        block = pack(tensors.items())
+        return block, (checksum(tensors.items()), block.data.nbytes)
+
+
+class SamplerHost(Host):
+    """A sampler process: the plain sampler or vLLM in an event loop of its own.
+
+    SIGTERM lets it finish what it samples and leave.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._pulse.on_signal)
+        self._finished: list[tuple[int, Completion | Failure]] = []
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._news = asyncio.Event()
+        self._bug: BaseException | None = None
+        threading.Thread(target=self._loop.run_forever, name="sampler", daemon=True).start()
+
+    def start(self, config: Config, path: str, threads: int) -> Failure | None:
+        """Load the model; the learner's weights come with `load`."""
+
+        def work() -> None:
+            use_threads(threads)
+            model, tokenizer = load_model(config, path)
+            self._model = prepare_model(config, path, model, critic=False)
+            chat = make_chat(config, tokenizer)
+            name = config.rollout.sampler
+            self._sampler = make_sampler(name, config, self._model, chat, path)
+            self._sampler.source = path
+
+        return _or_failure(work)
+
+    def load(self, block: Block, version: int) -> str | Failure:
+        """Sample with other weights from now on; returns the checksum of those that it holds."""
+
+        async def work() -> str:
+            held = take_over(self._model, block)
+            await self._sampler.publish(self._model, version)
+            return held
+
+        return _or_failure(lambda: self._run(work()))
+
+    def submit(self, requests: Sequence[tuple[int, Prompt]], forgets: bool) -> None:
+        """See `RemoteSampler.submit`."""
+
+        async def work() -> None:
+            if forgets:
+                self._sampler.forget()
+                self._sampler.stats = Stats()
+            for number, prompt in requests:
+                task = self._loop.create_task(self._sample(number, prompt))
+                task.add_done_callback(self._ended)
+                self._tasks[number] = task
+
+        self._run(work())
+
+    async def _sample(self, number: int, prompt: Prompt) -> None:
+        try:
+            self._finished.append((number, await self._sampler.complete(prompt)))
+        except RagenError as error:
+            self._finished.append((number, Failure.of(error)))
+        finally:
+            del self._tasks[number]
+            self._news.set()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._bug = error  # which `collect` raises
+
+    def collect(self) -> Answers:
+        """See `RemoteSampler.collect`."""
+
+        async def work() -> Answers:
+            await self._news.wait()
+            await asyncio.sleep(0)  # what the same forward finished comes along
+            self._news.clear()
+            if self._bug is not None:
+                raise self._bug
+            finished, self._finished = self._finished, []
+            return Answers(finished, self._sampler.stats, self._pulse.leaves)  # type: ignore[arg-type]
+
+        return self._run(work())
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """See `RemoteSampler.drop`."""
+
+        async def work() -> None:
+            for number in numbers:
+                if number in self._tasks:
+                    self._tasks[number].cancel()
+            self._news.set()  # whoever collects looks whether anything is left to wait for
+
+        self._run(work())
+
+    def rest(self) -> None:
+        """See `WeightedPolicy.rest`."""
+
+        async def work() -> None:
+            self._sampler.rest()
+
+        self._run(work())
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
