@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import EngineLost, NotFiniteError
 from ragen.core.types import Completion, Prompt
-from ragen.engines.hosts import LearnerHost, SamplerHost
+from ragen.engines.hosts import Failure, LearnerHost, SamplerHost
 from ragen.engines.sampler_pool import Answers, ProcessLost, SamplerPool, Seat
 from ragen.engines.sampling import Stats
 from ragen.models.names import resolve_model
@@ -164,6 +165,10 @@ def test_what_nobody_waits_for_is_dropped_and_caches_are_forgotten_once() -> Non
     asyncio.run(play())
 
 
+def opened(answer: Any) -> Any:
+    return answer.error() if isinstance(answer, Failure) else answer
+
+
 class Threaded:
     """A real host, called as Ray calls it: `collect` from a thread of its own."""
 
@@ -174,7 +179,8 @@ class Threaded:
         await asyncio.to_thread(self.host.submit, requests, forgets)
 
     async def collect(self) -> Answers:
-        return await asyncio.to_thread(self.host.collect)
+        answers = await asyncio.to_thread(self.host.collect)
+        return replace(answers, finished=[(n, opened(each)) for n, each in answers.finished])
 
     async def drop(self, numbers: Sequence[int]) -> None:
         await asyncio.to_thread(self.host.drop, numbers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -140,6 +141,10 @@ class Host:
         HEALTH_THREADS.add(threading.get_ident())
         return self._pulse.beat()
 
+    def pid(self) -> int:
+        """The number of the process."""
+        return os.getpid()
+
 
 def _or_failure(work: Callable[[], T]) -> T | Failure:
     try:
@@ -184,21 +189,20 @@ class LearnerHost(Host):
 
 
 class SamplerHost(Host):
-    """A sampler process: the plain sampler or vLLM in an event loop of its own.
-
-    SIGTERM lets it finish what it samples and leave.
-    """
+    """A sampler process: the plain sampler or vLLM in an event loop of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._pulse.on_signal)
         self._finished: list[tuple[int, Completion | Failure]] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._news = asyncio.Event()
         self._bug: BaseException | None = None
         threading.Thread(target=self._loop.run_forever, name="sampler", daemon=True).start()
+
+    def leave_on_sigterm(self) -> None:
+        """Let SIGTERM ask it to finish what it samples and leave; for its process' main thread."""
+        signal.signal(signal.SIGTERM, self._pulse.on_signal)
 
     def start(self, config: Config, path: str, threads: int) -> Failure | None:
         """Load the model; the learner's weights come with `load`."""
@@ -232,24 +236,16 @@ class SamplerHost(Host):
                 self._sampler.forget()
                 self._sampler.stats = Stats()
             for number, prompt in requests:
-                task = self._loop.create_task(self._sample(number, prompt))
+                task = self._loop.create_task(_sample(self, number, prompt))
                 task.add_done_callback(self._ended)
                 self._tasks[number] = task
 
         self._run(work())
 
-    async def _sample(self, number: int, prompt: Prompt) -> None:
-        try:
-            self._finished.append((number, await self._sampler.complete(prompt)))
-        except RagenError as error:
-            self._finished.append((number, Failure.of(error)))
-        finally:
-            del self._tasks[number]
-            self._news.set()
-
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._bug = error  # which `collect` raises
+            self._news.set()
 
     def collect(self) -> Answers:
         """See `RemoteSampler.collect`."""
@@ -286,3 +282,15 @@ class SamplerHost(Host):
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+# Ray would run the methods of a class with coroutines otherwise, so this is a function.
+async def _sample(host: SamplerHost, number: int, prompt: Prompt) -> None:
+    try:
+        answer: Completion | Failure = await host._sampler.complete(prompt)
+    except RagenError as error:
+        answer = Failure.of(error)
+    finally:
+        del host._tasks[number]
+    host._finished.append((number, answer))  # only now: `collect` takes the list away
+    host._news.set()

@@ -563,8 +563,16 @@ class RayEngine:
 
 def _actor(kind: type) -> type:
     """A host as an actor's class: with a thread of its own for each of `GROUPS`."""
-    methods = {"beat": ray.method(concurrency_group="health")(_method(kind, "beat"))}
+    methods: dict[str, Any] = {
+        "beat": ray.method(concurrency_group="health")(_method(kind, "beat"))
+    }
     if kind is SamplerHost:
+
+        def begin(host: SamplerHost) -> None:
+            SamplerHost.__init__(host)
+            host.leave_on_sigterm()
+
+        methods["__init__"] = begin
         methods["collect"] = ray.method(concurrency_group="collect")(_method(kind, "collect"))
     else:
         methods["weights"] = ray.method(num_returns=2)(_method(kind, "weights"))

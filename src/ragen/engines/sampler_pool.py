@@ -314,9 +314,10 @@ class SamplerPool:
                 if not seat.forgets:
                     seat.stats = answers.stats
                 for number, answer in answers.finished:
-                    request = seat.open.pop(number, None)
+                    request = seat.open.get(number)
                     if request is not None and not request.answer.done():
                         self._answer(seat, request, answer)
+                    seat.open.pop(number, None)
                 if not seat.open:
                     self._measure(seat)
                 if answers.leaves:

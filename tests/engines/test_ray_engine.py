@@ -1,0 +1,161 @@
+"""The engine on Ray, with real processes on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragen.config.config import Config
+from ragen.config.reading import resolve
+from ragen.core.errors import EngineLost, RagenError
+from ragen.core.types import Completion, Prompt
+from ragen.engines import ray_engine
+from ragen.engines.local import LocalEngine
+from ragen.engines.machine import use_threads
+from ragen.engines.ray_engine import RayEngine
+from ragen.models.names import resolve_model
+from ragen.storage.reader import read_metrics
+from ragen.training.trainer import resume, train
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """One Ray for all tests: starting it takes longer than most of them."""
+    import ray
+
+    ray_engine._connect("", 3)
+    yield
+    ray.shutdown()
+
+
+def config_of(**more: Any) -> Config:
+    keys = {key.replace("__", "."): value for key, value in more.items()}
+    few = {"steps": 2, "eval.episodes": 4, "rollout.num_groups": 2, "rollout.group_size": 4}
+    ray_keys = {"engine.name": "ray", "engine.timeout_s": 120, "threads": 1}
+    return resolve("bandit", few | ray_keys | keys)
+
+
+def engine_of(config: Config) -> RayEngine:
+    use_threads(1)
+    return RayEngine(config, resolve_model(config.model.path, config.env.name))
+
+
+def prompts(chat: Any, number: int, tokens: int = 8) -> list[Prompt]:
+    ids = chat.open([{"role": "user", "content": "which of the two?"}])[0]
+    return [Prompt((), ids, 0, tokens, 1.0, seed) for seed in range(number)]
+
+
+def test_a_run_trains_and_resumes_with_another_number_of_samplers(tmp_path: Path) -> None:
+    train(config_of(checkpoint__every=1), tmp_path / "run")
+    resume(tmp_path / "run", overrides={"steps": 3, "engine.samplers": 2})
+    found = read_metrics(tmp_path / "run")
+    assert sorted(found["reward/mean"]) == [1, 2, 3]
+    assert found["engine/samplers"] == {1: 1.0, 2: 1.0, 3: 2.0}
+
+
+def test_it_samples_as_the_local_engine() -> None:
+    config = config_of()
+    local = LocalEngine(config, resolve_model(config.model.path, config.env.name))
+
+    async def both() -> tuple[list[Completion], list[Completion]]:
+        engine = engine_of(config)
+        asked = prompts(engine.chat, 8)
+        remote = await asyncio.gather(*map(engine.policy.complete, asked))
+        await engine.close()
+        return remote, await asyncio.gather(*map(local.policy.complete, asked))
+
+    remote, here = asyncio.run(both())
+    assert [each.token_ids for each in remote] == [each.token_ids for each in here]
+
+
+def test_other_weights_than_were_sent_stop_the_run() -> None:
+    async def publish() -> None:
+        engine = engine_of(config_of())
+        try:
+            hold = engine._hold_weights
+            engine._hold_weights = lambda block, held, size: hold(block, "0" * 32, size)  # type: ignore[method-assign]
+            await engine.publish()
+        finally:
+            await engine.close()
+
+    with pytest.raises(RagenError, match="the weights did not reach sampler 0: after publication"):
+        asyncio.run(publish())
+
+
+def test_what_a_killed_sampler_had_open_is_answered_once_and_a_new_one_joins() -> None:
+    async def play() -> tuple[list[Completion], list[str], int]:
+        import ray
+
+        engine = engine_of(config_of(engine__samplers=2))
+        try:
+            asked = prompts(engine.chat, 64, tokens=100)
+            waiting = [asyncio.ensure_future(engine.policy.complete(each)) for each in asked]
+            await asyncio.sleep(0.05)
+            ray.kill(engine._samplers[0].actor)
+            answers = await asyncio.gather(*waiting)
+            for _ in range(600):
+                if len(engine.policy.seats) == 2:
+                    break
+                await asyncio.sleep(0.1)
+            await asyncio.gather(*map(engine.policy.complete, asked))
+            whats = [data["what"] for _, data in engine.take_events()]
+            return answers, whats, len(engine.policy.seats)
+        finally:
+            await engine.close()
+
+    answers, whats, alive = asyncio.run(play())
+    assert len(answers) == 64 and all(each.token_ids for each in answers)
+    assert whats == ["lost", "joined"] and alive == 2
+
+
+def test_a_killed_learner_is_an_engine_lost() -> None:
+    async def play() -> None:
+        import ray
+
+        engine = engine_of(config_of())
+        try:
+            ray.kill(engine._learners[0].actor)
+            await engine.publish()
+        finally:
+            await engine.close()
+
+    with pytest.raises(EngineLost, match="learner 0 was lost"):
+        asyncio.run(play())
+
+
+def test_a_sampler_that_is_suspended_is_late_and_replaced() -> None:
+    async def play() -> str:
+        engine = engine_of(config_of(engine__timeout_s=20))
+        pid = await engine._samplers[0].actor.pid.remote()
+        try:
+            os.kill(pid, signal.SIGSTOP)
+            answer = await engine.policy.complete(prompts(engine.chat, 1)[0])
+            assert answer.token_ids
+            (late,) = engine.end_late()
+            return str(late)
+        finally:
+            await engine.close()
+
+    text = asyncio.run(play())
+    assert text.startswith("sampler 0 has not answered for ")
+
+
+def test_a_cluster_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engine.ray, "is_initialized", lambda: False)
+    with pytest.raises(RagenError, match="cannot be reached.*ray start --head") as caught:
+        engine_of(config_of(engine__address="127.0.0.1:1"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cluster_that_is_too_small_is_one_line() -> None:
+    with pytest.raises(RagenError, match="lower engine.learners or engine.samplers") as caught:
+        engine_of(config_of(engine__samplers=1000))
+    assert "\n" not in str(caught.value)
