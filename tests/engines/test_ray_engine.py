@@ -53,9 +53,9 @@ def prompts(chat: Any, number: int, tokens: int = 8) -> list[Prompt]:
     return [Prompt((), ids, 0, tokens, 1.0, seed) for seed in range(number)]
 
 
-def test_a_run_trains_and_resumes_with_another_number_of_samplers(tmp_path: Path) -> None:
+def test_a_run_trains_and_resumes_with_other_numbers_of_processes(tmp_path: Path) -> None:
     train(config_of(checkpoint__every=1), tmp_path / "run")
-    resume(tmp_path / "run", overrides={"steps": 3, "engine.samplers": 2})
+    resume(tmp_path / "run", overrides={"steps": 3, "engine.samplers": 2, "engine.learners": 2})
     found = read_metrics(tmp_path / "run")
     assert sorted(found["reward/mean"]) == [1, 2, 3]
     assert found["engine/samplers"] == {1: 1.0, 2: 1.0, 3: 2.0}
@@ -150,12 +150,12 @@ def test_a_sampler_that_is_suspended_is_late_and_replaced() -> None:
 
 def test_a_cluster_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_engine.ray, "is_initialized", lambda: False)
-    with pytest.raises(RagenError, match="cannot be reached.*ray start --head") as caught:
+    with pytest.raises(RagenError, match=r"cannot be reached.*ray start --head") as caught:
         engine_of(config_of(engine__address="127.0.0.1:1"))
     assert "\n" not in str(caught.value)
 
 
 def test_a_cluster_that_is_too_small_is_one_line() -> None:
-    with pytest.raises(RagenError, match="lower engine.learners or engine.samplers") as caught:
+    with pytest.raises(RagenError, match=r"lower engine\.learners or engine.samplers") as caught:
         engine_of(config_of(engine__samplers=1000))
     assert "\n" not in str(caught.value)

@@ -222,10 +222,7 @@ def test_real_samplers_hold_the_weights_they_were_sent_and_sample_as_one_alone(
     assert {each.policy_version for each in both} == {3}
 
 
-def test_weights_that_are_not_finite_fail_the_completion(
-    config: Config, learner: LearnerHost
-) -> None:
-    block, _ = learner.weights()
+def test_weights_that_are_not_finite_fail_the_completion(config: Config) -> None:
     host = sampler_of(config)
     next(iter(host._model.parameters())).data.fill_(float("nan"))
 

@@ -5,26 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 from ragen.config.config import Config
-from ragen.config.reading import changed
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
 from ragen.engines.factory import load_model, make_sampler, prepare_model
-from ragen.engines.local import LocalEngine
 from ragen.engines.machine import use_threads
 from ragen.engines.sampler_pool import Answers
 from ragen.engines.sampling import Stats
-from ragen.engines.weights import Block, checksum, pack, published, take_over
+from ragen.engines.sharded import Rank
+from ragen.engines.weights import Block, checksum, pack, take_over
 from ragen.rollout.setup import make_chat
 
 T = TypeVar("T")
@@ -154,38 +153,52 @@ def _or_failure(work: Callable[[], T]) -> T | Failure:
 
 
 class LearnerHost(Host):
-    """A learner process."""
+    """A learner process: one of the ranks that train together."""
 
-    def start(self, config: Config, path: str, threads: int) -> Any:
+    def address(self) -> str:
+        """``host:port`` here, where the learners can meet."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        return f"{own_address()}:{port}"
+
+    def start(
+        self, config: Config, path: str, threads: int, rank: int = 0, num: int = 1, store: str = ""
+    ) -> Any:
         """Load the weights; returns the tokenizer."""
 
         def work() -> Any:
             use_threads(threads)
-            # Its sampler is never used, and has room for one completion.
-            own = changed(config, {"rollout.sampler": "local", "rollout.slots": 1})
-            self._engine = LocalEngine(own, path)
-            return self._engine.tokenizer
+            self._rank = Rank(config, path, rank, num, store)
+            return self._rank.tokenizer
 
         return _or_failure(work)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """The answer of a method of the learner."""
-        return _or_failure(lambda: asyncio.run(getattr(self._engine, method)(*arguments)))
+        """The answer of a method of the learner; only the first has one."""
+        answer = _or_failure(lambda: getattr(self._rank, method)(*arguments))
+        failed = isinstance(answer, Failure)
+        return answer if failed or self._rank.ranks.rank == 0 else None
 
-    def save(self, folder: str) -> Any:
-        """See `Engine.save`."""
-        return self.call("save", Path(folder))
+    def weights(self) -> tuple[Block | None, tuple[str, int]]:
+        """What a publication sends, and its checksum and size in bytes; only the first has it."""
+        tensors = self._rank.weights()
+        self._rank.published()
+        if not tensors:
+            return None, ("", 0)
+        block = pack(tensors)
+        return block, (checksum(tensors), block.data.nbytes)
 
-    def load(self, folder: str, state: dict[str, Any]) -> Any:
-        """See `Engine.load`."""
-        return self.call("load", Path(folder), state)
 
-    def weights(self) -> tuple[Block, tuple[str, int]]:
-        """What a publication sends, and its checksum and size in bytes."""
-        tensors = published(self._engine.model)
-        self._engine.learner.synced = True
-        block = pack(tensors.items())
-        return block, (checksum(tensors.items()), block.data.nbytes)
+def own_address() -> str:
+    """This machine's address in its network; the loopback's where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))  # sends nothing
+        except OSError:
+            return "127.0.0.1"
+        host: str = probe.getsockname()[0]
+        return host
 
 
 class SamplerHost(Host):

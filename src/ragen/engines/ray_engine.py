@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -243,21 +243,29 @@ class RayEngine:
     def _start(self) -> None:
         """Start all processes, and give the samplers the learner's weights."""
         config, path = self._config, self._path
-        if self._settings.learners > 1:
-            raise RagenError("engine.learners above 1 needs a group of learners: set it to 1")
-        self._learners = [self._spawn(LearnerHost, "learner 0", 0)]
+        num = self._settings.learners
+        self._learners = [self._spawn(LearnerHost, f"learner {k}", k) for k in range(num)]
         self._samplers = {
             place: self._spawn_sampler(place) for place in range(self._settings.samplers)
         }
+        first = self._learners[0]
+        store = self._wait(first, first.actor.address.remote())
+        threads = self._threads("learner"), self._threads("sampler")
         started = [
-            (each, each.actor.start.remote(config, path, self._threads(each.name.split()[0])))
-            for each in self._processes
+            (each, each.actor.start.remote(config, path, threads[0], rank, num, store))
+            for rank, each in enumerate(self._learners)
+        ]
+        started += [
+            (each, each.actor.start.remote(config, path, threads[1]))
+            for each in self._samplers.values()
         ]
         tokenizer, *_ = [self._wait(process, ref) for process, ref in started]
         self.chat = make_chat(config, tokenizer)
-        learner = self._learners[0]
-        block, about = learner.actor.weights.remote()
-        self._hold_weights(block, *self._wait(learner, about))
+        sent = [each.actor.weights.remote() for each in self._learners]
+        abouts = [
+            self._wait(each, ref) for each, (_, ref) in zip(self._learners, sent, strict=True)
+        ]
+        self._hold_weights(sent[0][0], *abouts[0])
         assert self._weights is not None
         loads = [
             (each, each.actor.load.remote(self._weights[0], 0)) for each in self._samplers.values()
@@ -296,15 +304,21 @@ class RayEngine:
         """
         if self._config.rollout.sampler == "vllm" and self._shares_gpus:
             await self._rest()
+        calls = [each.call("call", method, *arguments, phase=method) for each in self._learners]
+        return (await self._all(calls))[0]
+
+    async def _all(self, calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """The answers of all learners.
+
+        Raises:
+            EngineLost: One of them is gone; the others wait for it, and are ended.
+        """
         try:
-            answers = await asyncio.gather(
-                *(each.call("call", method, *arguments, phase=method) for each in self._learners)
-            )
+            return await asyncio.gather(*calls)
         except ProcessLost as failure:
             for each in self._learners:
                 ray.kill(each.actor)
             raise EngineLost(str(failure)) from failure
-        return answers[0]
 
     async def _rest(self) -> None:
         if self._settings.max_staleness == 0:
@@ -361,13 +375,12 @@ class RayEngine:
 
     async def _push(self) -> None:
         async with self._publishing:
-            learner = self._learners[0]
-            try:
-                block, about = learner.actor.weights.remote()
-                held, size = await learner.answer(about, "publish")
-            except ProcessLost as failure:
-                raise EngineLost(str(failure)) from failure
-            self._hold_weights(block, held, size)
+            sent = [each.actor.weights.remote() for each in self._learners]
+            pairs = zip(self._learners, sent, strict=True)
+            (held, size), *_ = await self._all(
+                [each.answer(about, "publish") for each, (_, about) in pairs]
+            )
+            self._hold_weights(sent[0][0], held, size)
             await asyncio.gather(*(self._give(seat) for seat in list(self.policy.seats)))
 
     def _hold_weights(self, block: Any, held: str, size: int) -> None:
