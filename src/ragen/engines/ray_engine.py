@@ -54,6 +54,9 @@ GROUPS = {"collect": 1, "health": 1}
 LOST: tuple[type[Exception], ...] = (RayActorError, RaySystemError) if ray is not None else ()
 """What a call raises whose process is gone."""
 
+GONE: tuple[type[Exception], ...] = (ProcessLost, *LOST)
+"""The same, with what a process says of itself."""
+
 
 @dataclass(slots=True, eq=False)
 class Process:
@@ -449,7 +452,7 @@ class RayEngine:
             async with self._publishing:
                 await self._load(process)
                 self._join(process)
-        except (ProcessLost, *LOST) as failure:
+        except GONE as failure:
             ray.kill(process.actor)
             text = f"the new {process.name} was lost before it could join: {failure}"
             self._events.append((text, {"process": process.name, "what": "lost"}))
