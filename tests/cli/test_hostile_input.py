@@ -301,6 +301,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "budget": {},
     "curriculum.success": {"curriculum.stages": [{}]},
     **dict.fromkeys(("judge.url", "judge.model", "judge.rubric", "judge.mode"), JUDGED),
+    "judge.failed_score": JUDGED,
     **dict.fromkeys(("engine.address", "engine.learners", "engine.samplers"), RAY),
     **dict.fromkeys(("engine.max_staleness", "engine.timeout_s"), RAY),
     "engine.tensor_parallel": RAY | {"rollout.sampler": "vllm"},

@@ -90,6 +90,7 @@ def test_a_group_is_one_question_that_shows_equal_episodes_once() -> None:
         "judge/calls": 1,
         "judge/cached": 0,
         "judge/failed": 0,
+        "judge/defaulted": 0,
         "judge/prompt_tokens": 100,
         "judge/completion_tokens": 20,
     }
@@ -164,6 +165,18 @@ def test_an_answer_is_asked_for_twice_and_then_fails(tmp_path: Path) -> None:
     failure = scores[0][0]
     assert isinstance(failure, Failure) and scores[0] == [failure] * 2
     assert failure.reason.startswith("the judge some/judge gave no score: Invalid JSON")
+
+
+def test_a_failed_question_may_have_a_default_score_which_is_counted(tmp_path: Path) -> None:
+    group = [said("a"), said("to"), said("a")]
+    with FaultyServer(lambda *_: BAD) as server:
+        scores, cost = ask(server, group, folder=tmp_path, failed_score=0.25)
+        again = ask(server, group, folder=tmp_path, failed_score=0.25)
+        failed, uncounted = ask(server, group, folder=tmp_path)
+    assert scores == [[0.25] * 3]
+    assert (cost["judge/failed"], cost["judge/defaulted"]) == (1, 3)
+    assert again == (scores, cost), "a resumed run repeats its numbers"
+    assert isinstance(failed[0][0], Failure) and uncounted["judge/defaulted"] == 0
 
 
 def test_a_server_that_fails_once_costs_its_question_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -325,7 +325,7 @@ _USES: Mapping[tuple[str, ...], Use] = {
         "an advantage.name that looks inside an episode: "
         '"gae", "bi_level_gae", "reinforce_pp" or "gigpo"',
     ),
-    ("judge.url", "judge.model", "judge.rubric", "judge.mode"): Use(
+    ("judge.url", "judge.model", "judge.rubric", "judge.mode", "judge.failed_score"): Use(
         lambda c: JUDGE in c.reward.terms, "reward.terms.judge"
     ),
     ("reward.over",): Use(

@@ -309,6 +309,8 @@ class JudgeConfig(Section):
     """What a good episode is, in words."""
     mode: Literal["group", "absolute"] = "group"
     """What one question shows: a group's episodes side by side, or each episode alone."""
+    failed_score: float = Field(-1.0, ge=-1, le=1)
+    """The score of episodes whose question got no answer that can be read. Below 0 they fail."""
 
 
 class FilterConfig(Section):

@@ -78,11 +78,12 @@ class Failure:
 
 @dataclass(slots=True)
 class _Cost:
-    """The questions of a step: new ones, known ones, those without a score, and their tokens."""
+    """A step's questions (new, known, without a score), defaulted episodes, and tokens."""
 
     calls: int = 0
     cached: int = 0
     failed: int = 0
+    defaulted: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -121,6 +122,7 @@ class Judge:
     ) -> list[list[float | Failure]]:
         """For each episode of each group a score in [0, 1], or why there is none.
 
+        Where a question failed, the score is `judge.failed_score`, unless that is negative.
         `step` is the one that asks. Each group has a seed, from which its order is drawn.
 
         Raises:
@@ -131,9 +133,15 @@ class Judge:
         found = await together(self.scores_of(order, step) for order in orders)
         self.seconds += perf_counter() - start
         return [
-            [scores[episode_text(episode)] for episode in group]
+            [self._or_default(scores[episode_text(episode)]) for episode in group]
             for group, scores in zip(groups, found, strict=True)
         ]
+
+    def _or_default(self, score: float | Failure) -> float | Failure:
+        if not isinstance(score, Failure) or self._settings.failed_score < 0:
+            return score
+        self._cost.defaulted += 1
+        return self._settings.failed_score
 
     async def scores_of(self, texts: Sequence[str], step: int) -> dict[str, float | Failure]:
         """The score of each text of a group, which are shown in this order.
@@ -212,7 +220,8 @@ class Judge:
     def metrics(self) -> Metrics:
         """What the questions since the last call took; from here on, a new step begins.
 
-        ``judge/calls``, ``judge/cached`` and ``judge/failed`` are numbers of questions.
+        ``judge/calls``, ``judge/cached`` and ``judge/failed`` are numbers of questions,
+        ``judge/defaulted`` is a number of episodes.
         """
         counts = asdict(self._cost)
         self._asked.clear()
