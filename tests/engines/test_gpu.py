@@ -239,6 +239,7 @@ def test_only_the_padded_path_reports_padding(monkeypatch: pytest.MonkeyPatch) -
     assert "update/padding_fraction" not in one.update(batch(one), 0)
     monkeypatch.setattr("ragen.models.model.is_fast", lambda _: False)
     monkeypatch.setattr("ragen.models.packed.longest", lambda _: 0)
+    one = learner("cpu", torch.float32)
     part = batch(one)
     wide = part.num_rows * int(part.lengths_B.max())
     fraction = one.update(part, 0)["update/padding_fraction"].value

@@ -27,13 +27,13 @@ class Block:
     """Tensors as bytes, one after the other.
 
     Attributes:
-        data: Their bytes.
+        data: Their bytes, with zeros up to the next multiple of 16.
         entries: Of each tensor the name, the dtype's name and the shape.
 
     Example:
         >>> block = pack([("w", torch.ones(2, 3))])
         >>> block.data.nbytes, block.entries
-        (24, (('w', 'float32', (2, 3)),))
+        (32, (('w', 'float32', (2, 3)),))
     """
 
     data: NDArray[np.uint8]
