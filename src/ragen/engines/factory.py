@@ -96,15 +96,19 @@ def make_policy(config: Config, path: str) -> tuple[WeightedPolicy, Chat]:
     return policy, chat
 
 
-def load_model(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(
+    config: Config, path: str, device: str = ""
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and tokenizer that a config names; for a PEFT folder the base with the adapter.
+
+    They are on the device that can be used, if none is given.
 
     Raises:
         RagenError: As `load_policy` and `put_on`, or a run's checkpoint is damaged.
     """
     if is_checkpoint(Path(path)) and (Path(path) / STATE).exists():
         sound(Path(path), POLICY_FILES)
-    settings, base, device = config.model, base_of(path), usable_device()
+    settings, base, device = config.model, base_of(path), device or usable_device()
     model, tokenizer = load_policy(
         *(base, device, settings.dtype),
         max_length=settings.max_length,
@@ -145,14 +149,16 @@ def prepare_model(
     return model
 
 
-def load_for_training(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_for_training(
+    config: Config, path: str, device: str = ""
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model, ready for training, and the tokenizer of a run that begins with `path`.
 
     Raises:
         RagenError: As `load_model` and `prepare_model`, or the KL reference would not be the policy
             that the run begins with.
     """
-    model, tokenizer = load_model(config, path)
+    model, tokenizer = load_model(config, path, device)
     if config.lora.rank and config.may_use_kl and lora.has_adapters(model):
         raise RagenError(
             "the KL reference is the policy that the run begins with, but with LoRA it is the "

@@ -38,6 +38,7 @@ from ragen.core.errors import MismatchError, NotFiniteError
 from ragen.core.metrics import Metric, Metrics, largest, last, mean, merge, total
 from ragen.core.types import Role
 from ragen.engines.exactness import verify
+from ragen.engines.machine import usable_device
 from ragen.engines.optimizers import WEIGHT_DECAY, optimizers
 from ragen.engines.ranks import ALONE, Ranks
 from ragen.models.device import to_device
@@ -51,7 +52,7 @@ from ragen.models.model import (
     token_logprobs,
 )
 from ragen.models.precision import Masters
-from ragen.models.sharding import Unit, whole
+from ragen.models.sharding import Unit, Units, whole
 
 T = TypeVar("T")
 
@@ -114,14 +115,19 @@ class Learner:
         self.model = model
         adapted = has_adapters(model)
         self.trained: nn.Module = adapter_of(model, "policy") if adapted else model
+        self.ranks, self._units = ranks, Units()
+        split = self._split if ranks.size > 1 else lambda *_: None
         self.critic = Critic(model, shared) if critic else None
+        head = [self.critic.head] if self.critic is not None else []
+        if self.critic is not None and self.critic.has_backbone:
+            split([self.critic], head)
+            head = []
         self.reference: PreTrainedModel | None = None
         if reference:  # with adapters the base without them, which does not change
             self.reference = model if adapted else copy.deepcopy(model).requires_grad_(False)
-        self.ranks = ranks
-        self._units = dict[nn.Module, Unit]()
-        if ranks.size > 1:
-            self._split_weights()
+            if not adapted:
+                split([self.reference])
+        split([model, *head], head)
         self.masters = Masters(self.trained.named_parameters())
         self.critic_masters = Masters(self.critic.named_parameters() if self.critic else ())
         make = partial(optimizers, beta2=update.beta2, muon_lr=muon_lr, weight_decay=weight_decay)
@@ -140,26 +146,11 @@ class Learner:
         """Whether the present weights have sampled what is trained on."""
         return self.synced and self._on_policy
 
-    def _split_weights(self) -> None:
-        """Split all weights, those that a role has of its own as a unit of their own."""
-        critic = self.critic
-        in_layers = not is_fast(self.model)
-        shares_backbone = critic is not None and not hasattr(critic, "backbone")
-        held = [self.model, critic.head] if critic and shares_backbone else [self.model]
-        apart = [critic.head] if critic and shares_backbone else []
-        self._units[self.model] = Unit(held, apart, in_layers=in_layers)
-        if critic is not None:
-            self._units[critic] = (
-                self._units[self.model]
-                if shares_backbone
-                else Unit([critic], [critic.head], in_layers=in_layers)
-            )
-        if self.reference is not None and self.reference is not self.model:
-            self._units[self.reference] = Unit([self.reference], in_layers=in_layers)
-
-    def _within(self, module: nn.Module, compute: Callable[[], T]) -> T:
-        """What `compute` returns, computed with all of a module's weights."""
-        return self._units[module].within(compute) if self._units else compute()
+    def _split(self, modules: Sequence[nn.Module], apart: Sequence[nn.Module] = ()) -> None:
+        """Split the weights of modules that compute together; one of another dtype is `apart`."""
+        fast = usable_device() == "cpu" and is_fast(self.model)
+        unit = Unit(modules, apart, in_layers=not fast)
+        self._units.add(unit, *modules)
 
     def named_optimizers(self) -> dict[str, Optimizer]:
         """Every optimiser by the name it is saved under."""
@@ -230,12 +221,13 @@ class Learner:
         """
         ranks = self.ranks
         most = self._update.microbatch_tokens // ranks.size
-        scores_NM = self._within(
+        scores_NM = self._units.within(
             self.model,
             lambda: cross_scores(
                 *(self.model, prompts, thoughts, self._temperature, most), ranks.rank, ranks.size
             ),
         )
+        self._units.rest()
         scores_NM = ranks.sum(scores_NM)
         _finite("the scores of thoughts", scores_NM.exp())
         return scores_NM
@@ -287,8 +279,10 @@ class Learner:
         own, idle = self._passes(batch)
         masters = self.masters.trained.values()
         for term in ("task", "entropy", "kl")[: 2 + (batch.reference_logprobs_BT is not None)]:
-            for number, rows in enumerate(own + idle):
+            for number, rows in enumerate(passes := own + idle):
+                self._units.begin_pass(number == len(passes) - 1)
                 _backward(self._terms(take(batch, rows))[term], float(number < len(own)))
+            self._units.rest()
             gradients = [master.grad for master in masters if master.grad is not None]
             norms[term] = float(whole(nn.utils.get_total_norm(gradients)))
             for master in masters:
@@ -321,6 +315,7 @@ class Learner:
         for rows in idle:
             unused = compute(take(batch, rows))
             pieces = pieces or [[field[:0].float() for field in unused]]
+        self._units.rest()
         row_N, column_N = torch.cat(places, dim=1)
         fields = []
         for field in zip(*pieces, strict=True):
@@ -363,7 +358,7 @@ class Learner:
 
     @cached_property
     def _shares_prompts(self) -> bool:
-        return self._within(self.model, lambda: shares_prompts(self.model))
+        return self._units.within(self.model, lambda: shares_prompts(self.model))
 
     def update(self, batch: Batch, step: int) -> Metrics:
         """One optimiser step of the policy and one of the critic on one minibatch.
@@ -389,21 +384,22 @@ class Learner:
         compared = list[tuple[Tensor, ...]]()
         if own and not self._shares_prompts:  # with shared prompts rows are not padded
             parts.append(padding(microbatches))
-        for part in microbatches:
+        num_passes = len(own) + len(idle)
+        for number, part in enumerate(chain(microbatches, (take(batch, rows) for rows in idle)), 1):
+            is_own = number <= len(own)
+            self._units.begin_pass(number == num_passes)
             tokens = flatten(part).to(self._device)
-            loss, logprobs_N = self._policy_backward(part, tokens)
-            losses.append(loss.value.detach())
-            parts.append(loss.metrics)
-            compared.append((tokens.token_ids_N, tokens.sampled_logprobs_N, logprobs_N))
-            if self.critic is not None and not self.critic.shared:
-                loss = self._critic_backward(part, tokens)
-                critic_losses.append(loss.value.detach())
+            loss, logprobs_N = self._policy_backward(part, tokens, float(is_own))
+            if is_own:
+                losses.append(loss.value.detach())
                 parts.append(loss.metrics)
-        for part in (take(batch, rows) for rows in idle):
-            tokens = flatten(part).to(self._device)
-            self._policy_backward(part, tokens, scale=0.0)
+                compared.append((tokens.token_ids_N, tokens.sampled_logprobs_N, logprobs_N))
             if self.critic is not None and not self.critic.shared:
-                self._critic_backward(part, tokens, scale=0.0)
+                loss = self._critic_backward(part, tokens, float(is_own))
+                if is_own:
+                    critic_losses.append(loss.value.detach())
+                    parts.append(loss.metrics)
+        self._units.rest()
         trained = [("policy", self.optimizers, self.masters, losses)]
         if self.critic is not None:
             losses = losses if self.critic.shared else critic_losses
@@ -436,7 +432,7 @@ class Learner:
         return checked if self.ranks.rank == 0 else {}
 
     def _policy_backward(
-        self, part: Batch, tokens: TokenFields, scale: float = 1.0
+        self, part: Batch, tokens: TokenFields, scale: float
     ) -> tuple[Loss, Tensor]:
         """Gradients of the policy's loss, and of the critic's if it shares the backbone.
 
@@ -449,7 +445,7 @@ class Learner:
             scores = token_logprobs(self.model, hidden_ND, tokens.token_ids_N, self._temperature)
             return scores if critic is None else (*scores, critic.read(hidden_ND))
 
-        logprobs_N, entropy_N, *values = self._within(self.model, outputs)
+        logprobs_N, entropy_N, *values = self._units.within(self.model, outputs)
         loss = self._policy_loss(tokens, logprobs_N, entropy_N)
         for values_N in values:
             value = value_loss(values_N, tokens, value_clip=VALUE_CLIP)
@@ -458,7 +454,7 @@ class Learner:
         _backward(loss, scale)
         return loss, logprobs_N.detach()
 
-    def _critic_backward(self, part: Batch, tokens: TokenFields, scale: float = 1.0) -> Loss:
+    def _critic_backward(self, part: Batch, tokens: TokenFields, scale: float) -> Loss:
         """Gradients of the loss of a critic with weights of its own."""
         with acting(self.model, "critic"):
             loss = value_loss(self._critic_values(part), tokens, value_clip=VALUE_CLIP)
@@ -554,13 +550,14 @@ class Learner:
             hidden_ND = hidden_states(model, *self._model_inputs(part))
             return token_logprobs(model, hidden_ND, targets_N, self._temperature)
 
-        return self._within(model, outputs)
+        return self._units.within(model, outputs)
 
     def _critic_values(self, part: Batch) -> Tensor:
         """Values ``(N,)`` of the states before the tokens that the loss covers."""
         critic = self.critic
         assert critic is not None
-        return self._within(critic, lambda: critic.values(*self._model_inputs(part)))
+        module = critic if critic.has_backbone else self.model
+        return self._units.within(module, lambda: critic.values(*self._model_inputs(part)))
 
     def _model_inputs(self, part: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Ids, lengths, and the positions whose states predict the tokens that the loss covers."""

@@ -16,6 +16,7 @@ from torch import distributed as dist
 
 from ragen.algorithms.batch import Batch
 from ragen.core.errors import RagenError
+from ragen.core.files import system_errors
 
 T = TypeVar("T")
 
@@ -53,7 +54,8 @@ class Ranks:
             return work()
         error: RagenError | OSError | None = None
         try:
-            result = work()
+            with system_errors():
+                result = work()
         except (RagenError, OSError) as raised:
             error = raised
         of_system = isinstance(error, OSError)

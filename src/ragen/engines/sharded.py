@@ -52,7 +52,10 @@ class Rank:
         self.ranks = ALONE
         if num_ranks > 1:
             self.ranks = join(rank, num_ranks, store_address, config.engine.timeout_s)
-        self.model, self.tokenizer = self.ranks.together(lambda: load_for_training(config, path))
+        device = "cpu" if num_ranks > 1 else ""  # a GPU gets its part when the weights are split
+        self.model, self.tokenizer = self.ranks.together(
+            lambda: load_for_training(config, path, device)
+        )
         self.chat = make_chat(config, self.tokenizer)
         self._first, self._base = None, None
         if config.lora.rank:

@@ -130,11 +130,12 @@ class Critic(nn.Module):
     def __init__(self, policy: PreTrainedModel, shared: bool = False) -> None:
         super().__init__()
         self.shared = shared
+        self.has_backbone = not shared and not has_adapters(policy)
         used = backbone(policy)
-        if not shared and has_adapters(policy):
-            self.adapter = adapter_of(policy, "critic")
-        elif not shared:
+        if self.has_backbone:
             used = self.backbone = copy.deepcopy(used)
+        elif not shared:
+            self.adapter = adapter_of(policy, "critic")
         # A tuple hides it from torch: a shared backbone is not part of the critic.
         self._backbone = (used,)
         width = policy.config.get_text_config().hidden_size

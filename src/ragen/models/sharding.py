@@ -23,14 +23,13 @@ T = TypeVar("T")
 
 
 class Unit(nn.Module):
-    """Modules whose weights are split; calling it with a function computes with whole weights.
-
-    All processes call it at the same time, equally often, with functions that use the same layers
-    in the same order. The function returns tensors, from which gradients flow back to the weights.
+    """Modules whose weights are split; `within` a unit they are whole.
 
     `in_layers` also splits each layer of a transformer on its own, so that only one of them is
-    whole at a time. Code that reads the weights of layers without calling these needs it off.
-    `apart` are modules within, called by their `forward`, whose dtype differs from the others'.
+    whole at a time, and only until it has computed. Without it all weights stay whole until `rest`,
+    and gradients are added up over the processes once, which code needs that reads the weights of
+    layers without calling these, and which is faster where memory allows it. `apart` are modules
+    within, called by their `forward`, whose dtype differs from the others'.
     """
 
     def __init__(
@@ -39,10 +38,12 @@ class Unit(nn.Module):
         super().__init__()
         self.held = nn.ModuleList(modules)
         layers = [each for each in self.modules() if isinstance(each, GradientCheckpointingLayer)]
-        self._kept_whole = () if in_layers else (self, *apart)
+        self._parts: tuple[Any, ...] = (*apart, *(layers if in_layers else ()), self)
+        self._in_layers = in_layers
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        for each in (*apart, *(layers if in_layers else ()), self):
-            part: Any = fully_shard(each, reshard_after_forward=in_layers, mp_policy=policy)
+        for part in self._parts:
+            fully_shard(part, reshard_after_forward=in_layers, mp_policy=policy)
+            part.set_reshard_after_backward(in_layers)
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
@@ -51,16 +52,54 @@ class Unit(nn.Module):
         return compute()
 
     def within(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns, computed with whole weights."""
+        """What `compute` returns, computed with whole weights.
+
+        All processes call it at the same time, equally often, with functions that use the same
+        layers in the same order. Gradients flow back to the weights from the tensors it returns.
+        """
         with warnings.catch_warnings():
             # A view may not be changed in place, which nobody does.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             result: T = self(compute)
-        if not torch.is_grad_enabled():  # a backward pass splits them again by itself
-            for each in self._kept_whole:
-                part: Any = each
-                part.reshard()
         return result
+
+    def begin_pass(self, is_last: bool) -> None:
+        """Say whether the next backward pass is the last before `rest`."""
+        if not self._in_layers:
+            self._parts[-1].set_requires_gradient_sync(is_last)
+
+    def rest(self) -> None:
+        """Split the weights again that are still whole."""
+        for part in self._parts:
+            part.reshard()
+
+
+class Units:
+    """The units of the modules that are split; without any, everything computes as it is."""
+
+    def __init__(self) -> None:
+        self._units: dict[nn.Module, Unit] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._units)
+
+    def add(self, unit: Unit, *modules: nn.Module) -> None:
+        """Compute these modules within a unit."""
+        self._units |= dict.fromkeys(modules, unit)
+
+    def within(self, module: nn.Module, compute: Callable[[], T]) -> T:
+        """See `Unit.within`."""
+        return self._units[module].within(compute) if self._units else compute()
+
+    def begin_pass(self, is_last: bool) -> None:
+        """See `Unit.begin_pass`."""
+        for unit in self._units.values():
+            unit.begin_pass(is_last)
+
+    def rest(self) -> None:
+        """See `Unit.rest`."""
+        for unit in self._units.values():
+            unit.rest()
 
 
 def whole(tensor: Tensor) -> Tensor:
