@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from ragen.algorithms.batch import Batch
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
 from ragen.config.reading import resolve
+from ragen.core.metrics import Metrics
 from ragen.engines.local import LocalEngine
+from ragen.engines.sharded import Rank
+from ragen.models.sharding import whole
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import make_setup
 from ragen.training.collection import make_batch
@@ -27,10 +33,11 @@ PATIENCE_S = 240
 
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {"advantage.name": "grpo", "loss.kl": 0.01},
-    "ppo": {"advantage.name": "gae"},
-    "ppo-shared": {"advantage.name": "gae", "model.critic": "shared"},
-    "lora": {"advantage.name": "gae", "lora.rank": 4},
+    "ppo": {"advantage.name": "gae", "update.critic_lr": 1e-2},
+    "ppo-shared": {"advantage.name": "gae", "update.critic_lr": 1e-2, "model.critic": "shared"},
+    "lora": {"advantage.name": "gae", "update.critic_lr": 1e-2, "lora.rank": 4},
 }
+"""A critic's head begins at zero; it learns fast, so that gradients reach its backbone."""
 
 
 def config_of(recipe: str, **more: Any) -> Config:
@@ -66,6 +73,58 @@ def batch_for(rank: Any, config: Config, **size: int) -> Batch:
     """The recorded collection as a batch, scored by `rank`."""
     samples, episodes = collection(**size)
     return asyncio.run(make_batch(Answering(rank), samples, episodes, config))
+
+
+@contextmanager
+def gradients() -> Iterator[list[list[Tensor]]]:
+    """The whole gradients of each optimiser's weights in the updates of the body, unclipped."""
+    found: list[list[Tensor]] = []
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def noted(weights: Iterable[Tensor], bound: float) -> Tensor:
+        given = list(weights)
+        found.append([whole(each.grad).clone() for each in given if each.grad is not None])
+        return clip(given, bound)
+
+    with patch.object(torch.nn.utils, "clip_grad_norm_", noted):
+        yield found
+
+
+def relative(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+    """The largest difference, as a share of the largest number expected."""
+    pairs = [(a.float(), b.float()) for a, b in zip(actual, expected, strict=True)]
+    top = max(float(b.abs().max()) for _, b in pairs)
+    return max(float((a - b).abs().max()) for a, b in pairs) / top
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank computed on the recorded collection."""
+
+    batch: Batch
+    gradients: list[list[Tensor]]
+    metrics: list[Metrics]
+    norms: Metrics
+    scores_NM: Tensor
+    weights: dict[str, Tensor]
+
+
+def outcome(
+    config: Config, steps: int, rank: int = 0, size: int = 1, address: str = "", **work: int
+) -> Outcome:
+    """Scores, the gradients of the first update, and the weights after some."""
+    one = Rank(config, str(bandit_model()), rank, size, address)
+    batch = batch_for(one, config, **work)
+    with gradients() as found:
+        metrics = [one.update(batch, 0)]
+    norms = one.gradient_norms(batch, torch.arange(batch.num_rows) % 2)
+    metrics += [one.update(batch, step) for step in range(1, steps)]
+    scores_NM = one.cross_scores([[1, 2, 3], [4, 5, 6, 7]], [[9, 8], [7], [6, 5, 4]])
+    weights, critic = dict(one.weights()), one.learner.critic
+    for name, weight in critic.named_parameters() if critic is not None else ():
+        weights[f"critic.{name}"] = whole(weight)
+    one.close()
+    return Outcome(batch, found, metrics, norms, scores_NM, weights)
 
 
 def in_processes(size: int, work: Callable[[int, str], Any]) -> list[Any]:

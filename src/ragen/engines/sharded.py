@@ -87,11 +87,14 @@ class Rank:
         return self.learner.gradient_norms(batch, bucket_B)
 
     def weights(self) -> list[tuple[str, Tensor]]:
-        """The policy's weights by name, or its adapter's, for samplers; none but in rank 0."""
-        return list(self.stream_weights())
+        """The policy's weights by name, or its adapter's, on the CPU; none but in rank 0.
+
+        One at a time is whole on a GPU. Alone, a rank on a CPU returns the weights themselves.
+        """
+        return [(name, weight.cpu()) for name, weight in self.stream_weights()]
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """`weights` one after another, each whole on its device until the next is asked for.
+        """`weights` one after another, on the learner's device.
 
         All processes take all of them; the others than rank 0 get none.
         """
