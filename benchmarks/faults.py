@@ -27,6 +27,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from ragen.storage.database import DATABASE
 from ragen.storage.reader import read_events
@@ -239,13 +240,20 @@ def kill_driver(run: Started, _: Any) -> None:
     run.resume()
 
 
-def remove_node(_: Started, cluster: Any) -> None:
-    node = next(node for node in cluster.list_all_nodes() if node is not cluster.head_node)
+def remove_node(run: Started, cluster: Any) -> None:
+    samplers = run.wait_for(lambda: titled(SAMPLER), "a sampler")
+    node = next(
+        node
+        for node in cluster.list_all_nodes()
+        if node is not cluster.head_node
+        and set(samplers) & set(below(node.all_processes["raylet"][0].process.pid))
+    )
     cluster.remove_node(node, allow_graceful=False)
 
 
-def cut_network(_: Started, __: Any) -> None:
+def cut_network(_: Started, join: Callable[[], None]) -> None:
     shell(f"ip link set {OURS} down")
+    join()  # a machine for what is lost
 
 
 def slow_network(_: Started, __: Any) -> None:
@@ -257,62 +265,68 @@ def simulated_nodes() -> Iterator[tuple[dict[str, Any], Any]]:
     """A cluster of three nodes on this machine; each has room for one process of the engine."""
     from ray.cluster_utils import Cluster
 
-    have_token()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    try:
-        for _ in range(3):
-            cluster.add_node(num_cpus=1)
-        yield {"engine.address": cluster.address}, cluster
-    finally:
-        cluster.shutdown()
+    with mock.patch.dict(os.environ, PROMPT):
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        try:
+            for _ in range(3):
+                cluster.add_node(num_cpus=1)
+            yield {"engine.address": cluster.address}, cluster
+        finally:
+            cluster.shutdown()
 
 
 NAMESPACE, OURS, THEIRS = "ragen-faults", "rgf0", "rgf1"
 HERE, THERE = "10.77.0.1", "10.77.0.2"
+OF_NETWORK = PROMPT | {
+    "RAY_AUTH_MODE": "token",
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+}
+"""Its nodes are guarded by a token, and one that is out of reach is given up within seconds."""
 
 
 @contextmanager
-def two_machines() -> Iterator[tuple[dict[str, Any], Any]]:
-    """A cluster of this machine and of a network namespace, with a cable between."""
-    have_token()
+def two_machines() -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
+    """A cluster of this machine and of a network namespace, with a cable between.
+
+    What comes with its settings is a function that lets another node join, on this machine.
+    """
     port = free_port()
-    start = [str(Path(sys.executable).with_name("ray")), "start", "--disable-usage-stats"]
-    start += ["--num-cpus=1"]
-    shell(f"ip netns add {NAMESPACE}")
+    ray = str(Path(sys.executable).with_name("ray"))
+    start = [ray, "start", "--disable-usage-stats", "--num-cpus=1", "--block"]
     nodes: list[subprocess.Popen[bytes]] = []
-    try:
-        shell(f"ip link add {OURS} type veth peer name {THEIRS} netns {NAMESPACE}")
-        shell(f"ip addr add {HERE}/24 dev {OURS}", f"ip link set {OURS} up")
-        inside = f"ip netns exec {NAMESPACE} ip"
-        shell(f"{inside} addr add {THERE}/24 dev {THEIRS}")
-        shell(f"{inside} link set {THEIRS} up", f"{inside} link set lo up")
-        head = [f"--port={port}", "--head", f"--node-ip-address={HERE}", "--block"]
-        nodes.append(subprocess.Popen([*start, *head, "--include-dashboard=false"]))
-        wait_for_port(HERE, port)
-        enter = ["ip", "netns", "exec", NAMESPACE]
-        other = [f"--address={HERE}:{port}", f"--node-ip-address={THERE}", "--block"]
-        nodes.append(subprocess.Popen([*enter, *start, *other]))
-        yield {"engine.address": f"{HERE}:{port}"}, nodes
-    finally:
-        for node in nodes:
-            processes = [*below(node.pid), node.pid]
-            node.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                node.wait(20)
-            kill(*(pid for pid in processes if command_of(pid)))
-            node.wait()
-        if Path(f"/sys/class/net/{OURS}").exists():
-            shell(f"ip link del {OURS}")  # with its other end
-        shell(f"ip netns del {NAMESPACE}")
 
+    def join(address: str = HERE, *within: str) -> None:
+        more = [f"--address={HERE}:{port}", f"--node-ip-address={address}"]
+        nodes.append(subprocess.Popen([*within, *start, *more]))
 
-def have_token() -> None:
-    """Guard the cluster by Ray's token, which each process takes from the home folder."""
-    os.environ.update(PROMPT)
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    ray = Path(sys.executable).with_name("ray")
-    command = [ray, "get-auth-token", "--generate"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    with mock.patch.dict(os.environ, OF_NETWORK):
+        token = [ray, "get-auth-token", "--generate"]
+        subprocess.run(token, check=True, stdout=subprocess.DEVNULL)
+        shell(f"ip netns add {NAMESPACE}")
+        try:
+            shell(f"ip link add {OURS} type veth peer name {THEIRS} netns {NAMESPACE}")
+            shell(f"ip addr add {HERE}/24 dev {OURS}", f"ip link set {OURS} up")
+            inside = f"ip netns exec {NAMESPACE} ip"
+            shell(f"{inside} addr add {THERE}/24 dev {THEIRS}")
+            shell(f"{inside} link set {THEIRS} up", f"{inside} link set lo up")
+            head = [f"--port={port}", "--head", f"--node-ip-address={HERE}"]
+            nodes.append(subprocess.Popen([*start, *head, "--include-dashboard=false"]))
+            wait_for_port(HERE, port)
+            join(THERE, "ip", "netns", "exec", NAMESPACE)
+            yield {"engine.address": f"{HERE}:{port}"}, join
+        finally:
+            for node in nodes:
+                processes = [*below(node.pid), node.pid]
+                node.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    node.wait(20)
+                kill(*(pid for pid in processes if command_of(pid)))
+                node.wait()
+            if Path(f"/sys/class/net/{OURS}").exists():
+                shell(f"ip link del {OURS}")  # with its other end
+            shell(f"ip netns del {NAMESPACE}")
 
 
 def shell(*commands: str) -> None:
