@@ -19,6 +19,7 @@ import asyncio
 import json
 import os
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -279,29 +280,29 @@ def ray_costs(tokens: int, megabytes: int = 120, messages: int = 512) -> dict[st
     import ray
 
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
-    ray.init("local", num_cpus=2, **quiet)
-    ready = Instant(tokens, str)._ready
-    actors = [ray.remote(num_cpus=0)(Echo).remote(ready) for _ in range(2)]
-    prompts, found = prompts_of(16, 2000, tokens), dict[str, float]()
-    ray.get([each.complete.remote(prompts) for each in actors])
-    for name, size in (("message_s", 16), ("single_message_s", 1)):
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # of `Echo`
+    with ray.init("local", num_cpus=2, runtime_env={"env_vars": paths}, **quiet):
+        ready = Instant(tokens, str)._ready
+        actors = [ray.remote(num_cpus=0)(Echo).remote(ready) for _ in range(2)]
+        prompts, found = prompts_of(16, 2000, tokens), dict[str, float]()
+        ray.get([each.complete.remote(prompts) for each in actors])
+        for name, size in (("message_s", 16), ("single_message_s", 1)):
 
-        def send(size: int = size) -> None:
-            calls = messages // size
-            ray.get([actors[n % 2].complete.remote(prompts[:size]) for n in range(calls)])
+            def send(size: int = size) -> None:
+                calls = messages // size
+                ray.get([actors[n % 2].complete.remote(prompts[:size]) for n in range(calls)])
 
-        found[name] = best(send) / messages
-    weights = np.zeros(megabytes * 2**18, dtype=np.float32)
-    put, read = [], []
-    for _ in range(5):
-        start = time.perf_counter()
-        reference = ray.put(weights)
-        put.append(time.perf_counter() - start)
-        for actor in actors:
+            found[name] = best(send) / messages
+        weights = np.zeros(megabytes * 2**18, dtype=np.float32)
+        put, read = [], []
+        for _ in range(5):
             start = time.perf_counter()
-            ray.get(actor.take.remote(reference))
-            read.append(time.perf_counter() - start)
-    ray.shutdown()
+            reference = ray.put(weights)
+            put.append(time.perf_counter() - start)
+            for actor in actors:
+                start = time.perf_counter()
+                ray.get(actor.take.remote(reference))
+                read.append(time.perf_counter() - start)
     return found | {"publish_s_per_gb": min(put) * 1000 / megabytes, "read_s": min(read)}
 
 
