@@ -285,6 +285,14 @@ OF_NETWORK = PROMPT | {
 }
 """Its nodes are guarded by a token, and one that is out of reach is given up within seconds."""
 
+WAIT_FOR_TWO = """
+import sys, time, ray
+ray.init(sys.argv[1], log_to_driver=False)
+while len(ray.nodes()) < 2:
+    time.sleep(0.2)
+"""
+"""Of a process of its own: Ray reads whether there is a token once for each process."""
+
 
 @contextmanager
 def two_machines() -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
@@ -315,6 +323,8 @@ def two_machines() -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
             nodes.append(subprocess.Popen([*start, *head, "--include-dashboard=false"]))
             wait_for_port(HERE, port)
             join(THERE, "ip", "netns", "exec", NAMESPACE)
+            wait = [sys.executable, "-c", WAIT_FOR_TWO, f"{HERE}:{port}"]
+            subprocess.run(wait, check=True, timeout=120)
             yield {"engine.address": f"{HERE}:{port}"}, join
         finally:
             for node in nodes:

@@ -385,6 +385,13 @@ def test_every_beat_resets_the_watchdog() -> None:
     assert len(silences) == 2
 
 
+def test_the_watchdog_looks_a_last_time_at_the_end() -> None:
+    looks: list[float] = []
+    with Watchdog(0.0, looks.append, lambda: looks.append(time.monotonic())):
+        end = time.monotonic()
+    assert len(looks) == 1 and looks[0] >= end
+
+
 def test_the_guards_state_survives_json() -> None:
     from dataclasses import asdict
 

@@ -25,7 +25,7 @@ STALLED_S = 1800.0
 class Watchdog:
     """Calls `on_stall` once when no beat came for `limit` seconds, and `look` each second.
 
-    Both are called in a thread of their own.
+    It also looks at the end, for what came since. Both are called in a thread of their own.
 
     The thread also runs while the event loop is blocked, but not while other code holds the
     interpreter's lock. It counts its own waking time, not the clock: a process that was suspended
@@ -57,6 +57,7 @@ class Watchdog:
             if self._limit and self._silent >= self._limit and not self._called:
                 self._called = True
                 self._on_stall(self._silent)
+        self._look()  # at what came since it last looked
 
     def __enter__(self) -> Self:
         self._thread.start()
