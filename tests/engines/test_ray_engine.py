@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,11 @@ from ragen.config.reading import resolve
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.types import Completion, Prompt
 from ragen.engines import ray_engine
+from ragen.engines.hosts import own_address
 from ragen.engines.local import LocalEngine
 from ragen.engines.machine import use_threads
 from ragen.engines.ray_engine import RayEngine
+from ragen.engines.sampler_pool import ProcessLost
 from ragen.models.names import resolve_model
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import resume, train
@@ -91,7 +94,7 @@ def test_other_weights_than_were_sent_stop_the_run() -> None:
 
 
 def test_what_a_killed_sampler_had_open_is_answered_once_and_a_new_one_joins() -> None:
-    async def play() -> tuple[list[Completion], list[str], int]:
+    async def play() -> tuple[list[Completion], list[tuple[str, dict[str, Any]]], int]:
         import ray
 
         engine = engine_of(config_of(engine__samplers=2))
@@ -106,29 +109,46 @@ def test_what_a_killed_sampler_had_open_is_answered_once_and_a_new_one_joins() -
                     break
                 await asyncio.sleep(0.1)
             await asyncio.gather(*map(engine.policy.complete, asked))
-            whats = [data["what"] for _, data in engine.take_events()]
-            return answers, whats, len(engine.policy.seats)
+            return answers, engine.take_events(), len(engine.policy.seats)
         finally:
             await engine.close()
 
-    answers, whats, alive = asyncio.run(play())
+    answers, events, alive = asyncio.run(play())
     assert len(answers) == 64 and all(each.token_ids for each in answers)
-    assert whats == ["lost", "joined"] and alive == 2
+    assert [data["what"] for _, data in events] == ["lost", "joined"] and alive == 2
+    text, data = events[0]
+    assert re.fullmatch("sampler 0 on .* was ended; others take .*, and a new one its place", text)
+    assert "ray.kill" in data["details"]
 
 
 def test_a_killed_learner_is_an_engine_lost() -> None:
-    async def play() -> None:
-        import ray
+    """In one line, which names its machine; what Ray says of it, 300 words, are its details."""
 
+    async def play() -> None:
         engine = engine_of(config_of())
         try:
-            ray.kill(engine._learners[0].actor)
+            os.kill(await engine._learners[0].actor.pid.remote(), signal.SIGKILL)
             await engine.publish()
         finally:
             await engine.close()
 
-    with pytest.raises(EngineLost, match="learner 0 was lost"):
+    with pytest.raises(EngineLost) as caught:
         asyncio.run(play())
+    words = f"learner 0 on {re.escape(own_address())} (was killed|does not answer)"
+    assert re.match(words, str(caught.value)) and "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 150 < len(caught.value.details)
+
+
+def test_a_process_that_ray_kills_for_its_memory_is_a_lost_one() -> None:
+    """`OutOfMemoryError` is none of Ray's actor errors."""
+
+    async def lose() -> Any:
+        gone = asyncio.get_running_loop().create_future()
+        gone.set_exception(ray_engine.OutOfMemoryError("killed: the node running low on memory\n"))
+        return await ray_engine.Process("sampler 1", None).answer(gone, "sampling")
+
+    with pytest.raises(ProcessLost, match=r"^sampler 1 was killed by Ray, for its machine"):
+        asyncio.run(lose())
 
 
 def test_a_sampler_that_is_suspended_is_late_and_replaced() -> None:

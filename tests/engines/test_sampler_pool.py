@@ -66,7 +66,9 @@ def no_end() -> Iterator[None]:
 
 
 def pool_of(*samplers: Any, timeout_s: float = 5.0) -> SamplerPool:
-    pool = SamplerPool(100, timeout_s, lambda seat, reason: ENDED.append((seat.name, reason)))
+    pool = SamplerPool(
+        100, timeout_s, lambda seat, loss: ENDED.append((seat.name, str(loss or "")))
+    )
     for number, sampler in enumerate(samplers):
         pool.join(Seat(f"sampler {number}", sampler))
     return pool

@@ -39,6 +39,7 @@ from tests.training.test_trainer import (
 
 Losing = Callable[..., list[str]]
 TEXT = "learner 1 of 2 was killed"
+DETAILS = "many lines\nfrom Ray"
 EVERY: dict[str, Any] = {"eval__every": 2, "steps": 5, "checkpoint__every": 2}
 # PPO with its critic and a KL reference saves and restores more than GRPO; its updates are two.
 PPO: dict[str, Any] = EVERY | GAE | {"diagnose__gradients_every": 2}
@@ -64,7 +65,7 @@ def losing(monkeypatch: pytest.MonkeyPatch) -> Losing:
         async def waiting(*arguments: Any, **named: Any) -> Any:
             due = is_due()
             if due and not late:
-                raise EngineLost(TEXT)
+                raise EngineLost(TEXT, DETAILS)
             answer = await before(*arguments, **named)
             if due:
                 raise EngineLost(TEXT)
@@ -219,6 +220,9 @@ def test_settings_that_changed_on_a_resume_stay_changed(tmp_path: Path, losing: 
     losing(LocalEngine, "publish", 1)
     resume(tmp_path / "run", overrides=lower)
     assert engine_events(tmp_path / "run") == [(3, "lost"), (3, "restored")]
+    text = f"after step 3, the engine is lost: {TEXT}; a new one takes the last checkpoint"
+    (lost, _) = read_events(tmp_path / "run", "engine")
+    assert lost["text"] == text and lost["data"] == {"what": "lost", "details": DETAILS}
     assert_same_results(tmp_path / "run", recorded_results(tmp_path / "expected"))
 
 
@@ -247,6 +251,7 @@ def test_a_stop_comes_before_a_new_engine(
     with pytest.raises(StopRequested, match=f"stopped, and after step 3.*{TEXT}.*ragen resume"):
         train(config, run, watcher=SendSignal("step", 3, signal.SIGTERM))
     assert engine_events(run) == [(3, "lost")]
+    assert read_events(run, "engine")[0]["text"].endswith("; the run stops")
     monkeypatch.undo()
     resume(run)
     assert_same_results(run, uninterrupted(config, tmp_path))

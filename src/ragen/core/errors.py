@@ -58,10 +58,16 @@ class MismatchError(RagenError):
 class EngineLost(RagenError):
     """A process of the engine is lost and cannot be replaced: a new engine has to be made.
 
+    `details` is all that is known of the loss, which may be many lines.
+
     Example:
         >>> str(EngineLost("learner 1 of 2 was killed"))
         'learner 1 of 2 was killed'
     """
+
+    def __init__(self, text: str, details: str = "") -> None:
+        super().__init__(text)
+        self.details = details
 
 
 class GuardStop(RagenError):

@@ -59,16 +59,17 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life: for how long no thread has moved, and where they all are.
+    """A sign of life: for how long no thread has moved, where they all are, and on which machine.
 
     Example:
-        >>> Beat(0.25, "", False).leaves
+        >>> Beat(0.25, "", False, "10.0.0.2").leaves
         False
     """
 
     still_s: float
     stacks: str
     leaves: bool
+    address: str
 
 
 class Pulse:
@@ -76,6 +77,7 @@ class Pulse:
 
     def __init__(self) -> None:
         self.leaves = False
+        self._address = own_address()
         self._seen: Any = None
         self._moved = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
@@ -88,7 +90,7 @@ class Pulse:
     def beat(self) -> Beat:
         """A sign of life; the stacks come once nothing has moved for a second."""
         still_s = time.monotonic() - self._moved
-        return Beat(still_s, stacks() if still_s > 1 else "", self.leaves)
+        return Beat(still_s, stacks() if still_s > 1 else "", self.leaves, self._address)
 
     def _watch(self) -> None:
         while True:

@@ -28,6 +28,7 @@ from ragen.core.metrics import Metrics, mean, total
 from ragen.core.types import Prompt, Role
 from ragen.engines.engine import Late
 from ragen.engines.hosts import Beat, Failure, LearnerHost, SamplerHost
+from ragen.engines.lost import what_happened
 from ragen.engines.sampler_pool import Answers, ProcessLost, SamplerPool, Seat
 from ragen.rollout.setup import make_chat
 
@@ -36,7 +37,13 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray war
 os.environ.setdefault("RAY_worker_niceness", "0")  # the learners are no background work
 try:
     import ray
-    from ray.exceptions import GetTimeoutError, RayActorError, RaySystemError
+    from ray.exceptions import (
+        GetTimeoutError,
+        NodeDiedError,
+        OutOfMemoryError,
+        RayActorError,
+        RaySystemError,
+    )
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError:  # `_connect` says so
@@ -51,11 +58,10 @@ CONNECT_S = 10.0
 GROUPS = {"collect": 1, "health": 1}
 """Threads of a process beside the one that works: for answers, and for signs of life."""
 
-LOST: tuple[type[Exception], ...] = (RayActorError, RaySystemError) if ray is not None else ()
+LOST: tuple[type[Exception], ...] = (
+    (RayActorError, RaySystemError, OutOfMemoryError, NodeDiedError) if ray is not None else ()
+)
 """What a call raises whose process is gone."""
-
-GONE: tuple[type[Exception], ...] = (ProcessLost, *LOST)
-"""The same, with what a process says of itself."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +76,7 @@ class Process:
         busy_s: Seconds with an open call, of those that have ended.
         stacks: Of its threads, if it has not moved for a while.
         reason: Why it was ended, if it was.
+        address: Its machine's, once it has shown life.
         beating: The open call for a sign of life.
     """
 
@@ -80,6 +87,7 @@ class Process:
     busy_s: float = 0.0
     stacks: str = ""
     reason: str = ""
+    address: str = ""
     beating: Any = None
     numbers: count[int] = field(default_factory=count)
 
@@ -101,13 +109,29 @@ class Process:
         try:
             answer = await ref
         except LOST as error:
-            raise ProcessLost(self.reason or f"{self.name} was lost: {_reason(error)}") from error
+            raise self.lost(error) from error
         finally:
             del self.calls[number]
             self.busy_s += time.monotonic() - start
         if isinstance(answer, Failure):
             raise answer.error()
         return answer
+
+    async def begin(self) -> None:
+        """Wait until it runs, for however long: this is not an open call.
+
+        Raises:
+            ProcessLost: It is gone.
+        """
+        try:
+            await self.actor.beat.remote()
+        except LOST as error:
+            raise self.lost(error) from error
+
+    def lost(self, error: Exception) -> ProcessLost:
+        """What is said of its loss, of which Ray says `error`."""
+        text = self.reason or what_happened(self.name, self.address, str(error))
+        return ProcessLost(text, str(error))
 
 
 class RemoteSamplerProcess:
@@ -287,7 +311,8 @@ class RayEngine:
                 f"{process.name} has not started within engine.timeout_s = {self._timeout_s:g} s"
             ) from error
         except LOST as error:
-            raise EngineLost(f"{process.name} was lost: {_reason(error)}") from error
+            loss = process.lost(error)
+            raise EngineLost(str(loss), loss.details) from error
         if isinstance(answer, Failure):
             raise answer.error()
         process.alive = time.monotonic()
@@ -321,7 +346,7 @@ class RayEngine:
         except ProcessLost as failure:
             for each in self._learners:
                 ray.kill(each.actor)
-            raise EngineLost(str(failure)) from failure
+            raise EngineLost(str(failure), failure.details) from failure
 
     async def _rest(self) -> None:
         if self._settings.max_staleness == 0:
@@ -329,7 +354,7 @@ class RayEngine:
                 try:
                     await self._process_of(seat).call("rest")
                 except ProcessLost as failure:
-                    self.policy.remove(seat, str(failure))
+                    self.policy.remove(seat, failure)
 
     async def score(self, batch: Batch, role: Role) -> Batch:
         """See `Engine.score`."""
@@ -393,7 +418,7 @@ class RayEngine:
         try:
             await self._load(self._process_of(seat))
         except ProcessLost as failure:
-            self.policy.remove(seat, str(failure))
+            self.policy.remove(seat, failure)
 
     async def _load(self, process: Process) -> None:
         assert self._weights is not None
@@ -420,15 +445,19 @@ class RayEngine:
         assert isinstance(sampler, RemoteSamplerProcess)
         return sampler.process
 
-    def _on_end(self, seat: Seat, reason: str) -> None:
+    def _on_end(self, seat: Seat, loss: ProcessLost | None) -> None:
         """Replace a sampler that is lost, or that was asked to leave."""
         if self._closed:
             return
         process = self._process_of(seat)
         ray.kill(process.actor)
-        what = "lost" if reason else "left"
-        text = reason or f"{seat.name} was asked to end, and has left"
-        self._events.append((text, {"process": seat.name, "what": what}))
+        if loss is None:
+            text = f"{seat.name} was asked to end, and has left; a new one takes its place"
+            self._events.append((text, {"process": seat.name, "what": "left"}))
+        else:
+            text = f"{loss}; others take what it has not answered, and a new one its place"
+            data = {"process": seat.name, "what": "lost", "details": loss.details}
+            self._events.append((text, data))
         place = next(place for place, each in self._samplers.items() if each is process)
         del self._samplers[place]
         task = asyncio.get_running_loop().create_task(self._revive(place))
@@ -446,16 +475,16 @@ class RayEngine:
         process = self._spawn_sampler(place)
         self._samplers[place] = process
         try:
-            # It may wait for a machine for as long as the run goes on, so this is not an open call.
-            await process.actor.beat.remote()
+            await process.begin()  # it may wait for a machine for as long as the run goes on
             await process.call("start", self._config, self._path, self._threads("sampler"))
             async with self._publishing:
                 await self._load(process)
                 self._join(process)
-        except GONE as failure:
+        except ProcessLost as failure:
             ray.kill(process.actor)
-            text = f"the new {process.name} was lost before it could join: {failure}"
-            self._events.append((text, {"process": process.name, "what": "lost"}))
+            text = f"before it could join, the new {failure}; another one takes its place"
+            about = {"process": process.name, "what": "lost", "details": failure.details}
+            self._events.append((text, about))
             await asyncio.sleep(BEAT_S)
             await self._revive(place)
             return
@@ -487,9 +516,10 @@ class RayEngine:
             try:
                 beat: Beat = ray.get(process.beating)
             except LOST as error:
-                self._lose(process, f"{process.name} was lost: {_reason(error)}")
+                self._in_loop(self._remove, process, process.lost(error))
                 return
             process.beating = None
+            process.address = beat.address
             process.alive = max(process.alive, now - beat.still_s)
             process.stacks = beat.stacks
             if beat.leaves:
@@ -510,14 +540,11 @@ class RayEngine:
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(function, *arguments)
 
-    def _lose(self, process: Process, reason: str) -> None:
+    def _remove(self, process: Process, loss: ProcessLost) -> None:
         """Take a sampler out at once that was lost while nobody had called it."""
-        self._in_loop(self._remove, process, process.reason or reason)
-
-    def _remove(self, process: Process, reason: str) -> None:
         for seat in list(self.policy.seats):
             if self._process_of(seat) is process:
-                self.policy.remove(seat, reason)
+                self.policy.remove(seat, loss)
 
     def _leave(self, process: Process) -> None:
         for seat in list(self.policy.seats):
@@ -656,10 +683,3 @@ def _refuse_silent(address: str) -> None:
 def _environment() -> dict[str, str]:
     """The environment variables of the processes: they import what this one can."""
     return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-
-
-def _reason(error: Exception) -> str:
-    """Why a process was lost, in a few words."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    details = [line for line in lines if line.startswith("The actor is dead")]
-    return (details or lines or [type(error).__name__])[0][:300]

@@ -23,7 +23,11 @@ from ragen.engines.slots import TAIL, Tokens
 
 
 class ProcessLost(Exception):
-    """A process has ended, or was ended because it hung."""
+    """A process has ended, or was ended because it hung; `details` may be many lines."""
+
+    def __init__(self, text: str, details: str = "") -> None:
+        super().__init__(text)
+        self.details = details
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +102,13 @@ class SamplerPool:
     """A `Policy` over samplers in other processes.
 
     `most_known` bounds how many conversations it remembers. Without any sampler for `timeout_s`
-    seconds, what waits fails. `on_end` is called with a seat that has left the pool and the reason:
-    what happened to its sampler, or nothing after it was asked to leave. `loop` is the event loop
-    in which the last completion was asked for.
+    seconds, what waits fails. `on_end` is called with a seat that has left the pool and the loss
+    of its sampler, or ``None`` after it was asked to leave. `loop` is the event loop in which the
+    last completion was asked for.
     """
 
     def __init__(
-        self, most_known: int, timeout_s: float, on_end: Callable[[Seat, str], None]
+        self, most_known: int, timeout_s: float, on_end: Callable[[Seat, ProcessLost | None], None]
     ) -> None:
         self.seats: list[Seat] = []
         self._most_known, self._timeout_s, self._on_end = most_known, timeout_s, on_end
@@ -115,7 +119,7 @@ class SamplerPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._settling = False
         self._giving_up: asyncio.TimerHandle | None = None
-        self._reason = "no sampler has joined"
+        self._loss = ProcessLost("no sampler has joined")
         self.loop: asyncio.AbstractEventLoop | None = None
         self._measured = time.monotonic()
 
@@ -153,21 +157,21 @@ class SamplerPool:
         """Send a sampler no more requests; it leaves the pool once those it has are answered."""
         seat.leaves = True
         if seat in self.seats and not seat.open:
-            self.remove(seat, "")
+            self.remove(seat, None)
 
-    def remove(self, seat: Seat, reason: str) -> None:
+    def remove(self, seat: Seat, loss: ProcessLost | None) -> None:
         """Take a sampler out, and give its open requests to others; repeating it is allowed."""
         if seat not in self.seats:
             return
         self.seats.remove(seat)
-        self._reason = reason or f"{seat.name} has left"
+        self._loss = loss or ProcessLost(f"{seat.name} has left")
         self._measure(seat)
         lost, seat.open = list(seat.open.values()), {}
         for tokens in [each for each in self._order if self._seat_of(each) is seat]:
             self._forget(tokens)
-        if seat.receiver is not None and reason:
+        if seat.receiver is not None and loss is not None:
             seat.receiver.cancel()
-        self._on_end(seat, reason)
+        self._on_end(seat, loss)
         self._send_soon(lost)
 
     def metrics(self) -> Metrics:
@@ -251,9 +255,8 @@ class SamplerPool:
 
     def _give_up(self) -> None:
         self._giving_up = None
-        self.fail(
-            EngineLost(f"there has been no sampler for {self._timeout_s:g} s: {self._reason}")
-        )
+        text = f"there has been no sampler for {self._timeout_s:g} s: {self._loss}"
+        self.fail(EngineLost(text, self._loss.details))
 
     def _shares(self, requests: Sequence[Request]) -> list[tuple[Seat, list[Request]]]:
         """What each sampler gets.
@@ -297,13 +300,13 @@ class SamplerPool:
         try:
             await seat.sampler.submit(requests, forgets)
         except ProcessLost as failure:
-            self.remove(seat, str(failure))
+            self.remove(seat, failure)
 
     async def _drop(self, seat: Seat, numbers: Sequence[int]) -> None:
         try:
             await seat.sampler.drop(numbers)
         except ProcessLost as failure:
-            self.remove(seat, str(failure))
+            self.remove(seat, failure)
 
     async def _receive(self, seat: Seat) -> None:
         try:
@@ -324,7 +327,7 @@ class SamplerPool:
                     self.leave(seat)
         except ProcessLost as failure:
             seat.receiver = None
-            self.remove(seat, str(failure))
+            self.remove(seat, failure)
         finally:
             seat.receiver = None
         if seat.leaves:

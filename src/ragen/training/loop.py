@@ -164,12 +164,13 @@ async def run_to_the_end(run: Run) -> None:
     run.beat = watchdog.beat
     try:
         with run.stop.listening(), watchdog:
-            loss, has_begun, is_over = "", False, False
+            loss: EngineLost | None = None
+            has_begun, is_over = False, False
             while not is_over:
                 try:
-                    if loss:
+                    if loss is not None:
                         await restore(run, loss)
-                        loss = ""
+                        loss = None
                     if run.state.step == 0:
                         await save(run)  # from here on the run can be resumed, whatever happens
                     if not has_begun:
@@ -177,7 +178,7 @@ async def run_to_the_end(run: Run) -> None:
                         has_begun = True
                     is_over = await evaluate_and_loop_or_recover(run)
                 except EngineLost as failure:
-                    loss = str(failure)
+                    loss = failure
     finally:
         run.background.end()
         run.watcher.end()

@@ -224,7 +224,7 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
     await go_on_from(run, checkpoint, saved, state, guard)
 
 
-async def restore(run: Run, loss: str) -> None:
+async def restore(run: Run, loss: EngineLost) -> None:
     """Go on from the newest intact checkpoint with a new engine, for a process of the old is lost.
 
     This is a resume within the process and the attempt. A run without a checkpoint begins anew: it
@@ -241,13 +241,19 @@ async def restore(run: Run, loss: str) -> None:
     run.recorder.discard()
     record_events(run)
     text = f"after step {step}, the engine is lost: {loss}"
-    run.recorder.event(step, "engine", text, {"what": "lost"})
-    run.watcher.alarm(step, text)
+
+    def tell(follows: str) -> None:
+        told = f"{text}; {follows}"
+        run.recorder.event(step, "engine", told, {"what": "lost", "details": loss.details})
+        run.watcher.alarm(step, told)
+
     try:
         run.stop.check()
     except StopRequested as stop:
+        tell("the run stops")
         raise StopRequested(stop.signal_number, f"stopped, and {text}; {then}") from None
     run.losses += 1
+    tell("the run ends" if run.losses > MOST_LOSSES else "a new one takes the last checkpoint")
     if run.losses > MOST_LOSSES:
         raise RagenError(f"{text}, for the {run.losses}th time since the last checkpoint; {then}")
     run.beat()
