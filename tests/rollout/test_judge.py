@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,16 @@ def test_answers_are_kept_by_content(tmp_path: Path) -> None:
     assert later[0] == first[0]
     assert (later[1]["judge/calls"], later[1]["judge/cached"]) == (0, 1)
     assert later[1]["judge/prompt_tokens"] == 0
+
+
+def test_answers_of_a_version_without_attempts_are_still_known(tmp_path: Path) -> None:
+    group = [said("a"), said("to")]
+    with scripted_judge(brevity) as server:
+        expected = ask(server, group, folder=tmp_path, step=3)
+        with closing(sqlite3.connect(tmp_path / FILE)) as old:
+            old.execute("ALTER TABLE judgements DROP COLUMN attempt")
+        assert ask(server, group, folder=tmp_path, step=3) == expected
+        assert len(server.requests) == 1
 
 
 def test_a_damaged_file_of_answers_is_one_line(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from ragen.cli.main import main
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.tables import markdown
+from ragen.diagnostics.guard import Alarm, GuardState
+from ragen.engines.local import LocalEngine
 from ragen.envs.checker import check
 from ragen.envs.registry import make
 from ragen.evaluation.order_bias import measure_order_bias, order_bias
@@ -23,6 +25,7 @@ from ragen.reports.report import page
 from ragen.rollout.judge import KEY_ENV
 from ragen.storage.judgements import FILE, Judgements
 from ragen.storage.reader import read_metrics
+from ragen.training import recovery
 from ragen.training.trainer import examine, resume, train
 from tests.bandit_model import settings
 from tests.faulty import FaultyServer, chat_reply
@@ -123,6 +126,31 @@ def test_a_resumed_run_repeats_the_judges_numbers_and_asks_nothing_twice(
     resume(tmp_path / "run")
     assert_same_results(tmp_path / "run", expected)
     assert 0 < kept < asked and len(judge.requests) - before == asked - kept
+
+
+def test_the_cost_of_a_run_that_was_rolled_back_is_what_was_spent(
+    tmp_path: Path, env: str, judge: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The repeated step plays the same episodes, so the judge is not asked again."""
+
+    def once(history: Any, step: int, state: GuardState, detectors: Any) -> list[Alarm]:
+        state.checked_step = step
+        return [Alarm("grad_spike", 2, 2, 9.0, 1.0)] if (state.rollbacks, step) == (0, 2) else []
+
+    monkeypatch.setattr(recovery, "raise_alarms", once)
+    guard = {"guard__responses": {"grad_spike": "rollback"}, "checkpoint__every": 1}
+    config = judged(env, judge, steps=3, eval__episodes=0, **guard)
+    train(config, tmp_path / "expected")
+    expected, asked = recorded_results(tmp_path / "expected"), len(judge.requests)
+    facts = read_facts(tmp_path / "expected")
+    first, second = facts.attempts.values()
+    assert first["judge/calls"][2] > 0 and second["judge/calls"][2] == 0
+    assert second["judge/cached"][2] == first["judge/calls"][2]
+    text = markdown(page(facts))
+    assert f"| questions | {asked} |" in text and f"| prompt tokens | {100 * asked} |" in text
+    train_and_kill(config, tmp_path / "run", (LocalEngine, "publish"), 3)
+    resume(tmp_path / "run")
+    assert_same_results(tmp_path / "run", expected)
 
 
 def test_examine_asks_the_judge_and_writes_nothing(

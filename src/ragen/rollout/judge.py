@@ -96,19 +96,21 @@ class Judge:
     """Asks for scores, keeps the answers in a run's folder (or nowhere), and counts their cost.
 
     Attributes:
+        attempt: The run's attempt that asks; the guard begins another one with a rollback.
         seconds: Time of the questions since the last call of `metrics`.
 
     Raises:
         RagenError: The address or the key is invalid, or the folder cannot be written.
     """
 
-    def __init__(self, settings: JudgeConfig, folder: Path | None = None) -> None:
+    def __init__(self, settings: JudgeConfig, folder: Path | None = None, attempt: int = 0) -> None:
         self._settings = settings
         self._endpoint = ChatEndpoint(server_of(settings), settings.model, think=False)
         self._kept = Judgements(folder)
         self._gate = asyncio.Semaphore(CONCURRENCY)
         self._asked: dict[str, asyncio.Task[Judgement]] = {}
         self._cost, self.seconds = _Cost(), 0.0
+        self.attempt = attempt
 
     async def close(self) -> None:
         """Close the connections and the database."""
@@ -178,11 +180,11 @@ class Judge:
     ) -> Judgement:
         """The answer to a question, known or new.
 
-        An answer that this step got before the run was killed counts as new again, so that the
-        metrics of a resumed run are those of the uninterrupted one.
+        An answer that this step of this attempt got before the run was killed counts as new again,
+        so that the metrics of a resumed run are those of the uninterrupted one.
         """
         known = self._kept.find(key)
-        if known is not None and known.step < step:
+        if known is not None and (known.attempt, known.step) < (self.attempt, step):
             self._cost.cached += 1
             return known
         self._cost.calls += 1
@@ -215,7 +217,7 @@ class Judge:
                 again = f"This cannot be read: {error}. Answer with the JSON object only."
                 reply: Message = {"role": "assistant", "content": text}
                 messages = (*messages, reply, {"role": "user", "content": again})
-        return Judgement(step, text, read, written)
+        return Judgement(self.attempt, step, text, read, written)
 
     def metrics(self) -> Metrics:
         """What the questions since the last call took; from here on, a new step begins.
@@ -240,9 +242,11 @@ def server_of(settings: JudgeConfig) -> Server:
 
 
 @asynccontextmanager
-async def open_judge(config: Config, folder: Path | None) -> AsyncIterator[Judge | None]:
+async def open_judge(
+    config: Config, folder: Path | None, attempt: int = 0
+) -> AsyncIterator[Judge | None]:
     """The judge of a run, if a reward term asks for it; its answers are kept in `folder`."""
-    judge = Judge(config.judge, folder) if JUDGE in config.reward.terms else None
+    judge = Judge(config.judge, folder, attempt) if JUDGE in config.reward.terms else None
     try:
         yield judge
     finally:

@@ -18,20 +18,24 @@ FILE = "judgements.sqlite"
 _TABLE = """
 CREATE TABLE IF NOT EXISTS judgements (
     question TEXT PRIMARY KEY, step INTEGER NOT NULL, text TEXT NOT NULL,
-    prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL
+    prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
+    attempt INTEGER NOT NULL DEFAULT 0
 )
 """
+_ATTEMPT = "ALTER TABLE judgements ADD COLUMN attempt INTEGER NOT NULL DEFAULT 0"
+"""For a file of a version that did not keep the attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A judge's answer: the step that first asked, its text, and the tokens that it took.
+    """A judge's answer: who asked first, its text, and the tokens that it took.
 
     Example:
-        >>> Judgement(3, '{"scores": []}', 900, 40).step
+        >>> Judgement(0, 3, '{"scores": []}', 900, 40).step
         3
     """
 
+    attempt: int
     step: int
     text: str
     prompt_tokens: int
@@ -54,13 +58,16 @@ class Judgements:
                 else connect(file)
             )
             self._connection.execute(_TABLE)
+            columns = self._connection.execute("PRAGMA table_info(judgements)").fetchall()
+            if "attempt" not in {name for _, name, *_ in columns}:
+                self._connection.execute(_ATTEMPT)
         except sqlite3.DatabaseError as error:
             raise unreadable(file, error) from None
 
     def find(self, question: str) -> Judgement | None:
         """The answer to a question, if it is known."""
         rows = self._execute(
-            "SELECT step, text, prompt_tokens, completion_tokens FROM judgements"
+            "SELECT attempt, step, text, prompt_tokens, completion_tokens FROM judgements"
             " WHERE question = ?",
             question,
         )
@@ -69,10 +76,13 @@ class Judgements:
     def add(self, question: str, judgement: Judgement) -> None:
         """Keep an answer."""
         self._execute(
-            "INSERT OR REPLACE INTO judgements VALUES (?,?,?,?,?)", question, *astuple(judgement)
+            "INSERT OR REPLACE INTO judgements"
+            " (question, attempt, step, text, prompt_tokens, completion_tokens)"
+            " VALUES (?,?,?,?,?,?)",
+            *(question, *astuple(judgement)),
         )
 
-    def _execute(self, query: str, *values: object) -> list[tuple[int, str, int, int]]:
+    def _execute(self, query: str, *values: object) -> list[tuple[int, int, str, int, int]]:
         try:
             return self._connection.execute(query, values).fetchall()
         except sqlite3.DatabaseError as error:

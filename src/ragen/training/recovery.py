@@ -324,6 +324,8 @@ async def go_on_from(
     run.config, run.state = changed(run.original, guard.changes), state
     run.guard, run.history = guard, {}
     run.recorder.attempt = state.attempt
+    if run.judge is not None:
+        run.judge.attempt = state.attempt
     first = find_first(run.config, checkpoint, saved["engine"])
     run.engine = make_engine(run.config, first)
     await run.engine.load(checkpoint, saved["engine"])

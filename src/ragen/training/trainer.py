@@ -185,7 +185,7 @@ def resume(
                 forget_later(recorder, watcher, checkpoint, state, damaged)
                 played = original, config, engine, setups, stages
                 run = Run(folder, *played, recorder, state, watcher, guard)
-                async with open_judge(config, folder) as run.judge:
+                async with open_judge(config, folder, state.attempt) as run.judge:
                     await run_to_the_end(run)
         return result_of(folder, run.config, run.state)
 
