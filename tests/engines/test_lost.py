@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+from typing import Any
+
 import pytest
 
-from ragen.engines.lost import what_happened
+from ragen.core.errors import EngineLost, RagenError
+from ragen.engines.lost import answers_of, what_happened
+from ragen.engines.sampler_pool import ProcessLost
 
 HEAD = (
     "The actor died unexpectedly before finishing this task.\n\tclass_name: LearnerHost\n"
@@ -58,3 +64,91 @@ def test_the_machine_is_the_one_that_the_process_has_named() -> None:
     text, _ = TEXTS["ray.kill"]
     assert what_happened("learner 1", "10.0.0.7", text) == "learner 1 on 10.0.0.7 was ended"
     assert what_happened("learner 1", "10.0.0.7", "") == "learner 1 on 10.0.0.7 was lost"
+
+
+# Calls of processes that compute together.
+
+
+class Learners:
+    """The calls of two processes that wait for each other; ended ones are lost."""
+
+    def __init__(self) -> None:
+        self.ends = 0
+        self._ended = asyncio.Event()
+
+    def end(self) -> None:
+        self.ends += 1
+        self._ended.set()
+
+    async def fails(self, error: Exception, after_s: float = 0.0) -> Any:
+        await asyncio.sleep(after_s)
+        raise error
+
+    async def waits(self) -> Any:
+        await self._ended.wait()
+        raise ProcessLost("learner 1 was ended", "page")
+
+    async def answers(self, answer: int) -> int:
+        await asyncio.sleep(0.01)
+        return answer
+
+
+def ask(*calls: Any, learners: Learners, grace_s: float = 5.0) -> list[Any]:
+    """The answers; no call is open afterwards, and asyncio has nothing to complain about."""
+    complaints: list[Any] = []
+
+    async def play() -> list[Any]:
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
+        try:
+            return await asyncio.wait_for(answers_of(calls, learners.end, grace_s), 10)
+        finally:
+            await asyncio.sleep(0)
+            gc.collect()
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+            assert not complaints
+
+    return asyncio.run(play())
+
+
+def test_all_answers_come_in_order() -> None:
+    learners = Learners()
+    assert ask(learners.answers(1), learners.answers(2), learners=learners) == [1, 2]
+    assert learners.ends == 0
+
+
+def test_a_lost_process_ends_those_that_wait_for_it_at_once() -> None:
+    learners = Learners()
+    lost = ProcessLost("learner 0 was killed", "many lines")
+    with pytest.raises(EngineLost, match=r"^learner 0 was killed$") as caught:
+        ask(learners.waits(), learners.fails(lost), learners=learners)
+    assert caught.value.details == "many lines" and learners.ends == 1
+
+
+def test_an_error_that_all_raise_ends_none() -> None:
+    learners = Learners()
+    calls = [learners.fails(RagenError("no room"), after_s) for after_s in (0.0, 0.02)]
+    with pytest.raises(RagenError, match=r"^no room$"):
+        ask(*calls, learners=learners)
+    assert learners.ends == 0
+
+
+def test_an_error_of_one_is_raised_and_ends_the_others_that_wait_for_it() -> None:
+    learners = Learners()
+    with pytest.raises(RagenError, match=r"^no room$"):
+        ask(learners.fails(RagenError("no room")), learners.waits(), learners=learners, grace_s=0.1)
+    assert learners.ends == 1
+
+
+def test_a_connection_that_breaks_before_its_process_is_known_to_be_lost_is_a_loss() -> None:
+    learners = Learners()
+    broken = RuntimeError("gloo: connection closed by peer")
+    lost = ProcessLost("learner 1 was killed")
+    with pytest.raises(EngineLost, match=r"^learner 1 was killed$"):
+        ask(learners.fails(broken), learners.fails(lost, 0.05), learners=learners)
+
+
+def test_a_bug_stays_one() -> None:
+    learners = Learners()
+    with pytest.raises(RuntimeError, match=r"^a bug$"):
+        ask(learners.waits(), learners.fails(RuntimeError("a bug")), learners=learners, grace_s=0.1)
+    assert learners.ends == 1

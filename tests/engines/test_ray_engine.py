@@ -139,6 +139,22 @@ def test_a_killed_learner_is_an_engine_lost() -> None:
     assert len(str(caught.value)) < 150 < len(caught.value.details)
 
 
+def test_a_learner_that_is_lost_at_the_start_is_named_while_the_other_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spawn = RayEngine._spawn
+
+    def losing(engine: RayEngine, kind: type, name: str, place: int) -> ray_engine.Process:
+        process = spawn(engine, kind, name, place)
+        if name == "learner 1":
+            ray_engine.ray.kill(process.actor)
+        return process
+
+    monkeypatch.setattr(RayEngine, "_spawn", losing)
+    with pytest.raises(EngineLost, match=r"^learner 1 "):
+        engine_of(config_of(engine__learners=2, engine__timeout_s=300))
+
+
 def test_a_process_that_ray_kills_for_its_memory_is_a_lost_one() -> None:
     """`OutOfMemoryError` is none of Ray's actor errors."""
 

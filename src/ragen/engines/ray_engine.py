@@ -28,7 +28,7 @@ from ragen.core.metrics import Metrics, mean, total
 from ragen.core.types import Prompt, Role
 from ragen.engines.engine import Late
 from ragen.engines.hosts import Beat, Failure, LearnerHost, SamplerHost
-from ragen.engines.lost import what_happened
+from ragen.engines.lost import answers_of, what_happened
 from ragen.engines.sampler_pool import Answers, ProcessLost, SamplerPool, Seat
 from ragen.rollout.setup import make_chat
 
@@ -286,7 +286,7 @@ class RayEngine:
             (each, each.actor.start.remote(config, path, threads[1]))
             for each in self._samplers.values()
         ]
-        tokenizer, *_ = [self._wait(process, ref) for process, ref in started]
+        tokenizer, *_ = self._wait_all(started)
         self.chat = make_chat(config, tokenizer)
         sent = [each.actor.weights.remote() for each in self._learners]
         abouts = [
@@ -302,10 +302,21 @@ class RayEngine:
         for process in self._samplers.values():
             self._join(process)
 
-    def _wait(self, process: Process, ref: Any) -> Any:
+    def _wait_all(self, asked: Sequence[tuple[Process, Any]]) -> list[Any]:
+        """As `_wait`; a call that fails is told at once, for the others may wait for it."""
+        open_calls = {ref: process for process, ref in asked}
+        while open_calls:
+            done, _ = ray.wait([*open_calls], timeout=self._timeout_s)
+            ref = (done or [*open_calls])[0]
+            self._wait(open_calls.pop(ref), ref, self._timeout_s if done else 0.0)
+        answers: list[Any] = ray.get([ref for _, ref in asked])
+        return answers
+
+    def _wait(self, process: Process, ref: Any, timeout_s: float | None = None) -> Any:
         """The answer of a call while the engine is made, which has no event loop."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            answer = ray.get(ref, timeout=self._timeout_s)
+            answer = ray.get(ref, timeout=timeout_s)
         except GetTimeoutError as error:
             raise EngineLost(
                 f"{process.name} has not started within engine.timeout_s = {self._timeout_s:g} s"
@@ -325,28 +336,20 @@ class RayEngine:
     # Learners.
 
     async def _train(self, method: str, *arguments: Any) -> Any:
-        """The answer of the first learner to a call that all of them get.
-
-        Raises:
-            EngineLost: One of them is gone; the others wait for it, and are ended.
-        """
+        """The answer of the first learner to a call that all of them get (`answers_of`)."""
         if self._config.rollout.sampler == "vllm" and self._shares_gpus:
             await self._rest()
         calls = [each.call("call", method, *arguments, phase=method) for each in self._learners]
         return (await self._all(calls))[0]
 
     async def _all(self, calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """The answers of all learners.
+        """The answers of all learners (`answers_of`)."""
 
-        Raises:
-            EngineLost: One of them is gone; the others wait for it, and are ended.
-        """
-        try:
-            return await asyncio.gather(*calls)
-        except ProcessLost as failure:
+        def end() -> None:
             for each in self._learners:
                 ray.kill(each.actor)
-            raise EngineLost(str(failure), failure.details) from failure
+
+        return await answers_of(calls, end)
 
     async def _rest(self) -> None:
         if self._settings.max_staleness == 0:
