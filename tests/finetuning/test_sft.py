@@ -35,10 +35,11 @@ from ragen.finetuning.sft import (
 from ragen.finetuning.tokenizer import build
 from ragen.models.adapter_folder import hash_tensors
 from ragen.models.loading import load_policy
-from ragen.models.names import is_adapter
+from ragen.models.names import is_adapter, resolve_model
 from ragen.rollout.chat import Chat
 from ragen.rollout.players import PlayerPolicy, solver
 from ragen.rollout.prompt import Limits
+from ragen.rollout.setup import make_chat
 from tests.bandit_model import SETTINGS, bandit_model, settings
 from tests.cli.test_bad_input import ROGUE, error_line
 from tests.tiny import TEMPLATES, tiny_tokenizer
@@ -189,6 +190,27 @@ def test_random_play_is_kept_whatever_came_of_it_and_leans_to_no_action() -> Non
     assert 0 < len(won.kept) < 64 == len(won.kept) + won.unsolved
     again = played_examples(config, chat, "random", 64, None)
     assert again.kept == examples.kept
+
+
+@pytest.mark.parametrize("env", ["frozen-lake", "frozen-lake-still", "sokoban"])
+def test_a_teacher_shows_optimal_play_in_the_thoughts_of_the_embedded_models(env: str) -> None:
+    config = resolve(env)
+    _, tokenizer = load_policy(resolve_model("base", env), "cpu", "float32")
+    chat = make_chat(config, tokenizer)
+    every = played_examples(config, chat, "teacher", 16, "all")
+    won = played_examples(config, chat, "teacher", 16, "solved")
+    assert len(won.kept) >= (4 if env == "frozen-lake" else 14), "optimal play; on ice with luck"
+    own = make(env, **config.env.params)
+    for level, example in enumerate(every.kept, SFT_LEVELS):
+        own.reset(seed=level, options={"noise_seed": 0})
+        reading = own.read_thought(example[0][1].text.partition("</think>")[0])
+        assert reading is not None and reading.true == reading.stated > 0
+
+
+def test_there_is_no_teacher_elsewhere() -> None:
+    config = resolve("bandit")
+    with pytest.raises(RagenError, match="there is no teacher for bandit, only for"):
+        played_examples(config, Chat(tiny_tokenizer("chatml")), "teacher", 2, None)
 
 
 def test_a_run_teaches_its_solved_episodes(tmp_path: Path) -> None:

@@ -121,6 +121,13 @@ SOKOBAN = (
 )
 SOKOBAN_MIX = (Lesson(sokoban_plan(0.25), BOX),)
 
+TEACHERS = {
+    "frozen-lake": lake_turns(slippery_turn, careful=1.0),
+    "frozen-lake-still": lake_turns(careful_turn, careful=1.0),
+    "sokoban": sokoban_plan(1.0),
+}
+"""Optimal play with the thoughts of the embedded models, by environment."""
+
 LAKE_STAGES = (
     Stage("look-up", 300, (LOOKUP_LAKE, SAFE_WALKS)),
     Stage("still ice", 600, STILL_LAKE, context_weight=0.1),

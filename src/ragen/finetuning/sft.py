@@ -33,7 +33,8 @@ from ragen.engines.learner import Learner
 from ragen.engines.machine import use_threads
 from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.evaluation.targets import load_target, refuse_absent
-from ragen.finetuning.demonstrations import neutral_thought, plan_in_words
+from ragen.finetuning.curriculum import TEACHERS
+from ragen.finetuning.demonstrations import Demonstrator, neutral_thought, plan_in_words
 from ragen.finetuning.transcripts import Transcript, read_transcripts, to_exchanges
 from ragen.models.loading import save_model
 from ragen.models.names import resolve_model
@@ -139,8 +140,9 @@ def sft(
     """Fine-tune a model on examples and save it in Hugging Face's layout, or its adapter in PEFT's.
 
     Only the keys in `KEYS` are read. `out` is a folder that does not exist yet. `player` is
-    ``random`` (with thoughts that lean to no action), ``solver`` (whose thought is its plan), a run
-    or a model with the same tokenizer, which plays at temperature 1, or a file of conversations
+    ``random`` (with thoughts that lean to no action), ``solver`` (whose thought is its plan),
+    ``teacher`` (optimal play with the thoughts of the embedded models), a run or a model with the
+    same tokenizer, which plays at temperature 1, or a file of conversations
     (`ragen.finetuning.transcripts`). But for the last, the examples are those of `episodes` to
     `keep`, on levels that neither training nor evaluation uses; by default all of random play, else
     the solved ones. `lr` is the peak learning rate, by default `LR_FACTOR` times ``update.lr``.
@@ -285,10 +287,17 @@ def played_examples(
 
 def _player(config: Config, chat: Chat, player: str) -> tuple[Policy | PlayerPolicy, Setup]:
     """Who plays the examples, and the set-up of its episodes."""
-    if player not in ("random", "solver"):
+    if player not in ("random", "solver", "teacher"):
         refuse_absent(player)
         return load_target(player, config)
     setup = make_setup(config, chat)
+    if player == "teacher":
+        if config.env.name not in TEACHERS:
+            raise RagenError(
+                f"there is no teacher for {config.env.name}, only for {', '.join(TEACHERS)}: "
+                "take --player solver"
+            )
+        return Demonstrator(TEACHERS[config.env.name], chat), setup
 
     def encode(text: str) -> tuple[int, ...]:
         return (*chat.encode_text(text), chat.end)

@@ -18,6 +18,9 @@ name                               meaning
                                    half of ``first``; the step after the last one if none does
 ``lead:METRIC``                    1 − ``onset:METRIC`` ÷ ``onset:success/mean``: by what share of
                                    the time earlier it falls; NaN if success does not fall
+``warned``                         the same of the first alarm of the guard
+``rank:METRIC``                    Spearman's correlation of a metric with ``success/mean``, over
+                                   the steps that have both
 =================================  ==============================================================
 
 The difference of two measures is written with `` - `` between them:
@@ -28,16 +31,19 @@ Evaluations and metrics that a rollback undid do not count.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
 
+import scipy  # loads `stats` on first use
+
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Series
 from ragen.diagnostics.collapse import WINDOW
+from ragen.diagnostics.guard import read_alarms
 from ragen.evaluation.results import load_evaluations
 from ragen.storage.reader import read_metrics
 
@@ -48,6 +54,8 @@ ONSET_SHARE = 0.5
 @dataclass(frozen=True, slots=True)
 class RunFacts:
     """The data of a run that measures need: success by step, metrics by name and step.
+
+    `alarms` are the steps of the guard's alarms.
 
     Example:
         >>> success, entropy = {0: 0.5, 5: 0.9, 10: 0.75}, {1: 2.0, 2: 1.0}
@@ -61,6 +69,7 @@ class RunFacts:
     seconds: float = 0.0
     random: float = math.nan
     transfer: Mapping[str, float] = field(default_factory=dict)
+    alarms: Sequence[int] = ()
 
 
 def read_run(
@@ -78,7 +87,8 @@ def read_run(
     success = {each.step: each.evaluation.success for each in evaluated}
     seconds = sum(metrics.get("time/step_s", {}).values())
     random = evaluated[-1].evaluation.random if evaluated else math.nan
-    return RunFacts(success, metrics, seconds, random, transfer or {})
+    alarms = [alarm.step for alarm in read_alarms(folder)]
+    return RunFacts(success, metrics, seconds, random, transfer or {}, alarms)
 
 
 def first(series: Series) -> float:
@@ -159,6 +169,22 @@ def _survived(success: Series) -> float:
     return (onset(success) - 1) / max(success) if success else math.nan
 
 
+def warned(run: RunFacts) -> float:
+    """By what share of the time until success falls the first alarm comes earlier.
+
+    Without an alarm, it is as late as the run can be.
+
+    Example:
+        >>> fall = {step: float(step <= 16) for step in range(1, 31)}
+        >>> warned(RunFacts({}, {"success/mean": fall}, alarms=[12, 25]))  # 1 − 12 / 19
+        0.368...
+    """
+    success = run.metrics.get("success/mean")
+    if not success or onset(success) > max(success):
+        return math.nan
+    return 1 - min(run.alarms, default=max(success) + 1) / onset(success)
+
+
 MEASURES: Mapping[str, Callable[[RunFacts], float]] = MappingProxyType(
     {
         "before": _by_level(lambda success: success[min(success)]),
@@ -168,6 +194,7 @@ MEASURES: Mapping[str, Callable[[RunFacts], float]] = MappingProxyType(
         "collapsed": _by_level(collapsed),
         "until_80": _by_level(lambda success: until(success, 0.8)),
         "survived": lambda run: _survived(run.metrics.get("success/mean", {})),
+        "warned": warned,
         "random": lambda run: run.random,
         "seconds": lambda run: run.seconds,
     }
@@ -205,6 +232,30 @@ def lead(run: RunFacts, metric: str) -> float:
     return 1 - onset(other) / onset(success)
 
 
+def rank(run: RunFacts, metric: str) -> float:
+    """Spearman's correlation of a metric with success in training, over the steps with both.
+
+    NaN where one of them does not vary, or fewer than five steps have both.
+
+    Example:
+        >>> curves = {"success/mean": {1: 0.1, 2: 0.2, 3: 0.4, 4: 0.3, 5: 0.5}, "a": {}}
+        >>> curves["a"] = {1: 9.0, 2: 8.0, 3: 7.0, 4: 6.0, 5: 5.0}
+        >>> round(rank(RunFacts({}, curves), "a"), 6)  # 1 − 6 · (16 + 4 + 1 + 1 + 16) / (5 · 24)
+        -0.9
+    """
+    success, other = run.metrics.get("success/mean", {}), run.metrics.get(metric, {})
+    both = [(success[step], value) for step, value in other.items() if step in success]
+    if len(both) < WINDOW or any(len(set(values)) == 1 for values in zip(*both, strict=True)):
+        return math.nan
+    return float(scipy.stats.spearmanr(both).statistic)
+
+
+OF_SUCCESS: Mapping[str, Callable[[RunFacts, str], float]] = MappingProxyType(
+    {"lead": lead, "rank": rank}
+)
+"""Measures of the metric that is named after the colon, together with success."""
+
+
 def measure_of(name: str) -> Callable[[RunFacts], float]:
     """The measure of this name.
 
@@ -224,13 +275,13 @@ def measure_of(name: str) -> Callable[[RunFacts], float]:
     kind, _, metric = name.partition(":")
     if kind == TRANSFER and metric:
         return lambda run: run.transfer.get(metric, math.nan)
-    if kind == "lead" and metric:
-        return lambda run: lead(run, metric)
+    if kind in OF_SUCCESS and metric:
+        return lambda run: OF_SUCCESS[kind](run, metric)
     if kind not in OF_METRICS or not metric:
         raise RagenError(
             f"there is no measure {name!r}: {', '.join(MEASURES)}, or one of "
-            f"{', '.join(OF_METRICS)}, lead with a metric, such as last:entropy/mean, or transfer "
-            "with an evaluation of the study"
+            f"{', '.join((*OF_METRICS, *OF_SUCCESS))} with a metric, such as last:entropy/mean, or "
+            "transfer with an evaluation of the study"
         )
 
     def measure(run: RunFacts) -> float:

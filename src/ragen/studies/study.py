@@ -89,7 +89,10 @@ class Need(Section):
 
 
 class FineTuning(Section):
-    """Supervised fine-tuning that an arm begins with, on episodes of a player (`ragen sft`)."""
+    """Supervised fine-tuning that an arm begins with, on episodes of a player (`ragen sft`).
+
+    With the player ``base``, the model plays itself, and learns from the episodes that it solves.
+    """
 
     player: str = "solver"
     episodes: int = Field(1024, ge=2)
