@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ragen.studies.overview import FIGURE, draw_overview, overview
+from ragen.studies.overview import FIGURE, draw_overview, overview, sentences
 from ragen.studies.results import RUNS, Findings, page, read_findings, written
 from ragen.studies.study import load_study, study_names
 
@@ -38,13 +38,12 @@ def texts() -> Iterator[tuple[Path, str]]:
     _, end, tail = rest.partition(MARKERS[1])
     assert start and end, f"{index} has lost its markers"
     table = overview([load_study(name) for name in study_names()], findings)
-    lines = [*table, "", *([FIGURE, ""] if findings else [])]
+    lines = [*table, "", FIGURE, "", *sentences(list(findings.values())), ""]
     yield index, head + start + "\n" + "\n".join(lines) + "\n" + end + tail
 
 
 if __name__ == "__main__":
     for path, text in list(texts()):
         path.write_text(text, "utf-8")
-    if findings := list(found().values()):
-        with written(FOLDER / "studies.svg") as path:
-            draw_overview(findings).savefig(path)
+    with written(FOLDER / "studies.svg") as path:
+        draw_overview(list(found().values())).savefig(path)

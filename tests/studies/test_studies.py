@@ -344,7 +344,10 @@ def test_arm_may_start_with_supervised_fine_tuning(tmp_path: Path) -> None:
     values = [found.numbers["final"]["bandit", arm] for arm in ("taught", "base")]
     assert min(values[0]) > max(values[1])
     write_overview([found], tmp_path)
-    assert "undecided; about" in (tmp_path / "index.md").read_text()
+    index = (tmp_path / "index.md").read_text()
+    assert "- **tiny.** The claim is undecided on bandit." in index
+    assert "0 of 1 judged claims by environment are decided." in index
+    assert "- tiny, bandit, after 2 seeds: undecided; about" in index
     bandit = ("bandit", "taught")
     read = read_findings(Study(**study), "laptop", tmp_path)
     assert read.seeds == 2 and read.sentence == found.sentence

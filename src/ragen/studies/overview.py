@@ -131,6 +131,21 @@ def rows_of(
 FIGURE = "![each effect with its interval, and the published one](studies.svg)"
 
 
+def sentences(found: Sequence[Findings]) -> Iterator[str]:
+    """A sentence on each claim, and what remains undecided with the seeds that it would take."""
+    for each in found:
+        yield f"- **{each.study.name}.** {each.sentence}"
+    rows = [(each.study, decision) for each in found for decision in each.decisions]
+    judged = [(study, d) for study, d in rows if d.outcome not in ("untestable", "not exercised")]
+    left = [(study, d) for study, d in judged if d.outcome == "undecided"]
+    yield f"\n{len(judged) - len(left)} of {len(judged)} judged claims by environment are decided."
+    if left:
+        yield "Undecided:\n"
+    for study, decision in left:
+        where = f"{study.name}, {decision.environment}"
+        yield f"- {where}, after {decision.pairs} seeds: {outcome_words(decision)}"
+
+
 def write_overview(found: Sequence[Findings], out: Path) -> None:
     """Write ``index.md`` and ``studies.svg``.
 
@@ -141,7 +156,8 @@ def write_overview(found: Sequence[Findings], out: Path) -> None:
         draw_overview(found).savefig(path)
     table = overview([each.study for each in found], {each.study.name: each for each in found})
     with written(out / "index.md") as path:
-        path.write_text("\n".join([*table, "", FIGURE, ""]), encoding="utf-8")
+        lines = [*table, "", FIGURE, "", *sentences(found), ""]
+        path.write_text("\n".join(lines), encoding="utf-8")
 
 
 def draw_overview(found: Sequence[Findings]) -> Figure:
