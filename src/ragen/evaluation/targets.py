@@ -228,13 +228,7 @@ def load_target(
     """
     if server is not None:
         setup = make_setup(config, None)
-        if setup.tools:
-            setup.close()
-            raise RagenError(
-                f"{config.env.name} has tools, which models behind a server are not given yet: "
-                "evaluate a model on this machine, random or solver"
-            )
-        return ChatEndpoint(server, target, config.prompt.think), setup
+        return ChatEndpoint(server, target, config.prompt.think, setup.tools), setup
     if target in PLAYERS:
         refuse_absent(target)
         setup = make_setup(config, None)

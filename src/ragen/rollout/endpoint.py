@@ -20,7 +20,7 @@ import random
 import re
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -31,7 +31,9 @@ import httpx
 from ragen.core.errors import RagenError, printable
 from ragen.core.seeding import derive
 from ragen.core.types import Completion, FinishReason, Prompt, Usage
+from ragen.envs.contract import Schema
 from ragen.rollout.actions import TAGS
+from ragen.rollout.endpoint_tools import for_server, with_calls
 from ragen.rollout.policies import NoCompletion
 
 KEY_ENV = "OPENAI_API_KEY"
@@ -150,11 +152,14 @@ class ChatEndpoint:
     """A `Policy` that sends requests to a server, any number at once within one event loop.
 
     With `think` a reply begins with a thought; a separate `reasoning` of the server becomes that
-    thought.
+    thought. Every request offers the `tools`, and the calls of an answer become a part of its text.
     """
 
-    def __init__(self, server: Server, model: str, think: bool = True) -> None:
+    def __init__(
+        self, server: Server, model: str, think: bool = True, tools: Sequence[Schema] = ()
+    ) -> None:
         self._server, self._model, self._think = server, model, think
+        self._tools = [dict(each) for each in tools]
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if server.key:
             headers["Authorization"] = f"Bearer {server.key}"
@@ -230,7 +235,7 @@ class ChatEndpoint:
         if response.status_code != 200:
             return await self._refused(prompt, sent, response, body)
         try:
-            completion = read_reply(body, self._think)
+            completion = read_reply(body, self._think, bool(self._tools))
         except _RequestFailed as error:
             shown = self._server.shown(str(error))
             raise _RequestFailed(shown, 0.0, error.repeat_s, remedy=error.remedy) from None
@@ -283,7 +288,8 @@ class ChatEndpoint:
     def _body(self, prompt: Prompt) -> dict[str, Any]:
         return {
             "model": self._model,
-            "messages": [dict(message) for message in prompt.messages],
+            "messages": list(for_server(prompt.messages)),
+            **({"tools": self._tools} if self._tools else {}),
             self._length_key: prompt.max_tokens,
             "temperature": prompt.temperature,
             # Some servers store the seed in 32 bits.
@@ -431,13 +437,14 @@ def error_message(data: bytes) -> tuple[str, str]:
     return body, str(code) if isinstance(code, str | int) else ""
 
 
-def read_reply(data: bytes, think: bool) -> Completion:
+def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
     """The completion in the body of an answer.
 
     A refusal counts as the reply. If `think` and the text has no thought, a separate one
     (``reasoning`` or ``reasoning_content``) is put in front, without any tags that it quotes; so is
-    a ``<think>`` that the model's own template wrote. A tool call without text is an empty reply.
-    Half a surrogate pair, which is no text, becomes the replacement character.
+    a ``<think>`` that the model's own template wrote. With `tools`, calls are appended in the form
+    of `ragen.rollout.tool_calls.hermes`; otherwise a call without text is an empty reply. Half a
+    surrogate pair, which is no text, becomes the replacement character.
 
     Raises:
         _RequestFailed: The answer is not JSON in UTF-8, is an error, or has no choice or message.
@@ -478,6 +485,8 @@ def read_reply(data: bytes, think: bool) -> Completion:
             reply = f"<think>{reasoning}</think>{reply}"
         elif reply.count("</think>") == 1:
             reply = f"<think>{reply}"
+    if tools:
+        reply = with_calls(reply, message.get("tool_calls"), think)
     reply = reply.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     cut = choice.get("finish_reason") in ("length", "max_tokens")
     finish: FinishReason = "length" if cut else "stop"

@@ -1,0 +1,184 @@
+"""Tools at chat endpoints: calls of an answer, results in the next request, and malformed calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragen.cli.main import main
+from ragen.core.types import Episode
+from ragen.envs.registry import make
+from ragen.envs.sorting import BALLS, Sorting, best
+from ragen.rollout import endpoint
+from ragen.rollout.endpoint import ChatEndpoint, Server
+from ragen.rollout.endpoint_tools import for_server
+from ragen.rollout.episode import play_episode
+from ragen.rollout.setup import EpisodeSpec, Setup
+from tests.faulty import Answer, FaultyServer, chat_reply
+from tests.rollout.test_endpoint import in_order
+
+BROKEN = "Error: This call is not a JSON object with a name and arguments."
+COMPARE = '{"first": "A", "second": "B"}'
+
+
+@pytest.fixture(autouse=True)
+def short_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(endpoint, "TRIES", 2)
+    monkeypatch.delenv(endpoint.KEY_ENV, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def called(name: Any = "compare", arguments: Any = COMPARE, id_: Any = "call_of_the_server") -> Any:
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def calling(*calls: Any, content: str | None = None, **message: Any) -> Answer:
+    return chat_reply(content, "tool_calls", tool_calls=list(calls), **message)
+
+
+def played(server: FaultyServer, think: bool = False) -> Episode:
+    env = make("sorting")
+    setup = Setup(
+        "sorting", Sorting, 4, 2, 6, "paper", think=think, prefilled=False, tools=env.tools
+    )
+
+    async def play() -> Episode:
+        policy = ChatEndpoint(Server(server.url), "m", think, setup.tools)
+        try:
+            return await play_episode(policy, setup, EpisodeSpec(123, 0, 0, (0, "eval")))
+        finally:
+            await policy.close()
+
+    return asyncio.run(play())
+
+
+def test_calls_and_their_results_in_the_requests() -> None:
+    two = calling(called(), called(arguments=COMPARE.replace("A", "C")), content="I compare.")
+    with FaultyServer(in_order(two, two, chat_reply("A B C D"))) as server:
+        episode = played(server)
+    first, second, third = (request["messages"] for request in server.requests)
+    assert all(request["tools"] == list(make("sorting").tools) for request in server.requests)
+    assert [each["role"] for each in first] == ["system", "user"]
+    assert [each["role"] for each in second] == ["system", "user", "assistant", "tool", "tool"]
+    said, *results = second[2:]
+    assert said["content"] == "I compare."
+    assert [json.loads(each["function"]["arguments"]) for each in said["tool_calls"]] == [
+        {"first": "A", "second": "B"},
+        {"first": "C", "second": "B"},
+    ]
+    assert [each["tool_call_id"] for each in results] == [each["id"] for each in said["tool_calls"]]
+    assert re.fullmatch(r"A is (lighter|heavier) than B\.", results[0]["content"])
+    assert results[1]["content"].startswith("C is ") and "actions left" in results[1]["content"]
+    ids = [call["id"] for each in third for call in each.get("tool_calls", ())]
+    assert len(ids) == len(set(ids)) == 4
+    assert [turn.penalty for turn in episode.turns] == [0, 0, 0]
+    assert episode.turns[0].results == tuple(
+        result["content"].partition("\n")[0] for result in results
+    )
+    assert episode.stop_reason in ("solved", "failed")
+
+
+@pytest.mark.parametrize(
+    ("answer", "thought"),
+    [
+        (calling(called()), ""),
+        (calling(called(), reasoning_content="which?"), "which?"),
+        (calling(called(), content="<think>which?</think>"), "which?"),
+    ],
+)
+def test_thoughts_beside_calls(answer: Answer, thought: str) -> None:
+    """Most models write no text beside their calls, whatever the prompt says."""
+    with FaultyServer(in_order(answer, chat_reply("<think>so</think>A B C D"))) as server:
+        episode = played(server, think=True)
+    assert [turn.thought for turn in episode.turns] == [thought, "so"]
+    assert all(turn.well_formed for turn in episode.turns)
+    said = server.requests[1]["messages"][2]
+    assert said["content"] == (f"<think>{thought}</think>" if thought else None)
+    assert said["tool_calls"][0]["function"]["name"] == "compare"
+
+
+MALFORMED: dict[str, tuple[Any, str]] = {
+    "arguments that are no JSON": (called(arguments='{"first": "A"'), BROKEN),
+    "arguments that are a list": (called(arguments='["A", "B"]'), BROKEN),
+    "arguments of a deep text": (called(arguments="[" * 5000), BROKEN),
+    "arguments of a deep object": (called(arguments='{"a":' * 900 + "1" + "}" * 900), BROKEN),
+    "arguments that close the call": (called(arguments="</tool_call><think>"), BROKEN),
+    "a surrogate": (called(arguments='{"first": "\\ud800"}'), "Error: first: Input should be"),
+    "no arguments": (called(arguments=""), "Error: first: Missing required argument"),
+    "a tag in an argument": (
+        called(arguments='{"first": "</tool_call>", "second": "B"}'),
+        "Error: first: Input should be",
+    ),
+    "an unknown tool": (called(name="weigh"), "Error: there is no tool of that name"),
+    "a name that servers refuse": (called(name="no such\ntool!"), "Error: there is no tool"),
+    "a name that is no text": (called(name=7), BROKEN),
+    "no function": ({"id": "x", "type": "function"}, BROKEN),
+    "no object": (["compare"], BROKEN),
+    "nothing": (None, BROKEN),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_calls_are_results_beside_the_others(name: str) -> None:
+    """A request with them is in a form that servers take, and the episode goes on."""
+    call, result = MALFORMED[name]
+    script = in_order(calling(call, called(id_=None)), chat_reply("A B C D"))
+    with FaultyServer(script) as server:
+        episode = played(server)
+    turn = episode.turns[0]
+    assert turn.results is not None and turn.results[0].startswith(result)
+    assert turn.results[1].startswith("A is ")
+    assert turn.well_formed == (result != BROKEN) and (turn.penalty < 0) == (result == BROKEN)
+    for each in server.requests[1]["messages"][2]["tool_calls"]:
+        assert isinstance(json.loads(each["function"]["arguments"]), dict)
+        assert re.fullmatch(r"[A-Za-z0-9_-]{1,64}", each["function"]["name"])
+    assert episode.stop_reason in ("solved", "failed") and len(episode.turns) == 2
+
+
+@pytest.mark.parametrize("calls", [None, [], {}, "compare", 7])
+def test_an_answer_without_calls_is_read_as_text(calls: Any) -> None:
+    with FaultyServer(in_order(chat_reply("A B C D", tool_calls=calls))) as server:
+        episode = played(server)
+    assert episode.stop_reason in ("solved", "failed") and len(episode.turns) == 1
+
+
+def test_calls_that_a_server_leaves_in_the_text_are_sent_back_as_calls() -> None:
+    text = f'<tool_call>\n{{"name": "compare", "arguments": {COMPARE}}}\n</tool_call>'
+    with FaultyServer(in_order(chat_reply(text), chat_reply("A B C D"))) as server:
+        episode = played(server)
+    assert episode.turns[0].results is not None
+    assert server.requests[1]["messages"][2]["tool_calls"][0]["function"]["name"] == "compare"
+
+
+def test_a_conversation_without_tools_is_sent_as_it_is() -> None:
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "<tool_call>"}]
+    assert list(for_server(messages)) == messages
+
+
+def sorts(_: int, body: dict[str, Any]) -> Answer:
+    """Optimal play, from nothing but the conversation."""
+    found = re.findall(r"(\w) is (lighter|heavier) than (\w)", json.dumps(body["messages"][2:]))
+    lighter = [(a, b) if way == "lighter" else (b, a) for a, way, b in found]
+    orders = map("".join, permutations(BALLS))
+    left = frozenset(o for o in orders if all(o.index(a) < o.index(b) for a, b in lighter))
+    turns = sum(message["role"] == "assistant" for message in body["messages"])
+    _, pairs = best(left, 4 - turns, 6 - len(found), 2)
+    if not pairs:
+        return chat_reply(f"<think>known</think>{' '.join(min(left))}")
+    return calling(*(called(arguments=json.dumps({"first": a, "second": b})) for a, b in pairs))
+
+
+def test_a_tool_environment_is_evaluated_at_an_endpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    with FaultyServer(sorts) as server:
+        command = f"eval m --base-url {server.url} --env sorting --episodes 6 --json"
+        assert main(command.split()) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["success"], result["optimal"], result["valid_fraction"]) == (1.0, 1.0, 1.0)
