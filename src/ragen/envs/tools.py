@@ -150,23 +150,19 @@ class ToolEnv(Env):
         call = read_call(action)
         if call is None:
             return self.answer(action)
-        before, tools = self.state_key(), {each.name: each for each in self.toolbox()}
+        before, result = self.state_key(), self.result(call)
+        info = {"success": False, "effective": self.state_key() != before}
+        return result, 0.0, False, False, info
+
+    def result(self, call: Call) -> str:
+        """Carry out a call of a tool and return its result."""
+        tools = {each.name: each for each in self.toolbox()}
         try:
             if call.name not in tools:
                 raise ToolError(f"there is no tool of that name; there are {', '.join(tools)}")
-            result = tools[call.name].call(call.arguments)
+            return tools[call.name].call(call.arguments)
         except ToolError as error:
-            result = f"Error: {error}"
-        return (
-            result,
-            0.0,
-            False,
-            False,
-            {
-                "success": False,
-                "effective": self.state_key() != before,
-            },
-        )
+            return f"Error: {error}"
 
 
 def _bound(env: ToolEnv, method: Callable[..., Any]) -> Tool:

@@ -28,38 +28,13 @@ class Played(NamedTuple):
     success: bool
 
 
-class Adapted(Env):
-    """An environment of another library, whose name is ``LIBRARY:TARGET``.
+class Replayed(Env):
+    """An environment whose snapshot is the two seeds and the actions since `reset`.
 
-    A library's adapter defines `find`, `begin` and `play` besides `rules` and `actions`.
+    It defines `begin` and `play` in place of `reset`, `step` and the snapshot's methods.
     """
 
-    target: ClassVar[str]
-    """What the library calls it."""
-    versions: ClassVar[tuple[str, ...]] = ()
-    """The packages that play it, with their versions: a part of what identifies its code."""
-
-    _rules: str
-    _actions: tuple[str, ...] | None = None
     _seeds: tuple[int, int]
-
-    @classmethod
-    def named(cls, name: str) -> type[Adapted]:
-        """The class of one environment of the library, by its full name.
-
-        Raises:
-            RagenError: As `find`.
-        """
-        return _named(cls, name)
-
-    @classmethod
-    @abstractmethod
-    def find(cls, target: str) -> tuple[str, ...]:
-        """The `versions` of a target.
-
-        Raises:
-            RagenError: The library is not installed, or has no such environment.
-        """
 
     @abstractmethod
     def begin(self, level_seed: int, noise_seed: int) -> str:
@@ -68,14 +43,6 @@ class Adapted(Env):
     @abstractmethod
     def play(self, action: str) -> Played:
         """Carry out an action, which is one of `actions` where there are such."""
-
-    @property
-    def rules(self) -> str:
-        return self._rules
-
-    @property
-    def actions(self) -> tuple[str, ...] | None:
-        return self._actions
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         level = fresh_seed() if seed is None else seed
@@ -117,6 +84,47 @@ class Adapted(Env):
 
     def _note(self, *values: Any) -> None:
         self._record.update(json.dumps(values).encode())
+
+
+class Adapted(Replayed):
+    """An environment of another library, whose name is ``LIBRARY:TARGET``.
+
+    A library's adapter defines `find`, `begin` and `play` besides `rules` and `actions`.
+    """
+
+    target: ClassVar[str]
+    """What the library calls it."""
+    versions: ClassVar[tuple[str, ...]] = ()
+    """The packages that play it, with their versions: a part of what identifies its code."""
+
+    _rules: str
+    _actions: tuple[str, ...] | None = None
+
+    @classmethod
+    def named(cls, name: str) -> type[Adapted]:
+        """The class of one environment of the library, by its full name.
+
+        Raises:
+            RagenError: As `find`.
+        """
+        return _named(cls, name)
+
+    @classmethod
+    @abstractmethod
+    def find(cls, target: str) -> tuple[str, ...]:
+        """The `versions` of a target.
+
+        Raises:
+            RagenError: The library is not installed, or has no such environment.
+        """
+
+    @property
+    def rules(self) -> str:
+        return self._rules
+
+    @property
+    def actions(self) -> tuple[str, ...] | None:
+        return self._actions
 
 
 @cache

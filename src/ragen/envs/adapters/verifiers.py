@@ -6,14 +6,12 @@ environment makes the messages and decides when the episode ends; then its rubri
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
 import signal
 import sys
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,6 +21,7 @@ from ragen.core.plugins import load_object
 from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
 from ragen.core.user_code import boundary
 from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
+from ragen.envs.adapters.own_loop import OwnLoop
 from ragen.envs.adapters.randomness import GlobalRandomness
 
 MOST_TURNS = 20
@@ -180,37 +179,11 @@ class VerifiersEnv(Adapted):
             return self._loaded.loop.run(coroutine)
 
 
-class _Loop:
-    """The event loop of an environment, which is kept: clients of judges belong to one loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._renew_threads()
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """The result of a coroutine."""
-        task = self._loop.create_task(coroutine)
-        try:
-            return self._loop.run_until_complete(task)
-        except BaseException:  # a time limit, too: a later call must not go on with it
-            task.cancel()
-            raise
-
-    def end_threads(self) -> None:
-        """End the threads of `asyncio.to_thread`."""
-        self._threads.shutdown()
-        self._renew_threads()
-
-    def _renew_threads(self) -> None:
-        self._threads = ThreadPoolExecutor()  # which starts them when they are needed
-        self._loop.set_default_executor(self._threads)
-
-
 class _Loaded(NamedTuple):
     """What `load_environment` made, for all instances of an environment: datasets can be large."""
 
     environment: Any
-    loop: _Loop
+    loop: OwnLoop
     no_client: Any
     evaluation: Sequence[Mapping[str, Any]]
     training: Sequence[Mapping[str, Any]]
@@ -251,7 +224,7 @@ def _loaded(target: str, versions: tuple[str, ...], params: str) -> _Loaded:
         training = [row for index, row in enumerate(rows) if index % HELD_OUT] or rows
     if not evaluation:
         raise RagenError(f"{name} has no examples")
-    return _Loaded(environment, _Loop(), _no_client(), evaluation, training)
+    return _Loaded(environment, OwnLoop(), _no_client(), evaluation, training)
 
 
 def _no_client() -> Any:

@@ -1,0 +1,345 @@
+"""Tools of MCP servers, through the official client library.
+
+A server is a command, which is started and spoken to over its standard streams, or a URL of
+streamable HTTP. A session belongs to one environment and one episode: it is opened with the first
+call of a tool, and closed with the next `reset` or with the environment. So no state of a server
+passes from an episode to another one, and a server that dies or hangs fails one episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shlex
+import tempfile
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
+from typing import IO, Any, ClassVar, NamedTuple
+
+import httpx
+
+from ragen.core.errors import RagenError, printable
+from ragen.core.user_code import UserCodeError, boundary
+from ragen.envs.adapters.adapted import Played, Replayed, missing
+from ragen.envs.adapters.own_loop import OwnLoop
+from ragen.envs.contract import Schema
+from ragen.envs.tools import Tool, ToolEnv, ToolError, read_call
+
+CALL_S = 60.0
+"""Seconds that a server may take to answer, where the limit of the call is not shorter."""
+CLOSE_S = 5.0
+"""Seconds that a session may take to close: the library ends a process after two or four."""
+INVALID_PARAMS, METHOD_NOT_FOUND = -32602, -32601
+"""JSON-RPC's errors of a call that is wrong: the agent reads them, like errors of the tool."""
+SAID_CHARS = 300
+"""Length that is kept of what a server wrote to its standard error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server is: a command with its environment variables, or a URL with its headers."""
+
+    command: tuple[str, ...] = ()
+    url: str = ""
+    values: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    def __str__(self) -> str:
+        return f"the MCP server {self.url or shlex.join(self.command)}"
+
+
+class Listed(NamedTuple):
+    """A tool as a server lists it."""
+
+    name: str
+    description: str
+    parameters: Schema
+
+
+class McpServer:
+    """A server whose tools an environment offers.
+
+    `address` is a command, as one text or as a list of words, or a URL that begins with
+    ``http://`` or ``https://``. A command gets the few environment variables that the library
+    deems harmless, and `env`. `headers` go with every request to a URL, such as a token.
+
+    Raises:
+        RagenError: The package mcp is not installed, or the address is empty.
+
+    Example:
+        >>> McpServer("python server.py").address.command
+        ('python', 'server.py')
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        env: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        if isinstance(address, str) and address.startswith(("http://", "https://")):
+            self.address = Address(url=address, values=tuple((headers or {}).items()))
+        else:
+            words = shlex.split(address) if isinstance(address, str) else address
+            self.address = Address(tuple(words), values=tuple((env or {}).items()))
+            if not words:
+                raise RagenError("an MCP server needs a command or a URL")
+        _require_library(str(self.address))
+        self._session: _Session | None = None
+
+    def tools(self) -> list[Tool]:
+        """The server's tools. A process asks a server for them once.
+
+        Raises:
+            RagenError: The server cannot be started or reached, or it has no tools.
+        """
+        listed = _listed(self.address)
+        return [Tool(*about, partial(self._call, about.name)) for about in listed]
+
+    def close(self) -> None:
+        """End the session, if there is one; the next call begins another one."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The result of a call.
+
+        Raises:
+            ToolError: The server says that the call failed.
+            RuntimeError: The server is gone, or does not answer.
+        """
+        if self._session is None:
+            self._session = _Session(self.address)
+        return self._session.call(name, dict(arguments))
+
+
+class McpEnv(Replayed, ToolEnv):
+    """An environment whose tools are those of MCP servers, and methods that are marked `tool`.
+
+    It names its `servers` and defines `rules`, `goal`, `begin` and `answer`. `begin` takes the
+    level seed and the noise seed and returns the observation; `answer` is that of `ToolEnv`. Each
+    episode has sessions of its own.
+
+    A snapshot is the seeds and the actions so far, which are played again. If a server answers them
+    otherwise than before, the environment does not repeat itself: it cannot be branched, and
+    everything else works.
+    """
+
+    servers: ClassVar[Sequence[str | McpServer]] = ()
+    """Commands or URLs, as `McpServer` takes them, or such objects, which are then copied."""
+
+    @cached_property
+    def _opened(self) -> list[McpServer]:
+        return [McpServer(each) if isinstance(each, str) else copy(each) for each in self.servers]
+
+    def toolbox(self) -> Sequence[Tool]:
+        found = [*super().toolbox(), *(tool for each in self._opened for tool in each.tools())]
+        names = [each.name for each in found]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise RagenError(f"{type(self).__name__} has several tools of the name {min(twice)!r}")
+        return found
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        self._hang_up()
+        return super().reset(seed=seed, options=options)
+
+    def play(self, action: str) -> Played:
+        call = read_call(action)
+        if call is not None:
+            return Played(self.result(call), 0.0, False, False, False)
+        observation, reward, terminated, truncated, info = self.answer(action)
+        return Played(observation, reward, terminated, truncated, info["success"])
+
+    def close(self) -> None:
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        for each in self._opened:
+            each.close()
+
+
+class _Session:
+    """An open session, held by a task in a loop of its own, which runs only during calls.
+
+    Raises:
+        RuntimeError: The server cannot be started or reached.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._address, self._loop = address, OwnLoop()
+        self._log: IO[str] = _log()
+        self._ready, self._closing = asyncio.Event(), asyncio.Event()
+        self._client: Any = None
+        self._holder: asyncio.Task[None] | None = None
+        try:
+            self._run(self._begin())
+        except BaseException:
+            self.close()
+            raise
+
+    def list_tools(self) -> list[Listed]:
+        """The server's tools."""
+        found: list[Listed] = self._run(self._list())
+        return found
+
+    def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """The result of a call; see `McpServer`."""
+        text, failed = self._run(self._call(name, arguments))
+        if failed:
+            raise ToolError(text)
+        return str(text)
+
+    def close(self) -> None:
+        """End the session and the process of a command; what goes wrong then is no failure."""
+        with boundary("closing a session with an MCP server"):
+            self._loop.run(self._end())
+            self._loop.close()
+        self._log.close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        with boundary("MCP"):  # it hides a loop that is running
+            return self._loop.run(self._within(coroutine))
+
+    async def _within(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """The result of a coroutine, as long as the session lasts."""
+        work = asyncio.ensure_future(coroutine)
+        try:
+            async with asyncio.timeout(CALL_S):
+                both = {work} if self._holder is None else {work, self._holder}
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            raise RuntimeError(f"{self._address} gave no answer in {CALL_S:g} s") from None
+        finally:
+            if not work.done():
+                work.cancel()
+        if not work.done() or work.cancelled():
+            raise RuntimeError(f"{self._address}: {self._reason()}")
+        return work.result()
+
+    async def _begin(self) -> None:
+        self._holder = asyncio.create_task(self._hold())
+        ready = asyncio.create_task(self._ready.wait())
+        await asyncio.wait({ready, self._holder}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self._client is None:
+            raise RuntimeError(f"{self._address}: {self._reason()}")
+
+    async def _hold(self) -> None:
+        """Hold the session until it shall be closed: the library wants one task for all of it."""
+        from mcp import ClientSession
+
+        async with self._streams() as (reads, writes), ClientSession(reads, writes) as client:
+            await client.initialize()
+            self._client = client
+            self._ready.set()
+            await self._closing.wait()
+
+    @asynccontextmanager
+    async def _streams(self) -> AsyncIterator[tuple[Any, Any]]:
+        from mcp import StdioServerParameters
+        from mcp.client.stdio import stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+
+        address = self._address
+        async with AsyncExitStack() as stack:
+            if address.url:
+                http = httpx.AsyncClient(headers=dict(address.values), timeout=CALL_S)
+                await stack.enter_async_context(http)
+                opened = streamable_http_client(address.url, http_client=http)
+                reads, writes, _ = await stack.enter_async_context(opened)
+            else:
+                command, *rest = address.command
+                values = dict(address.values)
+                server = StdioServerParameters(command=command, args=rest, env=values)
+                streams = stdio_client(server, errlog=self._log)  # type: ignore[arg-type]
+                reads, writes = await stack.enter_async_context(streams)
+            yield reads, writes
+
+    async def _list(self) -> list[Listed]:
+        found, cursor = [], None
+        while True:
+            page = await self._client.list_tools(cursor)
+            found += [Listed(t.name, t.description or "", t.inputSchema) for t in page.tools]
+            cursor = page.nextCursor
+            if not cursor:
+                return found
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        """What a call says, and whether it is an error for the agent."""
+        from mcp import McpError
+
+        try:
+            answer = await self._client.call_tool(name, arguments)
+        except McpError as error:
+            if error.error.code in (INVALID_PARAMS, METHOD_NOT_FOUND):
+                return error.error.message, True
+            raise RuntimeError(f"{self._address}: {error.error.message}") from None
+        return _text_of(answer), bool(answer.isError)
+
+    async def _end(self) -> None:
+        self._closing.set()
+        if self._holder is not None:
+            await asyncio.wait({self._holder}, timeout=CLOSE_S)
+            if self._holder.done() and not self._holder.cancelled():
+                self._holder.exception()  # which is told where it matters
+
+    def _reason(self) -> str:
+        """Why the session has ended, in one line."""
+        holder = self._holder
+        assert holder is not None
+        error = holder.exception() if holder.done() and not holder.cancelled() else None
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        said = "the session has ended" if error is None else f"{type(error).__name__}: {error}"
+        self._log.seek(0)
+        last = self._log.read().strip().rpartition("\n")[2]
+        return printable(" ".join((f"{said} ({last[-SAID_CHARS:]})" if last else said).split()))
+
+
+@lru_cache(maxsize=16)
+def _listed(address: Address) -> tuple[Listed, ...]:
+    """The tools of a server, which is asked in a session of its own.
+
+    Raises:
+        RagenError: The server cannot be started or reached, or it has no tools.
+    """
+    try:
+        session = _Session(address)
+        try:
+            found = session.list_tools()
+        finally:
+            session.close()
+    except UserCodeError as failure:
+        raise RagenError(failure.reason.removeprefix("RuntimeError: ")) from None
+    if not found:
+        raise RagenError(f"{address} has no tools")
+    return tuple(found)
+
+
+def _log() -> IO[str]:
+    """A file for the standard error of a command; its last line is told where the command ends."""
+    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+
+
+def _text_of(answer: Any) -> str:
+    """The content of an answer as text; what is no text is named by its kind."""
+    parts = []
+    for part in answer.content:
+        inside = getattr(part, "resource", part)
+        text = getattr(inside, "text", None)
+        parts.append(f"[{part.type}]" if text is None else text)
+    if not parts and answer.structuredContent is not None:
+        return json.dumps(answer.structuredContent, ensure_ascii=False)
+    return "\n".join(parts)
+
+
+def _require_library(name: str) -> None:
+    try:
+        import mcp
+    except ModuleNotFoundError:
+        raise missing(name, "mcp", "mcp") from None
+    logging.getLogger(mcp.__name__).setLevel(logging.CRITICAL)  # failures are told by episodes

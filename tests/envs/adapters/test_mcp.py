@@ -1,0 +1,300 @@
+"""Tools of MCP servers by the official library: over stdio and HTTP, slow, killed, never leaked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragen.core.errors import RagenError
+from ragen.core.types import Episode
+from ragen.core.user_code import UserCodeError, boundary
+from ragen.envs.checker import check
+from ragen.envs.isolation import Workers
+from ragen.envs.registry import make
+from ragen.envs.tools import ToolError, tool, write_call
+from ragen.rollout.chat import Chat
+from ragen.rollout.groups import run_groups
+from ragen.rollout.policies import ScriptedPolicy
+from ragen.rollout.setup import Setup
+from tests.tool_templates import tool_tokenizer
+
+pytest.importorskip("mcp", reason="needs the extra mcp")
+from ragen.envs.adapters.mcp import McpEnv, McpServer
+
+FILE = Path(__file__).parents[2] / "mcp_tools.py"
+STDIO = f"{sys.executable} {FILE}"
+PAGE = (Path(__file__).parents[3] / "docs" / "environments.md").read_text("utf-8")
+
+
+class Fruit(McpEnv):
+    """The price of apples, which only the server knows."""
+
+    name, goal, rules = "fruit", "Fruit shop", "What does a kilo of apples cost?"
+    servers = (STDIO,)
+
+    def begin(self, level_seed: int, noise_seed: int) -> str:
+        return f"Customer {level_seed}"
+
+    def answer(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        solved = text == "250"
+        return "Thanks.", float(solved), True, False, {"success": solved}
+
+    @tool
+    def own(self) -> str:
+        """A tool without a server."""
+        return "own"
+
+
+def over_http(url: str) -> type[Fruit]:
+    return type("FruitByHttp", (Fruit,), {"servers": (url,)})
+
+
+def is_alive(process: int) -> bool:
+    return Path(f"/proc/{process}").exists() if sys.platform == "linux" else False
+
+
+def started(port: int) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, str(FILE), str(port)], stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        with socket.socket() as client:
+            if client.connect_ex(("127.0.0.1", port)) == 0:
+                return process
+        time.sleep(0.05)
+    raise AssertionError("the server did not start")
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def url(port: int) -> Iterator[str]:
+    process = started(port)
+    yield f"http://127.0.0.1:{port}/mcp"
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(params=["stdio", "http"])
+def kind(request: pytest.FixtureRequest) -> type[Fruit]:
+    return Fruit if request.param == "stdio" else over_http(request.getfixturevalue("url"))
+
+
+def played(env: Callable[[], Any], replies: Sequence[str], episodes: int, **more: Any) -> Any:
+    """Episodes of a scripted policy, through the template, one after the other."""
+    tools = env().tools
+    chat = Chat(tool_tokenizer("hermes"), think=False, tools=tools)
+    assert chat.calls is not None
+    policy = ScriptedPolicy(replies, lambda text: (*chat.encode_text(text), chat.end))
+    setup = Setup(
+        *("fruit", env, 4, 2, 8),
+        **{"think": False, "prefilled": False, "chat": chat, "tools": tools, "max_length": 9999},
+        **more,
+    )
+    levels = [10_000 + number for number in range(episodes)]
+    groups = asyncio.run(run_groups(policy, setup, levels, 1, (0, "eval"), concurrency=1))
+    return [group.episodes[0] for group in groups]
+
+
+def calls(*actions: str) -> str:
+    return "\n".join(f"<tool_call>\n{action}\n</tool_call>" for action in actions)
+
+
+def test_tools_are_the_servers_and_the_environments_own(kind: type[Fruit]) -> None:
+    env = kind()
+    names = [each["function"]["name"] for each in env.tools]
+    assert names == ["own", "price", "count", "process", "sleep", "die"]
+    price = env.tools[1]["function"]
+    assert price["description"] == "The price of one kilo of a fruit in cents."
+    assert price["parameters"]["properties"]["fruit"]["type"] == "string"
+    assert env.reset(seed=3)[0] == "Customer 3"
+    info = {"success": False, "effective": True}
+    assert env.step(write_call("price", fruit="apples")) == ("250", 0.0, False, False, info)
+    assert env.step(write_call("own"))[0] == "own"
+    assert env.step("250")[1:] == (1.0, True, False, {"success": True, "effective": True})
+    env.close()
+
+
+def test_errors_of_the_server_are_results(kind: type[Fruit]) -> None:
+    env = kind()
+    env.reset(seed=0)
+    for arguments, said in (({"fruit": "plums"}, "there are apples and pears"), ({}, "required")):
+        shown, reward, *ends, _ = env.step(write_call("price", **arguments))
+        assert (
+            shown.startswith("Error: ") and said in shown and (reward, *ends) == (0.0, False, False)
+        )
+    assert "there is no tool of that name" in env.step(write_call("no_such"))[0]
+    env.close()
+
+
+def test_an_episode_has_a_session_of_its_own_which_is_ended_with_it() -> None:
+    env = Fruit()
+    seen = []
+    for _ in range(2):
+        env.reset(seed=0)
+        assert [env.step(write_call("count"))[0] for _ in range(2)] == ["1", "2"]
+        seen.append(int(env.step(write_call("process"))[0]))
+    env.close()
+    env.close()
+    assert seen[0] != seen[1] and not any(map(is_alive, seen))
+    assert not [each for each in threading.enumerate() if each is not threading.main_thread()]
+
+
+def test_environments_keep_the_contract_and_are_branched_where_servers_repeat_themselves(
+    url: str,
+) -> None:
+    check(Fruit(), levels=1, steps=4)
+    env = Fruit()
+    env.reset(seed=5)
+    env.step(write_call("count"))
+    state, twin = env.get_state(), Fruit()
+    twin.set_state(state)
+    assert twin.step(write_call("count")) == env.step(write_call("count"))
+    counting = over_http(url)()  # which counts over all sessions
+    counting.reset(seed=5)
+    counting.step(write_call("count"))
+    with pytest.raises(RagenError, match="does not repeat itself"):
+        counting.set_state(counting.get_state())
+    for each in (env, twin, counting):
+        each.close()
+
+
+def assert_failed_alone(episodes: list[Episode], stop_reason: str, said: str) -> None:
+    failed, *others = episodes
+    assert failed.stop_reason == stop_reason and said in (failed.error or "")
+    assert [each.stop_reason for each in others] == ["solved"] * len(others)
+
+
+def test_a_server_that_ends_fails_its_episode_and_the_next_connects_again() -> None:
+    fine = [calls(write_call("price", fruit="apples")), "250"]
+    episodes = played(Fruit, [calls(write_call("die")), *fine, *fine], 3)
+    assert_failed_alone(episodes, "error", "Connection closed")
+    turn = episodes[1].turns[0]
+    assert turn.results == ("250",) and episodes[1].turns[1].prompt.messages[-1]["role"] == "tool"
+
+
+def test_a_slow_server_fails_its_episode_and_leaves_no_process() -> None:
+    processes: list[int] = []
+
+    class Noting(Fruit):
+        def result(self, call: Any) -> str:
+            found = super().result(call)
+            processes.extend([int(found)] if call.name == "process" else [])
+            return found
+
+    slow = calls(write_call("process"), write_call("sleep", seconds=60))
+    fine = [calls(write_call("price", fruit="apples")), "250"]
+    episodes = played(Noting, [slow, *fine], 2, timeout_s=3.0)
+    assert_failed_alone(episodes, "timeout", "took longer than 3 s in step")
+    assert processes and not any(map(is_alive, processes))
+
+
+def test_a_server_over_http_that_is_killed_fails_episodes_until_it_is_back(port: int) -> None:
+    process = started(port)
+    env = over_http(f"http://127.0.0.1:{port}/mcp")
+    fine = [calls(write_call("price", fruit="apples")), "250"]
+    assert [each.stop_reason for each in played(env, fine, 1)] == ["solved"]
+    process.kill()
+    process.wait()
+    (failed,) = played(env, fine, 1, timeout_s=10.0)
+    assert failed.failed and "the MCP server http://127.0.0.1" in failed.error
+    process = started(port)
+    try:
+        made = env()
+        made.reset(seed=0)
+        assert made.step(write_call("price", fruit="apples"))[0] == "250"
+        os.kill(int(made.step(write_call("process"))[0]), signal.SIGKILL)
+        process.wait()
+        with pytest.raises(UserCodeError), boundary("step", 10.0):
+            made.step(write_call("price", fruit="apples"))
+        made.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_worker_process_offers_them_too(tmp_path: Path) -> None:
+    file = tmp_path / "fruit.py"
+    file.write_text(
+        f"import sys\nsys.path.insert(0, {str(FILE.parents[1])!r})\n"
+        "from tests.envs.adapters.test_mcp import Fruit\n",
+        "utf-8",
+    )
+    workers = Workers(f"{file}:Fruit", {}, timeout_s=60.0)
+    env = workers.make()
+    try:
+        assert [each["function"]["name"] for each in env.tools][:2] == ["own", "price"]
+        env.reset(seed=0)
+        process = int(env.step(write_call("process"))[0])
+        assert is_alive(process) == (sys.platform == "linux")
+        env.close()
+        assert not is_alive(process)
+    finally:
+        workers.close()
+
+
+def test_the_documented_environment_is_solved_and_keeps_the_contract(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = PAGE.partition("#### Tools of MCP servers")[2]
+    server, env = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:2]
+    monkeypatch.chdir(tmp_path)
+    Path("shop_server.py").write_text(server, "utf-8")
+    Path("orders.py").write_text(env.replace("python shop", f"{sys.executable} shop"), "utf-8")
+    orders = make("orders.py:Orders")
+    assert orders.reset(seed=10_000)[0] == "What do 6 kg of apples cost?"
+    price = orders.step(write_call("price", fruit="apples"))[0]
+    assert orders.step(str(6 * int(price)))[1:3] == (1.0, True)
+    check(orders, levels=1, steps=4)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("no_such_command --now", "No such file"),
+        ([sys.executable, "-c", "import no_such_module"], "No module named 'no_such_module'"),
+        ([sys.executable, "-c", "print('hello')"], "Connection closed"),
+        ("http://127.0.0.1:9/mcp", "the MCP server http://127.0.0.1:9/mcp: "),
+    ],
+)
+def test_what_is_no_server_is_told_in_one_line(address: Any, said: str) -> None:
+    with pytest.raises(RagenError, match=re.escape(said)) as error:
+        McpServer(address).tools()
+    assert "\n" not in str(error.value)
+
+
+def test_two_tools_of_one_name_and_a_missing_library_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Twice(Fruit):
+        servers = (STDIO, McpServer(STDIO))
+
+    with pytest.raises(RagenError, match="has several tools of the name 'count'"):
+        Twice().toolbox()
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(RagenError, match=re.escape("pip install 'ragen-rl[mcp]'")):
+        Fruit().toolbox()
+
+
+def test_a_tool_of_a_server_beside_an_environments_own_tools() -> None:
+    server = McpServer(STDIO)
+    price = next(each for each in server.tools() if each.name == "price")
+    assert price.call({"fruit": "pears"}) == "310"
+    with pytest.raises(ToolError, match="there are apples and pears"):
+        price.call({"fruit": "plums"})
+    server.close()
