@@ -86,8 +86,70 @@ class Restless(Guess):
         state["number"] = self.drawn
 
 
-def with_tools(**params: Any) -> vf.Environment:
-    return vf.ToolEnv(tools=[], **params)
+PRICES = {"apples": 250, "pears": 310}
+
+
+async def price(fruit: str) -> int:
+    """The price of one kilo of a fruit in cents.
+
+    Args:
+        fruit: Its name.
+    """
+    return PRICES[fruit]
+
+
+def times(first: int, second: int) -> int:
+    """The product of two whole numbers."""
+    return first * second
+
+
+def with_tools(rubric: vf.Rubric, **params: Any) -> vf.Environment:
+    """Fruit and its price; the reward wants the answer after at least one call."""
+
+    async def bought(completion: Any, answer: str) -> float:
+        called = any(getattr(message, "tool_calls", None) for message in completion)
+        return float(called and completion[-1].content == str(250 * int(answer)))
+
+    return vf.ToolEnv(tools=[price, times], rubric=vf.Rubric(funcs=[bought]), **params)
+
+
+def strict(**params: Any) -> vf.Environment:
+    """A call that fails ends the episode."""
+    return with_tools(stop_errors=[Exception], **params)
+
+
+class Wallet(vf.StatefulToolEnv):
+    """A tool with an argument that the agent does not see."""
+
+    def __init__(self, **params: Any) -> None:
+        super().__init__(tools=[], **params)
+        self.add_tool(self.spend, args_to_skip=["state"])
+
+    async def setup_state(self, state: vf.State) -> None:
+        state["left"] = 10
+
+    def update_tool_args(
+        self, tool_name: str, tool_args: dict, messages: Any, state: vf.State, **_: Any
+    ) -> dict:
+        return {**tool_args, "state": state}
+
+    async def spend(self, cents: int, state: Any) -> str:
+        """Spend some cents."""
+        state["left"] -= cents
+        return f"{state['left']} left"
+
+
+def own_tools(dataset: Dataset, **params: Any) -> vf.Environment:
+    """An example brings tools of its own."""
+    tool = {"name": "odd", "description": "", "parameters": {"type": "object", "properties": {}}}
+    rows = [{**row, "info": {"tool_defs": [tool]}} for row in dataset]
+    return vf.ToolEnv(tools=[times], dataset=Dataset.from_list(rows), **params)
+
+
+def mcp(**params: Any) -> vf.Environment:
+    from verifiers.envs.experimental.mcp_env import MCPEnv
+
+    return MCPEnv(mcp_servers=[], **params)
 
 
 def comparing(rubric: vf.Rubric, **params: Any) -> vf.Environment:
@@ -104,6 +166,10 @@ KINDS = {
     "guess": Guess,
     "restless": Restless,
     "tools": with_tools,
+    "strict": strict,
+    "wallet": Wallet,
+    "own tools": own_tools,
+    "mcp": mcp,
     "comparing": comparing,
 }
 REWARDS = {"half": half, "judged": unreachable, "guess": found, "restless": found}

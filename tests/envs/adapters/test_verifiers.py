@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ragen.algorithms.samples import to_samples
 from ragen.config.extensions import ENV, load
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion
@@ -15,8 +16,13 @@ from ragen.core.user_code import UserCodeError
 from ragen.envs.adapters.adapted import version_of
 from ragen.envs.checker import check
 from ragen.envs.registry import make
+from ragen.envs.tools import write_call
+from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
+from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import Setup
+from tests.rollout.test_histories import check as check_samples
+from tests.tool_templates import tool_tokenizer
 
 vf = pytest.importorskip("verifiers", reason="needs the extra verifiers")
 NAME = f"verifiers:{Path(__file__).parents[2] / 'verifiers_envs.py'}"
@@ -113,6 +119,70 @@ def test_the_turns_of_the_environment_end_without_its_answer():
     assert env.step(wrong)[:4] == ("Your answer has the reward 0.", 0.0, True, False)
 
 
+def test_tools_are_called_and_the_rubric_sees_the_calls():
+    env = make(NAME, kind="tools", max_turns=4)
+    price, times = (each["function"] for each in env.tools)
+    assert price["description"] == "The price of one kilo of a fruit in cents."
+    assert price["parameters"]["properties"]["fruit"]["description"] == "Its name."
+    assert times["parameters"]["required"] == ["first", "second"]
+    assert env.reset(seed=10_000)[0] == "1 + 5" and env.max_turns == 4
+    assert env.step(write_call("price", fruit="apples"))[:3] == ("250", 0.0, False)
+    assert env.step(write_call("times", first=250, second=6))[:3] == ("1500", 0.0, False)
+    assert env.step("1500")[1:3] == (1.0, True)
+    asked, result = env._messages[1:3]
+    assert (asked.role, asked.tool_calls[0].name, result.role) == ("assistant", "price", "tool")
+    assert result.tool_call_id == asked.tool_calls[0].id
+    env.reset(seed=10_000)
+    assert env.step("1500")[1:3] == (0.0, True), "an answer without a call"
+
+
+def test_wrong_calls_have_the_environments_own_results():
+    env = make(NAME, kind="tools")
+    env.reset(seed=10_000)
+    for call, result in (
+        (write_call("price", fruit="plums"), "'plums'"),
+        (write_call("no_such"), "'no_such'"),
+        (write_call("times", first=1), "missing 1 required positional argument"),
+    ):
+        shown, *rest = env.step(call)
+        assert result in shown and rest[:3] == [0.0, False, False]
+    strict = make(NAME, kind="strict")
+    strict.reset(seed=10_000)
+    assert strict.step(write_call("price", fruit="plums"))[1:3] == (0.0, True)
+
+
+def test_a_tool_with_a_state_and_the_limit_of_turns():
+    env = make(NAME, kind="wallet", max_turns=2)
+    env.reset(seed=10_000)
+    assert list(env.tools[0]["function"]["parameters"]["properties"]) == ["cents"]
+    assert env.step(write_call("spend", cents=3))[:3] == ("7 left", 0.0, False)
+    assert env.step(write_call("spend", cents=3))[1:3] == (0.0, True)  # the second of two turns
+
+
+def test_an_example_with_tools_of_its_own_fails():
+    env = make(NAME, kind="own tools")
+    with pytest.raises(UserCodeError, match="the example has other tools than the environment"):
+        env.reset(seed=10_000)
+
+
+def test_tools_are_shown_by_a_models_template_and_their_results_are_never_trained():
+    env = make(NAME, kind="tools")
+    chat = Chat(tool_tokenizer("hermes"), think=False, tools=env.tools)
+    call = chat.calls.write([write_call("price", fruit="apples")])
+    policy = ScriptedPolicy([call, "1500"] * 2, lambda text: (*chat.encode_text(text), chat.end))
+    setup = Setup(
+        *(NAME, lambda: make(NAME, kind="tools"), 4, 1, 4),
+        **{"think": False, "prefilled": False, "chat": chat, "tools": env.tools},
+        max_length=9999,
+    )
+    (group,) = asyncio.run(run_groups(policy, setup, [10_000], 2, (0, "eval"), concurrency=1))
+    samples, episodes = to_samples([group])
+    check_samples(episodes, samples)
+    assert [each.success for each in episodes] == [True, True] and len(samples) == 2
+    assert "The price of one kilo" in chat.spell(episodes[0].turns[0].prompt.token_ids)
+    assert episodes[0].turns[0].results == ("250",)
+
+
 def test_randomness_follows_from_the_seeds():
     env = make(NAME, kind="guess")
     numbers = [number_of(env, level) for level in range(123, 163)]
@@ -125,7 +195,7 @@ def test_randomness_follows_from_the_seeds():
     assert cheers == {"Well", "Hm", "No"}
 
 
-@pytest.mark.parametrize("kind", ["sums", "half"])
+@pytest.mark.parametrize("kind", ["sums", "half", "tools", "wallet"])
 def test_environments_keep_the_contract(kind):
     check(make(NAME, kind=kind, evaluated=4))
 
@@ -206,7 +276,7 @@ def test_instances_work_in_other_threads_and_beside_a_running_loop():
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"kind": "tools"}, "has tools"),
+        ({"kind": "mcp"}, "is a MCPEnv, which keeps its MCP servers running in a thread"),
         ({"kind": "comparing"}, "scores episodes by comparing them"),
         ({"size": 0}, "has no examples"),
         ({"parser": "no_such"}, "cannot be made: KeyError: 'no_such'"),

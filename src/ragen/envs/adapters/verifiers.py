@@ -23,6 +23,8 @@ from ragen.core.user_code import boundary
 from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
 from ragen.envs.adapters.own_loop import OwnLoop
 from ragen.envs.adapters.randomness import GlobalRandomness
+from ragen.envs.contract import Schema
+from ragen.envs.tools import Call, read_call
 
 MOST_TURNS = 20
 """Turns of an episode where the environment sets no limit."""
@@ -38,13 +40,15 @@ OF_ANSWERS = (
 
 
 class VerifiersEnv(Adapted):
-    """An environment of verifiers, of one turn or several (`SingleTurnEnv`, `MultiTurnEnv`).
+    """An environment of verifiers, of one turn or several, also with tools (`ToolEnv`).
 
     Observation: the example's messages, then those that the environment answers with; system
-    messages are the rules. Actions: free text. Reward: the rubric's, at the end; 0 before. Ends
-    when: the environment's stop conditions say so. Success is a reward of `success_at` or more.
-    Global random generators follow from the level seed in the setup, and then from the noise seed.
-    There is no random play, and environments with tools are refused.
+    messages are the rules. Actions: free text, and calls of the tools. Reward: the rubric's, at the
+    end; 0 before. Ends when: the environment's stop conditions say so. Success is a reward of
+    `success_at` or more. Global random generators follow from the level seed in the setup, and then
+    from the noise seed. There is no random play.
+
+    A call is a message of its own with one call, and its result is what the environment answers.
 
     Levels below 10,000 take examples of the evaluation dataset, all others those of the training
     dataset. Of an only dataset, the first of every four examples is for evaluation.
@@ -73,6 +77,10 @@ class VerifiersEnv(Adapted):
         limit = self._loaded.environment.max_turns
         self.max_turns = self.max_actions = limit if limit > 0 else MOST_TURNS
 
+    @property
+    def tools(self) -> tuple[Schema, ...]:
+        return self._loaded.tools
+
     @classmethod
     def find(cls, target: str) -> tuple[str, ...]:
         try:
@@ -100,7 +108,9 @@ class VerifiersEnv(Adapted):
 
     def play(self, action: str) -> Played:
         before = len(self._messages) + 1
-        if not self._run(self._take_turn(_written(self._loaded.environment.parser, action))):
+        call = read_call(action) if self.tools else None
+        text = action if call else _written(self._loaded.environment.parser, action)
+        if not self._run(self._take_turn(text, call)):
             return Played(_shown(self._messages[before:]), 0.0, False, False, False)
         reward = float(self._run(self._score()))
         said = self._messages[before:]
@@ -108,7 +118,7 @@ class VerifiersEnv(Adapted):
         return Played(shown, reward, True, False, reward >= self._success_at)
 
     def state_key(self) -> str:
-        told = json.dumps([(each["role"], _text(each)) for each in self._messages])
+        told = json.dumps([(*_called(each), each["role"], _text(each)) for each in self._messages])
         return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
     def close(self) -> None:
@@ -120,16 +130,21 @@ class VerifiersEnv(Adapted):
         environment = self._loaded.environment
         self._state = await environment.init_state(dict(row), self._loaded.no_client, "")
         self._state = await environment.setup_state(self._state) or self._state
-        if self._state["tool_defs"]:
-            raise RuntimeError(f"{self.name}: the example has tools, which RAGEN does not offer")
+        if _schemas(self._state["tool_defs"]) != self.tools:
+            raise RuntimeError(f"{self.name}: the example has other tools than the environment")
         if await self._ends():
             raise RuntimeError(f"{self.name}: the episode ended before its first turn")
 
-    async def _take_turn(self, answer: str) -> bool:
+    async def _take_turn(self, text: str, call: Call | None) -> bool:
         """Add the agent's message and let the environment answer; returns whether it has ended."""
-        from verifiers.types import Response, ResponseMessage
+        from verifiers.types import Response, ResponseMessage, ToolCall
 
-        message = ResponseMessage(content=answer, finish_reason="stop", is_truncated=False)
+        content: dict[str, Any] = {"content": text, "finish_reason": "stop"}
+        if call is not None:
+            number, arguments = len(self._messages), json.dumps(call.arguments)
+            made = ToolCall(id=f"call{number:05d}", name=call.name, arguments=arguments)
+            content = {"content": "", "tool_calls": [made], "finish_reason": "tool_calls"}
+        message = ResponseMessage(**content, is_truncated=False)
         response = Response(id="", created=0, model="", message=message)
         environment, state = self._loaded.environment, self._state
         await environment.add_model_response(state, self._messages, response)
@@ -138,11 +153,16 @@ class VerifiersEnv(Adapted):
 
     async def _ends(self) -> bool:
         """Whether the episode has ended; if not, the messages are those of the next turn."""
+        from verifiers.errors import ToolError
         from verifiers.utils.message_utils import maybe_normalize_messages
 
         environment, state = self._loaded.environment, self._state
         while not await environment.is_completed(state):
-            messages = await environment.get_prompt_messages(state)
+            try:
+                messages = await environment.get_prompt_messages(state)
+            except ToolError as error:  # of a call that shall end the episode (`stop_errors`)
+                state["error"] = error
+                continue
             messages = maybe_normalize_messages(messages, field_name="prompt_messages")
             if state.get("final_env_response") is None:
                 self._messages = messages
@@ -183,6 +203,7 @@ class _Loaded(NamedTuple):
     """What `load_environment` made, for all instances of an environment: datasets can be large."""
 
     environment: Any
+    tools: tuple[Schema, ...]
     loop: OwnLoop
     no_client: Any
     evaluation: Sequence[Mapping[str, Any]]
@@ -209,11 +230,14 @@ def _loaded(target: str, versions: tuple[str, ...], params: str) -> _Loaded:
         environment: Any = load_object(_entry(target), kind="environment").object(
             **json.loads(params)
         )
-    if isinstance(environment, verifiers.ToolEnv) or getattr(environment, "tool_defs", None):
-        raise RagenError(f"{name} has tools; RAGEN plays environments of verifiers without tools")
+    kind = type(environment).__name__
     if not isinstance(environment, verifiers.MultiTurnEnv):
-        kind = type(environment).__name__
-        raise RagenError(f"{name} is a {kind}; RAGEN plays SingleTurnEnv and MultiTurnEnv")
+        raise RagenError(f"{name} is a {kind}; RAGEN plays SingleTurnEnv, MultiTurnEnv and ToolEnv")
+    if hasattr(environment, "mcp_servers"):
+        raise RagenError(
+            f"{name} is a {kind}, which keeps its MCP servers running in a thread for good: name "
+            "them in an environment of RAGEN (McpEnv in docs/environments.md)"
+        )
     if environment.rubric.has_group_rewards:
         raise RagenError(f"{name} scores episodes by comparing them, which RAGEN does not do")
     environment.env_id = environment.env_id or target
@@ -224,7 +248,23 @@ def _loaded(target: str, versions: tuple[str, ...], params: str) -> _Loaded:
         training = [row for index, row in enumerate(rows) if index % HELD_OUT] or rows
     if not evaluation:
         raise RagenError(f"{name} has no examples")
-    return _Loaded(environment, OwnLoop(), _no_client(), evaluation, training)
+    tools = _schemas(environment.tool_defs)
+    return _Loaded(environment, tools, OwnLoop(), _no_client(), evaluation, training)
+
+
+def _schemas(tools: Sequence[Any] | None) -> tuple[Schema, ...]:
+    """The tools of verifiers as `Env.tools` describes them."""
+    return tuple(
+        {
+            "type": "function",
+            "function": {
+                "name": each.name,
+                "description": each.description,
+                "parameters": each.parameters,
+            },
+        }
+        for each in tools or ()
+    )
 
 
 def _no_client() -> Any:
@@ -302,6 +342,11 @@ def _shown(messages: Sequence[Any]) -> str:
     if len(messages) == 1:
         return _text(messages[0])
     return "\n\n".join(f"{each['role']}: {_text(each)}" for each in messages)
+
+
+def _called(message: Any) -> list[tuple[str, str]]:
+    """The calls in a message of the agent."""
+    return [(each.name, each.arguments) for each in getattr(message, "tool_calls", None) or ()]
 
 
 def _text(message: Any) -> str:
