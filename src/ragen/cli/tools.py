@@ -170,7 +170,7 @@ def _envs(options: Namespace, _: Overrides) -> int:
     if not options.names:
         others = (f"{library}:{each.names}" for library, each in LIBRARIES.items())
         print("Environments of other libraries (ragen envs NAME):")
-        print(f"  {', '.join(others)}")
+        print(textwrap.fill(", ".join(others), 78, initial_indent="  ", subsequent_indent="  "))
     return 0
 
 

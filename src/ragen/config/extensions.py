@@ -110,7 +110,9 @@ LIBRARIES: Mapping[str, Library] = MappingProxyType(
             "ragen.envs.adapters.reasoning_gym:ReasoningGymEnv", "reasoning_gym", "TASK"
         ),
         "textarena": Library("ragen.envs.adapters.textarena:TextArenaEnv", "textarena", "GAME"),
-        "openenv": Library("ragen.envs.adapters.openenv:OpenEnvEnv", "websockets", "URL"),
+        "openenv": Library(
+            "ragen.envs.adapters.openenv:OpenEnvEnv", "websockets", "URL-OR-MODULE-OR-IMAGE"
+        ),
         "verifiers": Library("ragen.envs.adapters.verifiers:VerifiersEnv", "verifiers", "ID"),
     }
 )

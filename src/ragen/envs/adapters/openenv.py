@@ -1,6 +1,7 @@
 """Environments on a server that speaks OpenEnv's protocol: JSON messages over a WebSocket.
 
-The server describes itself at ``/metadata`` and ``/schema``. An episode is one session at ``/ws``,
+A server is named by its URL, or is started here (`openenv_servers`). It describes itself at
+``/metadata`` and ``/schema``. An episode is one session at ``/ws``,
 which is opened again after a call that failed. A server that is slow or gone fails the episode.
 
 A server by `ragen serve` says more (`ragen.serving.sessions`), so that its environment plays as in
@@ -22,6 +23,7 @@ import httpx
 from ragen.config.keys import BUDGETS
 from ragen.core.errors import RagenError
 from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
+from ragen.envs.adapters.openenv_servers import address_of, code_of, is_url
 
 CALL_S = 60.0
 """Seconds that a server may take to answer, where the limit of the call is not shorter."""
@@ -45,7 +47,7 @@ class About(NamedTuple):
 
 
 class OpenEnvEnv(Adapted):
-    """An environment of an OpenEnv server, whose URL is its name.
+    """An environment of an OpenEnv server, named by its URL, its application or its image.
 
     Observation: the only text of the server's observation, or all its fields by name. Actions: the
     names of an enumeration, else free text, which becomes the action's field; where an action has
@@ -59,7 +61,7 @@ class OpenEnvEnv(Adapted):
     """
 
     def __init__(self, field: str | None = None) -> None:
-        about = _about(self.target)
+        about = _about(address_of(self.target), self.target)
         self._token = token_here()
         self._fields = about.fields.keys()
         self._field = _field(self.name, about.fields, field)
@@ -81,21 +83,11 @@ class OpenEnvEnv(Adapted):
             import websockets
         except ModuleNotFoundError:
             raise missing(f"openenv:{target}", "websockets", "openenv") from None
-        try:
-            url = urlsplit(target)
-        except ValueError:
-            raise RagenError(
-                "openenv:…: a URL is expected, as in openenv:http://host:8000"
-            ) from None
-        if "@" in url.netloc or url.query:
-            raise RagenError(
-                f"openenv:{url.scheme}://…: runs record the URL, so it may hold neither a password "
-                f"nor a query; put a token into the environment variable {TOKEN}"
-            )
-        if url.scheme not in ("http", "https"):
-            raise RagenError(f"openenv:{target}: a URL is expected, as in openenv:http://host:8000")
-        about = _about(target)
-        return (version_of(websockets.__name__), f"{about.name} {about.digest}")
+        if is_url(target):
+            _check_url(target)
+        about = _about(address_of(target), target)
+        code = (f"{about.name} {about.digest}", *code_of(target))
+        return version_of(websockets.__name__), *code
 
     def begin(self, level_seed: int, noise_seed: int) -> str:
         seeds = {"seed": level_seed} | ({"noise_seed": noise_seed} if self._takes_noise else {})
@@ -157,7 +149,7 @@ class OpenEnvEnv(Adapted):
         from websockets.sync.client import connect
 
         if kind == "reset" and self._session is None:
-            address = f"ws{self.target.removeprefix('http').rstrip('/')}/ws"
+            address = f"ws{address_of(self.target).removeprefix('http').rstrip('/')}/ws"
             opened = connect(
                 address,
                 open_timeout=CALL_S,
@@ -217,34 +209,53 @@ def _read(text: str | bytes, token: str | None) -> Any:
     return json.loads(_masked(json.dumps(found), json.dumps(token)[1:-1]))
 
 
+def _check_url(target: str) -> None:
+    """Refuse what is no address of a server, or holds a secret.
+
+    Raises:
+        RagenError: It does.
+    """
+    try:
+        url = urlsplit(target)
+    except ValueError:
+        raise RagenError("openenv:…: a URL is expected, as in openenv:http://host:8000") from None
+    if "@" in url.netloc or url.query:
+        raise RagenError(
+            f"openenv:{url.scheme}://…: runs record the URL, so it may hold neither a password "
+            f"nor a query; put a token into the environment variable {TOKEN}"
+        )
+    if url.scheme not in ("http", "https"):
+        raise RagenError(f"openenv:{target}: a URL is expected, as in openenv:http://host:8000")
+
+
 @lru_cache(maxsize=16)
-def _about(url: str) -> About:
-    """What the server of a URL says of itself; one that has answered is not asked again.
+def _about(url: str, target: str) -> About:
+    """What the server of a target says of itself; one that has answered is not asked again.
 
     Raises:
         RagenError: There is no such server, or it refuses the token.
     """
     try:
         metadata, schema = (_get(url, part) for part in ("metadata", "schema"))
-        return _about_of(url, metadata, schema)
+        return _about_of(target, metadata, schema)
     except (AttributeError, TypeError, RecursionError):
-        raise RagenError(f"openenv:{url}: what answers there is no OpenEnv server") from None
+        raise RagenError(f"openenv:{target}: what answers there is no OpenEnv server") from None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 401:
             raise RagenError(
-                f"openenv:{url}: the server refuses the token; put its token into the environment "
-                f"variable {TOKEN}"
+                f"openenv:{target}: the server refuses the token; put its token into the "
+                f"environment variable {TOKEN}"
             ) from None
         said = _masked(str(error), token_here()) or type(error).__name__
-        raise RagenError(f"openenv:{url}: no OpenEnv server answers there ({said})") from None
+        raise RagenError(f"openenv:{target}: no OpenEnv server answers there ({said})") from None
 
 
-def _about_of(url: str, metadata: dict[str, Any], schema: dict[str, Any]) -> About:
+def _about_of(target: str, metadata: dict[str, Any], schema: dict[str, Any]) -> About:
     action = schema.get("action", {})
     fields = {name: _whole(each, action) for name, each in action.get("properties", {}).items()}
     fields.pop("metadata", None)
     name = str(metadata.get("name"))
-    description = str(metadata.get("description") or metadata.get("name") or f"Play at {url}.")
+    description = str(metadata.get("description") or metadata.get("name") or f"Play at {target}.")
     properties = schema.get("state", {}).get("properties", {})
     state = {name: dict(each) for name, each in properties.items()}
     told = json.dumps([name, description, fields, state], sort_keys=True)

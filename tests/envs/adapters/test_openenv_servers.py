@@ -1,0 +1,183 @@
+"""OpenEnv's servers that a run starts: an application of a module or a file, and an image."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ragen.core.errors import RagenError
+from ragen.core.user_code import UserCodeError, boundary
+from ragen.envs.adapters import openenv_servers
+from ragen.envs.adapters.openenv import OpenEnvEnv
+from ragen.envs.registry import env_class, make
+from ragen.rollout.groups import run_groups
+from ragen.rollout.players import PlayerPolicy, random_player
+from ragen.rollout.setup import Setup
+
+pytest.importorskip("openenv", reason="needs the package openenv")
+pytest.importorskip("websockets", reason="needs the extra openenv")
+FILE = Path(__file__).parents[2] / "openenv_walk.py"
+NAME = f"openenv:{FILE}:app"
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    openenv_servers.end_servers()
+
+
+def process_of(observation: str) -> int:
+    return int(re.findall(r"process: (\d+)", observation)[0])
+
+
+def is_alive(process: int) -> bool:
+    return Path(f"/proc/{process}").exists() if sys.platform == "linux" else False
+
+
+def wait_until_ended(process: int) -> None:
+    until = time.monotonic() + 20
+    while is_alive(process):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_an_application_is_served_for_the_run_and_restarted_where_it_ends() -> None:
+    env = make(NAME)
+    assert isinstance(env, OpenEnvEnv) and env.actions == ("left", "right")
+    shown, _ = env.reset(seed=2)
+    process = process_of(shown)
+    assert shown.startswith("text: You are at 1.") and process != os.getpid()
+    assert env.step("right")[1:3] == (0.0, False)
+    assert env.step("right")[1:] == (1.0, True, False, {"success": True, "effective": True})
+    other = make(NAME)
+    assert process_of(other.reset(seed=0)[0]) == process, "one server for all instances"
+    os.kill(process, signal.SIGKILL)
+    with pytest.raises(UserCodeError), boundary("step"):
+        other.step("left")
+    restarted = process_of(other.reset(seed=0)[0])
+    assert restarted != process and not is_alive(process)
+    env.close()
+    other.close()
+    openenv_servers.end_servers()
+    assert not is_alive(restarted)
+
+
+def test_episodes_are_played_beside_each_other() -> None:
+    env = make(NAME)
+    setup = Setup(NAME, lambda: make(NAME), env.max_turns, 1, env.max_actions)
+    policy = PlayerPolicy(random_player, setup.think, setup.prefill)
+    groups = asyncio.run(run_groups(policy, setup, [1, 2], 3, (0, "eval")))
+    episodes = [episode for group in groups for episode in group.episodes]
+    assert len(episodes) == 6 and all(each.terminated and not each.failed for each in episodes)
+
+
+def test_the_server_ends_with_a_process_that_is_killed() -> None:
+    code = f"from ragen import make; env = make({NAME!r}); print(env.reset(seed=0)[0], flush=True)"
+    command = [sys.executable, "-c", f"{code}; import time; time.sleep(60)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        shown = run.stdout.readline() + run.stdout.readline()
+        run.kill()
+    wait_until_ended(process_of(shown))
+
+
+def test_a_module_is_named_by_its_import_and_its_code_identifies_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(FILE.parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.syspath_prepend(str(FILE.parent))
+    assert make("openenv:openenv_walk:app").reset(seed=1)[0].startswith("text: You are at 0.")
+    described, *code = env_class(NAME).versions[1:]  # type: ignore[attr-defined]
+    assert described.startswith("Walk ") and code == [
+        openenv_servers.hash_code(FILE, FILE.read_bytes())
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("", 'Attribute "app" not found in module "broken"'),
+    ],
+)
+def test_an_application_that_does_not_start_is_told_in_one_line(
+    tmp_path: Path, content: str, said: str
+) -> None:
+    (tmp_path / "broken.py").write_text(content, "utf-8")
+    with pytest.raises(RagenError, match=re.escape(said)) as error:
+        make(f"openenv:{tmp_path / 'broken.py'}:app")
+    assert "\n" not in str(error.value)
+
+
+DOCKER = """#!{python}
+import os, pathlib, signal, subprocess, sys
+pid = pathlib.Path({folder!r}) / "pid"
+if sys.argv[1] == "version":
+    sys.exit(0 if {works} else 1)
+if sys.argv[1] == "run":
+    port = sys.argv[sys.argv.index("-p") + 1].partition(":")[0]
+    if sys.argv[-1] != "walk-env:latest":
+        sys.exit("no such image")
+    command = [{python!r}, "-m", "uvicorn", "openenv_walk:app", "--port", port]
+    quiet = {{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}}
+    server = subprocess.Popen(command, cwd={cwd!r}, **quiet)
+    pid.write_text(str(server.pid))
+    print("0123abcd")
+if sys.argv[1] == "stop":
+    os.kill(int(pid.read_text()), signal.SIGKILL)
+"""
+
+
+def install_docker(folder: Path, monkeypatch: pytest.MonkeyPatch, works: bool = True) -> Path:
+    """A stand-in for Docker's command, which serves this machine's own file for one image."""
+    values = {"python": sys.executable, "folder": str(folder), "cwd": str(FILE.parent)}
+    command = folder / "docker"
+    command.write_text(DOCKER.format(**values, works=works), "utf-8")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return folder / "pid"
+
+
+def test_an_image_is_run_by_the_librarys_provider_and_its_container_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = install_docker(tmp_path, monkeypatch)
+    env = make("openenv:walk-env:latest")
+    shown, _ = env.reset(seed=1)
+    assert process_of(shown) == int(server.read_text())
+    assert env.step("left")[0].startswith("text: You are at -1.")
+    env.close()
+    openenv_servers.end_servers()
+    wait_until_ended(process_of(shown))
+    with pytest.raises(RagenError, match=r"container did not start: .*no such image") as error:
+        make("openenv:another-env:latest")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("echo-env:latest", "no image can be run: Docker is not available"),
+        ("no_such_package.server:app", "no image can be run: Docker is not available"),
+        ("--privileged", "expected a URL, an application as package.module:app"),
+        ("host:8000/x y", "expected a URL"),
+        ("localhost:8000", "a URL is expected, as in openenv:http://localhost:8000"),
+    ],
+)
+def test_what_cannot_be_started_is_told_in_one_line(
+    target: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_docker(tmp_path, monkeypatch, works=False)
+    with pytest.raises(RagenError, match=re.escape(said)) as error:
+        make(f"openenv:{target}")
+    assert "\n" not in str(error.value)
