@@ -163,3 +163,22 @@ def test_the_rule_of_studies_gives_few_false_verdicts(
     assert verdicts.share_chances(12, 0.5, 0.5, 0.05)[1] < 0.05
     head, first, *_ = verdicts.power_table((10, 24), 200, 0.05)
     assert head.startswith("| claim |") and first.startswith("| D = 0.08 | σ = .02 | D | holds |")
+
+
+@pytest.mark.parametrize(
+    "name", ["gymnasium:FrozenLake-v1", "gymnasium:Blackjack-v1", "gymnasium:MiniGrid-Empty-5x5-v0"]
+)
+def test_floors_of_foreign_environments_are_those_of_the_bare_library(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fixed seeds, so the intervals of this test do not vary from run to run."""
+    monkeypatch.syspath_prepend(FOLDER)
+    import floors
+
+    if "MiniGrid" in name:
+        pytest.importorskip("minigrid", reason="needs the extra minigrid")
+    levels = range(123, 139)
+    ours, theirs = floors.compared(name, levels, 8)
+    assert floors.agrees(ours.success, theirs.success)
+    assert ours.reward.low <= theirs.reward.high and theirs.reward.low <= ours.reward.high
+    assert floors.row(name, ours, theirs).startswith(f"| {name} | {ours.success.value:.1%} (")
