@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
 from collections.abc import Iterator
@@ -95,6 +96,21 @@ def test_the_example_of_the_page_trains(env: str) -> None:
     metrics = read_metrics(run)
     assert metrics["reward/mean"][1] == metrics["reward_terms/judge"][1] > 0
     assert metrics["episodes/failed"][1] == 0 and metrics["gradient/policy_norm"][1] > 0
+
+
+def test_the_command_of_the_page_asks_a_server_on_this_machine(env: str) -> None:
+    """With the example's files as they are; a tiny model takes the place of the recipe's."""
+    Path("support.py").write_text(block("python"), "utf-8")
+    Path("support.toml").write_text(block("toml"), "utf-8")
+    (command,) = re.findall(r"^ragen (train support.toml --judge.url .*)$", PAGE, re.MULTILINE)
+    local = settings(steps=1, model__max_length=512, eval__episodes=0)
+    with scripted_judge(lambda turns, place: len(turns[0]["agent"]) / 1000) as server:
+        words = command.replace("http://localhost:8001/v1", server.url).split()
+        flags = [f"--{key}={json.dumps(value).strip(chr(34))}" for key, value in local.items()]
+        assert main([*words, *flags, "--out", "run"]) == 0
+    assert {request["model"] for request in server.requests} == {"Qwen/Qwen2.5-7B-Instruct"}
+    assert "Authorization" not in server.headers[0]
+    assert read_metrics(Path("run"))["reward_terms/judge"][1] > 0
 
 
 def test_training_learns_from_a_judge_alone(tmp_path: Path, env: str, judge: FaultyServer) -> None:
