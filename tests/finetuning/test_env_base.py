@@ -33,7 +33,7 @@ from ragen.finetuning.tokenizer import build, words_for
 from ragen.models.adapter_folder import hash_tensors
 from ragen.models.names import is_embedded, taught_style
 from ragen.rollout.chat import Chat
-from ragen.rollout.env_settings import env_config, resolve_run
+from ragen.rollout.env_settings import config_of_env, resolve_run
 from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.prompt import Limits
@@ -203,7 +203,7 @@ def test_a_screen_plays_as_the_environment_in_it() -> None:
 @pytest.mark.slow
 def test_reinforcement_learning_rises_above_random_play_from_such_a_base(tmp_path: Path) -> None:
     given = {"env.name": CORRIDOR}
-    prepare_env(env_config(given), tmp_path / "base")
+    prepare_env(config_of_env(given).env, tmp_path / "base")
     settings = {"model": str(tmp_path / "base"), "steps": 40, "threads": 1, "eval.episodes": 128}
     result = train(None, settings, env=CORRIDOR, out=tmp_path / "run")
     assert result.before is not None and result.after is not None

@@ -51,6 +51,8 @@ from tests.tiny import TEMPLATES, tiny_model, tiny_tokenizer
 from tests.tolerance import LOGPROB
 
 WINDOWS = (0, 1, 2, 3)
+Summary = Literal["none", "actions", "observations"]
+SUMMARIES: tuple[Summary, ...] = ("actions", "observations")
 ROOMY, TIGHT = 9999, 150
 """Limits on prompt and completion: room for all turns, or for two or three of them."""
 MAX_TOKENS = 12
@@ -116,6 +118,7 @@ def play(
     window: int,
     max_length: int,
     history_thoughts: Literal["keep", "drop"] = "keep",
+    summary: Summary = "none",
 ) -> list[Group]:
     """One group of two episodes, played one after the other with the same replies."""
     setup = Setup(
@@ -123,6 +126,7 @@ def play(
         lambda: TextCorridor(texts),
         turns=len(replies),
         window=window,
+        summary=summary,
         drops_thoughts=history_thoughts == "drop",
         chat=make_chat(template, history_thoughts),
         max_tokens=MAX_TOKENS,
@@ -194,8 +198,8 @@ def test_every_sampled_token_is_trained_once_in_every_window(
 ) -> None:
     replies, texts = data.draw(draw_replies(template)), data.draw(text_lists)
     credits = []
-    for window in WINDOWS:
-        groups = play(template, replies, texts, window, max_length)
+    for window, summary in [(0, "none"), *product(WINDOWS, SUMMARIES)]:
+        groups = play(template, replies, texts, window, max_length, summary=summary)
         samples, episodes = to_samples(groups)
         assert samples, "the first turn fits into every limit"
         check(episodes, samples)
@@ -222,18 +226,24 @@ def thinking(template: str, number: str, cut: bool) -> tuple[int, ...]:
 @pytest.mark.parametrize("max_length", [ROOMY, TIGHT])
 @pytest.mark.parametrize("kept", ["keep", "drop"])
 @settings(max_examples=5)
-@given(texts=text_lists, window=st.sampled_from(WINDOWS), cut=st.sets(st.integers(0, 4)))
+@given(
+    texts=text_lists,
+    window=st.sampled_from(WINDOWS),
+    summary=st.sampled_from(SUMMARIES),
+    cut=st.sets(st.integers(0, 4)),
+)
 def test_earlier_thoughts_are_all_kept_or_all_dropped(
     template: str,
     max_length: int,
     kept: Literal["keep", "drop"],
     texts: list[str],
     window: int,
+    summary: Summary,
     cut: set[int],
 ) -> None:
     """Whatever the template does by itself, also if old turns were dropped for their length."""
     replies = [thinking(template, number, n in cut) for n, number in enumerate(NUMBERS)]
-    groups = play(template, replies, texts, window, max_length, kept)
+    groups = play(template, replies, texts, window, max_length, kept, summary)
     samples, episodes = to_samples(groups)
     check(episodes, samples)
     for episode in episodes:
@@ -254,12 +264,19 @@ def test_earlier_thoughts_are_all_kept_or_all_dropped(
 @given(
     texts=text_lists,
     window=st.sampled_from(WINDOWS),
+    summary=st.sampled_from(SUMMARIES),
     max_length=st.sampled_from([ROOMY // 10, TIGHT]),
     temperature=st.sampled_from([0.7, 1.0]),
     seed=st.integers(0, 99),
 )
 def test_recomputed_logprobs_equal_sampled_ones(
-    template: str, texts: list[str], window: int, max_length: int, temperature: float, seed: int
+    template: str,
+    texts: list[str],
+    window: int,
+    summary: Summary,
+    max_length: int,
+    temperature: float,
+    seed: int,
 ) -> None:
     """A random model in float32, with the real sampler and the real learner."""
     tokenizer = tiny_tokenizer(template)
@@ -269,6 +286,7 @@ def test_recomputed_logprobs_equal_sampled_ones(
         lambda: TextCorridor(texts),
         turns=4,
         window=window,
+        summary=summary,
         chat=chat,
         max_tokens=MAX_TOKENS,
         max_length=max_length,

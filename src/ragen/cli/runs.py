@@ -38,7 +38,7 @@ def _train(options: Namespace, overrides: Overrides) -> int:
     from ragen.config.sources import sources
     from ragen.envs.registry import try_env
     from ragen.models.prompting import advice
-    from ragen.rollout.env_settings import resolve_run
+    from ragen.rollout.env_settings import context_lines, resolve_run
     from ragen.rollout.setup import at_stage, by_env
 
     config, note = resolve_run(options.recipe, overrides)
@@ -53,7 +53,11 @@ def _train(options: Namespace, overrides: Overrides) -> int:
         if warning := advice(config.prompt.style, config.model.path):
             complain(warning)
         _show_config(config)
+        for line in context_lines(config):
+            print(f"# {line}")
         return 0
+    for line in context_lines(config):
+        complain(line)
     from ragen.models.names import resolve_model
     from ragen.storage.database import refuse_existing
 

@@ -94,7 +94,8 @@ def _base_options(parser: Parser) -> None:
     parser.epilog = (
         "With --env, any environment that can be played at random or by its solver gets a small\n"
         "model of its own, in minutes: it reads the screen and replies in form, and has no plan.\n"
-        "Keys of the section env may be set, such as --env.params.NAME and --env.max_turns."
+        "Keys of the section env may be set, such as --env.params.NAME and --env.max_turns, and\n"
+        "--prompt.window, the number of turns in a prompt."
     )
 
 
@@ -102,7 +103,8 @@ def _base(options: Namespace, overrides: Overrides) -> int:
     env = overrides.get("env.name")
     if (env is None) == (options.family is None):
         raise RagenError("name a family (ragen base --help), or an environment with --env")
-    other = [key for key in overrides if env is None or not key.startswith("env.")]
+    keys = () if env is None else ("env.", "prompt.window")
+    other = [key for key in overrides if not key.startswith(keys)]
     if other or (env is not None and options.stages):
         wrong = other[0] if other else "--stages"
         raise RagenError(f"{wrong} has no effect on this base; leave it out")
@@ -112,13 +114,14 @@ def _base(options: Namespace, overrides: Overrides) -> int:
         prepare(options.family, options.out, options.seed, options.steps, print, options.stages)
         print(f"the base model of {options.family} is in {options.out}")
         return 0
-    from ragen.rollout.env_settings import env_config
+    from ragen.rollout.env_settings import config_of_env
 
-    config = env_config(overrides)
+    config = config_of_env(overrides)
     from ragen.finetuning.env_base import prepare_env
 
-    print(prepare_env(config, options.out, options.seed, options.steps, print))
-    typed = _typed(overrides, ("env.",), ("env.name",))
+    window = config.prompt.window
+    print(prepare_env(config.env, options.out, options.seed, options.steps, print, window))
+    typed = _typed(overrides, keys, ("env.name",))
     print(f"train it further:  {program()} train --env {env} --model {options.out}{typed}")
     return 0
 

@@ -169,6 +169,7 @@ class LessonPlayer:
             turns=turns,
             actions_per_turn=min(lesson.actions_per_turn, lesson.actions),
             actions=lesson.actions,
+            window=lesson.window,
             chat=self._chat,
             max_length=self._max_length,
         )
@@ -191,8 +192,9 @@ def mask_untrained(
     masked = []
     for sample in samples:
         turns = episodes[sample.episode].turns
-        flags = [flag for turn in turns for flag in trained[turn.prompt.seed]]
-        assert len(flags) == sum(sample.loss_mask), "a demonstration with its whole history"
+        numbers = sorted({number for number in sample.turn_index if number >= 0})
+        flags = [flag for number in numbers for flag in trained[turns[number].prompt.seed]]
+        assert len(flags) == sum(sample.loss_mask), "a completion is in one sample as a whole"
         remaining = iter(flags)
         mask = tuple(sampled and next(remaining) for sampled in sample.loss_mask)
         masked.append(replace(sample, loss_mask=mask))

@@ -37,7 +37,7 @@ class Lesson:
 
     `accept` says whether a level, to which the environment has been reset, belongs to the lesson.
     Each episode draws one of the turn budgets `turns`; `actions` is the action budget, of which a
-    turn may spend `actions_per_turn`. `share` is the weight of the lesson in its stage. With
+    turn may spend `actions_per_turn`. A prompt shows the last `window` turns (0 shows all). `share` is the weight of the lesson in its stage. With
     `held_out` the boards of evaluation levels are left out.
     """
 
@@ -47,6 +47,7 @@ class Lesson:
     turns: tuple[int, ...] = (5,)
     actions: int = 10
     actions_per_turn: int = 5
+    window: int = 0
     share: float = 1.0
     held_out: bool = True
 

@@ -44,7 +44,7 @@ STEP_TOKENS = 2000
 FEWEST, MOST = 4, 32
 """Demonstrations of one step."""
 LONGEST = 2048
-"""Tokens of a demonstration; a longer episode is broken off."""
+"""Tokens of a demonstration; a longer episode drops its oldest turns, and becomes several samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,13 @@ def prepare_env(
     seed: int = 0,
     steps: int | None = None,
     watch: Callable[[str], None] = lambda line: None,
+    window: int = 0,
 ) -> EnvBase:
     """Make a base model for an environment and save it in Hugging Face's layout.
 
     `env` holds the environment and its budgets, `out` is a folder that does not exist yet. `seed`
     decides weights and demonstrations. `steps` is the maximum per stage, for a trial. `watch`
-    receives lines of progress. The model's config says that it reads compact prompts.
+    receives lines of progress. Prompts show the last `window` turns (0 shows all). The model's config says that it reads compact prompts.
 
     Raises:
         RagenError: `out` exists, or the environment fails, has tools, or has neither a random
@@ -96,7 +97,8 @@ def prepare_env(
             f"the environment {env.name!r} fails: {failure.reason}; run `ragen check` on it"
         ) from failure
     budgets = env.max_turns, env.actions_per_turn, env.max_actions
-    met = survey(Setup(env.name, make, *budgets, timeout_s=env.timeout_s), choose, seed)
+    setup = Setup(env.name, make, *budgets, window=window, timeout_s=env.timeout_s)
+    met = survey(setup, choose, seed)
     reader = Reader(met.screens, choose, actions if choose is random_actions else None)
     highest = max(20, *budgets, reader.places)
     tokenizer = build(words_for(met.words(MOST_WORDS), min(highest, 999)))
@@ -105,7 +107,7 @@ def prepare_env(
     model = new_model(tokenizer, LAYERS, seed, longest=4 * LONGEST)
     setattr(model.config, PROMPT_STYLE, "compact")
     player = LessonPlayer(chat, seed, LONGEST)
-    stages = stages_of(reader, partial(Screen, make), env, episodes)
+    stages = stages_of(reader, partial(Screen, make), env, episodes, window)
     for number, stage in enumerate(stages):
         teach(model, player, stage, number, steps, watch)
     count = sum(min(stage.steps, steps or stage.steps) * stage.episodes for stage in stages)
@@ -124,7 +126,7 @@ def _episodes(met: Survey, chat: Chat) -> int:
 
 
 def stages_of(
-    reader: Reader, make: Callable[[], Screen], env: EnvConfig, episodes: int
+    reader: Reader, make: Callable[[], Screen], env: EnvConfig, episodes: int, window: int
 ) -> tuple[Stage, ...]:
     """The stages: where things are, then short thoughts and random play."""
     lesson = partial(
@@ -133,6 +135,7 @@ def stages_of(
         turns=(env.max_turns,),
         actions=env.max_actions,
         actions_per_turn=env.actions_per_turn,
+        window=window,
         held_out=False,
     )
     find, read = lesson(reader.look_up, share=0.8), lesson(reader.read, share=0.2)

@@ -22,6 +22,8 @@ REPLY = 400
 MESSAGE = 112
 """Tokens of a message to the model, beside its reply. With `REPLY` that is 512 a turn; as many
 again hold the description of the environment, so that the papers' 5 turns have 3072 tokens."""
+SUMMED = {"none": 0, "actions": 16, "observations": 40}
+"""Tokens of a turn in a summary."""
 OF_WORDS = ("rollout.max_tokens", "model.max_length", "env.params.observation")
 """What recipes for the embedded models choose for their tokens, besides the prompts."""
 
@@ -68,7 +70,8 @@ def with_prompts(config: Config, written: Flat, given: Flat, model: str) -> Conf
     if "model.max_length" not in chosen:
         reply = reply if "rollout.max_tokens" in chosen else REPLY
         turns = min(config.prompt.window or config.env.max_turns, config.env.max_turns)
-        longest = min((reply + MESSAGE) * (1 + turns), positions(model))
+        hidden = (config.env.max_turns - turns) * SUMMED[config.prompt.summary]
+        longest = min((reply + MESSAGE) * (1 + turns) + hidden, positions(model))
     if "rollout.max_tokens" not in chosen:
         reply = min(REPLY, longest // 2)
     kept = {k: v for k, v in flatten(config).items() if k not in OF_WORDS or k in chosen}

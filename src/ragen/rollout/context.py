@@ -2,7 +2,8 @@
 
 Earlier replies are shown with or without their thoughts. A prompt that would be too long leaves out
 its oldest turns. The opening message, with the system text and the description of the environment,
-always stays on top.
+always stays on top. It may have a summary of the turns that are not shown: a line each, made from
+what was done, never by a model.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ from dataclasses import dataclass
 
 from ragen.core.types import Completion, Message
 from ragen.rollout.chat import without_thought
-from ragen.rollout.prompt import Limits, PromptBuilder
+from ragen.rollout.prompt import Limits, PromptBuilder, plain_number
 from ragen.rollout.setup import Setup
+
+SHORT = 80
+"""Characters of an action or of an observation in a summary."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """The contents of one turn's messages to the policy.
 
-    `reward`, `problem` and `results` are about the turn before. `reward` is ``None`` in the first
-    turn. `problem` is ``None`` in the first turn and after a valid reply. `results` are messages:
-    one for each call of a tool.
+    `reward`, `problem`, `results` and `actions` are about the turn before. `reward` is ``None`` in
+    the first turn. `problem` is ``None`` in the first turn and after a valid reply. `results` are
+    messages: one for each call of a tool. `actions` are those that were carried out.
     """
 
     observation: str
@@ -30,6 +34,7 @@ class View:
     reward: float | None = None
     problem: str | None = None
     results: tuple[Message, ...] = ()
+    actions: tuple[str, ...] = ()
 
 
 class Conversation:
@@ -54,21 +59,21 @@ class Conversation:
         self._views: list[View] = []
         self._replies: list[str] = []
         self._first = 0  # the oldest turn that is shown; a turn that is dropped stays dropped
-        # The tokens of the prompts that begin with that turn.
+        self._summed = 0  # the oldest turn in the summary
+        # The tokens of the prompts that begin with these turns.
         self._running: tuple[int, ...] | None = None
 
     def ask(self, view: View) -> tuple[tuple[Message, ...], tuple[int, ...] | None, int]:
         """The next prompt: its messages, its token ids, and how many of them are pre-filled.
 
-        It leaves no room for a reply only if the present turn alone does not.
+        It leaves no room for a reply only if the present turn alone, without a summary, does not.
         """
         self._views.append(view)
         present, window = len(self._views) - 1, self._setup.window
         oldest = max(0, present + 1 - window) if window else 0
         self._begin_with(max(self._first, oldest))
         messages, ids, num_prefill = self._prompt()
-        while not self._setup.has_room(ids) and self._first < present:
-            self._begin_with(self._first + 1)
+        while not self._setup.has_room(ids) and self._cut(present):
             messages, ids, num_prefill = self._prompt()
         self._running = ids
         self.turns_dropped = self._first - oldest
@@ -77,6 +82,16 @@ class Conversation:
     def _begin_with(self, first: int) -> None:
         if first != self._first:
             self._first, self._running = first, None
+
+    def _cut(self, present: int) -> bool:
+        """Leave out the oldest turn, or the oldest line of the summary; whether there was one."""
+        if self._first < present:
+            self._begin_with(self._first + 1)
+        elif self._setup.summary != "none" and self._summed < self._first:
+            self._summed, self._running = self._summed + 1, None
+        else:
+            return False
+        return True
 
     def _prompt(self) -> tuple[tuple[Message, ...], tuple[int, ...] | None, int]:
         messages = self._messages()
@@ -109,7 +124,8 @@ class Conversation:
             if view.results:  # of a turn that is not shown
                 texts = (self._views[0].observation, *(each["content"] for each in view.results))
                 observation = "\n".join(texts)
-            content = builder.first(*self._env_texts, observation, view.limits)
+            summary = self._summary()
+            content = builder.first(*self._env_texts, observation, view.limits, summary)
         elif view.results:
             *before, last = view.results
             text = builder.result(last["content"], view.reward, view.limits)
@@ -117,3 +133,46 @@ class Conversation:
         else:
             content = builder.following(observation, view.reward, view.problem, view.limits)
         return ({"role": "user", "content": content},)
+
+    def _summary(self) -> str:
+        """The turns that are not shown in short, or nothing."""
+        kind, views = self._setup.summary, self._views
+        if kind == "none" or self._summed == self._first:
+            return ""
+        lines = [
+            summary_line(number, views[number - 1], views[number], kind == "observations")
+            for number in range(self._summed + 1, self._first + 1)
+        ]
+        if kind == "observations" and not views[self._first].results:  # they bring it, too
+            lines.insert(0, views[0].observation)
+        return "\n".join(lines)
+
+
+def summary_line(number: int, before: View, after: View, followed: bool) -> str:
+    r"""One turn in short: its actions, its reward unless 0, and with `followed` what followed.
+
+    That are the results of its calls, or the first line of the observation that the one before did
+    not have.
+
+    Example:
+        >>> hall = View("hall\nlamp", Limits(1, 5, 5, 1))
+        >>> attic = View("attic\nlamp", Limits(2, 4, 4, 1), reward=0.1, actions=("up",))
+        >>> summary_line(1, hall, attic, followed=True)
+        '1: up (reward 0.1) -> attic'
+    """
+    line = f"{number}: {', '.join(map(_short, after.actions)) or 'nothing'}"
+    if after.reward:
+        line += f" (reward {plain_number(after.reward)})"
+    if not followed:
+        return line
+    seen = before.observation.splitlines()
+    new = (each for each in after.observation.splitlines() if each not in seen)
+    results = [_short(each["content"]) for each in after.results]
+    news = ", ".join(results) or _short(next(new, ""))
+    return f"{line} -> {news}" if news else line
+
+
+def _short(text: str) -> str:
+    """The start of a text in one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= SHORT else f"{line[: SHORT - 4]} ..."

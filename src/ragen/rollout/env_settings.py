@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 from ragen.config.config import Config
 from ragen.config.keys import BUDGETS, MIX, PARAMS, TASK, Flat, dotted
 from ragen.config.reading import OF_ENV, for_env, load_recipe, mixed_in, names_env, recipes, resolve
-from ragen.config.sections import EnvConfig
 from ragen.core.errors import RagenError
 from ragen.core.seeding import BASE_LEVELS
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs.registry import build_env, closing_env, make
 from ragen.models.names import is_embedded, taught_style
 from ragen.models.prompting import REPLY, positions, resolve_for_model
+from ragen.rollout.context import SHORT
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import has_random_play, random_player
 from ragen.rollout.prompt import Limits, PromptBuilder
-from ragen.rollout.setup import Setup, make_setup
+from ragen.rollout.setup import Setup, by_env, make_setup
 
 PROMPT = ("prompt.style", "prompt.think", "rollout.max_tokens")
 """Keys of the whole run on which the lengths of a mixture's environments depend."""
@@ -56,6 +56,8 @@ TAGS = 8
 """Tokens of a reply's tags, and of what a chat template puts around a message."""
 LONGEST = 8192
 """Tokens of a context at most; an episode that needs more ends there."""
+LONG = 10
+"""Turns of an episode from which on its context is worth a look before a run."""
 LEVELS, STEPS = 4, 16
 """Levels whose texts are read, and steps of random play on each of them."""
 
@@ -190,13 +192,13 @@ def budgets_of(name: str, given: Flat) -> tuple[Flat, str | None]:
         raise RagenError(f"environment {name}: {failure.reason}") from failure
 
 
-def env_config(given: Flat) -> EnvConfig:
-    """The section ``env`` with the environment's own budgets under those that are given.
+def config_of_env(given: Flat) -> Config:
+    """The given values, with the environment's own budgets under them.
 
     Raises:
         RagenError: As `budgets_of`, or a value does not fit.
     """
-    return resolve(None, given, env=budgets_of(str(given["env.name"]), given)[0]).env
+    return resolve(None, given, env=budgets_of(str(given["env.name"]), given)[0])
 
 
 def brought_by(
@@ -220,25 +222,156 @@ def brought_by(
 
 def _lengths(config: Config, model: str, given: int | None) -> Flat:
     """The tokens of a reply, unless given, and of the longest episode: estimates by the texts."""
+    prompt, sizes = config.prompt, _sizes_of(config)
+    reply = 8 * ceil((sizes.answer + (THOUGHT[prompt.style] if prompt.think else 0)) / 8)
+    if prompt.style == "paper" and prompt.think:
+        reply = max(reply, REPLY)
+    reply = given or reply
+    turns = config.env.max_turns
+    shown = min(prompt.window or turns, turns)
+    needed = 1.1 * (sizes.prompt(shown, turns - shown, reply, prompt.summary) + reply)
+    longest = max(256, min(64 * ceil(needed / 64), LONGEST, positions(model)))
+    return {"rollout.max_tokens": min(reply, longest // 2), "model.max_length": longest}
+
+
+class _Sizes(NamedTuple):
+    """About how many tokens the parts of an episode have at most.
+
+    `first` is the message that opens a prompt, `observation` what the environment shows in it,
+    `following` a later message, `answer` a reply without its thought, `action` what a turn does.
+    """
+
+    first: int
+    observation: int
+    following: int
+    answer: int
+    action: int
+
+    def prompt(self, shown: int, hidden: int, reply: int, summary: str) -> int:
+        """A prompt with so many turns, the present one among them, and a summary of `hidden`."""
+        return (
+            self.first
+            + (shown - 1) * (self.following + reply)
+            + (self.summary(hidden, summary) if hidden else 0)
+        )
+
+    def summary(self, hidden: int, kind: str) -> int:
+        """The summary of so many turns."""
+        match kind:
+            case "none":
+                return 0
+            case "actions":
+                return hidden * (self.action + TAGS)
+        news = min(self.observation, SHORT // 4)
+        return self.observation + hidden * (self.action + TAGS + news)
+
+
+def _sizes_of(config: Config) -> _Sizes:
+    """Read them off the texts of the environment."""
     prompt, env = config.prompt, config.env
     with closing(make_setup(config, None)) as setup:
         texts = _read(setup)
     builder = PromptBuilder(prompt.style, prompt.think, LONGEST, texts.tools != "")
     limits = Limits(1, env.max_turns, env.max_actions, env.actions_per_turn)
     opening = builder.first(texts.rules, texts.goal, texts.actions, texts.observation, limits)
-    first = num_tokens(f"{builder.system() or ''}{texts.tools}{opening}") + 2 * TAGS
-    following = num_tokens(builder.following(texts.observation, -0.1, "invalid", limits)) + TAGS
+    following = builder.following(texts.observation, -0.1, "invalid", limits)
     is_one = texts.actions is None and not texts.tools
     count = 1 if is_one else env.actions_per_turn
-    answer = TAGS + count * (texts.answer + 1)
-    reply = 8 * ceil((answer + (THOUGHT[prompt.style] if prompt.think else 0)) / 8)
-    if prompt.style == "paper" and prompt.think:
-        reply = max(reply, REPLY)
-    reply = given or reply
-    turns = min(prompt.window or env.max_turns, env.max_turns)
-    needed = 1.1 * (first + reply + (turns - 1) * (following + reply))
-    longest = max(256, min(64 * ceil(needed / 64), LONGEST, positions(model)))
-    return {"rollout.max_tokens": min(reply, longest // 2), "model.max_length": longest}
+    return _Sizes(
+        num_tokens(f"{builder.system() or ''}{texts.tools}{opening}") + 2 * TAGS,
+        num_tokens(texts.observation),
+        num_tokens(following) + TAGS,
+        TAGS + count * (texts.answer + 1),
+        count * (min(texts.answer, SHORT // 4) + 1),
+    )
+
+
+class ContextCost(NamedTuple):
+    """What a choice of turns in a prompt costs in the longest episode, about and at most.
+
+    `shown` are the turns in the last prompt, and `prompt` its tokens. An episode becomes so many
+    `samples`, and the learner reads `tokens` in all of them.
+    """
+
+    name: str
+    shown: int
+    prompt: int
+    samples: int
+    tokens: int
+
+
+def context_costs(config: Config) -> list[ContextCost]:
+    """The costs of the whole history, and of the settings' window and summary if they have them.
+
+    The last row is that of the settings: there, `model.max_length` cuts what does not fit.
+
+    Raises:
+        RagenError: As `make_setup`.
+    """
+    sizes, prompt, turns = _sizes_of(config), config.prompt, config.env.max_turns
+    window = prompt.window if prompt.window < turns else 0
+    choices = {"the whole history": (0, "none")}
+    if window:
+        last = "the present turn" if window == 1 else f"the last {window} turns"
+        choices[last] = (window, "none")
+    if prompt.summary != "none":
+        choices[f"{[*choices][-1]} and a summary of {prompt.summary}"] = (window, prompt.summary)
+    room = config.model.max_length - config.rollout.max_tokens
+    *others, chosen = choices.items()
+    rows = [(name, *choice, None) for name, choice in others]
+    rows.append((chosen[0], *chosen[1], room))
+    return [_context_cost(config, sizes, *row) for row in rows]
+
+
+def _context_cost(
+    config: Config, sizes: _Sizes, name: str, window: int, summary: str, room: int | None
+) -> ContextCost:
+    """One row, where a prompt has at most `room` tokens."""
+    reply, prompt = config.rollout.max_tokens, config.prompt
+    drops = prompt.think and prompt.history_thoughts == "drop"
+    kept = min(reply, sizes.answer) if drops else reply
+    first = length = samples = tokens = 0
+    for turn in range(1, config.env.max_turns + 1):
+        most = min(window or turn, turn)
+        lengths = {n: sizes.prompt(n, turn - n, kept, summary) for n in range(most, 0, -1)}
+        fitting = (n for n, each in lengths.items() if room is None or each <= room)
+        before, first = first, max(first, turn - next(fitting, 1))
+        longer = lengths[turn - first] if room is None else min(lengths[turn - first], room)
+        joins = turn > 1 and first == before and not drops
+        samples, tokens = samples + (not joins), tokens + longer + reply
+        tokens -= (length + reply) * joins  # those of the turns before are in this sample
+        length = longer
+    return ContextCost(name, config.env.max_turns - first, length, samples, tokens)
+
+
+def context_lines(config: Config) -> list[str]:
+    """The costs as a table, for long episodes and for those with a window.
+
+    Raises:
+        RagenError: As `context_costs`.
+    """
+    found: list[str] = []
+    for name, alone in by_env(config).items():
+        turns, prompt = alone.env.max_turns, alone.prompt
+        if turns == 1 or (turns < LONG and not prompt.window):
+            continue
+        reply, rows = alone.rollout.max_tokens, context_costs(alone)
+        found.append(f"context of {name}, at most {turns} turns with replies of {reply} tokens:")
+        found += [
+            f"  {row.name}: about {row.prompt:,} tokens in the last prompt, an episode is "
+            f"{_count(row.samples, 'sample')} with {row.tokens:,} tokens"
+            for row in rows
+        ]
+        if rows[-1].shown < min(prompt.window or turns, turns):
+            found.append(
+                f"  model.max_length = {alone.model.max_length} has room for "
+                f"{_count(rows[-1].shown, 'turn')}; older ones are dropped"
+            )
+    return found
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 class _Texts(NamedTuple):

@@ -207,7 +207,8 @@ class _Playthrough:
         """The view after the last turn."""
         results = () if turn.results is None else tool_messages(parsed.calls, turn.results)
         limits = self._limits(len(self.turns))
-        return View(observation, limits, turn.reward, parsed.problem, results)
+        executed = turn.actions_executed
+        return View(observation, limits, turn.reward, parsed.problem, results, executed)
 
     def _limits(self, number: int) -> Limits:
         setup = self.setup

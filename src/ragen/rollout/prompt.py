@@ -14,6 +14,10 @@ from typing import Literal
 from ragen.rollout.actions import SEPARATOR
 
 
+SUMMARY = "Your earlier turns in short:"
+"""What stands above the summary in the paper style."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The budgets left before a turn, this turn included, and the turn's number from 1.
@@ -79,19 +83,22 @@ class PromptBuilder:
         actions: tuple[str, ...] | None,
         observation: str,
         limits: Limits,
+        summary: str = "",
     ) -> str:
         """The user message that opens a conversation: the environment and its observation.
 
         Where a window cuts the history, this message opens the prompts of later turns too, with the
-        `limits` of that turn. `goal` is the environment's short title; `actions` is ``None`` where
-        an action is free text.
+        `limits` of that turn and a `summary` of those that it leaves out. `goal` is the
+        environment's short title; `actions` is ``None`` where an action is free text.
         """
         if self.style == "compact":
-            return f"{goal}\n{observation}\n{_budget(limits)}"
+            shown = f"{summary}\n{observation}" if summary else observation
+            return f"{goal}\n{shown}\n{_budget(limits)}"
         parts = (
             f"{goal}\n\n{rules.strip()}",
             self._actions(actions, limits),
             self._form(actions, limits),
+            *([f"{SUMMARY}\n{summary}"] if summary else []),
             self._turn(observation, limits),
         )
         return "\n\n".join(parts)
@@ -106,8 +113,8 @@ class PromptBuilder:
         """
         if self.style == "compact":
             invalid = "" if problem is None else "invalid\n"
-            return f"reward {_number(reward)}\n{invalid}{observation}\n{_budget(limits)}"
-        text = f"Reward of your last turn: {_number(reward)}."
+            return f"reward {plain_number(reward)}\n{invalid}{observation}\n{_budget(limits)}"
+        text = f"Reward of your last turn: {plain_number(reward)}."
         if problem is not None:
             text += f"\nYour last reply was not valid. {problem}"
         return f"{text}\n\n{self._turn(observation, limits)}"
@@ -115,8 +122,8 @@ class PromptBuilder:
     def result(self, result: str, reward: float, limits: Limits) -> str:
         """The message with the last result of a turn's calls."""
         if self.style == "compact":
-            return f"{result}\nreward {_number(reward)}\n{_budget(limits)}"
-        return f"{result}\n\nReward of your last turn: {_number(reward)}.\n{_left(limits)}"
+            return f"{result}\nreward {plain_number(reward)}\n{_budget(limits)}"
+        return f"{result}\n\nReward of your last turn: {plain_number(reward)}.\n{_left(limits)}"
 
     def _actions(self, actions: tuple[str, ...] | None, limits: Limits) -> str:
         if self.tools:
@@ -163,7 +170,7 @@ def _budget(limits: Limits) -> str:
     return f"turns {limits.turns_left} actions {limits.actions_left} max {limits.actions_per_turn}"
 
 
-def _number(value: float) -> str:
+def plain_number(value: float) -> str:
     """The number with at most two decimals and without a minus zero."""
     return f"{round(value, 2) + 0.0:g}"
 

@@ -34,8 +34,8 @@ class Setup:
 
     `turns`, `actions_per_turn` and `actions` are the budgets. Prompts have a `style`; `think` says
     whether a reply has a thought, `prefilled` whether its first tag is pre-filled. A prompt shows
-    the last `window` turns (0 shows all), with `drops_thoughts` without the thoughts of earlier
-    replies. `chat` is ``None`` for policies that take messages only. `tools` are those of the
+    the last `window` turns (0 shows all) and a `summary` of those before, with `drops_thoughts`
+    without the thoughts of earlier replies. `chat` is ``None`` for policies that take messages only. `tools` are those of the
     environment. A reply has at most
     `max_tokens` tokens, prompt and reply together at most `max_length`. `format_penalty` is
     subtracted from the reward of a turn whose reply is not valid; `reward_terms` are the weights of
@@ -59,6 +59,7 @@ class Setup:
     think: bool = True
     prefilled: bool = True
     window: int = 0
+    summary: Literal["none", "actions", "observations"] = "none"
     drops_thoughts: bool = False
     chat: Chat | None = None
     tools: tuple[Schema, ...] = ()
@@ -217,6 +218,7 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         think=prompt.think,
         prefilled=prompt.prefill,
         window=prompt.window,
+        summary=prompt.summary,
         drops_thoughts=prompt.think and prompt.history_thoughts == "drop",
         chat=chat,
         max_tokens=config.rollout.max_tokens,

@@ -1,0 +1,203 @@
+"""What a prompt says of the turns that it does not show."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import pytest
+
+from ragen.algorithms.samples import to_samples
+from ragen.cli.main import main
+from ragen.config.reading import resolve
+from ragen.core.types import Completion, Episode, Group
+from ragen.envs.manor import Manor
+from ragen.models.prompting import resolve_for_model
+from ragen.rollout.chat import Chat
+from ragen.rollout.context import Conversation, View
+from ragen.rollout.env_settings import context_costs, context_lines, num_tokens, resolve_run
+from ragen.rollout.episode import play_episode, require_unchanged
+from ragen.rollout.policies import ScriptedPolicy
+from ragen.rollout.prompt import Limits
+from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup, make_setup
+from tests.tiny import tiny_tokenizer
+
+SPEC = EpisodeSpec(123, 0, 0, (0, "test"))
+Summary = Literal["none", "actions", "observations"]
+MANOR = {
+    "env.name": "manor",
+    "env.params": {"rooms": 5, "levers": 1, "delay": 5},
+    "env.max_turns": 7,
+    "env.max_actions": 7,
+    "env.actions_per_turn": 1,
+    "model.max_length": 9999,
+}
+ACTIONS = ("take iron key", "dance", "west", "west", "pull lever", "east", "unlock vault")
+
+
+def house() -> Manor:
+    return Manor(rooms=5, levers=1, delay=5)
+
+
+def setup_of(window: int, summary: Summary, **more: Any) -> Setup:
+    chat = Chat(tiny_tokenizer("chatml"))
+    given = {"turns": 7, "actions_per_turn": 1, "actions": 7, "max_tokens": 40, "max_length": 9999}
+    return Setup("manor", house, window=window, summary=summary, chat=chat, **{**given, **more})
+
+
+def play(setup: Setup) -> Episode:
+    chat = setup.chat
+    assert chat is not None
+
+    def encode(text: str) -> tuple[int, ...]:
+        return (*chat.encode_text(text), chat.end)
+
+    policy = ScriptedPolicy([f"</think><answer>{each}</answer>" for each in ACTIONS], encode)
+    return asyncio.run(play_episode(policy, setup, SPEC))
+
+
+def prompt_of(episode: Episode, turn: int) -> str:
+    return "\n".join(message["content"] for message in episode.turns[turn].prompt.messages)
+
+
+def test_a_line_says_what_was_done_and_what_it_paid() -> None:
+    episode = play(setup_of(1, "actions"))
+    assert episode.success
+    assert prompt_of(episode, 5) == "\n".join(
+        [
+            "Manor",
+            "1: take iron key",
+            "2: nothing",
+            "3: west",
+            "4: west",
+            "5: pull lever (reward 0.1)",
+            episode.turns[5].observation,
+            "turns 2 actions 3 max 1",
+        ]
+    ), "a reply without an action spends a turn and no action"
+    assert prompt_of(play(setup_of(0, "actions")), 5) == prompt_of(play(setup_of(0, "none")), 5), (
+        "a prompt that shows all turns has no summary"
+    )
+    shown = [
+        message["content"] for message in play(setup_of(2, "actions")).turns[2].prompt.messages
+    ]
+    assert shown[0].startswith("Manor\n1: take iron key\nYou take iron key")
+    assert len(shown) == 3, "the turn before and its reply are shown as they were"
+
+
+def test_with_observations_the_first_one_stays_and_a_line_says_what_followed() -> None:
+    episode = play(setup_of(1, "observations"))
+    first = episode.turns[0].observation
+    assert "plan of the house" in first
+    assert prompt_of(episode, 4).startswith(
+        f"Manor\n{first}\n1: take iron key -> You take iron key, and a bar drops over the other "
+        "hooks.\n2: nothing\n3: west -> You go west.\n4: west -> You are in the music room. Doors: "
+    ), "the first line that the observation before did not have"
+
+
+def test_the_paper_style_says_what_the_lines_are() -> None:
+    prompt = prompt_of(play(setup_of(1, "actions", style="paper")), 2)
+    assert "\n\nYour earlier turns in short:\n1: take iron key\n2: nothing\n\nTurn 3\n" in prompt
+
+
+@pytest.mark.parametrize("window", [0, 1])
+@pytest.mark.parametrize("summary", ["actions", "observations"])
+def test_a_summary_gives_way_before_the_present_turn_does(summary: Summary, window: int) -> None:
+    """Its oldest lines go first; what is left of it is the latest."""
+    limits = Limits(1, 9, 9, 1)
+
+    def ask(conversation: Conversation) -> tuple[str, int]:
+        conversation.ask(View("Speak.", limits))
+        for word in "abcdef":
+            conversation.reply(Completion((), (), f"{word}</think>", "stop", 0))
+            view = View(word * 30, limits, 0.0, actions=(word,))
+            messages, ids, _ = conversation.ask(view)
+        return messages[0]["content"], len(ids or ())
+
+    lengths = {"max_length": 9999, "max_tokens": 1}
+    whole, longest = ask(Conversation(setup_of(1, summary, **lengths), ("", "Talk", None)))
+    _, shortest = ask(Conversation(setup_of(1, "none", **lengths), ("", "Talk", None)))
+    assert "1: a" in whole and "6: f" in whole
+    lengths["max_length"] = (shortest + longest) // 2
+    cut, length = ask(Conversation(setup_of(window, summary, **lengths), ("", "Talk", None)))
+    assert shortest < length < lengths["max_length"]
+    assert "1: a" not in cut and "6: f" in cut
+    lengths["max_length"] = shortest + 1
+    alone, length = ask(Conversation(setup_of(window, summary, **lengths), ("", "Talk", None)))
+    assert length == shortest and "6: f" not in alone
+
+
+def test_turns_without_room_are_summed_up() -> None:
+    first = len(play(setup_of(0, "none")).turns[0].prompt.token_ids or ())
+    episode = play(setup_of(0, "actions", max_length=first + 250))
+    assert episode.success and episode.turns[6].prompt.turns_dropped > 0
+    assert "4: west" in prompt_of(episode, 6)
+
+
+@pytest.mark.parametrize("summary", ["actions", "observations"])
+def test_a_recorded_episode_can_be_branched(summary: Summary) -> None:
+    """Rebuilding checks every prompt, token by token."""
+    setup = setup_of(2, summary)
+    episode = play(setup)
+    spec = BranchSpec(123, 0, 0, (1, "branch"), noise=episode.noise_seed, turns=episode.turns[:6])
+    require_unchanged(setup, spec)
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, 9])
+@pytest.mark.parametrize("summary", ["none", "actions", "observations"])
+@pytest.mark.parametrize("kept", ["keep", "drop"])
+def test_the_costs_before_a_run_are_those_of_the_longest_episode(
+    window: int, summary: Summary, kept: Literal["keep", "drop"]
+) -> None:
+    """The samples exactly; the tokens of the last prompt at most, and not by far."""
+    keys = {"prompt.window": window, "prompt.summary": summary, "rollout.max_tokens": 24}
+    if window != 1:
+        keys["prompt.history_thoughts"] = kept
+    config = resolve(None, MANOR | keys)
+    chat = Chat(tiny_tokenizer("chatml"), history_thoughts=config.prompt.history_thoughts)
+    episode = play(replace(make_setup(config, chat), max_tokens=40))
+    cost = context_costs(config)[-1]
+    assert len(episode.turns) == config.env.max_turns == 7
+    samples, _ = to_samples([Group((episode,))])
+    assert cost.samples == len(samples)
+    if kept == "keep":
+        length = sum(num_tokens(each["content"]) for each in episode.turns[6].prompt.messages)
+        assert length < cost.prompt < 3 * length
+
+
+def test_the_whole_history_is_counted_also_where_it_does_not_fit() -> None:
+    config = resolve(None, MANOR | {"prompt.window": 5, "model.max_length": 700})
+    whole, last = context_costs(config)
+    assert whole.prompt > 700 > last.prompt and (whole.samples, whole.shown) == (1, 7)
+    assert last.shown < 5 and last.samples == 8 - last.shown
+    *_, line = context_lines(config)
+    assert f"model.max_length = 700 has room for {last.shown} turns; older ones are dropped" in line
+    assert context_lines(resolve(None, MANOR)) == [], "a short episode with its whole history"
+    assert context_lines(resolve(None, {"env.name": "bandit", "env.max_turns": 1})) == []
+
+
+def test_a_run_says_what_its_context_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "train --env manor --model a/b --prompt.window 4 --prompt.summary actions --dry-run"
+    assert main(line.split()) == 0
+    printed = capsys.readouterr().out
+    assert "# context of manor, at most 40 turns with replies of 400 tokens:" in printed
+    rows = [each for each in printed.splitlines() if " tokens in the last prompt" in each]
+    assert [each.split(":")[0].lstrip("# ") for each in rows] == [
+        *("the whole history", "the last 4 turns", "the last 4 turns and a summary of actions"),
+    ]
+    assert "an episode is 1 sample" in rows[0] and "an episode is 37 samples" in rows[2]
+    assert main([*line.split(), "--prompt.window", "1"]) == 0
+    assert "#   the present turn and a summary of actions: about" in capsys.readouterr().out
+
+
+def test_a_summary_gets_its_room() -> None:
+    """In the lengths that follow from the environment's texts, and in the papers' prompts."""
+    given = {"env": "manor", "model": "a/b", "prompt.window": 2}
+    recipe = {"env.max_turns": 40, "model": "a/b", "prompt.window": 2}
+    for resolved in (
+        lambda kind: resolve_run(None, {**given, "prompt.summary": kind}).config,
+        lambda kind: resolve_for_model(None, {**recipe, "prompt.summary": kind}),
+    ):
+        lengths = [resolved(kind).model.max_length for kind in get_args(Summary)]
+        assert lengths == sorted(lengths) and len(set(lengths)) == 3
