@@ -135,10 +135,18 @@ def test_ragen_eval_takes_one_environment_of_a_mixture(result: Result) -> None:
 
 def test_report_and_viewer_show_each_environment_with_its_baselines(result: Result) -> None:
     sections = {section.title: section for section in page(read_facts(result.run))}
-    by_env = sections["Success by environment"]
-    assert {row[0] for row in by_env.rows} == set(MIX)
-    assert {row[4:] for row in by_env.rows} == {("50.0%", "100.0%")}
-    assert any("env/bandit-rev/success" in row for row in sections["Signals"].rows)
+    greedy = result.evaluations["after_greedy"].parts
+    for env, part in zip(MIX, greedy, strict=True):
+        random, *players, optimal = sections[f"Success in {env}"].rows
+        assert (random[1], optimal[1]) == ("50.0%", "100.0%")
+        assert part.row(players[-1][0]) == players[-1]
+    metrics = read_facts(result.run).metrics
+    assert not any("/" in row[0] for row in sections["Signals"].rows)
+    for env in MIX:
+        shown = {row[0]: row[1] for row in sections[f"Signals in {env}"].rows}
+        for label, name in {"reward": "reward", "kept groups": "kept_fraction"}.items():
+            first, *_ = metrics[f"env/{env}/{name}"].values()
+            assert shown[label] == f"{first:.3g}"
     runs = Runs(result.run.parent)
     parts = run_summary(runs, result.run.name)["parts"]
     after = [(part.env, part.success, 0.5, 1.0) for part in result.after.parts]

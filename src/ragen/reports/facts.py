@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ragen.config.config import Config
+from ragen.config.extensions import short_names
 from ragen.core.metrics import Series
 from ragen.core.statistics import Interval, gain
+from ragen.diagnostics.step_metrics import OF_ENV
 from ragen.evaluation.outcomes import phase_of
 from ragen.evaluation.results import RunEvaluation, load_evaluations
 from ragen.reports.plots import Curve
@@ -37,6 +39,7 @@ SIGNALS = {
     "reward/mean": "reward",
     "reward/std_in_group": "reward std",
     "reward/flat_group_fraction": "flat groups",
+    "filter/kept_fraction": "kept groups",
     "entropy/mean": "entropy, nats",
     "gradient/policy_norm": "gradient norm",
     "gradient/critic_norm": "critic's gradient",
@@ -58,9 +61,8 @@ SIGNALS = {
 """The metrics of the table of signals, each with its label."""
 
 
-TERMS = ("reward_terms/", "env/")
-"""Prefixes of the metrics of reward terms (what each adds) and of a mixture's environments. They
-are shown among the signals."""
+TERMS = "reward_terms/"
+"""Prefix of the metrics of reward terms: what each adds. They are shown among the signals."""
 
 
 JUDGE = {
@@ -111,6 +113,29 @@ class Facts:
         phase = phase_of(one.evaluation.temperature)
         before, after = (self.successes.get((phase, each.step), {}) for each in (one, other))
         return gain(one.evaluation.interval, other.evaluation.interval, before, after)
+
+    def by_env(self) -> dict[str, Facts]:
+        """The environments of a mixture: what is known of each, as of a run in it alone."""
+        found = {}
+        for place, (env, short) in enumerate(short_names(self.config.env.mix).items()):
+            prefix = f"env/{short}/"
+            own = {
+                name.removeprefix(prefix): series
+                for name, series in self.metrics.items()
+                if name.startswith(prefix)
+            }
+            evaluations = tuple(
+                replace(each, evaluation=each.evaluation.parts[place]) for each in self.evaluations
+            )
+            successes = {
+                which: {level: value for level, value in levels.items() if level[0] == env}
+                for which, levels in self.successes.items()
+            }
+            whole = {name: own[short] for name, short in OF_ENV.items() if short in own}
+            found[env] = replace(
+                self, metrics=own | whole, evaluations=evaluations, successes=successes
+            )
+        return found
 
     @property
     def steps(self) -> int:

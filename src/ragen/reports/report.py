@@ -7,6 +7,8 @@ each made by one function of the `Facts`; `markdown` and `show` write them in tw
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from statistics import median
@@ -27,6 +29,7 @@ SPARKLINE = 10
 """Width of a signal's sparkline, in characters."""
 
 
+
 BUCKET = ("groups", "reward_std", "task_per_token", "entropy_per_token", "kl_per_token")
 """The columns of a bucket; the database also has the norms per sample."""
 
@@ -39,8 +42,9 @@ def page(facts: Facts) -> list[Section]:
     measured = any(name.startswith(GRADIENTS) for name in facts.metrics)
     extra = (gradients,) if measured else ()
     judged = (judge,) if "judge/calls" in facts.metrics else ()
-    others = (signals, *extra, *judged, events, exactness, times, settings)
-    return [headline(facts), *successes(facts), *(section(facts) for section in others)]
+    others = (*extra, *judged, events, exactness, times, settings)
+    found = [headline(facts), *successes(facts), *by_env(facts, signals)]
+    return [*found, *(section(facts) for section in others)]
 
 
 def headline(facts: Facts) -> Section:
@@ -57,8 +61,15 @@ def headline(facts: Facts) -> Section:
 
 def successes(facts: Facts) -> list[Section]:
     """Success, and in a mixture that in each environment."""
-    is_mixed = any(each.evaluation.parts for each in facts.evaluations)
-    return [success(facts), *([success_by_env(facts)] if is_mixed else [])]
+    return by_env(facts, success)
+
+
+def by_env(facts: Facts, make: Callable[[Facts], Section]) -> list[Section]:
+    """A section, and in a mixture the same for each environment, without the plot."""
+    whole = make(facts)
+    parts = ((env, make(alone)) for env, alone in facts.by_env().items())
+    own = (replace(part, title=f"{whole.title} in {env}", plot=None) for env, part in parts)
+    return [whole, *own]
 
 
 def success(facts: Facts) -> Section:
@@ -81,22 +92,6 @@ def success(facts: Facts) -> Section:
             lines.append(f"{how}: {_gain(facts, series[0], series[-1])}")
     columns = ("player", "success", "95 % interval", "mean return")
     return Section(title, tuple(lines), columns, some.with_baselines(rows), "success")
-
-
-def success_by_env(facts: Facts) -> Section:
-    """Success in each environment of a mixture, first and last, between its baselines."""
-    rows = list[tuple[str, ...]]()
-    for how in dict.fromkeys(each.evaluation.how for each in facts.evaluations):
-        series = [each for each in facts.evaluations if each.evaluation.how == how]
-        shown = {each.step: each for each in (series[0], series[-1])}
-        for place, part in enumerate(series[0].evaluation.parts):
-            for step, each in shown.items():
-                _, success, interval, _ = each.evaluation.parts[place].row("")
-                optimal = "" if part.optimal is None else f"{part.optimal:.1%}"
-                row = f"step {step}, {how}", success, interval, f"{part.random:.1%}", optimal
-                rows.append((part.env, *row))
-    columns = ("environment", "player", "success", "95 % interval", "random", "optimal")
-    return Section("Success by environment", (), columns, tuple(sorted(rows, key=lambda r: r[0])))
 
 
 def _gain(facts: Facts, one: RunEvaluation, other: RunEvaluation) -> str:
