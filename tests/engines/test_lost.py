@@ -10,7 +10,7 @@ import pytest
 
 from ragen.core.errors import EngineLost, RagenError
 from ragen.engines.lost import answers_of, what_happened
-from ragen.engines.sampler_pool import ProcessLost
+from ragen.engines.pool import ProcessLost
 
 HEAD = (
     "The actor died unexpectedly before finishing this task.\n\tclass_name: LearnerHost\n"

@@ -20,8 +20,8 @@ from ragen.engines import ray_engine
 from ragen.engines.hosts import own_address
 from ragen.engines.local import LocalEngine
 from ragen.engines.machine import use_threads
+from ragen.engines.pool import ProcessLost
 from ragen.engines.ray_engine import RayEngine
-from ragen.engines.sampler_pool import ProcessLost
 from ragen.models.names import resolve_model
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import resume, train

@@ -14,8 +14,9 @@ from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import EngineLost, NotFiniteError
 from ragen.core.types import Completion, Prompt
-from ragen.engines.hosts import Failure, LearnerHost, SamplerHost
-from ragen.engines.sampler_pool import Answers, ProcessLost, SamplerPool, Seat
+from ragen.engines.hosts import Failure, LearnerHost, SamplerHost, ServingHost
+from ragen.engines.pool import Answers, ProcessLost, Seat
+from ragen.engines.sampler_pool import SamplerPool, SamplerTold
 from ragen.engines.sampling import Stats
 from ragen.models.names import resolve_model
 
@@ -26,10 +27,10 @@ class Scripted:
     def __init__(self, token: int, free: bool = True) -> None:
         self.token, self.asked, self.dead = token, list[tuple[int, Prompt]](), False
         self.news, self.finished, self.dropped = asyncio.Event(), list[Any](), list[int]()
-        self.free, self.forgot = free, 0
+        self.free, self.eras = free, set[int]()
 
-    async def submit(self, requests: Sequence[tuple[int, Prompt]], forgets: bool) -> None:
-        self.forgot += forgets
+    async def submit(self, requests: Sequence[tuple[int, Prompt]], era: int) -> None:
+        self.eras.add(era)
         self.asked += requests
         if self.free:
             self.answer(len(requests))
@@ -45,7 +46,7 @@ class Scripted:
         if self.dead:
             raise ProcessLost("sampler was killed")
         finished, self.finished = self.finished, []
-        return Answers(finished, Stats(sampled=len(finished)))
+        return Answers(finished, SamplerTold(0.0, max(self.eras), Stats(sampled=len(finished))))
 
     async def drop(self, numbers: Sequence[int]) -> None:
         self.dropped += numbers
@@ -162,7 +163,7 @@ def test_what_nobody_waits_for_is_dropped_and_caches_are_forgotten_once() -> Non
         pool.forget()
         await pool.complete(ask(5))
         await pool.complete(ask(5))
-        assert slow.forgot == 2
+        assert slow.eras == {1, 2}
 
     asyncio.run(play())
 
@@ -174,18 +175,18 @@ def opened(answer: Any) -> Any:
 class Threaded:
     """A real host, called as Ray calls it: `collect` from a thread of its own."""
 
-    def __init__(self, host: SamplerHost) -> None:
-        self.host = host
+    def __init__(self, host: ServingHost, client: str = "driver") -> None:
+        self.host, self.client = host, client
 
-    async def submit(self, requests: Sequence[tuple[int, Prompt]], forgets: bool) -> None:
-        await asyncio.to_thread(self.host.submit, requests, forgets)
+    async def submit(self, requests: Sequence[tuple[int, Any]], era: int) -> None:
+        await asyncio.to_thread(self.host.submit, self.client, requests, era)
 
     async def collect(self) -> Answers:
-        answers = await asyncio.to_thread(self.host.collect)
+        answers = await asyncio.to_thread(self.host.collect, self.client)
         return replace(answers, finished=[(n, opened(each)) for n, each in answers.finished])
 
     async def drop(self, numbers: Sequence[int]) -> None:
-        await asyncio.to_thread(self.host.drop, numbers)
+        await asyncio.to_thread(self.host.drop, self.client, numbers)
 
 
 @pytest.fixture(scope="module")

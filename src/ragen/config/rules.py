@@ -37,7 +37,13 @@ def _uses_processes(c: Sections) -> bool:
     """Whether the engine's settings are of several processes."""
     engine = c.engine
     counts = engine.learners, engine.samplers, engine.tensor_parallel
-    return bool(engine.address) or max(counts) > 1 or engine.max_staleness > 0
+    more = max(counts) > 1 or engine.players > 0 or engine.max_staleness > 0
+    return bool(engine.address) or more
+
+
+def _has_objects(c: Sections) -> bool:
+    """Whether some code was given as an object of this process, which lies in no file."""
+    return any(name.startswith("python:") for name in c.sources)
 
 
 Test = Callable[[Sections], bool]
@@ -110,8 +116,18 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c: c.engine.name == "local" and _uses_processes(c),
-        "engine.address, learners, samplers, tensor_parallel and max_staleness are of processes "
-        'beside this one: set engine.name = "ray", or leave them out',
+        "engine.address, learners, samplers, players, tensor_parallel and max_staleness are of "
+        'processes beside this one: set engine.name = "ray", or leave them out',
+    ),
+    Rule(
+        lambda c: c.engine.players > 0 and not c.env.isolate,
+        "engine.players = {c.engine.players}: in a player only a process of its own stops an "
+        "environment that hangs; set env.isolate = true, or leave engine.players out",
+    ),
+    Rule(
+        lambda c: c.engine.players > 0 and _has_objects(c),
+        "engine.players needs code that other processes can load: name a file, as in "
+        "path/to/file.py:name, or leave it out",
     ),
     Rule(
         lambda c: c.engine.name == "ray" and c.rollout.sampler not in ("local", "vllm"),
@@ -214,7 +230,7 @@ RULES: tuple[Rule, ...] = (
         "checkpoint.every = {c.checkpoint.every}, which must be above 0",
     ),
     Rule(
-        lambda c: c.eval.background and any(name.startswith("python:") for name in c.sources),
+        lambda c: c.eval.background and _has_objects(c),
         "eval.background needs code that another process can load: name a file, as in "
         "path/to/file.py:name, or set it to false",
     ),

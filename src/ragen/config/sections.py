@@ -389,13 +389,15 @@ class EngineConfig(Section):
     """Where a run computes: in one process, or in many on one machine or a cluster."""
 
     name: Literal["local", "ray"] = "local"
-    """local (this process), or ray: learners and samplers in processes of their own."""
+    """local (this process), or ray: learners, samplers and players in processes of their own."""
     address: str = ""
     """Of a running Ray cluster, such as auto or ray://head:10001; empty starts Ray here."""
     learners: int = Field(1, ge=1, le=4096)
     """Processes that train, with the weights split among them (FSDP2)."""
     samplers: int = Field(1, ge=1, le=4096)
     """Processes that sample, each with all the weights."""
+    players: int = Field(0, ge=0, le=4096)
+    """Processes that play the episodes, each with the environments; 0 lets the driver play them."""
     tensor_parallel: int = Field(1, ge=1, le=64)
     """GPUs of each sampler, for rollout.sampler = "vllm"."""
     max_staleness: int = Field(0, ge=0, le=16)

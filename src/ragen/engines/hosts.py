@@ -1,4 +1,4 @@
-"""What runs in the processes of an engine: a learner or a sampler, and signs of its life."""
+"""What runs in the processes of an engine: learners and samplers, and signs of their life."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
 from ragen.config.config import Config
 from ragen.core.errors import RagenError
-from ragen.core.types import Completion, Prompt
 from ragen.engines.factory import load_model, make_sampler, prepare_model
 from ragen.engines.machine import use_threads
-from ragen.engines.sampler_pool import Answers
+from ragen.engines.pool import Answers
+from ragen.engines.sampler_pool import SamplerTold
 from ragen.engines.sampling import Stats
 from ragen.engines.sharded import Rank
 from ragen.engines.weights import Block, checksum, pack, take_over
@@ -61,6 +62,8 @@ class Failure:
 class Beat:
     """A sign of life: for how long no thread has moved, where they all are, and on which machine.
 
+    One that is `idle` has no request to answer.
+
     Example:
         >>> Beat(0.25, "", False, "10.0.0.2").leaves
         False
@@ -70,6 +73,7 @@ class Beat:
     stacks: str
     leaves: bool
     address: str
+    idle: bool = False
 
 
 class Pulse:
@@ -82,6 +86,10 @@ class Pulse:
         self._moved = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
         self._thread.start()
+
+    def move(self) -> None:
+        """Note that it works, where the stacks cannot show it."""
+        self._moved = time.monotonic()
 
     def on_signal(self, *_: Any) -> None:
         """Note that the process is asked to end: its machine is taken away, say."""
@@ -132,7 +140,7 @@ def stacks() -> str:
 
 
 class Host:
-    """What learner and sampler processes have in common; every answer may be a `Failure`."""
+    """What the processes have in common; every answer may be a `Failure`."""
 
     def __init__(self) -> None:
         self._pulse = Pulse()
@@ -147,7 +155,8 @@ class Host:
         return os.getpid()
 
 
-def _or_failure(work: Callable[[], T]) -> T | Failure:
+def or_failure(work: Callable[[], T]) -> T | Failure:
+    """The result of some work, or the `RagenError` that it raises."""
     try:
         return work()
     except RagenError as error:
@@ -174,11 +183,11 @@ class LearnerHost(Host):
             self._rank = Rank(config, path, rank, num, store)
             return self._rank.tokenizer
 
-        return _or_failure(work)
+        return or_failure(work)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """The answer of a method of the learner; only the first has one."""
-        answer = _or_failure(lambda: getattr(self._rank, method)(*arguments))
+        answer = or_failure(lambda: getattr(self._rank, method)(*arguments))
         failed = isinstance(answer, Failure)
         return answer if failed or self._rank.ranks.rank == 0 else None
 
@@ -203,21 +212,140 @@ def own_address() -> str:
         return host
 
 
-class SamplerHost(Host):
-    """A sampler process: the plain sampler or vLLM in an event loop of its own."""
+class Client:
+    """Who sends requests to a `ServingHost`: those that are open, and what is finished."""
+
+    __slots__ = ("finished", "gone", "news", "tasks")
+
+    def __init__(self) -> None:
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.finished: list[tuple[int, Any]] = []
+        self.news = asyncio.Event()
+        self.gone = False
+
+
+class ServingHost(Host):
+    """A process that answers requests of several clients, in an event loop of its own."""
+
+    _work: Callable[[Any], Coroutine[Any, Any, Any]]
+    """What answers a request; a subclass sets it as it starts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._finished: list[tuple[int, Completion | Failure]] = []
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._clients: dict[str, Client] = {}
+        self._era = 0
+        self._busy_s, self._since, self._open = 0.0, 0.0, 0
         self._loop = asyncio.new_event_loop()
-        self._news = asyncio.Event()
         self._bug: BaseException | None = None
-        threading.Thread(target=self._loop.run_forever, name="sampler", daemon=True).start()
+        name = type(self).__name__.removesuffix("Host").lower()
+        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
 
     def leave_on_sigterm(self) -> None:
-        """Let SIGTERM ask it to finish what it samples and leave; for its process' main thread."""
+        """Let SIGTERM ask it to finish what it has and leave; for its process' main thread."""
         signal.signal(signal.SIGTERM, self._pulse.on_signal)
+
+    def beat(self) -> Beat:
+        """A sign of life."""
+        return replace(super().beat(), idle=not self._open)
+
+    def submit(self, client: str, requests: Sequence[tuple[int, Any]], era: int) -> None:
+        """See `Remote.submit`."""
+
+        async def work() -> None:
+            if era > self._era:
+                self._era = era
+                self._forget()
+            asks = self._client(client)
+            for number, what in () if asks.gone else requests:
+                task = self._loop.create_task(_answer(self, asks, number, what))
+                task.add_done_callback(partial(self._ended, asks, number))
+                asks.tasks[number] = task
+
+        self._run(work())
+
+    def collect(self, client: str) -> Answers:
+        """See `Remote.collect`."""
+
+        async def work() -> Answers:
+            asks = self._client(client)
+            await asks.news.wait()
+            await asyncio.sleep(0)  # what the same forward finished comes along
+            asks.news.clear()
+            if self._bug is not None:
+                raise self._bug
+            finished, asks.finished = asks.finished, []
+            return Answers(finished, self._told(), self._pulse.leaves)
+
+        return self._run(work())
+
+    def drop(self, client: str, numbers: Sequence[int]) -> None:
+        """See `Remote.drop`."""
+
+        async def work() -> None:
+            asks = self._client(client)
+            for number in numbers:
+                if number in asks.tasks:
+                    asks.tasks[number].cancel()
+            asks.news.set()  # whoever collects looks whether anything is left to wait for
+
+        self._run(work())
+
+    def dismiss(self, client: str) -> None:
+        """Give up the requests of a client that is lost, also those that are still to come."""
+
+        async def work() -> None:
+            asks = self._client(client)
+            asks.gone = True
+            for task in asks.tasks.values():
+                task.cancel()
+            asks.news.set()
+
+        self._run(work())
+
+    def _forget(self) -> None:
+        """Begin a new era."""
+        raise NotImplementedError
+
+    def _told(self) -> Any:
+        """What is told to clients; see `Pool`."""
+        raise NotImplementedError
+
+    def _client(self, name: str) -> Client:
+        return self._clients.setdefault(name, Client())
+
+    def _count(self, more: int) -> None:
+        """Count an open request more or less, and the time with any."""
+        now = time.monotonic()
+        if self._open:
+            self._busy_s += now - self._since
+        self._open, self._since = self._open + more, now
+
+    def _ended(self, client: Client, number: int, task: asyncio.Task[None]) -> None:
+        del client.tasks[number]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._bug = error  # which `collect` raises
+            for each in self._clients.values():
+                each.news.set()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+# Ray would run the methods of a class with coroutines otherwise, so this is a function.
+async def _answer(host: ServingHost, client: Client, number: int, what: Any) -> None:
+    host._count(1)
+    try:
+        answer = await host._work(what)
+    except RagenError as error:
+        answer = Failure.of(error)
+    finally:
+        host._count(-1)
+    client.finished.append((number, answer))  # only now: `collect` takes the list away
+    client.news.set()
+
+
+class SamplerHost(ServingHost):
+    """A sampler process: the plain sampler or vLLM."""
 
     def start(self, config: Config, path: str, threads: int) -> Failure | None:
         """Load the model; the learner's weights come with `load`."""
@@ -230,8 +358,9 @@ class SamplerHost(Host):
             name = config.rollout.sampler
             self._sampler = make_sampler(name, config, self._model, chat, path)
             self._sampler.source = path
+            self._work = self._sampler.complete
 
-        return _or_failure(work)
+        return or_failure(work)
 
     def load(self, block: Block, version: int) -> str | Failure:
         """Sample with other weights from now on; returns the checksum of those that it holds."""
@@ -241,51 +370,7 @@ class SamplerHost(Host):
             await self._sampler.publish(self._model, version)
             return held
 
-        return _or_failure(lambda: self._run(work()))
-
-    def submit(self, requests: Sequence[tuple[int, Prompt]], forgets: bool) -> None:
-        """See `RemoteSampler.submit`."""
-
-        async def work() -> None:
-            if forgets:
-                self._sampler.forget()
-                self._sampler.stats = Stats()
-            for number, prompt in requests:
-                task = self._loop.create_task(_sample(self, number, prompt))
-                task.add_done_callback(self._ended)
-                self._tasks[number] = task
-
-        self._run(work())
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._bug = error  # which `collect` raises
-            self._news.set()
-
-    def collect(self) -> Answers:
-        """See `RemoteSampler.collect`."""
-
-        async def work() -> Answers:
-            await self._news.wait()
-            await asyncio.sleep(0)  # what the same forward finished comes along
-            self._news.clear()
-            if self._bug is not None:
-                raise self._bug
-            finished, self._finished = self._finished, []
-            return Answers(finished, self._sampler.stats, self._pulse.leaves)  # type: ignore[arg-type]
-
-        return self._run(work())
-
-    def drop(self, numbers: Sequence[int]) -> None:
-        """See `RemoteSampler.drop`."""
-
-        async def work() -> None:
-            for number in numbers:
-                if number in self._tasks:
-                    self._tasks[number].cancel()
-            self._news.set()  # whoever collects looks whether anything is left to wait for
-
-        self._run(work())
+        return or_failure(lambda: self._run(work()))
 
     def rest(self) -> None:
         """See `WeightedPolicy.rest`."""
@@ -295,17 +380,10 @@ class SamplerHost(Host):
 
         self._run(work())
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def _forget(self) -> None:
+        self._sampler.forget()
+        self._sampler.stats = Stats()
 
-
-# Ray would run the methods of a class with coroutines otherwise, so this is a function.
-async def _sample(host: SamplerHost, number: int, prompt: Prompt) -> None:
-    try:
-        answer: Completion | Failure = await host._sampler.complete(prompt)
-    except RagenError as error:
-        answer = Failure.of(error)
-    finally:
-        del host._tasks[number]
-    host._finished.append((number, answer))  # only now: `collect` takes the list away
-    host._news.set()
+    def _told(self) -> SamplerTold:
+        self._count(0)
+        return SamplerTold(self._busy_s, self._era, replace(self._sampler.stats))

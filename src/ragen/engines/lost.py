@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from ragen.core.errors import EngineLost, RagenError
-from ragen.engines.sampler_pool import ProcessLost
+from ragen.engines.pool import ProcessLost
 
 GRACE_S = 30.0
 """Seconds for which a call that has failed waits for the others: a process that is lost is noticed

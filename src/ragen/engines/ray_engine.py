@@ -1,4 +1,4 @@
-"""The engine on Ray: learners and samplers in processes of their own, on one machine or many.
+"""The engine on Ray: learners, samplers and players in processes, on one machine or many.
 
 Ray is an extra, so it is imported here and nowhere else.
 """
@@ -25,11 +25,14 @@ from ragen.algorithms.batch import Batch
 from ragen.config.config import Config
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.metrics import Metrics, mean, total
-from ragen.core.types import Prompt, Role
+from ragen.core.types import Role
 from ragen.engines.engine import Late
-from ragen.engines.hosts import Beat, Failure, LearnerHost, SamplerHost
+from ragen.engines.hosts import Beat, Failure, LearnerHost, SamplerHost, ServingHost
 from ragen.engines.lost import answers_of, what_happened
-from ragen.engines.sampler_pool import Answers, ProcessLost, SamplerPool, Seat
+from ragen.engines.player_host import PlayerHost
+from ragen.engines.player_pool import PlayerPool
+from ragen.engines.pool import Answers, Pool, ProcessLost, Seat
+from ragen.engines.sampler_pool import SamplerPool
 from ragen.rollout.setup import make_chat
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -55,8 +58,8 @@ BEAT_S = 1.0
 CONNECT_S = 10.0
 """Seconds that the head of a cluster has to answer."""
 
-GROUPS = {"collect": 1, "health": 1}
-"""Threads of a process beside the one that works: for answers, and for signs of life."""
+DRIVER = "driver"
+"""The driver's name as a client of the processes that answer requests."""
 
 LOST: tuple[type[Exception], ...] = (
     (RayActorError, RaySystemError, OutOfMemoryError, NodeDiedError) if ray is not None else ()
@@ -66,7 +69,7 @@ LOST: tuple[type[Exception], ...] = (
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """A learner's or sampler's process, its open calls, and when it last showed life.
+    """A process, its open calls, and when it last showed life.
 
     Attributes:
         name: Its name in messages.
@@ -78,6 +81,8 @@ class Process:
         reason: Why it was ended, if it was.
         address: Its machine's, once it has shown life.
         beating: The open call for a sign of life.
+        serves: Others call it, too, so that an answer may be awaited without an open call.
+        client: Its name as a client of samplers, which no later process has.
     """
 
     name: str
@@ -89,7 +94,13 @@ class Process:
     reason: str = ""
     address: str = ""
     beating: Any = None
+    serves: bool = False
+    client: str = ""
     numbers: count[int] = field(default_factory=count)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process has calls of its own."""
+        return Process, (self.name, self.actor)
 
     async def call(self, method: str, *arguments: Any, phase: str = "") -> Any:
         """The answer of a method.
@@ -134,19 +145,21 @@ class Process:
         return ProcessLost(text, str(error))
 
 
-class RemoteSamplerProcess:
-    """The `RemoteSampler` of a process."""
+@dataclass(frozen=True, slots=True)
+class RemoteProcess:
+    """The `Remote` of a process and one of its clients, who waits for answers in a phase."""
 
-    def __init__(self, process: Process) -> None:
-        self.process = process
+    process: Process
+    phase: str
+    client: str = DRIVER
 
-    async def submit(self, requests: Sequence[tuple[int, Prompt]], forgets: bool) -> None:
-        """See `RemoteSampler.submit`."""
-        await self.process.call("submit", requests, forgets)
+    async def submit(self, requests: Sequence[tuple[int, Any]], era: int) -> None:
+        """See `Remote.submit`."""
+        await self.process.call("submit", self.client, requests, era)
 
     async def collect(self) -> Answers:
-        """See `RemoteSampler.collect`."""
-        answers: Answers = await self.process.call("collect", phase="sampling")
+        """See `Remote.collect`."""
+        answers: Answers = await self.process.call("collect", self.client, phase=self.phase)
         finished = [
             (number, answer.error() if isinstance(answer, Failure) else answer)
             for number, answer in answers.finished
@@ -154,12 +167,12 @@ class RemoteSamplerProcess:
         return replace(answers, finished=finished)
 
     async def drop(self, numbers: Sequence[int]) -> None:
-        """See `RemoteSampler.drop`."""
-        await self.process.call("drop", numbers)
+        """See `Remote.drop`."""
+        await self.process.call("drop", self.client, numbers)
 
 
 class RayEngine:
-    """The `Engine` of learners and samplers on Ray.
+    """The `Engine` of learners, samplers and players on Ray; without players, the driver plays.
 
     `path` is the folder or hub id of the policy's first weights. Weights are published through the
     shared memory of each machine.
@@ -180,15 +193,20 @@ class RayEngine:
         self._closed = False
         self._weights: tuple[Any, str, int] | None = None  # the block, its checksum, its version
         self._published_bytes = 0
-        self._revivals: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._publishing = asyncio.Lock()
         self._measured = time.monotonic()
         self._health = threading.Thread(target=self._watch, name="engine-health", daemon=True)
         self._learners: list[Process] = []
         self._samplers: dict[int, Process] = {}  # by place
-        self.policy = SamplerPool(
+        self._players: dict[int, Process] = {}
+        self._clients = count()
+        self.samplers = SamplerPool(
             4 * config.rollout.slots * config.engine.samplers, self._timeout_s, self._on_end
         )
+        self._player_pool: PlayerPool | None = None
+        if config.engine.players:
+            self._player_pool = PlayerPool(self.samplers, self._timeout_s, self._on_end)
         self._placement: Any = None
         self._owns_ray = _connect(config.engine.address, self._num_processes)
         try:
@@ -200,14 +218,24 @@ class RayEngine:
         self._health.start()
 
     @property
+    def policy(self) -> SamplerPool | PlayerPool:
+        """See `Engine.policy`."""
+        return self._player_pool or self.samplers
+
+    @property
     def _num_processes(self) -> int:
-        return self._settings.learners + self._settings.samplers
+        return self._settings.learners + self._settings.samplers + self._settings.players
+
+    @property
+    def _pools(self) -> list[Pool]:
+        return [self.samplers, *([self._player_pool] if self._player_pool else [])]
 
     # Starting.
 
     def _place(self) -> None:
         """Reserve what all processes need, or refuse."""
         learners, samplers = self._settings.learners, self._settings.samplers
+        players = self._settings.players
         have = ray.cluster_resources()
         gpus = int(have.get("GPU", 0))
         if gpus and gpus < max(learners, samplers):
@@ -224,21 +252,27 @@ class RayEngine:
         else:
             bundles = [{"CPU": 1.0} | ({"GPU": 1.0} if gpus else {})] * (learners + samplers)
             self._bundles = list(range(learners + samplers))
+        self._bundles += range(len(bundles), len(bundles) + players)
+        bundles += [{"CPU": 1.0}] * players
+        who, which = f"{learners} learners and {samplers} samplers", "engine.learners"
+        if players:
+            who = f"{learners} learners, {samplers} samplers and {players} players"
+            which = "engine.learners, engine.players"
         cpus = have.get("CPU", 0)
         need = sum(bundle["CPU"] for bundle in bundles)
         if cpus < need:
             raise RagenError(
-                f"the cluster has {cpus:g} CPUs, and {learners} learners and {samplers} samplers "
-                f"need {need:g}: lower engine.learners or engine.samplers, or add machines"
+                f"the cluster has {cpus:g} CPUs, and {who} need {need:g}: lower {which} or "
+                "engine.samplers, or add machines"
             )
         self._placement = placement_group(bundles, strategy="PACK")
         done, _ = ray.wait([self._placement.ready()], timeout=self._timeout_s)
         if not done:
             free = ray.available_resources()
             raise RagenError(
-                f"the cluster gave no room for {learners} learners and {samplers} samplers within "
-                f"engine.timeout_s = {self._timeout_s:g} s ({free.get('CPU', 0):g} CPUs and "
-                f"{free.get('GPU', 0):g} GPUs are free): end what else runs there, or ask for less"
+                f"the cluster gave no room for {who} within engine.timeout_s = "
+                f"{self._timeout_s:g} s ({free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} "
+                "GPUs are free): end what else runs there, or ask for less"
             )
 
     def _threads(self, name: str) -> int:
@@ -254,10 +288,12 @@ class RayEngine:
         strategy = PlacementGroupSchedulingStrategy(
             self._placement, placement_group_bundle_index=self._bundles[place]
         )
-        remote = ray.remote(concurrency_groups=GROUPS)(_actor(kind))
-        actor = remote.options(
+        # Threads beside the one that works: for the answers of each client, and for signs of life.
+        clients = 1 + (self._settings.players if kind is SamplerHost else 0)
+        groups = {"collect": clients, "health": 1}
+        actor = ray.remote(concurrency_groups=groups)(_actor(kind)).options(
             num_cpus=1,
-            num_gpus=self._gpu_share,
+            num_gpus=0 if kind is PlayerHost else self._gpu_share,
             max_restarts=0,
             scheduling_strategy=strategy,
             runtime_env={"env_vars": _environment()},
@@ -267,6 +303,12 @@ class RayEngine:
     def _spawn_sampler(self, place: int) -> Process:
         return self._spawn(SamplerHost, f"sampler {place}", self._settings.learners + place)
 
+    def _spawn_player(self, place: int) -> Process:
+        before = self._settings.learners + self._settings.samplers
+        process = self._spawn(PlayerHost, f"player {place}", before + place)
+        process.client = f"{process.name}, {next(self._clients)}"
+        return process
+
     def _start(self) -> None:
         """Start all processes, and give the samplers the learner's weights."""
         config, path = self._config, self._path
@@ -274,6 +316,9 @@ class RayEngine:
         self._learners = [self._spawn(LearnerHost, f"learner {k}", k) for k in range(num)]
         self._samplers = {
             place: self._spawn_sampler(place) for place in range(self._settings.samplers)
+        }
+        self._players = {
+            place: self._spawn_player(place) for place in range(self._settings.players)
         }
         first = self._learners[0]
         store = self._wait(first, first.actor.address.remote())
@@ -286,8 +331,14 @@ class RayEngine:
             (each, each.actor.start.remote(config, path, threads[1]))
             for each in self._samplers.values()
         ]
-        tokenizer, *_ = self._wait_all(started)
-        self.chat = make_chat(config, tokenizer)
+        self._tokenizer, *_ = self._wait_all(started)
+        self.chat = make_chat(config, self._tokenizer)
+        self._wait_all(
+            [
+                (each, each.actor.start.remote(config, self._tokenizer))
+                for each in self._players.values()
+            ]
+        )
         sent = [each.actor.weights.remote() for each in self._learners]
         abouts = [
             self._wait(each, ref) for each, (_, ref) in zip(self._learners, sent, strict=True)
@@ -300,7 +351,12 @@ class RayEngine:
         for process, ref in loads:
             self._check(process.name, self._wait(process, ref))
         for process in self._samplers.values():
-            self._join(process)
+            self._join(self.samplers, process)
+        for process in self._players.values():
+            for seat in self.samplers.seats:
+                self._wait(process, process.actor.meet.remote(*self._met(seat, process)))
+            assert self._player_pool is not None
+            self._join(self._player_pool, process)
 
     def _wait_all(self, asked: Sequence[tuple[Process, Any]]) -> list[Any]:
         """As `_wait`; a call that fails is told at once, for the others may wait for it."""
@@ -331,7 +387,7 @@ class RayEngine:
 
     @property
     def _processes(self) -> list[Process]:
-        return [*self._learners, *self._samplers.values()]
+        return [*self._learners, *self._samplers.values(), *self._players.values()]
 
     # Learners.
 
@@ -353,11 +409,8 @@ class RayEngine:
 
     async def _rest(self) -> None:
         if self._settings.max_staleness == 0:
-            for seat in list(self.policy.seats):
-                try:
-                    await self._process_of(seat).call("rest")
-                except ProcessLost as failure:
-                    self.policy.remove(seat, failure)
+            for seat in list(self.samplers.seats):
+                await self._tell(self.samplers, seat, "rest")
 
     async def score(self, batch: Batch, role: Role) -> Batch:
         """See `Engine.score`."""
@@ -412,7 +465,7 @@ class RayEngine:
                 [each.answer(about, "publish") for each, (_, about) in pairs]
             )
             self._hold_weights(sent[0][0], held, size)
-            await asyncio.gather(*(self._give(seat) for seat in list(self.policy.seats)))
+            await asyncio.gather(*(self._give(seat) for seat in list(self.samplers.seats)))
 
     def _hold_weights(self, block: Any, held: str, size: int) -> None:
         self._weights, self._published_bytes = (block, held, self.version), size
@@ -421,7 +474,7 @@ class RayEngine:
         try:
             await self._load(self._process_of(seat))
         except ProcessLost as failure:
-            self.policy.remove(seat, failure)
+            self.samplers.remove(seat, failure)
 
     async def _load(self, process: Process) -> None:
         assert self._weights is not None
@@ -438,63 +491,113 @@ class RayEngine:
                 "or the network of its machine"
             )
 
-    # Samplers that come and go.
+    # Samplers and players that come and go.
 
-    def _join(self, process: Process) -> None:
-        self.policy.join(Seat(process.name, RemoteSamplerProcess(process)))
+    def _join(self, pool: Pool, process: Process) -> None:
+        """Add a process that is ready, and let players and samplers know each other."""
+        remote = RemoteProcess(process, "sampling" if pool is self.samplers else "playing")
+        seat = Seat(process.name, remote)
+        pool.join(seat)
+        if self._player_pool is None:
+            return
+        if pool is self.samplers:
+            process.serves = True
+            for player in self._player_pool.seats:
+                about = self._met(seat, self._process_of(player))
+                self._begin(self._tell(self._player_pool, player, "meet", *about))
+
+    def _met(self, sampler: Seat, player: Process) -> tuple[str, RemoteProcess]:
+        """A sampler as a player knows it."""
+        process = self._process_of(sampler)
+        return sampler.name, RemoteProcess(process, "sampling", player.client)
 
     def _process_of(self, seat: Seat) -> Process:
-        sampler = seat.sampler
-        assert isinstance(sampler, RemoteSamplerProcess)
-        return sampler.process
+        assert isinstance(seat.remote, RemoteProcess)
+        return seat.remote.process
+
+    async def _tell(self, pool: Pool, seat: Seat, method: str, *arguments: Any) -> None:
+        """Call a method of a process of a pool, which may be lost."""
+        try:
+            await self._process_of(seat).call(method, *arguments)
+        except ProcessLost as failure:
+            pool.remove(seat, failure)
+
+    def _tell_all(self, pool: Pool, method: str, *arguments: Any) -> None:
+        for seat in pool.seats:
+            self._begin(self._tell(pool, seat, method, *arguments))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begin what nobody waits for."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self.policy.fail(error)
 
     def _on_end(self, seat: Seat, loss: ProcessLost | None) -> None:
-        """Replace a sampler that is lost, or that was asked to leave."""
+        """Replace a process that is lost, or that was asked to leave."""
         if self._closed:
             return
         process = self._process_of(seat)
         ray.kill(process.actor)
+        is_player = process in self._players.values()
         if loss is None:
             text = f"{seat.name} was asked to end, and has left; a new one takes its place"
             self._events.append((text, {"process": seat.name, "what": "left"}))
         else:
-            text = f"{loss}; others take what it has not answered, and a new one its place"
+            others = "others take what it has not answered, and a new one its place"
+            if is_player:
+                others = "others play what it had not finished, and a new one takes its place"
             data = {"process": seat.name, "what": "lost", "details": loss.details}
-            self._events.append((text, data))
-        place = next(place for place, each in self._samplers.items() if each is process)
-        del self._samplers[place]
-        task = asyncio.get_running_loop().create_task(self._revive(place))
-        self._revivals.add(task)
-        task.add_done_callback(self._revived)
+            self._events.append((f"{loss}; {others}", data))
+        if is_player:
+            self._tell_all(self.samplers, "dismiss", process.client)
+        elif self._player_pool is not None:
+            self._tell_all(self._player_pool, "part", seat.name, str(loss or "it has left"))
+        processes = self._players if is_player else self._samplers
+        place = next(place for place, each in processes.items() if each is process)
+        del processes[place]
+        self._begin(self._revive(place, is_player))
 
-    def _revived(self, task: asyncio.Task[None]) -> None:
-        self._revivals.discard(task)
-        if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            self.policy.fail(error)
-
-    async def _revive(self, place: int) -> None:
-        """Start a sampler in a place, as soon as there is room for it."""
+    async def _revive(self, place: int, is_player: bool) -> None:
+        """Start a process in a place, as soon as there is room for it."""
         start = time.monotonic()
-        process = self._spawn_sampler(place)
-        self._samplers[place] = process
+        process = self._spawn_player(place) if is_player else self._spawn_sampler(place)
+        (self._players if is_player else self._samplers)[place] = process
         try:
             await process.begin()  # it may wait for a machine for as long as the run goes on
-            await process.call("start", self._config, self._path, self._threads("sampler"))
-            async with self._publishing:
-                await self._load(process)
-                self._join(process)
+            if is_player:
+                await self._open_player(process)
+            else:
+                await self._open_sampler(process)
         except ProcessLost as failure:
             ray.kill(process.actor)
             text = f"before it could join, the new {failure}; another one takes its place"
             about = {"process": process.name, "what": "lost", "details": failure.details}
             self._events.append((text, about))
             await asyncio.sleep(BEAT_S)
-            await self._revive(place)
+            await self._revive(place, is_player)
             return
         seconds = time.monotonic() - start
         text = f"a new {process.name} has joined after {seconds:.1f} s"
         data = {"process": process.name, "what": "joined", "seconds": seconds}
         self._events.append((text, data))
+
+    async def _open_sampler(self, process: Process) -> None:
+        await process.call("start", self._config, self._path, self._threads("sampler"))
+        async with self._publishing:
+            await self._load(process)
+            self._join(self.samplers, process)
+
+    async def _open_player(self, process: Process) -> None:
+        assert self._player_pool is not None
+        await process.call("start", self._config, self._tokenizer)
+        self._join(self._player_pool, process)
+        for seat in list(self.samplers.seats):  # it is told of those that join meanwhile
+            await process.call("meet", *self._met(seat, process))
 
     # Signs of life.
 
@@ -523,15 +626,16 @@ class RayEngine:
                 return
             process.beating = None
             process.address = beat.address
-            process.alive = max(process.alive, now - beat.still_s)
+            rests = beat.idle and not process.calls
+            process.alive = now if rests else max(process.alive, now - beat.still_s)
             process.stacks = beat.stacks
             if beat.leaves:
-                self._in_loop(self._leave, process)
+                self._in_loop(self._leave, process, beat.idle)
         calls = list(process.calls.values())
-        if not calls:
+        if not calls and not process.serves:
             process.alive = now
         elif now - process.alive > self._timeout_s and not process.reason:
-            phase = min(calls, key=lambda call: call[1])[0]
+            phase = min(calls, key=lambda call: call[1])[0] if calls else "sampling"
             stacks = process.stacks or "it does not answer, so its stacks are not known"
             late = Late(process.name, phase, now - process.alive, stacks)
             process.reason = f"{late}, and was ended"
@@ -544,15 +648,24 @@ class RayEngine:
             loop.call_soon_threadsafe(function, *arguments)
 
     def _remove(self, process: Process, loss: ProcessLost) -> None:
-        """Take a sampler out at once that was lost while nobody had called it."""
-        for seat in list(self.policy.seats):
-            if self._process_of(seat) is process:
-                self.policy.remove(seat, loss)
+        """Take a process out at once that was lost while nobody had called it."""
+        for pool in self._pools:
+            for seat in list(pool.seats):
+                if self._process_of(seat) is process:
+                    pool.remove(seat, loss)
 
-    def _leave(self, process: Process) -> None:
-        for seat in list(self.policy.seats):
-            if self._process_of(seat) is process:
-                self.policy.leave(seat)
+    def _leave(self, process: Process, idle: bool) -> None:
+        """Let a process leave that is asked to end, once it has answered what it has."""
+        for pool in self._pools:
+            for seat in list(pool.seats):
+                if self._process_of(seat) is not process:
+                    continue
+                if pool is self.samplers and self._player_pool is not None:
+                    self._tell_all(self._player_pool, "avoid", seat.name)
+                    seat.leaves = True
+                    if not idle:  # players have requests there
+                        continue
+                pool.leave(seat)
 
     def end_late(self) -> list[Late]:
         """See `Engine.end_late`; the engine's own thread ends them, with a watchdog or without."""
@@ -563,23 +676,25 @@ class RayEngine:
 
     def forget(self) -> None:
         """See `Engine.forget`."""
-        self.policy.forget()
+        for pool in self._pools:
+            pool.forget()
 
     def metrics(self) -> Metrics:
         """See `Engine.metrics`.
 
-        ``engine/samplers`` is the number of samplers that live. The idle fractions are of the time
-        since the last call.
+        ``engine/samplers`` and ``engine/players`` are the numbers of those that live. The idle
+        fractions are of the time since the last call.
         """
         now = time.monotonic()
         span, self._measured = now - self._measured, now
         idle = [1 - min(1.0, each.busy_s / span) for each in self._learners]
         for each in self._learners:
             each.busy_s = 0.0
-        return self.policy.metrics() | {
+        found = self.samplers.metrics() | {
             "engine/learner_idle_fraction": mean(sum(idle) / len(idle)),
             "publish/bytes": total(self._published_bytes),
         }
+        return found | self._player_pool.metrics() if self._player_pool else found
 
     def take_events(self) -> list[tuple[str, dict[str, Any]]]:
         """See `Engine.take_events`."""
@@ -588,7 +703,7 @@ class RayEngine:
 
     async def close(self) -> None:
         """See `Engine.close`."""
-        for task in self._revivals:
+        for task in self._tasks:
             task.cancel()
         self._shut_down()
 
@@ -608,14 +723,14 @@ class RayEngine:
 
 
 def _actor(kind: type) -> type:
-    """A host as an actor's class: with a thread of its own for each of `GROUPS`."""
+    """A host as an actor's class: with threads of their own for signs of life and for answers."""
     methods: dict[str, Any] = {
         "beat": ray.method(concurrency_group="health")(_method(kind, "beat"))
     }
-    if kind is SamplerHost:
+    if issubclass(kind, ServingHost):
 
-        def begin(host: SamplerHost) -> None:
-            SamplerHost.__init__(host)
+        def begin(host: ServingHost) -> None:
+            kind.__init__(host)
             host.leave_on_sigterm()
 
         methods["__init__"] = begin
@@ -628,8 +743,8 @@ def _actor(kind: type) -> type:
 def _method(kind: type, name: str) -> Any:
     """A function of its own that calls a method: Ray writes its settings on it."""
 
-    def method(host: Any) -> Any:
-        return getattr(kind, name)(host)
+    def method(host: Any, *arguments: Any) -> Any:
+        return getattr(kind, name)(host, *arguments)
 
     return method
 

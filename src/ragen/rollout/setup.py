@@ -41,7 +41,8 @@ class Setup:
     subtracted from the reward of a turn whose reply is not valid; `reward_terms` are the weights of
     the reward terms (`ragen.rollout.reward_terms`). One call of the environment may take
     `timeout_s` seconds, and its texts may have `max_chars` characters. It runs in the processes of
-    `workers`, or in this process; `env_time` is the time spent in it.
+    `workers`, or in this process; `env_time` is the time spent in it. `stage` is that of the
+    curriculum, counted from 1; 0 is the full task.
 
     Example:
         >>> from ragen.envs.bandit import Bandit
@@ -71,6 +72,7 @@ class Setup:
     timeout_s: float = 30.0
     max_chars: int = MAX_CHARS
     workers: Workers | None = None
+    stage: int = 0
     env_time: Stopwatch = field(default_factory=Stopwatch, repr=False, compare=False)
 
     def make_env(self) -> GuardedEnv:
@@ -258,6 +260,24 @@ def open_setups(config: Config, chat: Chat | None, stack: ExitStack) -> dict[str
         name: replace(stack.enter_context(closing(make_setup(each, chat))), env_time=env_time)
         for name, each in by_env(config).items()
     }
+
+
+def open_stages(
+    config: Config, chat: Chat | None, stack: ExitStack, env_time: Stopwatch
+) -> list[Setup]:
+    """The set-ups of the curriculum's stages, which `stack` closes, with this stopwatch.
+
+    Raises:
+        RagenError: As `make_setup`.
+    """
+    return [
+        replace(
+            stack.enter_context(closing(make_setup(at_stage(config, stage), chat))),
+            stage=stage,
+            env_time=env_time,
+        )
+        for stage in range(1, len(config.curriculum.stages) + 1)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, closing
-from dataclasses import replace
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from ragen.evaluation.targets import is_measured
 from ragen.models.prompting import advice
 from ragen.rollout.episode import require_room
 from ragen.rollout.judge import open_judge, server_of
-from ragen.rollout.setup import Setup, at_stage, make_setup, open_setups
+from ragen.rollout.setup import Setup, open_setups, open_stages
 from ragen.storage.checkpoint import SETTINGS_HASH, newest, newest_intact, sound
 from ragen.storage.database import (
     CONFIG,
@@ -269,10 +268,6 @@ async def opened(
         with ExitStack() as stack:
             setups = open_setups(config, engine.chat, stack)
             env_time = next(iter(setups.values())).env_time
-            stages = [
-                stack.enter_context(closing(make_setup(at_stage(config, stage), engine.chat)))
-                for stage in range(1, len(config.curriculum.stages) + 1)
-            ]
-            yield setups, [replace(stage, env_time=env_time) for stage in stages]
+            yield setups, open_stages(config, engine.chat, stack, env_time)
     finally:
         await engine.close()

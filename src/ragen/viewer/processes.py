@@ -22,8 +22,13 @@ STATES = {
 MOST = 4096
 """Most processes of a kind that a config allows; one that another program wrote may say more."""
 
-KINDS = {"learner": "engine.learners", "sampler": "engine.samplers"}
-"""The kinds of processes of an engine on Ray, and the setting that says how many it starts with."""
+KINDS = {
+    "learner": ("engine.learners", 1),
+    "sampler": ("engine.samplers", 1),
+    "player": ("engine.players", 0),
+}
+"""The kinds of processes of an engine on Ray: the setting that says how many it starts with, and
+how many these are where it does not."""
 
 
 def engine_of(
@@ -51,9 +56,9 @@ def engine_of(
         return None
     found: dict[str, Answer] = {}
     if config.get("engine.name") == "ray":
-        for kind, key in KINDS.items():
+        for kind, (key, default) in KINDS.items():
             count = config.get(key)
-            for number in range(min(count, MOST) if isinstance(count, int) else 1):
+            for number in range(min(count, MOST) if isinstance(count, int) else default):
                 _row(found, f"{kind} {number}")
     for event in told:
         data = event["data"] if isinstance(event["data"], dict) else {}

@@ -18,10 +18,12 @@ const CHARTS = [
     title: "idle", shares: true,
     names: {
       learners: "engine/learner_idle_fraction", samplers: "engine/sampler_idle_fraction",
+      players: "engine/player_idle_fraction",
     },
   },
   { title: "publication, s", names: { publication: "time/publish_s" } },
   { title: "samplers", names: { alive: "engine/samplers" } },
+  { title: "players", names: { alive: "engine/players" } },
   {
     title: "set aside",
     names: { late: "engine/late_episodes", stale: "engine/stale_groups" },

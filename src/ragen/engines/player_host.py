@@ -1,0 +1,111 @@
+"""What runs in a player's process: the environments of a run, and the episodes played in them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ragen.config.config import Config
+from ragen.core.process import own_states
+from ragen.core.types import Completion, Episode, Prompt
+from ragen.engines.hosts import LOOK_S, Failure, ServingHost, or_failure
+from ragen.engines.machine import use_threads
+from ragen.engines.player_pool import Order, PlayerTold
+from ragen.engines.pool import ProcessLost, Remote, Seat
+from ragen.engines.sampler_pool import SamplerPool
+from ragen.rollout.episode import play_episode
+from ragen.rollout.setup import Setup, make_chat, open_setups, open_stages
+
+
+class PlayerHost(ServingHost):
+    """A player process: it has the environments of a run, and plays episodes in them.
+
+    Its loop is not in the main thread, where alone a call of user code has a limit of time, so
+    `env.isolate` has to stop environments that hang.
+    """
+
+    def start(self, config: Config, tokenizer: Any) -> Failure | None:
+        """Make the set-ups of the run's environments."""
+
+        async def work() -> None:
+            use_threads(1)
+            chat, stack = make_chat(config, tokenizer), ExitStack()
+            setups = open_setups(config, chat, stack)
+            self._env_time = next(iter(setups.values())).env_time
+            stages = open_stages(config, chat, stack, self._env_time)
+            self._samplers = SamplerPool(
+                4 * config.rollout.slots, config.engine.timeout_s, lambda seat, loss: None
+            )
+            every = {(each.env, each.stage): each for each in (*setups.values(), *stages)}
+            self._work = partial(_play, self._samplers, every)
+            self._began = time.process_time()
+            self._tick()
+
+        return or_failure(lambda: self._run(work()))
+
+    def meet(self, name: str, sampler: Remote) -> None:
+        """Sample with a sampler from now on, in place of one of the same name."""
+
+        async def work() -> None:
+            self._remove(name, f"{name} was replaced")
+            self._samplers.join(Seat(name, sampler))
+
+        self._run(work())
+
+    def part(self, name: str, loss: str) -> None:
+        """Give what a sampler that is lost had to others."""
+
+        async def work() -> None:
+            self._remove(name, loss)
+
+        self._run(work())
+
+    def avoid(self, name: str) -> None:
+        """Send no more to a sampler that is asked to end."""
+
+        async def work() -> None:
+            if (seat := self._samplers.seat_of(name)) is not None:
+                self._samplers.leave(seat)
+
+        self._run(work())
+
+    def _remove(self, name: str, loss: str) -> None:
+        if (seat := self._samplers.seat_of(name)) is not None:
+            self._samplers.remove(seat, ProcessLost(loss))
+
+    def _tick(self) -> None:
+        """Show life while it only waits for samplers."""
+        self._pulse.move()
+        self._loop.call_later(LOOK_S, self._tick)
+
+    def _forget(self) -> None:
+        self._samplers.forget(self._era)
+
+    def _told(self) -> PlayerTold:
+        env_s = self._env_time.seconds
+        told = {seat.name: seat.told for seat in self._samplers.seats if seat.told is not None}
+        return PlayerTold(time.process_time() - self._began + env_s, env_s, told)
+
+
+class _From:
+    """The samplers as the policy of an episode that one of them should sample."""
+
+    def __init__(self, samplers: SamplerPool, name: str) -> None:
+        self._samplers, self._name = samplers, name
+
+    async def complete(self, prompt: Prompt) -> Completion:
+        """See `Policy.complete`."""
+        return await self._samplers.complete(prompt, self._name)
+
+
+async def _play(
+    samplers: SamplerPool, setups: Mapping[tuple[str, int], Setup], order: Order
+) -> Episode:
+    """Play an episode as the driver would."""
+    setup = replace(setups[order.env, order.stage], temperature=order.temperature)
+    with own_states():
+        return await play_episode(_From(samplers, order.sampler), setup, order.spec)
