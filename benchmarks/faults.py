@@ -156,7 +156,7 @@ def below(pid: int) -> list[int]:
 
 
 def titled(role: str) -> list[int]:
-    """The processes on Ray of this role, learner or sampler, that this process has started.
+    """The processes on Ray of this role, such as learner, that this process has started.
 
     Their titles are such as ``ray::Learner`` or ``ray::Learner.update``.
     """
@@ -211,7 +211,7 @@ class Fault:
     slow: bool = False
 
 
-LEARNER, SAMPLER = "learn", "sampl"
+LEARNER, SAMPLER, PLAYER = "learn", "sampl", "play"
 """What the titles of Ray's processes have in them."""
 
 
@@ -221,6 +221,14 @@ def kill_sampler(run: Started, _: Any) -> None:
 
 def kill_learner(run: Started, _: Any) -> None:
     kill(run.wait_for(lambda: titled(LEARNER), "a learner")[-1])
+
+
+def kill_player(run: Started, _: Any) -> None:
+    kill(run.wait_for(lambda: titled(PLAYER), "a player")[0])
+
+
+def stop_player(run: Started, _: Any) -> None:
+    os.kill(run.wait_for(lambda: titled(PLAYER), "a player")[0], signal.SIGSTOP)
 
 
 def stop_sampler(run: Started, _: Any) -> None:
@@ -365,6 +373,7 @@ def wait_for_port(host: str, port: int) -> None:
 
 
 TWO = {"engine.samplers": 2}
+PLAYERS = {"engine.players": 2, "env.isolate": True}
 QUICK_TO_NOTICE = {"engine.timeout_s": 15}
 FAULTS: dict[str, Fault] = {
     "a sampler of two": Fault(kill_sampler, TWO, ("lost",)),
@@ -372,8 +381,16 @@ FAULTS: dict[str, Fault] = {
     "the only learner": Fault(kill_learner, {}, ("lost", "restored")),
     "a learner of two": Fault(kill_learner, {"engine.learners": 2}, ("lost", "restored")),
     "an environment's process": Fault(kill_env_worker, {"env.isolate": True}),
+    "a player": Fault(kill_player, PLAYERS, ("lost",)),
+    "a sampler of players": Fault(kill_sampler, PLAYERS, ("lost",)),
     "the driver": Fault(kill_driver),
     "a sampler hangs (SIGSTOP)": Fault(stop_sampler, TWO | QUICK_TO_NOTICE, ("late",), slow=True),
+    "a player hangs (SIGSTOP)": Fault(
+        stop_player, PLAYERS | QUICK_TO_NOTICE, ("late", "lost"), slow=True
+    ),
+    "a sampler of players hangs (SIGSTOP)": Fault(
+        stop_sampler, PLAYERS | QUICK_TO_NOTICE, ("late", "lost"), slow=True
+    ),
     "a learner hangs (SIGSTOP)": Fault(
         stop_learner, QUICK_TO_NOTICE, ("late", "lost", "restored"), slow=True
     ),

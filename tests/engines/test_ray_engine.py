@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import rows
 
 from ragen.config.config import Config
 from ragen.config.reading import resolve
@@ -23,7 +24,7 @@ from ragen.engines.machine import use_threads
 from ragen.engines.pool import ProcessLost
 from ragen.engines.ray_engine import RayEngine
 from ragen.models.names import resolve_model
-from ragen.storage.reader import read_metrics
+from ragen.storage.reader import read_evaluations, read_metrics
 from ragen.training.trainer import resume, train
 
 pytestmark = pytest.mark.ray
@@ -34,7 +35,7 @@ def cluster() -> Iterator[None]:
     """One Ray for all tests: starting it takes longer than most of them."""
     import ray
 
-    ray_engine._connect("", 3)
+    ray_engine._connect("", 6)
     yield
     ray.shutdown()
 
@@ -62,6 +63,43 @@ def test_a_run_trains_and_resumes_with_other_numbers_of_processes(tmp_path: Path
     found = read_metrics(tmp_path / "run")
     assert sorted(found["reward/mean"]) == [1, 2, 3]
     assert found["engine/samplers"] == {1: 1.0, 2: 1.0, 3: 2.0}
+
+
+PLAYED = (
+    'SELECT step, "group", member, level_seed, noise_seed, stop_reason, reward, num_turns'
+    " FROM episodes WHERE phase = 'train' ORDER BY 1, 2, 3"
+)
+REPLIES = (
+    "SELECT turn, observation, reply, completion_ids FROM turns JOIN episodes ON episodes.id = episode_id"
+    " WHERE step = 1 AND phase = 'train' ORDER BY \"group\", member, turn"
+)
+
+
+def test_players_play_the_episodes_that_the_driver_would(tmp_path: Path) -> None:
+    """And those of the evaluation before training, which they play, too."""
+    same = {"env__isolate": True, "eval__episodes": 16, "steps": 1}
+    train(config_of(**same), tmp_path / "driver")
+    train(config_of(**same, engine__players=2), tmp_path / "players")
+    found = [rows(tmp_path / name, PLAYED) for name in ("driver", "players")]
+    assert found[0] == found[1] and len(found[0]) == 8
+    found = [rows(tmp_path / name, REPLIES) for name in ("driver", "players")]
+    assert found[0] == found[1] != []
+    evaluated = [read_evaluations(tmp_path / name)[0]["success"] for name in ("driver", "players")]
+    assert evaluated[0] == evaluated[1]
+    metrics = read_metrics(tmp_path / "players")
+    assert metrics["engine/players"] == {1: 2.0} and metrics["time/env_s"][1] > 0
+    assert 0 < metrics["rollout/prefix_cache_hit_fraction"][1] < 1
+
+
+def test_players_play_ahead_of_training(tmp_path: Path) -> None:
+    ahead = {"engine__max_staleness": 1, "engine__samplers": 2, "steps": 4}
+    config = config_of(**ahead, env__isolate=True, engine__players=2)
+    train(config, tmp_path / "run")
+    places = [row[:3] for row in rows(tmp_path / "run", PLAYED)]
+    assert places == [(s, g, m) for s in range(1, 5) for g in range(2) for m in range(4)]
+    metrics = read_metrics(tmp_path / "run")
+    assert max(metrics["engine/staleness_max"].values()) <= 1
+    assert set(metrics["engine/samplers"].values()) == {2.0}
 
 
 def test_it_samples_as_the_local_engine() -> None:
