@@ -10,8 +10,10 @@ What is simulated:
   tokens · prefill_s``, which also draws their first token. An episode stays with its sampler, where
   its keys are kept until the next publication. Members that wait together share their first prompt.
 - **The driver** does one thing at a time: `turn_s` for a completion (its message, the parser, the
-  environment in its process), `episode_s` for an episode's part of the batch. The database is
-  written beside it, `record_s` an episode; a step waits until the one before is written.
+  environment in its process), `episode_s` for an episode's part of the batch. With `players`, each
+  of them is a process that pays `turn_s` for its episodes, and the driver pays `order_s` for one
+  that has ended. The database is written beside it, `record_s` an episode; a step waits until the
+  one before is written.
 - **Learners.** Whole episodes are given to the learner that has fewest tokens, longest first. All
   wait for the slowest in each update, then sum their gradients: ``2 (L − 1) / L · reduce_s``.
 - **A publication** lasts ``publish_s + samplers · publish_sampler_s``; samplers pause, and the
@@ -107,6 +109,7 @@ class Costs:
     publish_s: float = 0.0
     publish_sampler_s: float = 0.0
     turn_s: float = 0.0
+    order_s: float = 0.0
     episode_s: float = 0.0
     record_s: float = 0.0
     switch_s: float = 0.0
@@ -115,7 +118,10 @@ class Costs:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Who does the work. `switch_s` is paid twice a step where learners and samplers are one."""
+    """Who does the work. `switch_s` is paid twice a step where learners and samplers are one.
+
+    Without `players`, the driver plays.
+    """
 
     learners: int = 1
     samplers: int = 1
@@ -124,6 +130,7 @@ class Cluster:
     min_members: int = 0
     close_after_s: float = 0.0
     overlap: bool = False
+    players: int = 0
 
     @property
     def gpus(self) -> int:
@@ -172,13 +179,13 @@ class _Episode:
 
     __slots__ = (
         *("group", "lengths", "waits", "turn", "context", "known", "known_version"),
-        *("sampler", "version", "sampled"),
+        *("sampler", "version", "sampled", "player"),
     )
 
     def __init__(self, group: _Group, lengths: Sequence[int], waits: Sequence[float]) -> None:
         self.group, self.lengths, self.waits = group, lengths, waits
         self.turn, self.context, self.known, self.known_version = 0, 0, 0, -1
-        self.sampler, self.version, self.sampled = -1, -1, 0
+        self.sampler, self.version, self.sampled, self.player = -1, -1, 0, -1
 
 
 class _Group:
@@ -303,6 +310,8 @@ class Simulation:
         self.events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self.now, self.tickets, self.version = 0.0, 0, 0
         self.driver, self.database = _Server(), _Server()
+        self.players = [_Server() for _ in range(cluster.players)]
+        self.assigned = 0
         self.samplers = [_Sampler(costs) for _ in range(cluster.samplers)]
         self.loads = [(0, index) for index in range(cluster.samplers)]  # a heap, with old entries
         self.load = [0] * cluster.samplers
@@ -396,6 +405,9 @@ class Simulation:
             load, index = heapq.heappop(self.loads)
         episode.sampler = index
         self._count(index, 1)
+        if self.players:
+            episode.player = self.assigned % len(self.players)
+            self.assigned += 1
 
     def _count(self, index: int, more: int) -> None:
         self.load[index] += more
@@ -438,8 +450,9 @@ class Simulation:
             self.at(time, self._step, sampler, sampler.ticket)
 
     def _answer(self, episode: _Episode) -> None:
-        """A completion reaches the driver."""
-        done = self.driver.finish(self.now, self.costs.turn_s)
+        """A completion reaches who plays the episode."""
+        playing = self.players[episode.player] if self.players else self.driver
+        done = playing.finish(self.now, self.costs.turn_s)
         episode.sampled += episode.lengths[episode.turn]
         wait = episode.waits[episode.turn]
         episode.turn += 1
@@ -447,7 +460,11 @@ class Simulation:
             episode.context += self.work.answer
             self.at(done + wait, self._ask, episode)
         else:
-            self.at(done + wait, self._end, episode)
+            self.at(done + wait, self._deliver if self.players else self._end, episode)
+
+    def _deliver(self, episode: _Episode) -> None:
+        """An episode reaches the driver."""
+        self.at(self.driver.finish(self.now, self.costs.order_s), self._end, episode)
 
     def _end(self, episode: _Episode) -> None:
         self._count(episode.sampler, -1)

@@ -93,8 +93,12 @@ MODES: Mapping[str, Cluster] = {
     "apart": Cluster(),
     "async": Cluster(max_staleness=1),
     "overlap": Cluster(max_staleness=1, overlap=True),
+    "players": Cluster(max_staleness=1, overlap=True, players=1),
 }
-"""The ways to divide the work. The loop does the last; in async, collections do not overlap."""
+"""The ways to divide the work. The loop does the last two; in async, collections do not overlap."""
+
+PLAYER_GPUS = 8
+"""GPUs for each player."""
 
 LEARNER_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)
 
@@ -104,7 +108,8 @@ def cluster_of(gpus: int, mode: str, share: float) -> Cluster:
     if MODES[mode].colocated:
         return replace(MODES[mode], learners=gpus, samplers=gpus)
     learners = max(1, round(gpus * share))
-    return replace(MODES[mode], learners=learners, samplers=gpus - learners)
+    players = max(1, gpus // PLAYER_GPUS) if MODES[mode].players else 0
+    return replace(MODES[mode], learners=learners, samplers=gpus - learners, players=players)
 
 
 def best_share(costs: Costs, kind: Kind, mode: str) -> float:
@@ -152,31 +157,27 @@ def table(found: Mapping[tuple[str, str, int], Outcome]) -> Iterator[str]:
 LOSS = 0.1
 """A part is the limit when it costs more than this share of the tokens a second."""
 
-PARTS: Mapping[str, Mapping[str, float]] = {
-    "driver": {"turn_s": 0.0, "episode_s": 0.0},
-    "database": {"record_s": 0.0},
-}
-"""What a part would have to cost not to be one."""
 
+def limits(costs: Costs, mode: str = "async", first: int = 128, most: int = 4096) -> Iterator[str]:
+    """At which size the driver becomes the limit of a run, and then the database.
 
-def limits(costs: Costs, first: int = 128, most: int = 4096) -> Iterator[str]:
-    """At which size the driver becomes the limit of an async run, and then the database.
-
-    Tried are `first` GPUs, twice as many, and so on up to `most`. The database is tried with a
-    driver that costs nothing.
+    Tried are `first` GPUs, twice as many, and so on up to `most`, beside a driver or database that
+    costs nothing. The database is tried with such a driver.
     """
-    share = best_share(costs, "lognormal", "async")
-    for part, without in PARTS.items():
-        free = replace(costs, **without)
+    share = best_share(costs, "lognormal", mode)
+    turn_s = costs.turn_s if MODES[mode].players else 0.0
+    free_driver = replace(costs, turn_s=turn_s, order_s=0.0, episode_s=0.0)
+    for part, free in (("driver", free_driver), ("database", replace(free_driver, record_s=0.0))):
         gpus, loss = first // 2, 0.0
         while loss <= LOSS and gpus < most:
             gpus *= 2
-            cluster, work = cluster_of(gpus, "async", share), work_of(gpus)
+            cluster, work = cluster_of(gpus, mode, share), work_of(gpus)
             speeds = [simulate(work, each, cluster, 2).tokens_per_s for each in (costs, free)]
             loss = 1 - speeds[0] / speeds[1]
         said = "is the limit" if loss > LOSS else "is not the limit yet"
-        yield f"The {part} {said} at {gpus:,} GPUs: it costs {100 * loss:.0f} % of the speed."
-        costs = free
+        share_lost = f"it costs {100 * loss:.0f} % of the speed"
+        yield f"{mode}: the {part} {said} at {gpus:,} GPUs: {share_lost}."
+        costs = free_driver
 
 
 # A published comparison.
@@ -292,10 +293,12 @@ def main() -> None:
     measured = json.loads(MEASURED.read_text())
     driver = dict(measured["driver"])
     driver["turn_s"] += measured["ray"]["message_s"]
+    driver["order_s"] += measured["ray"]["episode_message_s"]
     costs = gpu_costs(H100, QWEN_7B, driver)
     found = outcomes(costs, args.sizes, args.kinds, args.modes)
     print("\n".join(table(found)))
-    print("", *limits(costs), sep="\n")
+    for mode in ("async", "overlap", "players"):
+        print("", *limits(costs, mode), sep="\n")
     if args.out:
         draw(found, args.kinds[0]).savefig(args.out / "scaling.svg", metadata={"Date": None})
 

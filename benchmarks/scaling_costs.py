@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -40,14 +41,17 @@ from ragen.algorithms.filters import select
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
 from ragen.config.reading import changed, dump
-from ragen.core.types import Completion, Group, Prompt
+from ragen.core.types import Completion, Episode, Group, Prompt
 from ragen.diagnostics.step_metrics import batch_metrics, summarize
 from ragen.engines.engine import Engine
 from ragen.engines.machine import use_threads
+from ragen.engines.player_pool import Order, PlayerPool, PlayerTold
+from ragen.engines.pool import Answers, Seat
+from ragen.engines.sampler_pool import SamplerPool
 from ragen.models.loading import load_tokenizer
 from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import fingerprint
-from ragen.rollout.setup import Setup, make_chat, make_setup
+from ragen.rollout.setup import EpisodeSpec, Setup, make_chat, make_setup
 from ragen.storage.recorder import Recorder
 from ragen.training.collection import filter_settings, make_batch, split_batch
 from ragen.training.running import make_engine
@@ -65,6 +69,9 @@ MODELS: dict[str, Any] = growth.MODELS | {
         )
     ),
 }
+PATH = (0, "train", 0)
+MESSAGE = 16
+"""Episodes in a message of a player."""
 WORDS = 95
 """Of the title of an environment's observation, which then has about 200 tokens."""
 
@@ -113,7 +120,7 @@ def best(work: Callable[[], Any], repeat: int = 5) -> float:
 def play(policy: Any, setup: Setup, work: step.Work) -> list[Group]:
     """The groups of one step."""
     levels = range(work.groups)
-    played = run_groups(policy, setup, levels, work.members, (0, "train", 0), work.episodes)
+    played = run_groups(policy, setup, levels, work.members, PATH, work.episodes)
     return asyncio.run(played)
 
 
@@ -124,16 +131,49 @@ def batch_of(groups: Sequence[Group], config: Config) -> Batch:
     return asyncio.run(make_batch(nobody, samples, episodes, config, score=False))
 
 
-def driver_costs(folder: Path, work: step.Work, tokens: int) -> dict[str, float]:
-    """Seconds of the driver for a turn and for an episode, and of the database for an episode."""
-    model = folder / "model"
+def at_once(model: Path, work: step.Work, tokens: int) -> tuple[Config, Setup, Instant]:
+    """What plays real episodes whose completions come at once; the model is made in a folder."""
     step.make_model(model)
     config = config_of(model, work, tokens)
     chat = make_chat(config, load_tokenizer(model, model))
-    with closing(make_setup(config, chat)) as setup:
-        policy = Instant(tokens, chat.decode)
+    return config, make_setup(config, chat), Instant(tokens, chat.decode)
+
+
+class Ready:
+    """A player that has played before: the `Remote` of a `PlayerPool`, 16 episodes a message."""
+
+    def __init__(self, episodes: Sequence[Episode]) -> None:
+        self._episodes = itertools.cycle(episodes)
+        self._asked: list[int] = []
+
+    async def submit(self, requests: Sequence[tuple[int, Any]], era: int) -> None:
+        """See `Remote.submit`."""
+        self._asked += [number for number, _ in requests]
+
+    async def collect(self) -> Answers:
+        """See `Remote.collect`."""
+        await asyncio.sleep(0)
+        numbers, self._asked = self._asked[:MESSAGE], self._asked[MESSAGE:]
+        return Answers([*zip(numbers, self._episodes, strict=False)], PlayerTold(0.0, 0.0, {}))
+
+    async def drop(self, numbers: Sequence[int]) -> None:
+        """See `Remote.drop`."""
+
+
+def driver_costs(folder: Path, work: step.Work, tokens: int) -> dict[str, float]:
+    """Seconds of the driver for a turn and for an episode, and of the database for an episode.
+
+    ``order_s`` is what an episode costs the driver that a player plays, but for Ray's messages.
+    """
+    config, setup, policy = at_once(folder / "model", work, tokens)
+    with closing(setup):
         groups = play(policy, setup, work)
         turn_s = best(lambda: play(policy, setup, work)) / (work.episodes * work.turns)
+        samplers = SamplerPool(1, 1.0, lambda seat, loss: None)
+        pool = PlayerPool(samplers, 1.0, lambda seat, loss: None)
+        episodes = [episode for group in groups for episode in group.episodes]
+        pool.join(Seat("player 0", Ready(episodes)))
+        order_s = best(lambda: play(pool, setup, work)) / work.episodes
 
     def prepare() -> None:
         kept = select(groups, **filter_settings(config.filter, config.advantage))
@@ -153,6 +193,7 @@ def driver_costs(folder: Path, work: step.Work, tokens: int) -> dict[str, float]
         record_s = best(record)
     return {
         "turn_s": turn_s,
+        "order_s": order_s,
         "episode_s": best(prepare) / work.episodes,
         "record_s": record_s / work.episodes,
     }
@@ -258,32 +299,49 @@ def engine_costs(folder: Path, name: str, repeat: int) -> dict[str, float]:
 class Echo:
     """An actor of Ray that answers at once, and reads weights without keeping them."""
 
-    def __init__(self, ready: list[Completion]) -> None:
-        self._ready = ready
+    def __init__(self, ready: list[Completion], episodes: list[Episode]) -> None:
+        self._ready, self._episodes = ready, episodes
 
     def complete(self, prompts: list[Prompt]) -> list[Completion]:
         """A completion for each prompt, each another one."""
         return self._ready[: len(prompts)]
+
+    def submit(self, orders: list[Order]) -> int:
+        """How many episodes are to be played."""
+        return len(orders)
+
+    def collect(self) -> list[Episode]:
+        """Episodes that were played."""
+        return self._episodes
 
     def take(self, weights: np.ndarray) -> float:
         """A checksum of all weights."""
         return float(weights.sum())
 
 
-def ray_costs(tokens: int, megabytes: int = 120, messages: int = 512) -> dict[str, float]:
+def ray_costs(
+    folder: Path, work: step.Work, tokens: int, megabytes: int = 120, messages: int = 512
+) -> dict[str, float]:
     """What messages and publications through Ray cost, without any engine of ours.
 
     ``message_s`` are the driver's CPU seconds for a prompt of 2,000 tokens and its completion if a
-    call carries 16 of them, ``single_message_s`` if it carries one; ``publish_s_per_gb`` are
-    the clock's seconds of a put, ``read_s`` those of an actor that reads all of it.
+    call carries 16 of them, ``single_message_s`` if it carries one, ``episode_message_s`` those for
+    the order of an episode and the episode, 16 in a call; ``publish_s_per_gb`` are the clock's
+    seconds of a put, ``read_s`` those of an actor that reads all of it.
     """
     import ray
+
+    _, setup, policy = at_once(folder / "model", work, tokens)
+    with closing(setup):
+        groups = play(policy, setup, work)
+    episodes = [episode for group in groups for episode in group.episodes][:MESSAGE]
+    orders = [Order("lake", 0, 1.0, EpisodeSpec(e.level_seed, 0, 0, PATH)) for e in episodes]
 
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # of `Echo`
     with ray.init("local", num_cpus=2, runtime_env={"env_vars": paths}, **quiet):
         ready = Instant(tokens, str)._ready
-        actors = [ray.remote(num_cpus=0)(Echo).remote(ready) for _ in range(2)]
+        actors = [ray.remote(num_cpus=0)(Echo).remote(ready, episodes) for _ in range(2)]
         prompts, found = prompts_of(16, 2000, tokens), dict[str, float]()
         ray.get([each.complete.remote(prompts) for each in actors])
         for name, size in (("message_s", 16), ("single_message_s", 1)):
@@ -293,6 +351,14 @@ def ray_costs(tokens: int, megabytes: int = 120, messages: int = 512) -> dict[st
                 ray.get([actors[n % 2].complete.remote(prompts[:size]) for n in range(calls)])
 
             found[name] = best(send) / messages
+
+        def carry() -> None:
+            calls = messages // len(episodes)
+            ray.get([actors[n % 2].submit.remote(orders) for n in range(calls)])
+            for n in range(calls):  # not all at once: they take memory
+                ray.get(actors[n % 2].collect.remote())
+
+        found["episode_message_s"] = best(carry) / (messages // len(episodes) * len(episodes))
         weights = np.zeros(megabytes * 2**18, dtype=np.float32)
         put, read = [], []
         for _ in range(5):
@@ -323,7 +389,7 @@ def main() -> None:
         for model in args.models:
             found[model] = engine_costs(folder, model, args.repeat)
         if args.ray:
-            found["ray"] = ray_costs(args.tokens)
+            found["ray"] = ray_costs(folder / "ray", step.Work(), args.tokens)
     text = json.dumps(found, indent=1)
     print(text)
     if kept:

@@ -139,6 +139,22 @@ def test_the_next_collection_waits_for_the_last_episode_of_the_one_before() -> N
     assert overlapped.step_s == pytest.approx((11 + 5) / 2, rel=0.07)  # up to a forward of 1 s
 
 
+@pytest.mark.parametrize(("players", "step"), [(0, 5.0), (1, 5.25), (2, 5.0)])
+def test_players_play_the_turns_side_by_side_and_the_driver_takes_the_episodes(
+    players: int, step: float
+) -> None:
+    """Two completions end after four forwards of 1 s; a turn takes 0.5 s, an episode 0.25 s.
+
+    The driver is done with the turns after 4.5 and 5 s; one player is too, and the driver is done
+    with its episodes after 4.75 and 5.25 s; two players both after 4.5 s, the driver after 5 s.
+    """
+    work = Work(1, 2, 1, completion=Spread(4), scores=False)
+    costs = Costs(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, turn_s=0.5, order_s=0.25)
+    done = simulate(work, costs, Cluster(players=players))
+    assert done.step_s == pytest.approx(step)
+    assert done.driver_busy == pytest.approx((0.5 if players else 1.0) / step)
+
+
 def test_a_database_that_is_slower_than_the_step_sets_the_pace() -> None:
     work = Work(2, 4, 1, completion=Spread(11))
     done = simulate(work, Costs(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, record_s=5.0), Cluster())

@@ -13,7 +13,7 @@ import scaling_runs
 import step
 from cluster_simulation import Cluster, Costs, simulate
 
-DRIVER = {"turn_s": 1e-3, "episode_s": 3e-3, "record_s": 1e-3}
+DRIVER = {"turn_s": 1e-3, "order_s": 2e-3, "episode_s": 3e-3, "record_s": 1e-3}
 COSTS = scaling.gpu_costs(scaling.H100, scaling.QWEN_7B, DRIVER)
 
 
@@ -23,20 +23,21 @@ def test_costs_of_a_gpu_follow_from_its_data_sheet() -> None:
     assert COSTS.key_s == pytest.approx(57_344 / (0.7 * 3.35e12))
     assert COSTS.update_s == pytest.approx(6 * 7.6e9 / (0.4 * 989e12))
     assert COSTS.reduce_s == pytest.approx(0.304)  # 15.2 GB at 50 GB/s
-    assert (COSTS.turn_s, COSTS.episode_s, COSTS.record_s) == tuple(DRIVER.values())
+    assert {name: getattr(COSTS, name) for name in DRIVER} == DRIVER
 
 
 def test_a_cluster_has_as_many_gpus_as_asked_for() -> None:
     for mode in scaling.MODES:
         for gpus in (2, 8, 1024):
             assert scaling.cluster_of(gpus, mode, 3 / 8).gpus == gpus
+    assert [scaling.cluster_of(gpus, "players", 3 / 8).players for gpus in (2, 64)] == [1, 8]
 
 
 def test_tables_and_figure_have_a_row_for_each_run() -> None:
     modes = list(scaling.MODES)
     found = scaling.outcomes(COSTS, [1, 2, 4], ["constant"], modes)
     lines = list(scaling.table(found))
-    assert len(lines) == 2 + 3 + 3 * 2  # one GPU cannot be apart
+    assert len(lines) == 2 + 3 + 4 * 2  # one GPU cannot be apart
     assert lines[2].startswith("| constant | colocated | 1 | ")
     (legend,) = scaling.draw(found, "constant").legends
     assert [text.get_text() for text in legend.get_texts()] == modes
@@ -45,8 +46,14 @@ def test_tables_and_figure_have_a_row_for_each_run() -> None:
 def test_a_driver_that_is_slow_enough_is_the_limit_at_once() -> None:
     slow = replace(COSTS, turn_s=0.3, record_s=1.0)
     driver, database = scaling.limits(slow, first=8)
-    assert driver.startswith("The driver is the limit at 8 GPUs")
-    assert database.startswith("The database is the limit at 8 GPUs")
+    assert driver.startswith("async: the driver is the limit at 8 GPUs")
+    assert database.startswith("async: the database is the limit at 8 GPUs")
+
+
+def test_players_take_the_turns_off_a_driver() -> None:
+    slow = replace(COSTS, turn_s=0.3, order_s=1e-3)
+    driver, _ = scaling.limits(slow, "players", 8, 8)
+    assert driver.startswith("players: the driver is not the limit yet at 8 GPUs")
 
 
 @pytest.mark.slow
@@ -97,7 +104,7 @@ def test_cpu_seconds_of_this_process_are_counted() -> None:
 
 
 @pytest.mark.ray
-def test_messages_and_publications_through_ray_cost_something() -> None:
+def test_messages_and_publications_through_ray_cost_something(tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    found = scaling_costs.ray_costs(8, megabytes=4, messages=32)
+    found = scaling_costs.ray_costs(tmp_path, step.Work(2, 8, 2), 8, megabytes=4, messages=32)
     assert min(found.values()) > 0

@@ -292,6 +292,18 @@ def test_differences_name_the_preset_value() -> None:
             "which rollout.sampler = 'vllm' does not serve: set it to false",
         ),
         (
+            {"engine.name": "ray", "engine.players": 2},
+            "engine.players = 2: in a player only a process of its own stops an environment that "
+            "hangs; set env.isolate = true",
+        ),
+        (
+            {
+                **{"engine.name": "ray", "engine.players": 2, "env.isolate": True},
+                "sources": {"python:Env": "0"},
+            },
+            "engine.players needs code that other processes can load: name a file",
+        ),
+        (
             {"eval.background": True, "eval.every": 10, "sources": {"python:Env": "0"}},
             "eval.background needs code that another process can load: name a file",
         ),

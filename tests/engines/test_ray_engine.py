@@ -69,10 +69,11 @@ PLAYED = (
     'SELECT step, "group", member, level_seed, noise_seed, stop_reason, reward, num_turns'
     " FROM episodes WHERE phase = 'train' ORDER BY 1, 2, 3"
 )
-REPLIES = (
-    "SELECT turn, observation, reply, completion_ids FROM turns JOIN episodes ON episodes.id = episode_id"
-    " WHERE step = 1 AND phase = 'train' ORDER BY \"group\", member, turn"
-)
+REPLIES = """
+    SELECT turn, observation, reply, completion_ids
+    FROM turns JOIN episodes ON episodes.id = episode_id
+    WHERE step = 1 AND phase = 'train' ORDER BY "group", member, turn
+"""
 
 
 def test_players_play_the_episodes_that_the_driver_would(tmp_path: Path) -> None:
