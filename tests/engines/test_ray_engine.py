@@ -6,7 +6,9 @@ import asyncio
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from faults import rows
 from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import EngineLost, RagenError
-from ragen.core.types import Completion, Prompt
+from ragen.core.types import Completion, Group, Prompt
 from ragen.engines import ray_engine
 from ragen.engines.hosts import own_address
 from ragen.engines.local import LocalEngine
@@ -24,6 +26,8 @@ from ragen.engines.machine import use_threads
 from ragen.engines.pool import ProcessLost
 from ragen.engines.ray_engine import RayEngine
 from ragen.models.names import resolve_model
+from ragen.rollout.groups import run_groups
+from ragen.rollout.setup import open_setups
 from ragen.storage.reader import read_evaluations, read_metrics
 from ragen.training.trainer import resume, train
 
@@ -65,6 +69,7 @@ def test_a_run_trains_and_resumes_with_other_numbers_of_processes(tmp_path: Path
     assert found["engine/samplers"] == {1: 1.0, 2: 1.0, 3: 2.0}
 
 
+PATH = (0, "train", 0)
 PLAYED = (
     'SELECT step, "group", member, level_seed, noise_seed, stop_reason, reward, num_turns'
     " FROM episodes WHERE phase = 'train' ORDER BY 1, 2, 3"
@@ -101,6 +106,56 @@ def test_players_play_ahead_of_training(tmp_path: Path) -> None:
     metrics = read_metrics(tmp_path / "run")
     assert max(metrics["engine/staleness_max"].values()) <= 1
     assert set(metrics["engine/samplers"].values()) == {2.0}
+
+
+def test_players_outlive_samplers_that_leave_and_each_other() -> None:
+    """One sampler is asked to end and one player is killed, while both have open requests."""
+
+    async def play() -> tuple[list[Group], list[tuple[str, str]]]:
+        import ray
+
+        config = config_of(engine__players=2, env__isolate=True, rollout__max_tokens=60)
+        engine = engine_of(config)
+        happened: list[tuple[str, str]] = []
+
+        async def wait_for(what: str, process: str) -> None:
+            for _ in range(1200):
+                events = [data for _, data in engine.take_events()]
+                happened.extend((each["what"], each["process"]) for each in events)
+                if (what, process) in happened:
+                    return
+                await asyncio.sleep(0.1)
+            raise AssertionError(f"{process} has not {what}: {happened}")
+
+        try:
+            with ExitStack() as stack:
+                (setup,) = open_setups(config, engine.chat, stack).values()
+                pid = await engine._samplers[0].actor.pid.remote()
+                playing = asyncio.ensure_future(run_groups(engine.policy, setup, [1, 2], 8, PATH))
+                await asyncio.sleep(0.2)
+                os.kill(pid, signal.SIGTERM)
+                ray.kill(engine._players[1].actor)
+                groups = await playing
+                await wait_for("left", "sampler 0")
+                await wait_for("joined", "player 1")
+                await wait_for("joined", "sampler 0")
+                groups += await run_groups(engine.policy, setup, [1, 2], 8, PATH)
+                return groups, happened
+        finally:
+            await engine.close()
+
+    groups, happened = asyncio.run(play())
+    played = [
+        [[turn.completion.text for turn in episode.turns] for episode in group.episodes]
+        for group in groups
+    ]
+    assert played[:2] == played[2:] and [len(group) for group in played] == [8] * 4
+    assert Counter(happened) == {
+        ("left", "sampler 0"): 1,
+        ("joined", "sampler 0"): 1,
+        ("lost", "player 1"): 1,
+        ("joined", "player 1"): 1,
+    }
 
 
 def test_it_samples_as_the_local_engine() -> None:

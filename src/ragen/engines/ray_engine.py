@@ -155,7 +155,7 @@ class RemoteProcess:
 
     async def submit(self, requests: Sequence[tuple[int, Any]], era: int) -> None:
         """See `Remote.submit`."""
-        await self.process.call("submit", self.client, requests, era)
+        await self.process.call("submit", self.client, requests, era, phase=self.phase)
 
     async def collect(self) -> Answers:
         """See `Remote.collect`."""
