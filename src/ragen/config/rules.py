@@ -36,7 +36,7 @@ size, even a difference that only the KL penalty makes."""
 def _uses_processes(c: Sections) -> bool:
     """Whether the engine's settings are of several processes."""
     engine = c.engine
-    counts = engine.learners, engine.samplers, engine.tensor_parallel
+    counts = engine.learners, engine.samplers
     return bool(engine.address) or max(counts) > 1 or engine.max_staleness > 0
 
 
@@ -110,8 +110,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c: c.engine.name == "local" and _uses_processes(c),
-        "engine.address, learners, samplers, tensor_parallel and max_staleness are of processes "
-        'beside this one: set engine.name = "ray", or leave them out',
+        "engine.address, learners, samplers and max_staleness are of processes beside this one: "
+        'set engine.name = "ray", or leave them out',
     ),
     Rule(
         lambda c: c.engine.name == "ray" and c.rollout.sampler not in ("local", "vllm"),

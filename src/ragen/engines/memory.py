@@ -126,6 +126,9 @@ class Plan:
         ]
 
 
+NOTHING = Plan(0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
 def plan(config: Config) -> Plan:
     """The memory that a run with this config needs in one process.
 
@@ -166,7 +169,7 @@ def plans(config: Config) -> list[Plan]:
         return [learner, sampler]
     free = available(device)
     if device == "cpu":
-        driver = Plan(*[0] * 9, libraries=LIBRARIES, published=published_bytes(config, sizes))
+        driver = replace(NOTHING, libraries=LIBRARIES, published=published_bytes(config, sizes))
         parts = (1, driver), (engine.learners, learner), (engine.samplers, sampler)
         return [replace(_sum(*parts), available=free, whose=f"{learners} and {samplers}")]
     if _num_gpus() < engine.learners + engine.samplers * engine.tensor_parallel:

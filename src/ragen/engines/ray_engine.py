@@ -30,6 +30,7 @@ from ragen.engines.engine import Late
 from ragen.engines.hosts import Beat, Failure, LearnerHost, SamplerHost
 from ragen.engines.lost import answers_of, what_happened
 from ragen.engines.sampler_pool import Answers, ProcessLost, SamplerPool, Seat
+from ragen.engines.weights import some
 from ragen.rollout.setup import make_chat
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -178,7 +179,8 @@ class RayEngine:
         self._events: list[tuple[str, dict[str, Any]]] = []
         self._late: list[Late] = []
         self._closed = False
-        self._weights: tuple[Any, str, int] | None = None  # the block, its checksum, its version
+        # The block, its tensors' checksums, its version.
+        self._weights: tuple[Any, dict[str, int], int] | None = None
         self._published_bytes = 0
         self._revivals: set[asyncio.Task[None]] = set()
         self._publishing = asyncio.Lock()
@@ -414,7 +416,7 @@ class RayEngine:
             self._hold_weights(sent[0][0], held, size)
             await asyncio.gather(*(self._give(seat) for seat in list(self.policy.seats)))
 
-    def _hold_weights(self, block: Any, held: str, size: int) -> None:
+    def _hold_weights(self, block: Any, held: dict[str, int], size: int) -> None:
         self._weights, self._published_bytes = (block, held, self.version), size
 
     async def _give(self, seat: Seat) -> None:
@@ -426,16 +428,20 @@ class RayEngine:
     async def _load(self, process: Process) -> None:
         assert self._weights is not None
         block, _, version = self._weights
-        self._check(process.name, await process.call("load", block, version, phase="publish"))
+        try:
+            held = await process.call("load", block, version, phase="publish")
+        except RagenError as error:
+            raise RagenError(f"{process.name}: {error}") from error
+        self._check(process.name, held)
 
-    def _check(self, name: str, held: str) -> None:
+    def _check(self, name: str, held: dict[str, int]) -> None:
         assert self._weights is not None
         _, sent, version = self._weights
-        if held != sent:
+        if others := [each for each in sent if held.get(each) != sent[each]]:
             raise RagenError(
                 f"the weights did not reach {name}: after publication {version} it holds others "
-                f"than the learner (checksum {held[:8]} instead of {sent[:8]}); suspect the memory "
-                "or the network of its machine"
+                f"than the learner in {some(others)}; suspect the memory or the network of its "
+                "machine"
             )
 
     # Samplers that come and go.
