@@ -36,7 +36,7 @@ size, even a difference that only the KL penalty makes."""
 def _uses_processes(c: Sections) -> bool:
     """Whether the engine's settings are of several processes."""
     engine = c.engine
-    counts = engine.learners, engine.samplers
+    counts = engine.learners, engine.samplers, engine.most_samplers
     return bool(engine.address) or max(counts) > 1 or engine.max_staleness > 0
 
 
@@ -110,8 +110,18 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c: c.engine.name == "local" and _uses_processes(c),
-        "engine.address, learners, samplers and max_staleness are of processes beside this one: "
-        'set engine.name = "ray", or leave them out',
+        "engine.address, learners, samplers, most_samplers and max_staleness are of processes "
+        'beside this one: set engine.name = "ray", or leave them out',
+    ),
+    Rule(
+        lambda c: 0 < c.engine.most_samplers < c.engine.samplers,
+        "engine.most_samplers = {c.engine.most_samplers}: the run begins with "
+        "{c.engine.samplers} samplers, so give at least as many, or 0",
+    ),
+    Rule(
+        lambda c: c.engine.most_samplers > c.engine.samplers and not c.engine.address,
+        "engine.most_samplers is of a cluster that machines join: set engine.address, or a larger "
+        "engine.samplers",
     ),
     Rule(
         lambda c: c.engine.name == "ray" and c.rollout.sampler not in ("local", "vllm"),

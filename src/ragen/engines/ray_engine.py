@@ -45,7 +45,11 @@ try:
         RayActorError,
         RaySystemError,
     )
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import (
+        placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError:  # `_connect` says so
     ray = None
@@ -188,10 +192,12 @@ class RayEngine:
         self._health = threading.Thread(target=self._watch, name="engine-health", daemon=True)
         self._learners: list[Process] = []
         self._samplers: dict[int, Process] = {}  # by place
-        self.policy = SamplerPool(
-            4 * config.rollout.slots * config.engine.samplers, self._timeout_s, self._on_end
-        )
+        most = max(config.engine.samplers, config.engine.most_samplers)
+        self.policy = SamplerPool(4 * config.rollout.slots * most, self._timeout_s, self._on_end)
         self._placement: Any = None
+        self._further: dict[int, Any] = {}  # the room of each sampler beyond `engine.samplers`
+        self._asked: tuple[Any, Any] | None = None  # room for another one, and when it is there
+        self._rooms: dict[str, tuple[Any, int]] = {}  # of each process: a group, and a part of it
         self._owns_ray = _connect(config.engine.address, self._num_processes)
         try:
             self._place()
@@ -210,21 +216,25 @@ class RayEngine:
     def _place(self) -> None:
         """Reserve what all processes need, or refuse."""
         learners, samplers = self._settings.learners, self._settings.samplers
+        each = self._settings.tensor_parallel  # workers of a sampler
         have = ray.cluster_resources()
         gpus = int(have.get("GPU", 0))
-        if gpus and gpus < max(learners, samplers):
+        if gpus and gpus < (max(learners, samplers) if each == 1 else learners + each * samplers):
             raise RagenError(
-                f"the cluster has {gpus} GPUs, and each of {learners} learners and {samplers} "
-                "samplers needs one: lower engine.learners or engine.samplers, or add machines"
+                f"the cluster has {gpus} GPUs, and each of {learners} learners needs one and each "
+                f"of {samplers} samplers {each}: lower engine.learners, engine.samplers or "
+                "engine.tensor_parallel, or add machines"
             )
-        self._shares_gpus = 0 < gpus < learners + samplers
+        self._shares_gpus = each == 1 and 0 < gpus < learners + samplers
         self._gpu_share = (0.5 if self._shares_gpus else 1.0) if gpus else 0.0
+        self._sampler_room = {"CPU": float(each)} | ({"GPU": float(each)} if gpus else {})
         if self._shares_gpus:
             pairs = max(learners, samplers)
             bundles = [{"CPU": 2.0, "GPU": 1.0}] * pairs
             self._bundles = [*range(learners), *range(samplers)]
         else:
-            bundles = [{"CPU": 1.0} | ({"GPU": 1.0} if gpus else {})] * (learners + samplers)
+            bundles = [{"CPU": 1.0} | ({"GPU": 1.0} if gpus else {})] * learners
+            bundles += [self._sampler_room] * samplers
             self._bundles = list(range(learners + samplers))
         cpus = have.get("CPU", 0)
         need = sum(bundle["CPU"] for bundle in bundles)
@@ -244,22 +254,39 @@ class RayEngine:
             )
 
     def _threads(self, name: str) -> int:
-        """Threads of a process: those of this one, divided among all that work at the same time."""
-        learners, samplers = self._settings.learners, self._settings.samplers
-        together = learners if name == "learner" else samplers
-        if self._settings.max_staleness:
-            together = learners + samplers
-        return max(1, torch.get_num_threads() // together)
+        """Threads of a process: its node's, divided among all there that work at the same time.
+
+        On the driver's node these are the threads of this process, on another one all of its CPUs.
+        """
+        nodes = {each: self._node_of(each) for each in self._rooms}
+        kinds = ("learner", "sampler") if self._settings.max_staleness else (name.split()[0],)
+        here = [each for each, node in nodes.items() if node == nodes[name]]
+        together = sum(each.startswith(kinds) for each in here)
+        if nodes[name] == ray.get_runtime_context().get_node_id():
+            return max(1, torch.get_num_threads() // together)
+        cpus = {each["NodeID"]: each["Resources"].get("CPU", 1.0) for each in ray.nodes()}
+        return max(1, int(cpus.get(nodes[name], 1.0)) // together)
+
+    def _node_of(self, name: str) -> str:
+        """The node on which a process has room; empty if its node is lost."""
+        group, part = self._rooms[name]
+        node: str = placement_group_table(group)["bundles_to_node_id"].get(part, "")
+        return node
 
     def _spawn(self, kind: type, name: str, place: int) -> Process:
         """Begin a process in a place; it has yet to `start`."""
-        strategy = PlacementGroupSchedulingStrategy(
-            self._placement, placement_group_bundle_index=self._bundles[place]
-        )
+        further = None
+        if kind is SamplerHost:
+            further = self._further.get(place - self._settings.learners)
+        room = (self._placement, self._bundles[place]) if further is None else (further, 0)
+        self._rooms[name] = room
+        strategy = PlacementGroupSchedulingStrategy(room[0], placement_group_bundle_index=room[1])
+        workers = self._settings.tensor_parallel if kind is SamplerHost else 1
+        gpus = self._gpu_share if further is None else self._sampler_room.get("GPU", 0.0) / workers
         remote = ray.remote(concurrency_groups=GROUPS)(_actor(kind))
         actor = remote.options(
-            num_cpus=1,
-            num_gpus=self._gpu_share,
+            num_cpus=workers,
+            num_gpus=workers * gpus,
             max_restarts=0,
             scheduling_strategy=strategy,
             runtime_env={"env_vars": _environment()},
@@ -279,13 +306,15 @@ class RayEngine:
         }
         first = self._learners[0]
         store = self._wait(first, first.actor.address.remote())
-        threads = self._threads("learner"), self._threads("sampler")
         started = [
-            (each, each.actor.start.remote(config, path, threads[0], rank, num, store))
+            (
+                each,
+                each.actor.start.remote(config, path, self._threads(each.name), rank, num, store),
+            )
             for rank, each in enumerate(self._learners)
         ]
         started += [
-            (each, each.actor.start.remote(config, path, threads[1]))
+            (each, each.actor.start.remote(config, path, self._threads(each.name)))
             for each in self._samplers.values()
         ]
         tokenizer, *_ = self._wait_all(started)
@@ -460,18 +489,33 @@ class RayEngine:
             return
         process = self._process_of(seat)
         ray.kill(process.actor)
+        place = next(place for place, each in self._samplers.items() if each is process)
+        another = "another one joins where there is room" if place in self._further else ""
         if loss is None:
-            text = f"{seat.name} was asked to end, and has left; a new one takes its place"
+            another = another or "a new one takes its place"
+            text = f"{seat.name} was asked to end, and has left; {another}"
             self._events.append((text, {"process": seat.name, "what": "left"}))
         else:
-            text = f"{loss}; others take what it has not answered, and a new one its place"
+            another = another or "a new one its place"
+            text = f"{loss}; others take what it has not answered, and {another}"
             data = {"process": seat.name, "what": "lost", "details": loss.details}
             self._events.append((text, data))
-        place = next(place for place, each in self._samplers.items() if each is process)
         del self._samplers[place]
+        if place in self._further:
+            self._clear(place)
+        else:
+            self._begin(place)
+
+    def _begin(self, place: int) -> None:
+        """Begin to start a sampler in a place."""
         task = asyncio.get_running_loop().create_task(self._revive(place))
         self._revivals.add(task)
         task.add_done_callback(self._revived)
+
+    def _clear(self, place: int) -> None:
+        """Give the room of a sampler back that is not replaced there."""
+        del self._rooms[f"sampler {place}"]
+        remove_placement_group(self._further.pop(place))
 
     def _revived(self, task: asyncio.Task[None]) -> None:
         self._revivals.discard(task)
@@ -485,7 +529,8 @@ class RayEngine:
         self._samplers[place] = process
         try:
             await process.begin()  # it may wait for a machine for as long as the run goes on
-            await process.call("start", self._config, self._path, self._threads("sampler"))
+            threads = self._threads(process.name)
+            await process.call("start", self._config, self._path, threads)
             async with self._publishing:
                 await self._load(process)
                 self._join(process)
@@ -494,6 +539,10 @@ class RayEngine:
             text = f"before it could join, the new {failure}; another one takes its place"
             about = {"process": process.name, "what": "lost", "details": failure.details}
             self._events.append((text, about))
+            if place in self._further:
+                del self._samplers[place]
+                self._clear(place)
+                return
             await asyncio.sleep(BEAT_S)
             await self._revive(place)
             return
@@ -516,6 +565,30 @@ class RayEngine:
                 if slept > BEAT_S:  # this process was suspended, or had no core
                     process.alive += slept
                 self._look_at(process, now)
+            self._look_at_nodes()
+            self._look_for_room()
+
+    def _look_at_nodes(self) -> None:
+        """Ask the samplers to leave whose node is about to be taken away."""
+        if ray.util.client.ray.is_connected():  # which cannot be told of them
+            return
+        drained = ray._private.state.state.get_draining_nodes()
+        for process in list(self._samplers.values()) if drained else ():
+            if self._node_of(process.name) in drained:
+                self._in_loop(self._leave, process)
+
+    def _look_for_room(self) -> None:
+        """Let another sampler join, up to `engine.most_samplers`, once there is room for it."""
+        first, loop = self._settings.samplers, self.policy.loop
+        if loop is None or loop.is_closed() or self._closed:
+            return
+        if self._asked is None and first + len(self._further) < self._settings.most_samplers:
+            group = placement_group([self._sampler_room])
+            self._asked = group, group.ready()
+        if self._asked is not None and ray.wait([self._asked[1]], timeout=0)[0]:
+            place = next(each for each in count(first) if each not in self._further)
+            self._further[place], self._asked = self._asked[0], None
+            self._in_loop(self._begin, place)
 
     def _look_at(self, process: Process, now: float) -> None:
         if process.beating is None:
@@ -607,8 +680,10 @@ class RayEngine:
             self._health.join()
         for process in self._processes:
             ray.kill(process.actor)
-        if self._placement is not None:
-            remove_placement_group(self._placement)
+        asked = [self._asked[0]] if self._asked is not None else []
+        for group in (self._placement, *self._further.values(), *asked):
+            if group is not None:
+                remove_placement_group(group)
         if self._owns_ray:
             ray.shutdown()
 
