@@ -13,12 +13,12 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
 from ragen.config.config import Config
-from ragen.core.errors import RagenError
+from ragen.core.errors import EngineLost, RagenError
 from ragen.core.types import Completion, Prompt
 from ragen.engines.factory import load_model, make_sampler, prepare_model
 from ragen.engines.machine import use_threads
@@ -26,7 +26,14 @@ from ragen.engines.sampler_pool import Answers
 from ragen.engines.sampler_vllm import VllmSampler
 from ragen.engines.sampling import Stats
 from ragen.engines.sharded import Rank
-from ragen.engines.weights import Block, checksums, pack, refuse_other_names, take_over
+from ragen.engines.weights import (
+    Block,
+    checksums,
+    pack,
+    published,
+    refuse_other_names,
+    take_over,
+)
 from ragen.rollout.setup import make_chat
 
 T = TypeVar("T")
@@ -233,8 +240,9 @@ class SamplerHost(Host):
             chat = make_chat(config, tokenizer)
             self._sampler = make_sampler(name, config, self._model, chat, path)
             self._sampler.source = path
+            self._names = frozenset(published(self._model))
             if name == "vllm":
-                nn.Module.to(self._model, "meta")  # only its names are needed
+                nn.Module.to(self._model, "meta")  # vLLM has weights of its own
 
         return _or_failure(work)
 
@@ -247,7 +255,7 @@ class SamplerHost(Host):
                 await self._sampler.publish(self._model, version)
                 return held
             weights = dict(block.tensors())
-            refuse_other_names(self._model, weights)
+            refuse_other_names(self._names, weights)
             await self._sampler.publish(self._model, version, weights)  # which compares them
             return checksums(weights.items())
 
@@ -306,13 +314,24 @@ class SamplerHost(Host):
         self._run(work())
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except EngineLost as error:
+            end(error)
+
+
+def end(error: EngineLost) -> NoReturn:
+    """End this process, whose workers are gone: it is lost, and another one takes its place."""
+    print(error, file=sys.stderr, flush=True)  # noqa: T201, into the process's log
+    os._exit(1)
 
 
 # Ray would run the methods of a class with coroutines otherwise, so this is a function.
 async def _sample(host: SamplerHost, number: int, prompt: Prompt) -> None:
     try:
         answer: Completion | Failure = await host._sampler.complete(prompt)
+    except EngineLost as error:
+        end(error)
     except RagenError as error:
         answer = Failure.of(error)
     finally:

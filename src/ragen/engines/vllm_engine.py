@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ragen.core.errors import RagenError
+from ragen.core.errors import EngineLost, RagenError
 from ragen.core.types import Prompt
 from ragen.engines.memory import CPU_CACHE_BYTES
 from ragen.engines.vllm_worker import ADAPTER_ID, differing_adapter, take
@@ -137,9 +137,15 @@ class Vllm:
         self._engine.add_request(name, tokens, parameters, lora_request=self._adapter)
 
     def step(self) -> list[Sampled]:
-        """Run one forward for all requests; returns those that it finished."""
+        """Run one forward for all requests; returns those that it finished.
+
+        Raises:
+            EngineLost: One of several workers has ended.
+        """
         finished = []
-        for request in self._engine.step():
+        with self._working():
+            requests = self._engine.step()
+        for request in requests:
             (output,) = request.outputs
             drawn = zip(output.token_ids, output.logprobs, strict=True)
             logprobs = tuple(float(known[token].logprob) for token, known in drawn)
@@ -161,6 +167,7 @@ class Vllm:
 
         Raises:
             RagenError: There is too little shared memory.
+            EngineLost: One of several workers has ended.
         """
         return self._in_workers(take, weights, self._packs)
 
@@ -174,7 +181,8 @@ class Vllm:
         request = self._vllm.lora.request.LoRARequest
         # Without `load_inplace` the adapter silently stays the old one; in a completion's request
         # it would make vLLM read the adapter again for each completion.
-        self._engine.add_lora(request(ADAPTER, ADAPTER_ID, str(folder), load_inplace=True))
+        with self._working():
+            self._engine.add_lora(request(ADAPTER, ADAPTER_ID, str(folder), load_inplace=True))
         self._adapter = request(ADAPTER, ADAPTER_ID, str(folder))
         return self._in_workers(differing_adapter, weights, scale)
 
@@ -187,27 +195,44 @@ class Vllm:
         """
         call = self._engine.collective_rpc
         if self._is_parallel:
-            with offered(pack(weights)) as shared:
+            with offered(pack(weights)) as shared, self._working():
                 answers = call(work, args=(shared, *more))
         else:
             answers = call(work, args=(list(weights), *more))
         return sorted(set(chain.from_iterable(answers)))
 
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Tell of a worker that has ended; vLLM says only that its executor failed."""
+        try:
+            yield
+        except RuntimeError as error:
+            core = self._engine.engine_core.engine_core
+            if self._is_parallel and core.model_executor.is_failed:
+                raise EngineLost(
+                    "a worker of vLLM has ended: it was killed, perhaps for lack of memory, or has "
+                    "crashed"
+                ) from error
+            raise
+
     def forget(self) -> None:
         """Drop all keys and values."""
-        done = self._engine.reset_prefix_cache()
+        with self._working():
+            done = self._engine.reset_prefix_cache()
         assert done, "a prefix cache may not be dropped while completions are sampled"
 
     def sleep(self) -> None:
         """Free the GPU's memory; the weights move to the machine's. `wake` undoes it."""
         if self._sleeps and not self._asleep:
-            self._engine.sleep(level=1)
+            with self._working():
+                self._engine.sleep(level=1)
             self._asleep = True
 
     def wake(self) -> None:
         """Make it ready to sample or to receive weights."""
         if self._asleep:
-            self._engine.wake_up()
+            with self._working():
+                self._engine.wake_up()
             self._asleep = False
 
     def close(self) -> None:

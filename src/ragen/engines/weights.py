@@ -137,13 +137,13 @@ def some(names: Sequence[str]) -> str:
     return f"{names[0]} and {others} more" if others else names[0]
 
 
-def refuse_other_names(model: PreTrainedModel, given: Iterable[str]) -> None:
-    """Refuse weights of another model than `model`.
+def refuse_other_names(own: Iterable[str], given: Iterable[str]) -> None:
+    """Refuse weights of another model than one whose `published` weights have the names `own`.
 
     Raises:
         RagenError: See above.
     """
-    if other := sorted(published(model).keys() ^ set(given)):
+    if other := sorted({*own} ^ {*given}):
         raise RagenError(
             f"a sampler has another model than the learner, which shows in {other[0]}: give all "
             "machines the same files where model.path points"
@@ -158,7 +158,7 @@ def take_over(model: PreTrainedModel, block: Block) -> dict[str, int]:
         RagenError: It is of another model.
     """
     own, given = published(model), dict(block.tensors())
-    refuse_other_names(model, given)
+    refuse_other_names(own, given)
     for name, weight in own.items():
         weight.copy_(given[name])
     return checksums(own.items())
