@@ -51,9 +51,7 @@ def test_a_vllm_of_two_workers_that_loses_one_is_replaced() -> None:
             assert {each.policy_version for each in answers} == {1}
             pid = await engine._samplers[0].actor.pid.remote()
             workers = [
-                each
-                for each in psutil.Process(pid).children()
-                if "Worker" in str(each.cmdline())
+                each for each in psutil.Process(pid).children() if "Worker" in str(each.cmdline())
             ]
             assert len(workers) == 2
             workers[1].kill()
