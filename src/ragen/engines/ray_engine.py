@@ -83,6 +83,7 @@ class Process:
         reason: Why it was ended, if it was.
         address: Its machine's, once it has shown life.
         beating: The open call for a sign of life.
+        drained: Its node is about to be taken away.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Process:
     reason: str = ""
     address: str = ""
     beating: Any = None
+    drained: bool = False
     numbers: count[int] = field(default_factory=count)
 
     async def call(self, method: str, *arguments: Any, phase: str = "") -> Any:
@@ -268,9 +270,10 @@ class RayEngine:
         return max(1, int(cpus.get(nodes[name], 1.0)) // together)
 
     def _node_of(self, name: str) -> str:
-        """The node on which a process has room; empty if its node is lost."""
-        group, part = self._rooms[name]
-        node: str = placement_group_table(group)["bundles_to_node_id"].get(part, "")
+        """The node on which a process has room; empty if it has none any more."""
+        group, part = self._rooms.get(name, (None, 0))
+        table = placement_group_table(group) if group is not None else {}
+        node: str = table.get("bundles_to_node_id", {}).get(part, "")
         return node
 
     def _spawn(self, kind: type, name: str, place: int) -> Process:
@@ -569,13 +572,12 @@ class RayEngine:
             self._look_for_room()
 
     def _look_at_nodes(self) -> None:
-        """Ask the samplers to leave whose node is about to be taken away."""
+        """Note whose node is about to be taken away."""
         if ray.util.client.ray.is_connected():  # which cannot be told of them
             return
         drained = ray._private.state.state.get_draining_nodes()
-        for process in list(self._samplers.values()) if drained else ():
-            if self._node_of(process.name) in drained:
-                self._in_loop(self._leave, process)
+        for process in self._processes if drained else ():
+            process.drained = self._node_of(process.name) in drained
 
     def _look_for_room(self) -> None:
         """Let another sampler join, up to `engine.most_samplers`, once there is room for it."""
@@ -604,7 +606,7 @@ class RayEngine:
             process.address = beat.address
             process.alive = max(process.alive, now - beat.still_s)
             process.stacks = beat.stacks
-            if beat.leaves:
+            if beat.leaves or process.drained:
                 self._in_loop(self._leave, process)
         calls = list(process.calls.values())
         if not calls:
