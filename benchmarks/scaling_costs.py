@@ -3,6 +3,7 @@
     python benchmarks/scaling_costs.py                   # JSON; a minute
     python benchmarks/scaling_costs.py --out docs        # into docs/scaling.json
     python benchmarks/scaling_costs.py --ray --models    # the driver's, with messages through Ray
+    python benchmarks/scaling_costs.py --publish 1M 30M 135M    # a publication's, by size
 
 All seconds are CPU seconds of one thread, the least of several repeats. The driver plays real
 episodes with completions that come at once, so what remains is its own work: prompts, parser,
@@ -33,6 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import growth
 import numpy as np
 import step
+import torch
 from scipy.optimize import nnls
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -48,6 +50,7 @@ from ragen.engines.machine import use_threads
 from ragen.engines.player_pool import Order, PlayerPool, PlayerTold
 from ragen.engines.pool import Answers, Seat
 from ragen.engines.sampler_pool import SamplerPool
+from ragen.engines.weights import Block, checksums, pack, take_over
 from ragen.models.loading import load_tokenizer
 from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import fingerprint
@@ -66,6 +69,17 @@ MODELS: dict[str, Any] = growth.MODELS | {
             num_key_value_heads=2,
             intermediate_size=1792,
             tie_word_embeddings=False,
+        )
+    ),
+    "135M": lambda: Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=49_152,
+            hidden_size=576,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            intermediate_size=1536,
+            tie_word_embeddings=True,
         )
     ),
 }
@@ -296,6 +310,31 @@ def engine_costs(folder: Path, name: str, repeat: int) -> dict[str, float]:
         finish(engine.close())
 
 
+def publication_costs(name: str, repeat: int) -> dict[str, float]:
+    """What a publication of a random model costs a learner and a sampler, by part.
+
+    The learner packs and computes checksums, and Ray copies the block into shared memory, of which
+    ``copy_s`` is the copy alone; the sampler copies it into its model and computes checksums.
+    """
+    model, own = MODELS[name](), MODELS[name]()
+    block = pack(model.named_parameters())
+    shared = Block(tuple(part.copy() for part in block.parts), block.entries)
+    given = dict(shared.tensors())
+
+    def copy() -> None:
+        with torch.no_grad():
+            for key, weight in own.named_parameters():
+                weight.copy_(given[key])
+
+    return {
+        "megabytes": block.num_bytes / 1e6,
+        "pack_s": best(lambda: pack(model.named_parameters()), repeat),
+        "checksums_s": best(lambda: checksums(model.named_parameters()), repeat),
+        "copy_s": best(copy, repeat),
+        "take_over_s": best(lambda: take_over(own, shared), repeat),
+    }
+
+
 class Echo:
     """An actor of Ray that answers at once, and reads weights without keeping them."""
 
@@ -375,6 +414,7 @@ def ray_costs(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", choices=MODELS, default=["1M", "30M"])
+    parser.add_argument("--publish", nargs="*", choices=MODELS, default=[])
     parser.add_argument("--tokens", type=int, default=300, help="of the driver's completions")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--ray", action="store_true", help="messages of Ray, too")
@@ -388,6 +428,10 @@ def main() -> None:
         found |= {"driver": driver_costs(folder / "driver", step.Work(), args.tokens)}
         for model in args.models:
             found[model] = engine_costs(folder, model, args.repeat)
+        if args.publish:
+            found["publication"] = {
+                name: publication_costs(name, args.repeat) for name in args.publish
+            }
         if args.ray:
             found["ray"] = ray_costs(folder / "ray", step.Work(), args.tokens)
     text = json.dumps(found, indent=1)

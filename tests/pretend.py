@@ -24,7 +24,8 @@ class PretendVllm:
     """Samples like `vllm_engine.Vllm`, a few requests per step, with plain forward passes.
 
     `calls` lists the names of the methods called, in order. If `deaf` is true, pushed weights are
-    ignored. If `fault` is set, the next step raises it.
+    ignored. It says that the weights `differing` did not arrive. If `fault` is set, the next step
+    raises it.
     """
 
     def __init__(self, path: str, **options: Any) -> None:
@@ -34,6 +35,7 @@ class PretendVllm:
         self.calls: list[str] = []
         self.adapters: list[list[str]] = []
         self.deaf = False
+        self.differing: list[str] = []
         self.fault: Exception | None = None
 
     def add(self, name: str, prompt: Prompt, end_ids: Sequence[int]) -> None:
@@ -73,16 +75,20 @@ class PretendVllm:
         for name in names:
             self.waiting.pop(name, None)
 
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         self.calls.append("load")
         arrived = {name: weight.clone() for name, weight in weights}
         if not self.deaf:
             missing, unknown = self.model.load_state_dict(arrived, strict=False)
             assert not unknown and set(missing) <= {"lm_head.weight"}
+        return self.differing
 
-    def load_adapter(self, folder: Path) -> None:
+    def load_adapter(
+        self, folder: Path, weights: Iterable[tuple[str, Tensor]], scale: float
+    ) -> list[str]:
         self.calls.append("load_adapter")
         self.adapters.append(sorted(path.name for path in folder.iterdir()))
+        return self.differing
 
     def forget(self) -> None:
         self.calls.append("forget")

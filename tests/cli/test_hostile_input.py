@@ -305,7 +305,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("engine.address", "engine.learners", "engine.samplers"), RAY),
     **dict.fromkeys(("engine.max_staleness", "engine.timeout_s"), RAY),
     "engine.players": RAY | {"env.isolate": True},
-    "engine.tensor_parallel": RAY | {"rollout.sampler": "vllm"},
+    "engine.tensor_parallel": {"rollout.sampler": "vllm"},
     **dict.fromkeys(("engine.min_members", "engine.close_after_s"), CLOSING),
     "eval.background": {"eval.every": 10, "checkpoint.every": 10},
 }

@@ -267,6 +267,19 @@ def test_differences_name_the_preset_value() -> None:
             "set one of them",
         ),
         ({"rollout.refill": 4}, "rollout.refill = 4: expected a whole number ≥ 0 and ≤ 3"),
+        (
+            {"engine.name": "ray", "engine.tensor_parallel": 2},
+            'engine.tensor_parallel = 2 needs rollout.sampler = "vllm"',
+        ),
+        (
+            {"engine.name": "ray", "engine.most_samplers": 4},
+            "a cluster that machines join: set engine.address, or a larger engine.samplers",
+        ),
+        (
+            {"engine.name": "ray", "engine.samplers": 3, "engine.most_samplers": 2},
+            "the run begins with 3 samplers, so give at least as many, or 0",
+        ),
+        ({"engine.most_samplers": 2}, 'beside this one: set engine.name = "ray"'),
         ({"loss.name": "gspo"}, "set loss.clip_low = 3e-4 and loss.clip_high = 4e-4"),
         ({"loss.dual_clip": 0.5}, "loss.dual_clip = 0.5: expected a bound above 1, or 0 for none"),
         (

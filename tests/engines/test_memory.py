@@ -20,13 +20,18 @@ from ragen.core.types import Prompt
 from ragen.engines import memory
 from ragen.engines.local import LocalEngine
 from ragen.engines.machine import container_rooms
-from ragen.engines.memory import CHANGES, plan, refuse_too_large
+from ragen.engines.memory import CHANGES, plan, plans, refuse_too_large
 from ragen.engines.sampler import Sampler
+from ragen.engines.sharded import Rank
 from ragen.models.fast_decoder import Qwen2Decoder
 from ragen.models.loading import save_model
+from ragen.models.lora import adapter_of, has_adapters
 from ragen.models.model import padded_hidden_states
 from ragen.models.precision import Masters
+from ragen.models.sharding import local
+from ragen.models.sizes import read_sizes
 from tests.bandit_model import settings
+from tests.engines.recorded import in_processes
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer("chatml")
@@ -45,9 +50,9 @@ def make_config(**more: Any) -> Config:
 
 
 def held(owner: nn.Module | Iterable[Tensor]) -> int:
-    """Bytes of tensors, or of a module's parameters; shared ones count once."""
+    """Bytes here of tensors, or of a module's parameters; shared ones count once."""
     tensors = owner.parameters() if isinstance(owner, nn.Module) else owner
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(local(tensor).nbytes for tensor in tensors)
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -82,6 +87,87 @@ def test_the_plan_of_weights_gradients_and_optimisers_is_exact(mode: str) -> Non
     if learner.critic is not None:
         critic += held(learner.critic) + sum(master_bytes(learner.critic_masters))
     assert planned.critic == critic
+
+
+def held_by_a_rank(config: Config, rank: int, size: int, address: str) -> dict[str, int]:
+    """Bytes of one learner's parts, by the names of the plan."""
+    one = Rank(config, config.model.path, rank, size, address)
+    learner = one.learner
+    states = sum(map(optimizer_bytes, learner.optimizers))
+    gradients, masters = master_bytes(learner.masters)
+    weights = held(learner.model)
+    if has_adapters(learner.model):  # the critic's adapter is part of the critic
+        weights -= held(adapter_of(learner.model, "critic"))
+    found = {"weights": weights, "gradients": gradients, "optimizer": states + masters}
+    found["reference"] = (
+        held(learner.reference) if learner.reference not in (None, one.model) else 0
+    )
+    if learner.critic is not None:
+        states = sum(map(optimizer_bytes, learner.critic_optimizers))
+        found["critic"] = held(learner.critic) + states + sum(master_bytes(learner.critic_masters))
+    one.close()
+    return found
+
+
+RAY: dict[str, Any] = {"engine__name": "ray", "engine__learners": 2, "engine__samplers": 3}
+
+
+@pytest.mark.parametrize("mode", ["ppo", "ppo in bfloat16", "lora"])
+def test_the_plan_of_the_first_of_two_learners_is_exact(mode: str) -> None:
+    config = make_config(**MODES.get(mode, {"lora__rank": 4}))
+    sizes = read_sizes(config.model.path)
+    planned = memory.learner_plan(config, sizes, "cpu", 2)
+    found, _ = in_processes(2, lambda rank, at: held_by_a_rank(config, rank, 2, at))
+    assert found == {name: getattr(planned, name) for name in found}
+    alone = memory.learner_plan(config, sizes, "cpu", 1)
+    assert alone.weights / 2 <= planned.weights < 0.52 * alone.weights
+
+
+def test_learners_and_samplers_on_ray_share_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(**RAY)
+    alone, sizes = plan(config), read_sizes(config.model.path)
+    learner = memory.learner_plan(config, sizes, "cpu", 2)
+    (planned,) = plans(config)
+    assert planned.weights == 2 * learner.weights + 3 * held(tiny_model(TOKENIZER))
+    assert planned.copies == 3 * alone.copies and planned.sampler == 3 * alone.sampler
+    assert planned.optimizer == 2 * learner.optimizer
+    assert planned.published == 4 * held(tiny_model(TOKENIZER))
+    assert planned.libraries == 6 * memory.LIBRARIES
+    assert " for 2 learners and 3 samplers on the cpu" in planned.lines()[0]
+    monkeypatch.setattr(memory, "available", lambda _: planned.certain - 1)
+    with pytest.raises(RagenError, match="optimiser of 2 learners and 3 samplers take"):
+        refuse_too_large(config, print)
+    refuse_too_large(changed(config, {"engine.samplers": 2}), print)
+
+
+def test_a_run_on_other_machines_is_told_what_each_process_needs_and_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "available", lambda _: 10**6)
+    monkeypatch.setattr(memory, "WORTH_TELLING", 0)
+    monkeypatch.setattr(memory, "EPISODE", 0)
+    printed: list[str] = []
+    refuse_too_large(make_config(engine__address="auto", **RAY), printed.append)
+    heads = [line.partition(" for ")[2] for line in printed if line.startswith("memory")]
+    assert heads == ["each of 2 learners on the cpu", "each of 3 samplers on the cpu"]
+    assert not any("are free" in line for line in printed)
+
+
+def test_a_gpu_has_a_learner_or_a_sampler_or_one_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (600, 1000))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    config = make_config(**RAY)
+    learner, sampler = plans(config)
+    assert (learner.optimizer, sampler.optimizer) == (plans(config)[0].optimizer, 0)
+    assert sampler.weights == held(tiny_model(TOKENIZER)) and learner.sampler == 0
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    (both,) = plans(config)
+    assert both.certain == learner.certain + sampler.certain
+    assert both.whose == "a learner and a sampler on each GPU"
+    vllm = make_config(rollout__sampler="vllm", rollout__gpu_memory=0.25, **RAY)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    assert (plans(vllm)[1].certain, plans(vllm)[1].sampler) == (0, 250)
 
 
 def test_the_plan_of_the_sampler_is_exact() -> None:

@@ -178,7 +178,9 @@ def test_other_weights_than_were_sent_stop_the_run() -> None:
         engine = engine_of(config_of())
         try:
             hold = engine._hold_weights
-            engine._hold_weights = lambda block, held, size: hold(block, "0" * 32, size)  # type: ignore[method-assign]
+            engine._hold_weights = lambda block, held, size: hold(
+                block, dict.fromkeys(held, 0), size
+            )  # type: ignore[method-assign]
             await engine.publish()
         finally:
             await engine.close()

@@ -213,7 +213,7 @@ def test_real_samplers_hold_the_weights_they_were_sent_and_sample_as_one_alone(
 ) -> None:
     block, (held, size) = learner.weights()
     one, two = sampler_of(config), sampler_of(config)
-    assert one.load(block, 3) == two.load(block, 3) == held and size == block.data.nbytes
+    assert one.load(block, 3) == two.load(block, 3) == held and size == block.num_bytes
 
     async def play(*hosts: SamplerHost) -> list[Completion]:
         pool = pool_of(*map(Threaded, hosts))

@@ -129,6 +129,13 @@ def test_an_adapter_is_published_through_a_folder(sampler: VllmSampler) -> None:
     assert sampler._vllm.adapters == [["adapter_config.json", "adapter_model.safetensors"]]
 
 
+def test_weights_that_vllm_does_not_hold_are_one_line(sampler: VllmSampler) -> None:
+    sampler._vllm.differing = ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
+    with pytest.raises(RagenError, match=r"in model\.layers\.0\.mlp\.up_proj\.weight and 1 more"):
+        asyncio.run(sampler.publish(tiny_model(tiny_tokenizer()), 1))
+    assert sampler.version == 0
+
+
 def test_too_long_requests_and_new_weights_while_sampling_are_errors(sampler: VllmSampler) -> None:
     with pytest.raises(AssertionError, match="length"):
         sampler.ask(make_prompt(1, max_tokens=61))  # with four tokens of prompt
@@ -148,7 +155,7 @@ def test_too_long_requests_and_new_weights_while_sampling_are_errors(sampler: Vl
 
 def test_a_publication_waits_for_open_completions(sampler: VllmSampler, monkeypatch: Any) -> None:
     pushed: list[int] = []
-    monkeypatch.setattr(sampler, "push", lambda model: pushed.append(len(sampler._open)))
+    monkeypatch.setattr(sampler, "push", lambda *_: pushed.append(len(sampler._open)))
 
     async def publish_while_sampling() -> list[int]:
         first = asyncio.create_task(sampler.complete(make_prompt(1)))
@@ -234,7 +241,7 @@ def test_a_run_publishes_its_weights_to_vllm(
 def test_weights_that_do_not_arrive_stop_the_run(
     folder: str, tmp_path: Path, fakes: list[PretendVllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PretendVllm, "load", lambda self, weights: dict(weights))
+    monkeypatch.setattr(PretendVllm, "load", lambda self, weights: [])
     with pytest.raises(RagenError, match="did not reach the sampler: after publication 1"):
         train(settings(folder, **{"update.lr": 0.1}), tmp_path / "run")
     assert fakes[0].calls[-1] == "close"

@@ -24,8 +24,9 @@ from ragen.core.types import Completion, Prompt
 from ragen.engines.sampler_server import VllmServer
 from ragen.engines.sampler_vllm import VllmSampler
 from ragen.engines.vllm_engine import Vllm
+from ragen.engines.vllm_worker import differing, differing_adapter
 from ragen.models.loading import save_model
-from ragen.models.lora import adapter_of, attach
+from ragen.models.lora import adapter_of, adapter_tensors, attach, scale_of
 from ragen.models.model import hidden_states, token_logprobs
 from ragen.rollout.chat import Chat
 from ragen.storage.reader import read_metrics
@@ -272,6 +273,81 @@ def test_an_adapter_is_replaced_in_place(embedded: VllmSampler, folder: str) -> 
             < difference(model_of(), prompt, completion)
         )
         assert completion.policy_version == version
+
+
+@pytest.fixture(scope="module")
+def adapted(embedded: VllmSampler, folder: str) -> Iterator[tuple[VllmSampler, Any]]:
+    model = model_of()
+    attach(
+        model, ("policy",), rank=4, alpha=12, targets="q_proj,v_proj,o_proj", seed=0, base=folder
+    )
+    for weight in adapter_of(model, "policy").parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    sampler = engine_of(folder, adapter_rank=4)
+    yield sampler, model
+    asyncio.run(sampler.close())
+
+
+def spoil(worker: Any, kind: str) -> None:
+    """Change one number of what a worker computes with: of values, of a packed copy, or of B."""
+    layer = worker.get_model().model.layers[1].self_attn
+    if kind == "bias":
+        layer.qkv_proj.bias.data[-1] += 1e-3
+    elif kind == "packed":  # as if it computed with the weights of another publication
+        multiply = layer.o_proj.cpu_linear
+        layer.o_proj.cpu_linear = lambda x, weight, bias: multiply(x, weight, bias) * 1.001
+    else:
+        layer.qkv_proj.lora_b_stacked[2][0, 0, 0, 0] += 1e-3
+
+
+def weights_of(model: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(name, weight.detach()) for name, weight in model.named_parameters()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("bias", "v_proj.bias"), ("packed", "o_proj.weight"), ("", "")]
+)
+def test_a_weight_that_vllm_does_not_hold_is_named(
+    embedded: VllmSampler, kind: str, name: str
+) -> None:
+    model = model_of(seed=2)
+    weights = weights_of(model)
+    assert embedded._vllm.load(weights) == []
+    engine = embedded._vllm._engine
+    if kind:
+        engine.collective_rpc(spoil, args=(kind,))
+    (found,) = engine.collective_rpc(lambda worker: differing(worker.get_model(), weights))
+    assert found == ([f"model.layers.1.self_attn.{name}"] if kind else [])
+    other = [(key, weight + (key == "model.norm.weight")) for key, weight in weights]
+    (found,) = engine.collective_rpc(lambda worker: differing(worker.get_model(), other))
+    assert "model.norm.weight" in found
+    assert embedded._vllm.load(weights) == []
+
+
+def test_a_tied_output_layer_that_was_not_packed_again_is_named(
+    embedded: VllmSampler, tmp_path: Path
+) -> None:
+    tied, other = (model_of(seed, tie_word_embeddings=True) for seed in (0, 1))
+    save_model(tied, tiny_tokenizer(), tmp_path)
+    sampler = engine_of(str(tmp_path))
+    sampler._vllm._packs = False
+    assert sampler._vllm.load(weights_of(other)) == ["model.embed_tokens.weight"]
+    asyncio.run(sampler.close())
+
+
+def test_an_adapter_that_vllm_does_not_hold_is_named(adapted: tuple[VllmSampler, Any]) -> None:
+    sampler, model = adapted
+    sampler.push(model)
+    tensors, scale = list(adapter_tensors(model).items()), scale_of(model)
+    engine = sampler._vllm._engine
+    engine.collective_rpc(spoil, args=("adapter",))
+    (found,) = engine.collective_rpc(differing_adapter, args=(tensors, scale))
+    assert found == ["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"]
+    sampler.push(model)
+    (found,) = engine.collective_rpc(differing_adapter, args=(tensors, scale))
+    assert found == []
+    (found,) = engine.collective_rpc(differing_adapter, args=(tensors, scale / 2))
+    assert len(found) == 6, "the scale of every B is another"
 
 
 def test_a_model_that_vllm_cannot_serve_is_reported_in_one_line(

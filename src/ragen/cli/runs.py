@@ -130,7 +130,7 @@ def _advice(watcher: Watcher) -> str:
 def _show_config(config: Config) -> None:
     """Print a config, what differs from its preset, and the memory that it needs."""
     from ragen.config.reading import differences, dump
-    from ragen.engines.memory import plan
+    from ragen.engines.memory import plans
     from ragen.models.names import is_available_offline
 
     changes = differences(config)
@@ -142,7 +142,7 @@ def _show_config(config: Config) -> None:
     print(dump(config), end="")
     model = config.model.path
     if model == "base" or is_available_offline(model):  # else it would be downloaded
-        print(*(f"# {line}" for line in plan(config).lines()), sep="\n")
+        print(*(f"# {line}" for each in plans(config) for line in each.lines()), sep="\n")
     else:
         print(f"# memory: unknown; {model} is neither a folder nor in the Hub's cache")
 

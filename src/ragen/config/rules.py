@@ -36,7 +36,7 @@ size, even a difference that only the KL penalty makes."""
 def _uses_processes(c: Sections) -> bool:
     """Whether the engine's settings are of several processes."""
     engine = c.engine
-    counts = engine.learners, engine.samplers, engine.tensor_parallel
+    counts = engine.learners, engine.samplers, engine.most_samplers
     more = max(counts) > 1 or engine.players > 0 or engine.max_staleness > 0
     return bool(engine.address) or more
 
@@ -116,7 +116,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c: c.engine.name == "local" and _uses_processes(c),
-        "engine.address, learners, samplers, players, tensor_parallel and max_staleness are of "
+        "engine.address, learners, samplers, most_samplers, players and max_staleness are of "
         'processes beside this one: set engine.name = "ray", or leave them out',
     ),
     Rule(
@@ -128,6 +128,16 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.engine.players > 0 and _has_objects(c),
         "engine.players needs code that other processes can load: name a file, as in "
         "path/to/file.py:name, or leave it out",
+    ),
+    Rule(
+        lambda c: 0 < c.engine.most_samplers < c.engine.samplers,
+        "engine.most_samplers = {c.engine.most_samplers}: the run begins with "
+        "{c.engine.samplers} samplers, so give at least as many, or 0",
+    ),
+    Rule(
+        lambda c: c.engine.most_samplers > c.engine.samplers and not c.engine.address,
+        "engine.most_samplers is of a cluster that machines join: set engine.address, or a larger "
+        "engine.samplers",
     ),
     Rule(
         lambda c: c.engine.name == "ray" and c.rollout.sampler not in ("local", "vllm"),

@@ -396,10 +396,14 @@ class EngineConfig(Section):
     """Processes that train, with the weights split among them (FSDP2)."""
     samplers: int = Field(1, ge=1, le=4096)
     """Processes that sample, each with all the weights."""
+    most_samplers: int = Field(0, ge=0, le=4096)
+    """Samplers up to which further ones join wherever the cluster has room, also on machines that
+    come later, and leave with them; 0 is samplers."""
     players: int = Field(0, ge=0, le=4096)
     """Processes that play the episodes, each with the environments; 0 lets the driver play them."""
     tensor_parallel: int = Field(1, ge=1, le=64)
-    """GPUs of each sampler, for rollout.sampler = "vllm"."""
+    """GPUs among which each vLLM splits its weights, for rollout.sampler = "vllm"; without GPUs,
+    processes."""
     max_staleness: int = Field(0, ge=0, le=16)
     """Publications by which the weights that sampled an episode may be behind those that learn from
     it. Above 0, the next steps are played while one trains; their older episodes are dropped."""

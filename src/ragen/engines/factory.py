@@ -71,6 +71,7 @@ def make_sampler(
         slots=slots,
         gpu_memory=config.rollout.gpu_memory,
         adapter_rank=config.lora.rank if lora.has_adapters(model) else 0,
+        tensor_parallel=config.engine.tensor_parallel,
     )
     sampler = VllmSampler(vllm, end_ids, decode, max_length=max_length, control_ids=control_ids)
     if is_adapter(path):  # it has loaded the base alone

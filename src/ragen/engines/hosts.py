@@ -14,17 +14,28 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+from torch import nn
 
 from ragen.config.config import Config
-from ragen.core.errors import RagenError
+from ragen.core.errors import EngineLost, RagenError
+from ragen.core.types import Completion, Prompt
 from ragen.engines.factory import load_model, make_sampler, prepare_model
 from ragen.engines.machine import use_threads
 from ragen.engines.pool import Answers
 from ragen.engines.sampler_pool import SamplerTold
-from ragen.engines.sampling import Stats
+from ragen.engines.sampler_vllm import VllmSampler
+from ragen.engines.sampling import Stats, WeightedPolicy
 from ragen.engines.sharded import Rank
-from ragen.engines.weights import Block, checksum, pack, take_over
+from ragen.engines.weights import (
+    Block,
+    checksums,
+    pack,
+    published,
+    refuse_other_names,
+    take_over,
+)
 from ragen.rollout.setup import make_chat
 
 T = TypeVar("T")
@@ -191,14 +202,14 @@ class LearnerHost(Host):
         failed = isinstance(answer, Failure)
         return answer if failed or self._rank.ranks.rank == 0 else None
 
-    def weights(self) -> tuple[Block | None, tuple[str, int]]:
-        """What a publication sends, and its checksum and size in bytes; only the first has it."""
+    def weights(self) -> tuple[Block | None, tuple[dict[str, int], int]]:
+        """What a publication sends, and its checksums and size in bytes; only the first has it."""
         tensors = self._rank.weights()
         self._rank.published()
         if not tensors:
-            return None, ("", 0)
+            return None, ({}, 0)
         block = pack(tensors)
-        return block, (checksum(tensors), block.data.nbytes)
+        return block, (checksums(tensors), block.num_bytes)
 
 
 def own_address() -> str:
@@ -352,23 +363,31 @@ class SamplerHost(ServingHost):
 
         def work() -> None:
             use_threads(threads)
-            model, tokenizer = load_model(config, path)
+            name = config.rollout.sampler
+            model, tokenizer = load_model(config, path, "cpu" if name == "vllm" else "")
             self._model = prepare_model(config, path, model, critic=False)
             chat = make_chat(config, tokenizer)
-            name = config.rollout.sampler
             self._sampler = make_sampler(name, config, self._model, chat, path)
             self._sampler.source = path
-            self._work = self._sampler.complete
+            self._work = partial(_sample, self._sampler)
+            self._names = frozenset(published(self._model))
+            if name == "vllm":
+                nn.Module.to(self._model, "meta")  # vLLM has weights of its own
 
         return or_failure(work)
 
-    def load(self, block: Block, version: int) -> str | Failure:
-        """Sample with other weights from now on; returns the checksum of those that it holds."""
+    def load(self, block: Block, version: int) -> dict[str, int] | Failure:
+        """Sample with other weights from now on; returns the checksums of those that it holds."""
 
-        async def work() -> str:
-            held = take_over(self._model, block)
-            await self._sampler.publish(self._model, version)
-            return held
+        async def work() -> dict[str, int]:
+            if not isinstance(self._sampler, VllmSampler):
+                held = take_over(self._model, block)
+                await self._sampler.publish(self._model, version)
+                return held
+            weights = dict(block.tensors())
+            refuse_other_names(self._names, weights)
+            await self._sampler.publish(self._model, version, weights)  # which compares them
+            return checksums(weights.items())
 
         return or_failure(lambda: self._run(work()))
 
@@ -387,3 +406,22 @@ class SamplerHost(ServingHost):
     def _told(self) -> SamplerTold:
         self._count(0)
         return SamplerTold(self._busy_s, self._era, replace(self._sampler.stats))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return super()._run(work)
+        except EngineLost as error:
+            end(error)
+
+
+def end(error: EngineLost) -> NoReturn:
+    """End this process, whose workers are gone: it is lost, and another one takes its place."""
+    print(error, file=sys.stderr, flush=True)  # noqa: T201, into the process's log
+    os._exit(1)
+
+
+async def _sample(sampler: WeightedPolicy, prompt: Prompt) -> Completion:
+    try:
+        return await sampler.complete(prompt)
+    except EngineLost as error:
+        end(error)

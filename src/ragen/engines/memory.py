@@ -6,8 +6,9 @@ are exact; logits and activations are estimates. Loads no torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from math import prod
 from typing import Any
@@ -21,6 +22,7 @@ from ragen.core.inputs import names_input
 from ragen.engines.machine import available, is_amd, usable_device
 from ragen.models.names import base_of, resolve_model
 from ragen.models.sizes import (
+    BLOCK,
     KEPT_LOGITS,
     KEPT_LOGITS_GPU,
     KEPT_SCORES,
@@ -54,15 +56,22 @@ CHANGES: tuple[tuple[str, Any], ...] = (
 )
 """Changes that are tried to make a run fit, in this order; 64 is the rank in RAGEN's paper."""
 
+CERTAIN = (
+    *("weights", "gradients", "optimizer", "reference", "critic", "copies"),
+    *("gathered", "published"),
+)
+ESTIMATED = "sampler", "activations", "logits", "programs", "libraries"
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Bytes of each part of a run, and of free memory.
+    """Bytes of each part of a run, or of some of its processes, and of free memory.
 
     `critic` includes its weights, gradients and optimiser. `copies` are the sampler's own of the
-    weights, `sampler` is its cache of keys and values. `libraries` is the program itself, on a CPU;
-    it counts as taken when free memory is read. `available` is ``None`` if this machine does not
-    report it.
+    weights, `sampler` is its cache of keys and values. `gathered` is what is whole while learners
+    compute that split their weights, `published` what a publication takes. `libraries` is the
+    program itself, on a CPU; it counts as taken when free memory is read. `available` is ``None``
+    if this machine does not report it. `whose` names the processes, if there are several.
     """
 
     weights: int
@@ -76,14 +85,16 @@ class Plan:
     activations: int
     programs: int = 0
     libraries: int = 0
+    gathered: int = 0
+    published: int = 0
     device: str = "cpu"
     available: int | None = None
+    whose: str = ""
 
     @property
     def certain(self) -> int:
         """Bytes that are always held, however small the batches are."""
-        trained = self.weights + self.gradients + self.optimizer
-        return trained + self.reference + self.critic + self.copies
+        return sum(getattr(self, name) for name in CERTAIN)
 
     @property
     def needed(self) -> int:
@@ -106,49 +117,164 @@ class Plan:
               and at most, estimated: sampler 341 MiB, activations 341 MiB
         """
         there = "" if self.available is None else f", where {size(self.available)} are free"
+        whose = f" for {self.whose}" if self.whose else ""
+        listed = _listed(self, *CERTAIN), _listed(self, *ESTIMATED)
         return [
-            f"memory: up to {size(self.total)} on the {self.device}{there}",
-            "  "
-            + _listed(self, "weights", "gradients", "optimizer", "reference", "critic", "copies"),
-            "  and at most, estimated: "
-            + _listed(self, "sampler", "activations", "logits", "programs", "libraries"),
+            f"memory: up to {size(self.total)}{whose} on the {self.device}{there}",
+            *(f"  {parts}" for parts in listed[:1] if parts),
+            *(f"  and at most, estimated: {parts}" for parts in listed[1:] if parts),
         ]
 
 
+NOTHING = Plan(0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
 def plan(config: Config) -> Plan:
-    """The memory that a run with this config needs.
+    """The memory that a run with this config needs in one process.
 
     For a model of the Hub only its config and the headers of its weights are downloaded.
 
     Raises:
         RagenError: The model does not exist, or LoRA does not suit it.
     """
-    asked, device = config.model, usable_device()
-    sizes = read_sizes(base_of(resolve_model(asked.path, config.env.name)))
-    width = ITEM[asked.dtype]
+    sizes, device = _sizes_of(config), usable_device()
+    return replace(
+        learner_plan(config, sizes, device, 1),
+        copies=copied_bytes(sizes, config, device),
+        sampler=sampler_bytes(sizes, config, device),
+        available=available(device),
+    )
+
+
+def plans(config: Config) -> list[Plan]:
+    """The memory of all processes of a run: a plan for each memory, of a machine or a GPU.
+
+    Learners and samplers on Ray share this machine's memory; on GPUs each has one of its own, or a
+    learner and a sampler one. What is free on another machine is not known.
+
+    Raises:
+        RagenError: As `plan`.
+    """
+    engine = config.engine
+    if engine.name == "local":
+        return [plan(config)]
+    sizes, device = _sizes_of(config), usable_device()
+    learner = learner_plan(config, sizes, device, engine.learners)
+    sampler = sampler_plan(config, sizes, device)
+    learners = f"{engine.learners} learner{'s' * (engine.learners > 1)}"
+    samplers = f"{engine.samplers} sampler{'s' * (engine.samplers > 1)}"
+    learner = replace(learner, whose=f"each of {learners}")
+    sampler = replace(sampler, whose=f"each of {samplers}")
+    if engine.address:
+        return [learner, sampler]
+    free = available(device)
+    if device == "cpu":
+        driver = replace(NOTHING, libraries=LIBRARIES, published=published_bytes(config, sizes))
+        parts = (1, driver), (engine.learners, learner), (engine.samplers, sampler)
+        return [replace(_sum(*parts), available=free, whose=f"{learners} and {samplers}")]
+    if _num_gpus() < engine.learners + engine.samplers * engine.tensor_parallel:
+        shared = _sum((1, learner), (1, sampler))
+        return [replace(shared, available=free, whose="a learner and a sampler on each GPU")]
+    return [replace(each, available=free) for each in (learner, sampler)]
+
+
+def learner_plan(config: Config, sizes: Sizes, device: str, split: int) -> Plan:
+    """The memory of the first of the learners among which all weights are split."""
+    width, adapter = ITEM[config.model.dtype], adapter_shapes(config, sizes)
+    weights, adapters = _parts(sizes.weights.values(), split), _parts(adapter, split)
+    base = width * _numbers(weights)
+    gradients, optimizer = trained_bytes(adapters or weights, FLOAT if adapter else width)
     # Where one thread multiplies, oneDNN does so in float32 on AMD's processors (`use_threads`).
     may_use_onednn = width < FLOAT or (config.threads < 2 and is_amd())
-    base, adapter = width * sizes.numbers, adapter_shapes(config, sizes)
-    trained = adapter or list(sizes.weights.values())
-    gradients, optimizer = trained_bytes(trained, FLOAT if adapter else width)
-    critic = 0
-    if uses_critic(config):
-        critic = critic_bytes(config, sizes, adapter)
     return Plan(
-        weights=base + FLOAT * _numbers(adapter),
+        weights=base + FLOAT * _numbers(adapters),
         gradients=gradients,
         optimizer=optimizer,
         reference=base if config.loss.kl > 0 and not adapter else 0,
-        critic=critic,
-        copies=copied_bytes(sizes, config, device),
-        sampler=sampler_bytes(sizes, config, device),
+        critic=critic_bytes(config, sizes, adapters, split) if uses_critic(config) else 0,
+        copies=0,
+        sampler=0,
         logits=logits_bytes(sizes, config, device),
         activations=activations_bytes(sizes, config, device),
         programs=PROGRAMS if device == "cpu" and may_use_onednn else 0,
         libraries=0 if device == "cuda" else LIBRARIES,
+        gathered=gathered_bytes(sizes, config, device) if split > 1 else 0,
         device=device,
-        available=available(device),
     )
+
+
+def sampler_plan(config: Config, sizes: Sizes, device: str) -> Plan:
+    """The memory of a sampler in a process of its own; on a GPU all of vLLM is in its share."""
+    learner = learner_plan(config, sizes, device, 1)
+    own = 0
+    if device == "cpu" or config.rollout.sampler != "vllm":
+        adapters = _numbers(adapter_shapes(config, sizes))
+        own = ITEM[config.model.dtype] * sizes.numbers + FLOAT * adapters
+    return Plan(
+        *(own, 0, 0, 0, 0),
+        copies=copied_bytes(sizes, config, device),
+        sampler=sampler_bytes(sizes, config, device),
+        logits=0,
+        activations=0,
+        programs=learner.programs,
+        libraries=learner.libraries,
+        device=device,
+    )
+
+
+def gathered_bytes(sizes: Sizes, config: Config, device: str) -> int:
+    """Estimate for weights and gradients that are whole while a learner computes (`sharding`).
+
+    All of them on the fast path. Elsewhere those outside of layers, and two layers: one computes,
+    and the next is fetched.
+    """
+    item, adapter = ITEM[config.model.dtype], adapter_shapes(config, sizes)
+    if _is_fast(sizes, config, device):
+        models = 1 + (uses_critic(config) and config.model.critic == "separate" and not adapter)
+        trained = _numbers(adapter) or models * sizes.numbers
+        return item * models * sizes.numbers + FLOAT * (_numbers(adapter) + trained)
+    layers = Counter[str]()
+    for name, shape in sizes.weights.items():
+        if found := BLOCK.search(name):
+            layers[found.group(1)] += prod(shape)
+    whole = sizes.numbers - layers.total() + 2 * max(layers.values(), default=0)
+    adapters = 2 * _numbers(adapter) // sizes.num_layers
+    return (item * whole + 2 * FLOAT * adapters) if adapter else 2 * item * whole
+
+
+def published_bytes(config: Config, sizes: Sizes) -> int:
+    """Bytes of publications at the most: the last and the next one, and as the next is packed."""
+    adapter = adapter_shapes(config, sizes)
+    one = FLOAT * _numbers(adapter) if adapter else ITEM[config.model.dtype] * sizes.numbers
+    return (3 + (config.engine.learners > 1)) * one
+
+
+def _sizes_of(config: Config) -> Sizes:
+    return read_sizes(base_of(resolve_model(config.model.path, config.env.name)))
+
+
+def _parts(shapes: Iterable[Shape], split: int) -> list[Shape]:
+    """The first learner's part of each weight, which is split by rows."""
+    return [(-(-shape[0] // split), *shape[1:]) if shape else shape for shape in shapes]
+
+
+def _sum(*parts: tuple[int, Plan]) -> Plan:
+    """So many of each plan together."""
+    names = *CERTAIN, *ESTIMATED
+    total = {name: sum(number * getattr(each, name) for number, each in parts) for name in names}
+    return Plan(**total, device=parts[-1][1].device)
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _is_fast(sizes: Sizes, config: Config, device: str) -> bool:
+    """Whether the learner computes with `ragen.models.fast_qwen2`."""
+    plain = sizes.is_plain_qwen2 and config.model.dtype == "float32"
+    return plain and device == "cpu" and not config.model.gradient_checkpointing
 
 
 def adapter_shapes(config: Config, sizes: Sizes) -> list[Shape]:
@@ -181,13 +307,17 @@ def uses_critic(config: Config) -> bool:
     return names_input(load(name, ESTIMATOR).object, "values_ES")
 
 
-def critic_bytes(config: Config, sizes: Sizes, adapter: list[Shape]) -> int:
-    """Bytes of the critic: its backbone or adapter, unless it shares the policy's, and its head."""
-    own, width = adapter, FLOAT
+def critic_bytes(config: Config, sizes: Sizes, adapters: list[Shape], split: int) -> int:
+    """Bytes of the critic: its backbone or adapter, unless it shares the policy's, and its head.
+
+    `adapters` are a learner's parts of a role's adapter, and `split` is the number of learners.
+    """
+    own, width = adapters, FLOAT
     if config.model.critic == "shared":
         own = []
-    elif not adapter:
-        own, width = sizes.backbone, ITEM[config.model.dtype]
+    elif not adapters:
+        own = _parts(sizes.backbone, split)
+        width = ITEM[config.model.dtype]
     head: list[Shape] = [(1, sizes.width), (1,)]
     parts = ((own, width), (head, FLOAT))
     return sum(_numbers(part) * item + sum(trained_bytes(part, item)) for part, item in parts)
@@ -203,23 +333,27 @@ def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
         RagenError: They need more than is free (the smallest change that fits is named), or the
             model cannot be trained.
     """
-    planned = plan(config)
-    free = planned.available
-    if free is not None and planned.certain > free:
-        need = (
-            f"weights, gradients and optimiser take {size(planned.certain)}, and {size(free)} "
-            f"are free on the {planned.device}"
-        )
-        change = smallest_change(config, free)
-        if change is None:
-            raise RagenError(f"{need}; no setting makes them fit; use a smaller model")
-        options = " ".join(f"--{key} {value}" for key, value in change.items())
-        raise RagenError(f"{need}; they fit with {options}")
+    planned = plans(config)
+    for each in planned:
+        if each.available is not None and each.certain > each.available:
+            whose = f" of {each.whose}" if each.whose else ""
+            need = (
+                f"weights, gradients and optimiser{whose} take {size(each.certain)}, and "
+                f"{size(each.available)} are free on the {each.device}"
+            )
+            change = smallest_change(config, each.available)
+            if change is None:
+                raise RagenError(f"{need}; no setting makes them fit; use a smaller model")
+            options = " ".join(f"--{key} {value}" for key, value in change.items())
+            raise RagenError(f"{need}; they fit with {options}")
     refuse_too_many(config)
-    too_little = free is not None and planned.needed > free
-    if too_little or planned.total >= WORTH_TELLING:
-        for line in planned.lines():
-            tell(line)
+    too_little = [
+        each for each in planned if each.available is not None and each.needed > each.available
+    ]
+    for each in planned:
+        if each in too_little or each.total >= WORTH_TELLING:
+            for line in each.lines():
+                tell(line)
     if too_little:
         tell(
             "memory: this fits only if episodes stay short: set update.microbatch_tokens or "
@@ -249,7 +383,7 @@ def smallest_change(config: Config, free: int) -> dict[str, Any] | None:
     sizes = range(1, len(new) + 1)
     for change in map(dict, chain.from_iterable(combinations(new, size) for size in sizes)):
         try:
-            fits = plan(changed(config, change)).certain <= free
+            fits = all(each.certain <= free for each in plans(changed(config, change)))
         except RagenError:  # the values exclude each other, or do not suit the model
             continue
         if fits:
@@ -327,7 +461,7 @@ def activations_bytes(sizes: Sizes, config: Config, device: str) -> int:
     item, width = ITEM[config.model.dtype], sizes.width
     tokens = max(config.update.microbatch_tokens, config.model.max_length)
     recomputes = config.model.gradient_checkpointing
-    if sizes.is_plain_qwen2 and item == FLOAT and device == "cpu" and not recomputes:
+    if _is_fast(sizes, config, device):
         return fast_activations_bytes(sizes, config, tokens)
     norms = 6 if item == FLOAT else 8
     heads = sizes.heads + sizes.key_heads

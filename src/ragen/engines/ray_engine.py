@@ -33,6 +33,7 @@ from ragen.engines.player_host import PlayerHost
 from ragen.engines.player_pool import PlayerPool
 from ragen.engines.pool import Answers, Pool, ProcessLost, Seat
 from ragen.engines.sampler_pool import SamplerPool
+from ragen.engines.weights import some
 from ragen.rollout.setup import make_chat
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -47,7 +48,11 @@ try:
         RayActorError,
         RaySystemError,
     )
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import (
+        placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError:  # `_connect` says so
     ray = None
@@ -83,6 +88,7 @@ class Process:
         beating: The open call for a sign of life.
         serves: Others call it, too, so that an answer may be awaited without an open call.
         client: Its name as a client of samplers, which no later process has.
+        drained: Its node is about to be taken away.
     """
 
     name: str
@@ -96,6 +102,7 @@ class Process:
     beating: Any = None
     serves: bool = False
     client: str = ""
+    drained: bool = False
     numbers: count[int] = field(default_factory=count)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -191,7 +198,8 @@ class RayEngine:
         self._events: list[tuple[str, dict[str, Any]]] = []
         self._late: list[Late] = []
         self._closed = False
-        self._weights: tuple[Any, str, int] | None = None  # the block, its checksum, its version
+        # The block, its tensors' checksums, its version.
+        self._weights: tuple[Any, dict[str, int], int] | None = None
         self._published_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._publishing = asyncio.Lock()
@@ -201,13 +209,15 @@ class RayEngine:
         self._samplers: dict[int, Process] = {}  # by place
         self._players: dict[int, Process] = {}
         self._clients = count()
-        self.samplers = SamplerPool(
-            4 * config.rollout.slots * config.engine.samplers, self._timeout_s, self._on_end
-        )
+        most = max(config.engine.samplers, config.engine.most_samplers)
+        self.samplers = SamplerPool(4 * config.rollout.slots * most, self._timeout_s, self._on_end)
         self._player_pool: PlayerPool | None = None
         if config.engine.players:
             self._player_pool = PlayerPool(self.samplers, self._timeout_s, self._on_end)
         self._placement: Any = None
+        self._further: dict[int, Any] = {}  # the room of each sampler beyond `engine.samplers`
+        self._asked: tuple[Any, Any] | None = None  # room for another one, and when it is there
+        self._rooms: dict[str, tuple[Any, int]] = {}  # of each process: a group, and a part of it
         self._owns_ray = _connect(config.engine.address, self._num_processes)
         try:
             self._place()
@@ -236,21 +246,25 @@ class RayEngine:
         """Reserve what all processes need, or refuse."""
         learners, samplers = self._settings.learners, self._settings.samplers
         players = self._settings.players
+        each = self._settings.tensor_parallel  # workers of a sampler
         have = ray.cluster_resources()
         gpus = int(have.get("GPU", 0))
-        if gpus and gpus < max(learners, samplers):
+        if gpus and gpus < (max(learners, samplers) if each == 1 else learners + each * samplers):
             raise RagenError(
-                f"the cluster has {gpus} GPUs, and each of {learners} learners and {samplers} "
-                "samplers needs one: lower engine.learners or engine.samplers, or add machines"
+                f"the cluster has {gpus} GPUs, and each of {learners} learners needs one and each "
+                f"of {samplers} samplers {each}: lower engine.learners, engine.samplers or "
+                "engine.tensor_parallel, or add machines"
             )
-        self._shares_gpus = 0 < gpus < learners + samplers
+        self._shares_gpus = each == 1 and 0 < gpus < learners + samplers
         self._gpu_share = (0.5 if self._shares_gpus else 1.0) if gpus else 0.0
+        self._sampler_room = {"CPU": float(each)} | ({"GPU": float(each)} if gpus else {})
         if self._shares_gpus:
             pairs = max(learners, samplers)
             bundles = [{"CPU": 2.0, "GPU": 1.0}] * pairs
             self._bundles = [*range(learners), *range(samplers)]
         else:
-            bundles = [{"CPU": 1.0} | ({"GPU": 1.0} if gpus else {})] * (learners + samplers)
+            bundles = [{"CPU": 1.0} | ({"GPU": 1.0} if gpus else {})] * learners
+            bundles += [self._sampler_room] * samplers
             self._bundles = list(range(learners + samplers))
         self._bundles += range(len(bundles), len(bundles) + players)
         bundles += [{"CPU": 1.0}] * players
@@ -276,24 +290,42 @@ class RayEngine:
             )
 
     def _threads(self, name: str) -> int:
-        """Threads of a process: those of this one, divided among all that work at the same time."""
-        learners, samplers = self._settings.learners, self._settings.samplers
-        together = learners if name == "learner" else samplers
-        if self._settings.max_staleness:
-            together = learners + samplers
-        return max(1, torch.get_num_threads() // together)
+        """Threads of a process: its node's, divided among all there that work at the same time.
+
+        On the driver's node these are the threads of this process, on another one all of its CPUs.
+        """
+        nodes = {each: self._node_of(each) for each in self._rooms}
+        kinds = ("learner", "sampler") if self._settings.max_staleness else (name.split()[0],)
+        here = [each for each, node in nodes.items() if node == nodes[name]]
+        together = sum(each.startswith(kinds) for each in here)
+        if nodes[name] == ray.get_runtime_context().get_node_id():
+            return max(1, torch.get_num_threads() // together)
+        cpus = {each["NodeID"]: each["Resources"].get("CPU", 1.0) for each in ray.nodes()}
+        return max(1, int(cpus.get(nodes[name], 1.0)) // together)
+
+    def _node_of(self, name: str) -> str:
+        """The node on which a process has room; empty if it has none any more."""
+        group, part = self._rooms.get(name, (None, 0))
+        table = placement_group_table(group) if group is not None else {}
+        node: str = table.get("bundles_to_node_id", {}).get(part, "")
+        return node
 
     def _spawn(self, kind: type, name: str, place: int) -> Process:
         """Begin a process in a place; it has yet to `start`."""
-        strategy = PlacementGroupSchedulingStrategy(
-            self._placement, placement_group_bundle_index=self._bundles[place]
-        )
+        further = None
+        if kind is SamplerHost:
+            further = self._further.get(place - self._settings.learners)
+        room = (self._placement, self._bundles[place]) if further is None else (further, 0)
+        self._rooms[name] = room
+        strategy = PlacementGroupSchedulingStrategy(room[0], placement_group_bundle_index=room[1])
+        workers = self._settings.tensor_parallel if kind is SamplerHost else 1
+        gpus = self._gpu_share if further is None else self._sampler_room.get("GPU", 0.0) / workers
         # Threads beside the one that works: for the answers of each client, and for signs of life.
         clients = 1 + (self._settings.players if kind is SamplerHost else 0)
         groups = {"collect": clients, "health": 1}
         actor = ray.remote(concurrency_groups=groups)(_actor(kind)).options(
-            num_cpus=1,
-            num_gpus=0 if kind is PlayerHost else self._gpu_share,
+            num_cpus=workers,
+            num_gpus=0 if kind is PlayerHost else workers * gpus,
             max_restarts=0,
             scheduling_strategy=strategy,
             runtime_env={"env_vars": _environment()},
@@ -322,13 +354,15 @@ class RayEngine:
         }
         first = self._learners[0]
         store = self._wait(first, first.actor.address.remote())
-        threads = self._threads("learner"), self._threads("sampler")
         started = [
-            (each, each.actor.start.remote(config, path, threads[0], rank, num, store))
+            (
+                each,
+                each.actor.start.remote(config, path, self._threads(each.name), rank, num, store),
+            )
             for rank, each in enumerate(self._learners)
         ]
         started += [
-            (each, each.actor.start.remote(config, path, threads[1]))
+            (each, each.actor.start.remote(config, path, self._threads(each.name)))
             for each in self._samplers.values()
         ]
         self._tokenizer, *_ = self._wait_all(started)
@@ -467,7 +501,7 @@ class RayEngine:
             self._hold_weights(sent[0][0], held, size)
             await asyncio.gather(*(self._give(seat) for seat in list(self.samplers.seats)))
 
-    def _hold_weights(self, block: Any, held: str, size: int) -> None:
+    def _hold_weights(self, block: Any, held: dict[str, int], size: int) -> None:
         self._weights, self._published_bytes = (block, held, self.version), size
 
     async def _give(self, seat: Seat) -> None:
@@ -479,16 +513,20 @@ class RayEngine:
     async def _load(self, process: Process) -> None:
         assert self._weights is not None
         block, _, version = self._weights
-        self._check(process.name, await process.call("load", block, version, phase="publish"))
+        try:
+            held = await process.call("load", block, version, phase="publish")
+        except RagenError as error:
+            raise RagenError(f"{process.name}: {error}") from error
+        self._check(process.name, held)
 
-    def _check(self, name: str, held: str) -> None:
+    def _check(self, name: str, held: dict[str, int]) -> None:
         assert self._weights is not None
         _, sent, version = self._weights
-        if held != sent:
+        if others := [each for each in sent if held.get(each) != sent[each]]:
             raise RagenError(
                 f"the weights did not reach {name}: after publication {version} it holds others "
-                f"than the learner (checksum {held[:8]} instead of {sent[:8]}); suspect the memory "
-                "or the network of its machine"
+                f"than the learner in {some(others)}; suspect the memory or the network of its "
+                "machine"
             )
 
     # Samplers and players that come and go.
@@ -544,25 +582,35 @@ class RayEngine:
         process = self._process_of(seat)
         ray.kill(process.actor)
         is_player = process in self._players.values()
+        processes = self._players if is_player else self._samplers
+        place = next(place for place, each in processes.items() if each is process)
+        further = not is_player and place in self._further
+        another = "another one joins where there is room" if further else ""
         if loss is None:
-            text = f"{seat.name} was asked to end, and has left; a new one takes its place"
+            another = another or "a new one takes its place"
+            text = f"{seat.name} was asked to end, and has left; {another}"
             self._events.append((text, {"process": seat.name, "what": "left"}))
         else:
-            others = "others take what it has not answered, and a new one its place"
-            if is_player:
-                others = "others play what it had not finished, and a new one takes its place"
+            what = "play what it had not finished" if is_player else "take what it has not answered"
+            text = f"{loss}; others {what}, and {another or 'a new one takes its place'}"
             data = {"process": seat.name, "what": "lost", "details": loss.details}
-            self._events.append((f"{loss}; {others}", data))
+            self._events.append((text, data))
         if is_player:
             self._tell_all(self.samplers, "dismiss", process.client)
         elif self._player_pool is not None:
             self._tell_all(self._player_pool, "part", seat.name, str(loss or "it has left"))
-        processes = self._players if is_player else self._samplers
-        place = next(place for place, each in processes.items() if each is process)
         del processes[place]
-        self._begin(self._revive(place, is_player))
+        if further:
+            self._clear(place)
+        else:
+            self._begin(self._revive(place, is_player))
 
-    async def _revive(self, place: int, is_player: bool) -> None:
+    def _clear(self, place: int) -> None:
+        """Give the room of a sampler back that is not replaced there."""
+        del self._rooms[f"sampler {place}"]
+        remove_placement_group(self._further.pop(place))
+
+    async def _revive(self, place: int, is_player: bool = False) -> None:
         """Start a process in a place, as soon as there is room for it."""
         start = time.monotonic()
         process = self._spawn_player(place) if is_player else self._spawn_sampler(place)
@@ -578,6 +626,10 @@ class RayEngine:
             text = f"before it could join, the new {failure}; another one takes its place"
             about = {"process": process.name, "what": "lost", "details": failure.details}
             self._events.append((text, about))
+            if not is_player and place in self._further:
+                del self._samplers[place]
+                self._clear(place)
+                return
             await asyncio.sleep(BEAT_S)
             await self._revive(place, is_player)
             return
@@ -587,7 +639,8 @@ class RayEngine:
         self._events.append((text, data))
 
     async def _open_sampler(self, process: Process) -> None:
-        await process.call("start", self._config, self._path, self._threads("sampler"))
+        threads = self._threads(process.name)
+        await process.call("start", self._config, self._path, threads)
         async with self._publishing:
             await self._load(process)
             self._join(self.samplers, process)
@@ -613,6 +666,29 @@ class RayEngine:
                 if slept > BEAT_S:  # this process was suspended, or had no core
                     process.alive += slept
                 self._look_at(process, now)
+            self._look_at_nodes()
+            self._look_for_room()
+
+    def _look_at_nodes(self) -> None:
+        """Note whose node is about to be taken away."""
+        if ray.util.client.ray.is_connected():  # which cannot be told of them
+            return
+        drained = ray._private.state.state.get_draining_nodes()
+        for process in self._processes if drained else ():
+            process.drained = self._node_of(process.name) in drained
+
+    def _look_for_room(self) -> None:
+        """Let another sampler join, up to `engine.most_samplers`, once there is room for it."""
+        first, loop = self._settings.samplers, self.policy.loop
+        if loop is None or loop.is_closed() or self._closed:
+            return
+        if self._asked is None and first + len(self._further) < self._settings.most_samplers:
+            group = placement_group([self._sampler_room])
+            self._asked = group, group.ready()
+        if self._asked is not None and ray.wait([self._asked[1]], timeout=0)[0]:
+            place = next(each for each in count(first) if each not in self._further)
+            self._further[place], self._asked = self._asked[0], None
+            self._in_loop(lambda: self._begin(self._revive(place)))
 
     def _look_at(self, process: Process, now: float) -> None:
         if process.beating is None:
@@ -629,7 +705,7 @@ class RayEngine:
             rests = beat.idle and not process.calls
             process.alive = now if rests else max(process.alive, now - beat.still_s)
             process.stacks = beat.stacks
-            if beat.leaves:
+            if beat.leaves or process.drained:
                 self._in_loop(self._leave, process, beat.idle)
         calls = list(process.calls.values())
         if not calls and not process.serves:
@@ -716,8 +792,10 @@ class RayEngine:
             self._health.join()
         for process in self._processes:
             ray.kill(process.actor)
-        if self._placement is not None:
-            remove_placement_group(self._placement)
+        asked = [self._asked[0]] if self._asked is not None else []
+        for group in (self._placement, *self._further.values(), *asked):
+            if group is not None:
+                remove_placement_group(group)
         if self._owns_ray:
             ray.shutdown()
 

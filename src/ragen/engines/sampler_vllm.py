@@ -6,23 +6,29 @@ It is for models that are too large for the local sampler's plain forward per to
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
 from ragen.engines.sampling import QUIET_ROUNDS, Decode, QueuedPolicy
 from ragen.engines.vllm_engine import Sampled, Vllm
+from ragen.engines.weights import MEMORY, published, some
 from ragen.models.adapter_folder import save_adapter
-from ragen.models.lora import has_adapters
+from ragen.models.lora import has_adapters, scale_of
+
+Weights = Mapping[str, Tensor]
 
 
 class VllmSampler(QueuedPolicy):
-    """A `WeightedPolicy` over vLLM in this process.
+    """A `WeightedPolicy` over an engine of vLLM.
 
     Logprobs are those of the distribution drawn from, as with the local sampler. A request's seed
     decides its random numbers, but the composition of a batch changes the last digits of its
@@ -62,7 +68,9 @@ class VllmSampler(QueuedPolicy):
         await self._accepts.wait()
         return await super().complete(prompt)
 
-    async def publish(self, model: PreTrainedModel, version: int) -> None:
+    async def publish(
+        self, model: PreTrainedModel, version: int, weights: Weights | None = None
+    ) -> None:
         """See `WeightedPolicy.publish`; it waits until the open completions are finished.
 
         vLLM would keep their keys and values for later requests, and those of the first weights
@@ -72,20 +80,35 @@ class VllmSampler(QueuedPolicy):
         try:
             if self._open:
                 await asyncio.wait(self._open.values())
-            await super().publish(model, version)
+            self.push(model, weights)
+            self.version = version
         finally:
             self._accepts.set()
 
-    def push(self, model: PreTrainedModel) -> None:
-        """Copy all weights, or let vLLM read the adapter again."""
+    def push(self, model: PreTrainedModel, weights: Weights | None = None) -> None:
+        """Copy all weights, or let vLLM read the adapter again.
+
+        `weights` are those that are published, if they are not in `model`.
+
+        Raises:
+            RagenError: vLLM does not hold them afterwards.
+        """
         assert not self._open, "these weights would not be those of the keys and values"
         self._vllm.wake()
+        weights = {name: each.detach() for name, each in (weights or published(model)).items()}
         if has_adapters(model):
-            with tempfile.TemporaryDirectory(prefix="ragen-adapter-") as folder:
-                save_adapter(model, Path(folder))
-                self._vllm.load_adapter(Path(folder))
+            folders = MEMORY if os.access(MEMORY, os.W_OK) else None  # else where Python's are
+            with tempfile.TemporaryDirectory(prefix="ragen-adapter-", dir=folders) as folder:
+                save_adapter(model, Path(folder), tensors=weights)
+                scale = scale_of(model)
+                others = self._vllm.load_adapter(Path(folder), weights.items(), scale)
         else:
-            self._vllm.load((name, weight.detach()) for name, weight in model.named_parameters())
+            others = self._vllm.load(weights.items())
+        if others:
+            raise RagenError(
+                f"the weights did not reach vLLM, which holds others in {some(others)}: "
+                'use rollout.sampler = "local"'
+            )
         self.forget()
 
     def forget(self) -> None:

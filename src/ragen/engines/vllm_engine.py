@@ -1,4 +1,4 @@
-"""An engine of vLLM in this process, and every call of vLLM that RAGEN makes.
+"""An engine of vLLM, and every call of vLLM that RAGEN makes (its workers': `vllm_worker`).
 
 vLLM is an extra, so it is imported when an engine is made, and nowhere else.
 """
@@ -8,17 +8,20 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from ragen.core.errors import RagenError
+from ragen.core.errors import EngineLost, RagenError
 from ragen.core.types import Prompt
 from ragen.engines.memory import CPU_CACHE_BYTES
+from ragen.engines.vllm_worker import ADAPTER_ID, differing_adapter, take
+from ragen.engines.weights import offered, pack
 
 TESTED = "0.32"
 """The releases of vLLM that RAGEN was tested with: its internal calls change between releases."""
@@ -45,12 +48,12 @@ class Sampled(NamedTuple):
 
 
 class Vllm:
-    """An engine of vLLM in this process.
+    """An engine of vLLM in this process; with `tensor_parallel` above 1 so many others compute.
 
     It pins no threads, sends no usage statistics, and ignores the model's ``generation_config``.
     Its first weights are those of the folder or hub id `path`. It takes the share `gpu_memory` of
-    the GPU's memory and samples `slots` completions at once, each of at most `max_length` tokens
-    with its prompt. `adapter_rank` is the rank of the adapter that is pushed instead of all
+    the memory of each GPU and samples `slots` completions at once, each of at most `max_length`
+    tokens with its prompt. `adapter_rank` is the rank of the adapter that is pushed instead of all
     weights, or 0.
 
     Raises:
@@ -66,11 +69,12 @@ class Vllm:
         slots: int,
         gpu_memory: float,
         adapter_rank: int = 0,
+        tensor_parallel: int = 1,
     ) -> None:
         self._vllm = _import()
         platform = self._vllm.platforms.current_platform
         self._packs, self._sleeps = platform.is_cpu(), platform.is_cuda()
-        self._asleep = False
+        self._asleep, self._is_parallel = False, tensor_parallel > 1
         self._adapter: Any = None
         machine: dict[str, Any] = {"gpu_memory_utilization": gpu_memory, "enable_sleep_mode": True}
         if self._packs:
@@ -88,6 +92,7 @@ class Vllm:
                 )
             highest = min(rank for rank in ranks if rank >= adapter_rank)
             machine |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": highest}
+        threads = torch.get_num_threads()
         try:
             with _weights_alone(path) as model, warnings.catch_warnings(action="ignore"):
                 arguments = self._vllm.EngineArgs(
@@ -95,7 +100,8 @@ class Vllm:
                     dtype=dtype,
                     max_model_len=max_length,
                     max_num_seqs=slots,
-                    distributed_executor_backend="uni",
+                    distributed_executor_backend="mp" if self._is_parallel else "uni",
+                    tensor_parallel_size=tensor_parallel,
                     logprobs_mode="processed_logprobs",
                     enable_prefix_caching=True,
                     generation_config="vllm",
@@ -108,9 +114,11 @@ class Vllm:
         except (ValueError, RuntimeError, OSError) as error:
             reason = " ".join(str(error).split())[:300]
             raise RagenError(
-                f"vLLM cannot serve the model '{path}': {reason}; "
-                'use rollout.sampler = "local", or lower rollout.gpu_memory or model.max_length'
+                f"vLLM cannot serve the model '{path}': {reason}; use rollout.sampler = "
+                '"local", or lower rollout.gpu_memory, model.max_length or engine.tensor_parallel'
             ) from error
+        if self._is_parallel:
+            torch.set_num_threads(threads)  # vLLM lowers it, as if this process only scheduled
 
     def add(self, name: str, prompt: Prompt, stop_ids: Sequence[int]) -> None:
         """Request a completion; `step` returns it under `name`."""
@@ -129,9 +137,15 @@ class Vllm:
         self._engine.add_request(name, tokens, parameters, lora_request=self._adapter)
 
     def step(self) -> list[Sampled]:
-        """Run one forward for all requests; returns those that it finished."""
+        """Run one forward for all requests; returns those that it finished.
+
+        Raises:
+            EngineLost: One of several workers has ended.
+        """
         finished = []
-        for request in self._engine.step():
+        with self._working():
+            requests = self._engine.step()
+        for request in requests:
             (output,) = request.outputs
             drawn = zip(output.token_ids, output.logprobs, strict=True)
             logprobs = tuple(float(known[token].logprob) for token, known in drawn)
@@ -146,35 +160,79 @@ class Vllm:
         self._engine.abort_request(list(names))
 
     @torch.no_grad()
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace its weights by these, named as in a checkpoint."""
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-        if self._packs:
-            self._engine.collective_rpc(_pack_output_layer)
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Replace its weights by these, named as in a checkpoint.
 
-    def load_adapter(self, folder: Path) -> None:
-        """Replace its adapter by the one in `folder`."""
+        Returns the names of those that it does not hold afterwards.
+
+        Raises:
+            RagenError: There is too little shared memory.
+            EngineLost: One of several workers has ended.
+        """
+        return self._in_workers(take, weights, self._packs)
+
+    def load_adapter(
+        self, folder: Path, weights: Iterable[tuple[str, Tensor]], scale: float
+    ) -> list[str]:
+        """Replace its adapter by the one in `folder`, which has these weights; see `load`.
+
+        `scale` is the adapter's α / r.
+        """
         request = self._vllm.lora.request.LoRARequest
         # Without `load_inplace` the adapter silently stays the old one; in a completion's request
         # it would make vLLM read the adapter again for each completion.
-        self._engine.add_lora(request(ADAPTER, 1, str(folder), load_inplace=True))
-        self._adapter = request(ADAPTER, 1, str(folder))
+        with self._working():
+            self._engine.add_lora(request(ADAPTER, ADAPTER_ID, str(folder), load_inplace=True))
+        self._adapter = request(ADAPTER, ADAPTER_ID, str(folder))
+        return self._in_workers(differing_adapter, weights, scale)
+
+    def _in_workers(
+        self, work: Callable[..., list[str]], weights: Iterable[tuple[str, Tensor]], *more: Any
+    ) -> list[str]:
+        """The names that `work` returns in any of the workers, to which weights are given.
+
+        vLLM carries no tensors to other processes, so they find them in shared memory.
+        """
+        call = self._engine.collective_rpc
+        if self._is_parallel:
+            with offered(pack(weights)) as shared, self._working():
+                answers = call(work, args=(shared, *more))
+        else:
+            answers = call(work, args=(list(weights), *more))
+        return sorted(set(chain.from_iterable(answers)))
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Tell of a worker that has ended; vLLM says only that its executor failed."""
+        try:
+            yield
+        except RuntimeError as error:
+            core = self._engine.engine_core.engine_core
+            if self._is_parallel and core.model_executor.is_failed:
+                raise EngineLost(
+                    "a worker of vLLM has ended: it was killed, perhaps for lack of memory, or has "
+                    "crashed"
+                ) from error
+            raise
 
     def forget(self) -> None:
         """Drop all keys and values."""
-        done = self._engine.reset_prefix_cache()
+        with self._working():
+            done = self._engine.reset_prefix_cache()
         assert done, "a prefix cache may not be dropped while completions are sampled"
 
     def sleep(self) -> None:
         """Free the GPU's memory; the weights move to the machine's. `wake` undoes it."""
         if self._sleeps and not self._asleep:
-            self._engine.sleep(level=1)
+            with self._working():
+                self._engine.sleep(level=1)
             self._asleep = True
 
     def wake(self) -> None:
         """Make it ready to sample or to receive weights."""
         if self._asleep:
-            self._engine.wake_up()
+            with self._working():
+                self._engine.wake_up()
             self._asleep = False
 
     def close(self) -> None:
@@ -200,20 +258,11 @@ def _weights_alone(path: str) -> Iterator[str]:
         yield alone
 
 
-def _pack_output_layer(worker: Any) -> None:
-    """Rebuild the packed copy of the output layer, which a CPU computes with.
-
-    If the output layer is tied to the embedding, loading updates the embedding but not the copy.
-    """
-    head = getattr(worker.get_model(), "lm_head", None)
-    if head is not None:
-        head.quant_method.process_weights_after_loading(head)
-
-
 def _import() -> Any:
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # tensors are pushed within one process
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner uses the same threads
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
         "VLLM_NO_USAGE_STATS": "1",
     }
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

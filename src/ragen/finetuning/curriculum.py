@@ -37,7 +37,8 @@ class Lesson:
 
     `accept` says whether a level, to which the environment has been reset, belongs to the lesson.
     Each episode draws one of the turn budgets `turns`; `actions` is the action budget, of which a
-    turn may spend `actions_per_turn`. A prompt shows the last `window` turns (0 shows all). `share` is the weight of the lesson in its stage. With
+    turn may spend `actions_per_turn`. A prompt shows the last `window` turns (0 shows all). `share`
+    is the weight of the lesson in its stage. With
     `held_out` the boards of evaluation levels are left out.
     """
 

@@ -44,7 +44,7 @@ STEP_TOKENS = 2000
 FEWEST, MOST = 4, 32
 """Demonstrations of one step."""
 LONGEST = 2048
-"""Tokens of a demonstration; a longer episode drops its oldest turns, and becomes several samples."""
+"""Tokens of a prompt and its reply; a longer episode drops its oldest turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,8 @@ def prepare_env(
 
     `env` holds the environment and its budgets, `out` is a folder that does not exist yet. `seed`
     decides weights and demonstrations. `steps` is the maximum per stage, for a trial. `watch`
-    receives lines of progress. Prompts show the last `window` turns (0 shows all). The model's config says that it reads compact prompts.
+    receives lines of progress. Prompts show the last `window` turns (0 shows all). The model's
+    config says that it reads compact prompts.
 
     Raises:
         RagenError: `out` exists, or the environment fails, has tools, or has neither a random

@@ -152,6 +152,12 @@ def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {f"base_model.model.{name.replace('/', '.')}": weight for name, weight in weights}
 
 
+def scale_of(model: PreTrainedModel) -> float:
+    """The factor α / r of the policy's adapter, which all layers share (`attach`)."""
+    layer = next(iter(_adapted_layers(model).values()))
+    return float(layer.scaling["policy"])
+
+
 def merge(model: PreTrainedModel) -> PreTrainedModel:
     """Add the policy's adapter to the base's weights for good; returns the same model, now plain.
 

@@ -24,11 +24,8 @@ from ragen.reports.plots import draw_signals, draw_success, draw_time
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
 SPARKLINE = 10
 """Width of a signal's sparkline, in characters."""
-
-
 
 BUCKET = ("groups", "reward_std", "task_per_token", "entropy_per_token", "kl_per_token")
 """The columns of a bucket; the database also has the norms per sample."""

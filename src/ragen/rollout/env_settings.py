@@ -317,10 +317,11 @@ def context_costs(config: Config) -> list[ContextCost]:
     if prompt.summary != "none":
         choices[f"{[*choices][-1]} and a summary of {prompt.summary}"] = (window, prompt.summary)
     room = config.model.max_length - config.rollout.max_tokens
-    *others, chosen = choices.items()
-    rows = [(name, *choice, None) for name, choice in others]
-    rows.append((chosen[0], *chosen[1], room))
-    return [_context_cost(config, sizes, *row) for row in rows]
+    *_, chosen = choices
+    return [
+        _context_cost(config, sizes, name, *choice, room if name == chosen else None)
+        for name, choice in choices.items()
+    ]
 
 
 def _context_cost(

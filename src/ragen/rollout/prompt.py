@@ -13,7 +13,6 @@ from typing import Literal
 
 from ragen.rollout.actions import SEPARATOR
 
-
 SUMMARY = "Your earlier turns in short:"
 """What stands above the summary in the paper style."""
 

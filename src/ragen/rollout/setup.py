@@ -35,9 +35,9 @@ class Setup:
     `turns`, `actions_per_turn` and `actions` are the budgets. Prompts have a `style`; `think` says
     whether a reply has a thought, `prefilled` whether its first tag is pre-filled. A prompt shows
     the last `window` turns (0 shows all) and a `summary` of those before, with `drops_thoughts`
-    without the thoughts of earlier replies. `chat` is ``None`` for policies that take messages only. `tools` are those of the
-    environment. A reply has at most
-    `max_tokens` tokens, prompt and reply together at most `max_length`. `format_penalty` is
+    without the thoughts of earlier replies. `chat` is ``None`` for policies that take messages
+    only. `tools` are those of the environment. A reply has at most `max_tokens` tokens, prompt and
+    reply together at most `max_length`. `format_penalty` is
     subtracted from the reward of a turn whose reply is not valid; `reward_terms` are the weights of
     the reward terms (`ragen.rollout.reward_terms`). One call of the environment may take
     `timeout_s` seconds, and its texts may have `max_chars` characters. It runs in the processes of

@@ -1,0 +1,131 @@
+"""vLLM with tensor parallelism: two workers in processes of their own, each with half of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_tokenizer
+
+from ragen.config.reading import resolve
+from ragen.core.errors import RagenError
+from ragen.engines.sampler_vllm import VllmSampler
+from ragen.engines.vllm_worker import Weights, differing, differing_adapter, tensors_of
+from ragen.models.loading import save_model
+from ragen.models.lora import adapter_of, adapter_tensors, attach, scale_of
+from ragen.storage.reader import read_metrics
+from ragen.training.trainer import train
+from tests.engines.test_vllm import difference, engine_of, make_prompt, model_of, weights_of
+
+pytestmark = pytest.mark.vllm
+
+SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""Two heads, and one of keys, for each worker."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    save_model(model_of(**SHAPE), tiny_tokenizer(), path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def parallel(folder: str) -> Iterator[VllmSampler]:
+    sampler = engine_of(folder, tensor_parallel=2)
+    yield sampler
+    asyncio.run(sampler.close())
+
+
+def spoil(worker: Any, what: str) -> None:
+    """Change a number that only the second worker holds."""
+    if worker.rank == 1:
+        layer = worker.get_model().model.layers[0]
+        if what == "bias":
+            layer.self_attn.qkv_proj.bias.data[-1] += 1e-3
+        elif what == "packed":
+            multiply = layer.mlp.down_proj.cpu_linear
+            layer.mlp.down_proj.cpu_linear = lambda x, *more: multiply(x, *more) * 1.001
+        else:
+            layer.mlp.down_proj.lora_a_stacked[0][0, 0, 0, 0] += 1e-3
+
+
+def compare(worker: Any, weights: Weights) -> list[str]:
+    return differing(worker.get_model(), tensors_of(weights))
+
+
+def test_two_workers_sample_with_published_weights_as_one_model(parallel: VllmSampler) -> None:
+    for version, seed in enumerate((1, 0), 1):
+        model = model_of(seed, **SHAPE)
+        asyncio.run(parallel.publish(model, version))
+        for prompt in map(make_prompt, range(3)):
+            completion = parallel.ask(prompt)
+            assert completion.policy_version == version
+            assert difference(model, prompt, completion) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("what", "name"), [("bias", "self_attn.v_proj.bias"), ("packed", "mlp.down_proj.weight")]
+)
+def test_a_weight_that_one_of_the_workers_does_not_hold_is_named(
+    parallel: VllmSampler, what: str, name: str
+) -> None:
+    vllm, weights = parallel._vllm, weights_of(model_of(2, **SHAPE))
+    assert vllm.load(weights) == []
+    vllm._engine.collective_rpc(spoil, args=(what,))
+    assert vllm._in_workers(compare, weights) == [f"model.layers.0.{name}"]
+    assert vllm.load(weights) == []
+    others = weights_of(model_of(3, **SHAPE))
+    changed = {name for (name, a), (_, b) in zip(weights, others, strict=True) if not a.equal(b)}
+    assert set(vllm._in_workers(compare, others)) == changed
+    assert len(changed) > len(weights) / 2
+
+
+def test_adapters_are_split_and_compared_too(folder: str) -> None:
+    model, prompt = model_of(**SHAPE), make_prompt(5)
+    attach(model, ("policy",), rank=4, alpha=12, targets="all-linear", seed=0, base=folder)
+    for weight in adapter_of(model, "policy").parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    sampler = engine_of(folder, adapter_rank=4, tensor_parallel=2)
+    vllm, tensors, scale = sampler._vllm, list(adapter_tensors(model).items()), scale_of(model)
+    sampler.push(model)
+    assert difference(model, prompt, sampler.ask(prompt)) < 1e-3
+    vllm._engine.collective_rpc(spoil, args=("adapter",))
+    found = vllm._in_workers(differing_adapter, tensors, scale)
+    assert found == ["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"]
+    asyncio.run(sampler.close())
+
+
+def test_heads_that_cannot_be_divided_are_one_line(folder: str) -> None:
+    with pytest.raises(
+        RagenError, match=r"divisible by .* lower .*engine\.tensor_parallel"
+    ) as caught:
+        engine_of(folder, tensor_parallel=3)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_in_one_process_samples_with_two_workers(folder: str, tmp_path: Path) -> None:
+    settings = {
+        "model.path": folder,
+        "model.max_length": 200,
+        "rollout.sampler": "vllm",
+        "rollout.gpu_memory": 0.2,
+        "engine.tensor_parallel": 2,
+        "rollout.num_groups": 2,
+        "rollout.group_size": 4,
+        "filter.rule": "all",
+        "filter.include_zero": True,
+        "eval.episodes": 0,
+        "update.lr": 1e-3,
+        "steps": 2,
+        "threads": 1,
+    }
+    train(resolve("bandit", settings), tmp_path / "run")
+    metrics = read_metrics(tmp_path / "run")
+    assert max(metrics["gradient/policy_norm"].values()) > 0, "a publication has to change weights"
+    assert max(metrics["publish/logprob_difference"].values()) < 1e-3
+    assert max(metrics["mismatch/max_abs"].values()) < 1e-3
