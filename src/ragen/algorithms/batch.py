@@ -252,7 +252,7 @@ def row_splits(
 
     Rows are sorted by length, and only rows of similar lengths (`NEAR`) share a rectangle, so there
     is little padding. The widest rectangle comes first, so that a lack of memory shows at once. A
-    single row (or episode) that is larger than `max_tokens` gets a rectangle of its own. With
+    single row (or episode) that is larger than `max_tokens` gets its own rectangle. With
     `by_group` the rows of a group stay together, for a model that computes their common prompt once
     and skips padding; with `whole_episodes` those of an episode, for a loss that needs all of it.
 

@@ -1,4 +1,4 @@
-"""The contract of an advantage estimator: what it is given and what it returns.
+"""The contract of an advantage estimator: its inputs and its result.
 
 Axes: **E** episodes, **S** an episode's sampled tokens in time order, **N** masked tokens. Tokens
 of prompts and observations take no time. Arrays are episode-major, so full-history, windowed and

@@ -44,7 +44,7 @@ class Call:
     undo: dict[object, Callable[[], object]]
 
     def undo_later(self, what: object, undo: Callable[[], object]) -> None:
-        """Undo a change after the call; what was there before its first change counts."""
+        """Undo a change after the call; the value before the first change is restored."""
         self.undo.setdefault(what, undo)
 
 
@@ -295,7 +295,7 @@ class Prints:
 
 
 def leave_loop() -> tuple[Any, Any] | None:
-    """Hide the running event loop and its task, so that user code can run a loop of its own."""
+    """Hide the running event loop and its task, so that user code can run its own loop."""
     asyncio = sys.modules.get("asyncio")
     loop = None if asyncio is None else asyncio._get_running_loop()
     if asyncio is None or loop is None:
@@ -354,7 +354,7 @@ def own_states() -> Iterator[None]:
 
     The run gets its own back, after the last body where several overlap. RAGEN itself draws from
     neither (`core.seeding`), so it is enough to do this once per rollout: reading the generators
-    takes longer than a step of most environments. User code goes on with what it left, unless the
+    takes longer than a step of most environments. User code resumes its last state, unless the
     program has changed the state in between.
     """
     if not _ours.bodies:

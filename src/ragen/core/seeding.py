@@ -37,7 +37,7 @@ def derive(run_seed: int, *path: int | str) -> int:
 def train_level(number: int, num_levels: int = 0) -> int:
     """Level seed of the `number`-th training group of a run, from 0.
 
-    The groups take turns on `num_levels` levels; 0 gives each a level of its own.
+    The groups take turns on `num_levels` levels; 0 gives each group its own level.
 
     Example:
         >>> train_level(19), train_level(19, num_levels=8)

@@ -24,7 +24,7 @@ class StopRequested(Exception):
 
 
 class Stop:
-    """A request to stop, which takes effect where nothing is lost.
+    """A request to stop, which takes effect at a point where no work is lost.
 
     Episodes and evaluations are cancelled at once: they change no weights. An update that has begun
     is finished. A second signal has its default effect.
@@ -89,7 +89,7 @@ class Stop:
 
 
 def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Run `work` to its end; inside a running event loop (a notebook), in a thread of its own.
+    """Run `work` to its end; inside a running event loop (a notebook), in its own thread.
 
     Raises:
         KeyboardInterrupt: The work was cancelled by Ctrl-C.

@@ -116,7 +116,7 @@ def baseline_of(series: Series) -> float:
 
 
 def trailing_means(series: Series) -> list[tuple[int, float]]:
-    """Step and trailing mean wherever the window no longer overlaps the baseline's window.
+    """Step and trailing mean at each step whose window no longer overlaps the baseline's window.
 
     Only steps with a finite value count.
     """

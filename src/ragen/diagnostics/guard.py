@@ -1,4 +1,4 @@
-"""The guard: turns detections into alarms, and remembers what it needs between steps.
+"""The guard: turns detections into alarms, and keeps its state between steps.
 
 Where a detector's condition newly holds, the guard raises an alarm. What follows is the detector's
 response (`GuardConfig.response`): ``log``, ``stop``, or ``rollback`` to the last checkpoint from
@@ -61,7 +61,7 @@ MESSAGES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A detector fired: `onset` is where the trouble began, `step` where it was detected.
+    """A detector fired: `onset` is the step where the problem began, `step` where it was detected.
 
     Example:
         >>> print(Alarm("grad_spike", 33, 33, 30.0, 1.0))

@@ -176,7 +176,7 @@ def how_to_use(config: Config, base: str, usage: Usage) -> str:
         chats += ' and say `"chat_template_kwargs": {"enable_thinking": false}`'
     libraries, classes, own = "transformers", "AutoModelForCausalLM, AutoTokenizer", ""
     imports, load, request, serve = "", "LLM(folder)", "", "vllm serve ."
-    if usage.adapter:  # the base has a generation_config.json of its own, which would win
+    if usage.adapter:  # the base's own generation_config.json would win
         rank, named = config.lora.rank, hub_id(base) or "BASE"
         libraries, classes = "transformers and peft", f"{classes}, GenerationConfig"
         own = "model.generation_config = GenerationConfig.from_pretrained(folder)\n"

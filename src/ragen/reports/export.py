@@ -47,7 +47,7 @@ def export(
     best: bool = False,
     merge: bool = False,
 ) -> Path:
-    """Write a run's policy, with tokenizer and model card, into a folder of its own.
+    """Write a run's policy, with tokenizer and model card, into its own folder.
 
     Args:
         run: The run's folder; the run may be unfinished.
@@ -92,7 +92,7 @@ def export(
 def usage_of(config: Config, chat: Chat, template: str, adapter: bool) -> Usage:
     """How to prompt the run's policy, with the first prompt of the first evaluation level.
 
-    Of a mixture it is that of its first environment.
+    For a mixture, the prompt is that of its first environment.
 
     The arguments that `Chat` passes to every template are listed if this one reads them.
 

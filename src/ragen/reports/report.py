@@ -151,7 +151,7 @@ def gradients(facts: Facts) -> Section:
 
 
 def judge(facts: Facts) -> Section:
-    """What the judge was asked and what it cost, over all attempts."""
+    """The judge's requests and their cost, over all attempts."""
     asked = facts.config.judge
     rows = tuple(
         (label, f"{math.fsum(math.fsum(each[name].values()) for each in histories):,.0f}")

@@ -96,7 +96,7 @@ class Listening(socket.socket):
         return client, address
 
     def release(self, peer: Peer) -> None:
-        """Count a connection no longer; whoever took it over limits it."""
+        """Stop counting a connection; the code that took it over limits it."""
         self._open.pop(peer, None)
 
     def close_strangers(self, now: float) -> None:
@@ -156,7 +156,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP; if an answer has begun, there is no place for another one."""
+        """Refuse what is not HTTP; if an answer has begun, no second one can be sent."""
         if self.conn.our_state is h11.IDLE:
             super().send_400_response(msg)
         else:

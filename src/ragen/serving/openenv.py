@@ -1,6 +1,6 @@
 """`ragen serve`: an environment as a server of OpenEnv's protocol.
 
-A session is one WebSocket with an environment of its own. An environment in this process is called
+A session is one WebSocket with its own environment. An environment in this process is called
 in the loop's thread, where its time can be limited: one that hangs delays the others until then.
 One with ``env.isolate`` is called in a thread of its session, and delays no other session.
 """

@@ -91,7 +91,7 @@ class AccessControl:
         return answer
 
     def _refusal(self, request: HTTPConnection) -> Response | None:
-        """The refusal of a request, whoever sent it; ``None`` if it is permitted."""
+        """The refusal of a request, regardless of its sender; ``None`` if it is permitted."""
         headers, method = request.headers, request.scope.get("method", "GET")  # none: a WebSocket
         host = headers.get("host", "")
         if method not in METHODS:

@@ -66,7 +66,7 @@ class State(BaseModel):
 
 
 class Refused(Exception):
-    """A message that cannot be followed; the session goes on.
+    """A message that cannot be followed; the session continues.
 
     Attributes:
         code: OpenEnv's word for the reason.

@@ -237,7 +237,7 @@ def sound(folder: Path, patterns: Sequence[str] = ("*",)) -> dict[str, Any]:
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether every file of a checkpoint is what was written."""
+    """Whether every file of a checkpoint is unchanged since it was written."""
     try:
         verified_state(folder)
     except Damaged:

@@ -56,7 +56,7 @@ class Recorder:
         text_of: The text of one token, for readers without a tokenizer; ``None`` writes none.
 
     Attributes:
-        settings_hash: Of the text of `config.toml`, for the state of checkpoints.
+        settings_hash: The hash of the text of `config.toml`, for the state of checkpoints.
 
     Example:
         >>> import tempfile
@@ -307,7 +307,7 @@ class Recorder:
                 self._connection.execute(f"DELETE FROM {table} WHERE {later}", (attempt, step))
 
     def forget_evaluation(self, attempt: int, step: int) -> None:
-        """Delete what was recorded of the evaluations of a step.
+        """Delete the recorded evaluations of a step.
 
         Raises:
             RagenError: The database cannot be written; nothing is deleted.

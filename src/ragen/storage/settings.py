@@ -62,14 +62,14 @@ class Settings:
     def write(
         self, recorder: Recorder, step: int, config: Config, changes: Mapping[str, Sequence[Any]]
     ) -> list[str]:
-        """Write what has to be written before the run goes on with `config`.
+        """Write the settings file and the events before the run continues with `config`.
 
         The file comes first: if the process is killed in between, the same command has the same
         result. A damaged file and changes are recorded as events.
 
         Args:
-            recorder: Of the run.
-            step: The step after which the run goes on.
+            recorder: The run's recorder.
+            step: The step after which the run continues.
             config: The settings from here on.
             changes: The old and the new value of each key that changes, for the event.
 

@@ -1,4 +1,4 @@
-"""Branches of recorded episodes, played by ``ragen branch`` in processes of their own.
+"""Branches of recorded episodes, played by ``ragen branch`` in their own processes.
 
 The viewer itself loads no model. It checks a request, queues it (`ragen.viewer.job_queue`) and
 reads what the processes write into ``branches.sqlite``.
@@ -93,7 +93,7 @@ class Branching:
         return job.request.id
 
     def cancel(self, folder: Path, request: Mapping[str, Any]) -> None:
-        """End a request that waits or runs, by its ``id``; what is stored already stays.
+        """End a request that waits or runs, by its ``id``; branches that are already stored stay.
 
         Raises:
             Unanswered: There is no such request.
@@ -106,7 +106,7 @@ class Branching:
 
 
 def _checkpoint(folder: Path, request: Mapping[str, Any]) -> int:
-    """The step of a request's checkpoint; the newest, where it names none."""
+    """The step of a request's checkpoint; the newest, if it names none."""
     known = _checkpoints(folder)
     if request.get("checkpoint") is None:
         return known[-1]
@@ -118,7 +118,7 @@ def _checkpoint(folder: Path, request: Mapping[str, Any]) -> int:
 
 
 def _temperature(folder: Path, value: Any) -> float:
-    """A request's temperature; the run's, where it gives none."""
+    """A request's temperature; the run's, if it gives none."""
     if value is None:
         value = run_config(folder).rollout.temperature
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -126,7 +126,7 @@ def _imported(file: Path, above: tuple[Path, ...]) -> Iterator[Path]:
 
 
 def _function(file: Path, names: Mapping[Path, str]) -> str:
-    """A module as a function that is called at once and returns what it exports."""
+    """A module as a function that is called at once and returns its exports."""
     exported: dict[str, str] = {}
 
     def module(found: re.Match[str]) -> str:

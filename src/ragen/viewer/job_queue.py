@@ -24,10 +24,10 @@ AT_ONCE = 2
 """Processes that run at the same time; each holds a model."""
 
 MOST_WAITING = 16
-"""Requests that may wait; more come from somebody who keeps the button pressed."""
+"""Requests that may wait; a user would not send more by hand."""
 
 MOST_EACH = 10
-"""Of those that run or wait, how many may come from one address."""
+"""How many running or waiting requests may come from one address."""
 
 MOST_FAILED = 50
 """Failed requests that are kept; then the oldest is forgotten."""
@@ -182,7 +182,7 @@ def _keep_last(stream: IO[bytes], last: bytearray) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process that was told to end, and kill what is left of its session."""
+    """Wait for a process that was told to end, and kill the rest of its session."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(PATIENCE_S)
     _signal(process, getattr(signal, "SIGKILL", signal.SIGTERM))

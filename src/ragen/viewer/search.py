@@ -76,7 +76,7 @@ def snippet(run: RunReader, episode: int, words: str | None) -> str | None:
 
 
 def _cut(text: str, start: int) -> str:
-    """At most `SNIPPET` characters from `start` on, with an ellipsis for what is left out."""
+    """At most `SNIPPET` characters from `start` on, with an ellipsis for omitted text."""
     start = max(0, text.rfind(" ", 0, start))  # not inside a word
     before = "…" if start else ""
     piece = before + " ".join(text[start : start + 2 * SNIPPET].split())

@@ -82,7 +82,7 @@ function Job({ run, job, episode, reload }) {
   const title = html`<h3>${number(n)} from turn ${turn + 1}, weights of step ${checkpoint},
     temperature ${number(temperature)}</h3>`;
   if (state === "running") {
-    // A request that has just ended cannot be cancelled; the list then shows what became of it.
+    // A request that has just ended cannot be cancelled; the list then shows its result.
     const cancel = () => post("/api/cancel", { run, id: job.id }).catch(() => null).then(reload);
     return html`${title}<p class="row tight"><span role="status" class="muted">Playing …</span>
       <button onClick=${cancel}>Cancel</button></p>`;
