@@ -11,7 +11,7 @@ from ragen.core.seeding import derive
 from ragen.core.types import Episode
 from ragen.envs.contract import pick
 from ragen.envs.registry import make
-from ragen.evaluation.baselines import Budget, compute_baselines
+from ragen.evaluation.baselines import Budget, sample_baselines
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, random_player
 from ragen.rollout.setup import Setup
@@ -43,10 +43,10 @@ def random_episodes(name: str, **params: Any) -> list[Episode]:
 
 
 def measured_floor(name: str, level: int, draws: int) -> tuple[float, float]:
-    """Random play's success and return on a level, as RAGEN estimates them."""
+    """Random play's success and return on a level, as RAGEN estimates them by simulation."""
     env = make(name)
     budget = Budget(env.max_turns, env.actions_per_turn, env.max_actions)
-    found = compute_baselines(env, budget, [level], draws=draws)
+    found = sample_baselines(env, budget, level, draws)
     assert found.draws == draws
     return found.random, found.random_return
 

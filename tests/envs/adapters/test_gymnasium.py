@@ -16,7 +16,7 @@ from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
 from ragen.envs.checker import check
 from ragen.envs.registry import env_class, make
-from ragen.evaluation.baselines import sources
+from ragen.evaluation.baselines import Budget, sample_baselines, sources
 from tests.adapted import measured_floor, noise_of, random_episodes, random_names
 
 TOY_TEXT = (
@@ -170,6 +170,10 @@ def test_floor_is_that_of_a_simulation_without_ragen():
     assert measured_floor(f"gymnasium:{target}", level, draws) == (mean, mean)
     chance = exact_lake(env.unwrapped.P, 20)
     assert abs(mean - chance) < 3 * (chance * (1 - chance) / draws) ** 0.5
+    exact = make(f"gymnasium:{target}")
+    exact.reset(seed=level)
+    known = exact.baselines(10, 2, 20)
+    assert (known.random, known.random_return, known.draws) == (*[pytest.approx(chance)] * 2, None)
 
 
 def exact_lake(transitions, actions):
@@ -186,6 +190,72 @@ def exact_lake(transitions, actions):
                         following[there] = following.get(there, 0.0) + share
         places = following
     return solved
+
+
+def best_lake(transitions, place, moves):
+    """The highest chance to reach the goal, where each move is seen before the next."""
+    if moves == 0:
+        return 0.0
+    return max(
+        sum(
+            chance * (reward if ended else best_lake(transitions, there, moves - 1))
+            for chance, there, reward, ended in outcomes
+        )
+        for outcomes in transitions[place].values()
+    )
+
+
+def test_optimal_play_of_the_lake_is_the_best_of_all_courses_and_the_solver_plays_it():
+    env = make("gymnasium:FrozenLake-v1")
+    env.reset(seed=1)
+    transitions = gymnasium.make("FrozenLake-v1").unwrapped.P
+    for moves in (5, 6, 7):
+        assert env.baselines(moves, 1, moves).optimal == pytest.approx(
+            best_lake(transitions, 0, moves)
+        )
+    # Two moves at once see less, and a turn of one move is allowed.
+    assert env.baselines(10, 2, 20).optimal < env.baselines(20, 1, 20).optimal
+    assert env.baselines(6, 2, 6).optimal == env.baselines(6, 1, 6).optimal
+    any_end = make("gymnasium:FrozenLake-v1", success="end")
+    any_end.reset(seed=1)
+    assert any_end.baselines(9, 1, 9).optimal > 0.9
+    chance = env.baselines(10, 1, 10).optimal
+    found = sample_baselines(env, Budget(10, 1, 10), 123, 400)
+    assert abs(found.optimal - chance) < 3 * (chance * (1 - chance) / 400) ** 0.5
+
+
+def shortest(transitions, start):
+    """The least number of actions to a positive reward at the end."""
+    reached, seen, moves = {start}, {start}, 0
+    while True:
+        moves += 1
+        outcomes = [each for place in reached for (each,) in transitions[place].values()]
+        if any(ended and reward > 0 for _, _, reward, ended in outcomes):
+            return moves
+        reached = {there for _, there, _, _ in outcomes} - seen
+        seen |= reached
+
+
+def test_optimal_play_of_the_taxi_is_a_shortest_path():
+    env, bare_env = make("gymnasium:Taxi-v4"), gymnasium.make("Taxi-v4")
+    for level in (123, 124, 125):
+        start, _ = bare_env.reset(seed=level)
+        env.reset(seed=level)
+        moves = shortest(bare_env.unwrapped.P, start)
+        known = env.baselines(10, 4, 40)
+        assert (known.optimal, known.optimal_return) == (1.0, 20 - (moves - 1))
+        assert env.baselines(1, 40, moves - 1).optimal == 0.0
+        total = 0.0
+        for turn in range(10, 0, -1):
+            for action in env.solve(turn, 4 * turn, 4):
+                _, reward, ended, _, info = env.step(action)
+                total += reward
+            if ended:
+                break
+        assert info["success"] and total == known.optimal_return
+    for other in (make("gymnasium:Taxi-v4", fickle_passenger=True), make("gymnasium:Blackjack-v1")):
+        other.reset(seed=1)
+        assert other.baselines(5, 1, 5) is other.solve(5, 5, 1) is None
 
 
 def test_parameters_reach_the_library_and_its_rules():
