@@ -113,6 +113,36 @@ def test_a_look_up_trains_places_and_contents_only() -> None:
         assert learned[0].split() == answers and learned[2].startswith("<answer>")
 
 
+def learned_by_turn(window: int, max_length: int) -> dict[tuple[int, int], list[int]]:
+    """The tokens that are learned of each turn of three look-ups of four turns."""
+    make = env_factory(CORRIDOR, slip=0.0)
+    screens = ["H P _ _ _ _ G", "G P _ _ _ _ H"]
+    reader = Reader(screens, random_actions)
+    chat = Chat(build(words_for(pieces(" ".join(screens)), 20)))
+    lesson = Lesson(
+        *(reader.look_up, lambda: Screen(make)),
+        **{"turns": (4,), "actions": 4, "actions_per_turn": 1, "window": window},
+        held_out=False,
+    )
+    found: dict[tuple[int, int], list[int]] = {}
+    player = LessonPlayer(chat, 0, max_length)
+    for sample in player.samples(Stage("look-up", 1, (lesson,), episodes=3), 0, 0):
+        places = zip(sample.token_ids, sample.loss_mask, sample.turn_index, strict=True)
+        for token, on, turn in places:
+            if on:
+                found.setdefault((sample.episode, turn), []).append(token)
+    return found
+
+
+@pytest.mark.parametrize(("window", "max_length"), [(1, 9999), (2, 9999), (0, 200)])
+def test_what_is_learned_does_not_depend_on_the_turns_in_a_prompt(
+    window: int, max_length: int
+) -> None:
+    """Also where a long episode drops its oldest turns."""
+    whole = learned_by_turn(0, 9999)
+    assert len(whole) > 6 and learned_by_turn(window, max_length) == whole
+
+
 def test_the_vocabulary_holds_what_was_met_and_spells_the_rest() -> None:
     setup = Setup("echo", Echo, turns=2, actions_per_turn=1, actions=2)
     met = survey(setup, random_actions, 0)

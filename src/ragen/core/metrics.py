@@ -13,6 +13,15 @@ from typing import Literal
 
 Kind = Literal["mean", "sum", "max", "last"]
 
+OF_ENV = {
+    "success/mean": "success",
+    "reward/mean": "reward",
+    "reward/std_in_group": "reward_std",
+    "filter/kept_fraction": "kept_fraction",
+    "format/valid_fraction": "valid_fraction",
+}
+"""The metrics that each environment of a mixture has for itself, and their names there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:

@@ -19,7 +19,7 @@ from ragen.algorithms.batch import Batch
 from ragen.algorithms.filters import reward_std
 from ragen.algorithms.losses import k3
 from ragen.config.extensions import short_names
-from ragen.core.metrics import Metrics, largest, last, mean, total
+from ragen.core.metrics import OF_ENV, Metrics, largest, last, mean, total
 from ragen.core.statistics import all_equal
 from ragen.core.types import Group
 from ragen.engines.engine import Engine
@@ -78,16 +78,6 @@ def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
         "tokens/sampled": total(sum(map(len, replies))),
     }
     return {**metrics, **counts, **reward_term_metrics(played), **thought_metrics(turns)}
-
-
-OF_ENV = {
-    "success/mean": "success",
-    "reward/mean": "reward",
-    "reward/std_in_group": "reward_std",
-    "filter/kept_fraction": "kept_fraction",
-    "format/valid_fraction": "valid_fraction",
-}
-"""The metrics that each environment of a mixture has for itself, and their names there."""
 
 
 def summarize_envs(groups: Sequence[Group], kept: Sequence[int], mix: Iterable[str]) -> Metrics:

@@ -10,9 +10,8 @@ from typing import Any
 
 from ragen.config.config import Config
 from ragen.config.extensions import short_names
-from ragen.core.metrics import Series
+from ragen.core.metrics import OF_ENV, Series
 from ragen.core.statistics import Interval, gain
-from ragen.diagnostics.step_metrics import OF_ENV
 from ragen.evaluation.outcomes import phase_of
 from ragen.evaluation.results import RunEvaluation, load_evaluations
 from ragen.reports.plots import Curve
