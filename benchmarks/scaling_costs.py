@@ -43,6 +43,7 @@ from ragen.algorithms.filters import select
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
 from ragen.config.reading import changed, dump
+from ragen.core.stopping import run_async
 from ragen.core.types import Completion, Episode, Group, Prompt
 from ragen.diagnostics.step_metrics import batch_metrics, summarize
 from ragen.engines.engine import Engine
@@ -135,14 +136,14 @@ def play(policy: Any, setup: Setup, work: step.Work) -> list[Group]:
     """The groups of one step."""
     levels = range(work.groups)
     played = run_groups(policy, setup, levels, work.members, PATH, work.episodes)
-    return asyncio.run(played)
+    return run_async(played)
 
 
 def batch_of(groups: Sequence[Group], config: Config) -> Batch:
     """The groups as the loop would train on them, before any pass of the learner."""
     samples, episodes = to_samples(groups)
     nobody: Any = None  # who would score
-    return asyncio.run(make_batch(nobody, samples, episodes, config, score=False))
+    return run_async(make_batch(nobody, samples, episodes, config, score=False))
 
 
 def at_once(model: Path, work: step.Work, tokens: int) -> tuple[Config, Setup, Instant]:
@@ -219,7 +220,7 @@ def finish(work: Awaitable[Any]) -> Any:
     async def wait() -> Any:
         return await work
 
-    return asyncio.run(wait())
+    return run_async(wait())
 
 
 def prompts_of(rows: int, length: int, tokens: int, first: int = 0) -> list[Prompt]:

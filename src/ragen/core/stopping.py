@@ -94,13 +94,22 @@ def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
     Raises:
         KeyboardInterrupt: The work was cancelled by Ctrl-C.
     """
+    answers: list[Answer] = []
+
+    async def keep() -> None:
+        # Of what it returns, `asyncio.run` makes a text, unused, in Python 3.11: seconds for many
+        # episodes.
+        answers.append(await work)
+
     if _running_loop() is None:
         try:
-            return asyncio.run(work)
+            asyncio.run(keep())
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, work).result()
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(asyncio.run, keep()).result()
+    return answers[0]
 
 
 def cancel_running() -> bool:

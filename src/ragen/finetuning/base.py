@@ -7,7 +7,6 @@ machine and build give the same weights, since stages count steps, not seconds.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import itertools
 import json
@@ -30,6 +29,7 @@ from ragen.algorithms.samples import to_samples
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
+from ragen.core.stopping import run_async
 from ragen.core.types import Episode, Sample
 from ragen.engines.learner import Learner
 from ragen.engines.machine import use_threads
@@ -174,7 +174,7 @@ class LessonPlayer:
             max_length=self._max_length,
         )
         demonstrator = Demonstrator(lesson.teacher, self._chat)
-        groups = asyncio.run(run_groups(demonstrator, setup, levels, 1, path))
+        groups = run_async(run_groups(demonstrator, setup, levels, 1, path))
         errors = [e.error for group in groups for e in group.episodes if e.error is not None]
         if errors:
             reason = errors[0].strip().rpartition("\n")[2]

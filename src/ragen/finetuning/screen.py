@@ -22,7 +22,6 @@ is surveyed in episodes of random play.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ import numpy as np
 
 from ragen.core.errors import RagenError
 from ragen.core.seeding import BASE_LEVELS
+from ragen.core.stopping import run_async
 from ragen.core.user_code import boundary
 from ragen.envs.contract import Env, Info, Options, State, pick
 from ragen.finetuning.demonstrations import Piece, Reply, answer
@@ -259,7 +259,7 @@ def survey(setup: Setup, choose: Choose, seed: int) -> Survey:
 
     levels = range(BASE_LEVELS, BASE_LEVELS + EPISODES)
     policy = PlayerPolicy(player, setup.think, setup.prefill)
-    groups = asyncio.run(run_groups(policy, setup, levels, 1, (seed, "survey")))
+    groups = run_async(run_groups(policy, setup, levels, 1, (seed, "survey")))
     episodes = [group.episodes[0] for group in groups]
     errors = [episode.error for episode in episodes if episode.error is not None]
     if len(errors) > EPISODES // 2:
