@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from typing_extensions import override
 
 from ragen.core.stopping import run_async
