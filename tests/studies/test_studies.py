@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -206,6 +207,16 @@ def test_the_pages_of_the_docs_follow_from_the_tables_of_runs() -> None:
     table = (root / "docs" / "studies" / "index.md").read_text("utf-8")
     for study in map(load_study, study_names()):
         assert study.claim in table
+
+
+def test_the_report_has_the_numbers_of_the_pages() -> None:
+    """Each effect with its interval stands on the page of a study."""
+    docs = Path(__file__).parents[2] / "docs"
+    pages = "\n".join(each.read_text("utf-8") for each in docs.glob("studies/*/study.md"))
+    report = " ".join((docs / "report.md").read_text("utf-8").replace("−", "-").split())
+    effects = re.findall(r"-?[\d.]+ \[-?[\d.]+, -?[\d.]+\]", report)
+    assert len(effects) >= 11
+    assert [each for each in effects if each not in pages] == []
 
 
 def test_unknown_names_are_refused() -> None:
