@@ -5,8 +5,8 @@
     cp runs/study-NAME-laptop/runs.csv runs/study-NAME-laptop/study.svg docs/studies/NAME/
     python scripts/study_pages.py
 
-It writes each ``study.md``, the table and the figure of ``index.md``, and the summary of the report.
-A test compares the pages with the tables, so that no verdict is written by hand.
+It writes each ``study.md``, the table and the figure of ``index.md``, and the summary of the
+report. A test compares the pages with the tables, so that no verdict is written by hand.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def test_outcome_follows_from_the_interval(
         (["fails", "reversed"], "contradicts"),
         (["holds", "fails"], "by environment"),
         (["holds", "undecided"], "by environment"),
-        (["smaller than claimed"], "by environment"),
-        ([], "by environment"),
+        (["smaller than claimed"], "smaller"),
+        ([], "not judged"),
     ],
 )
 def test_verdict_follows_from_the_outcomes(outcomes: list[Outcome], expected: Verdict) -> None:

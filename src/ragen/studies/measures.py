@@ -20,7 +20,7 @@ name                               meaning
                                    the time earlier it falls; NaN if success does not fall
 ``warned``                         the same of the first alarm of the guard
 ``rank:METRIC``                    Spearman's correlation of a metric with ``success/mean``, over
-                                   the steps that have both
+                                   the steps that have both; ``strength:METRIC`` is its size
 =================================  ==============================================================
 
 The difference of two measures is written with `` - `` between them:
@@ -251,7 +251,7 @@ def rank(run: RunFacts, metric: str) -> float:
 
 
 OF_SUCCESS: Mapping[str, Callable[[RunFacts, str], float]] = MappingProxyType(
-    {"lead": lead, "rank": rank}
+    {"lead": lead, "rank": rank, "strength": lambda run, metric: abs(rank(run, metric))}
 )
 """Measures of the metric that is named after the colon, together with success."""
 

@@ -14,7 +14,7 @@ from ragen.models.names import is_available_offline
 from ragen.reports.plots import BLUE, ORANGE, PALE, figure_of
 from ragen.studies.results import Findings, bounds, outcome_words, written
 from ragen.studies.study import (
-    FIRST_SEED,
+    NOT_JUDGED,
     Cell,
     Decision,
     Place,
@@ -76,7 +76,7 @@ def plans(studies: Sequence[Study], scale: Scale, seeds: int | None) -> Iterator
     for study in studies:
         count = study.seeds if seeds is None else seeds
         some = cells_of(study, scale, min(count, 2), Path("runs"))
-        cells = [cell for cell in some if cell.seed == FIRST_SEED]
+        cells = [cell for cell in some if cell.seed == study.first_seed]
         seconds = count * sum(map(seconds_of, cells))
         total += seconds
         yield f"{study.name:<17} {count * len(cells):>4} runs, {_time(seconds)}, {_memory(cells)}"
@@ -136,7 +136,7 @@ def sentences(found: Sequence[Findings]) -> Iterator[str]:
     for each in found:
         yield f"- **{each.study.name}.** {each.sentence}"
     rows = [(each.study, decision) for each in found for decision in each.decisions]
-    judged = [(study, d) for study, d in rows if d.outcome not in ("untestable", "not exercised")]
+    judged = [(study, d) for study, d in rows if d.outcome not in NOT_JUDGED]
     left = [(study, d) for study, d in judged if d.outcome == "undecided"]
     yield f"\n{len(judged) - len(left)} of {len(judged)} judged claims by environment are decided."
     if left:

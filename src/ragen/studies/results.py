@@ -17,15 +17,27 @@ from ragen.evaluation.evaluation import evaluate_target
 from ragen.reports.plots import COLOURS, figure_of
 from ragen.studies.measures import SHARES, measure_of, read_run
 from ragen.studies.rule import ERROR, MOST_SEEDS, Verdict, sentence, verdict_of
-from ragen.studies.study import Cell, Decision, Numbers, Scale, Study, claimed, decide, finite
+from ragen.studies.study import (
+    NOT_JUDGED,
+    Cell,
+    Decision,
+    Numbers,
+    Scale,
+    Study,
+    claimed,
+    decide,
+    finite,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VERDICT_WORDS: Mapping[Verdict, str] = {
     "supports": "The data support the claim",
-    "contradicts": "The data contradict the claim",
+    "smaller": "The data support the claim, with less than half of its size",
+    "contradicts": "The data contradict the claim, or at least half of its size",
     "by environment": "It depends on the environment, or is undecided",
+    "not judged": "The claim was not tested",
 }
 """A verdict as a sentence."""
 
@@ -51,7 +63,7 @@ class Findings:
     def verdict(self) -> Verdict:
         """The verdict over all environments that are judged."""
         outcomes = [each.outcome for each in self.decisions]
-        return verdict_of([x for x in outcomes if x != "untestable" and x != "not exercised"])
+        return verdict_of([outcome for outcome in outcomes if outcome not in NOT_JUDGED])
 
     @property
     def sentence(self) -> str:
@@ -152,7 +164,9 @@ def page(findings: Findings) -> Iterator[str]:
             outcome_words(each),
         ]
         yield f"| {' | '.join([*cells, place.predicted])} |"
-    yield f"\nAll intervals of a study hold in at least {1 - ERROR:.0%} of studies. The claims:\n"
+    if not planned:
+        yield f"\nAll intervals of a study hold in at least {1 - ERROR:.0%} of studies."
+    yield "\nThe claims:\n"
     for each in findings.decisions:
         yield f"- {each.environment}: {each.place.source}"
     names = list(findings.numbers)
@@ -163,6 +177,8 @@ def page(findings: Findings) -> Iterator[str]:
             cells = [described(name, findings.numbers[name][place_name, arm]) for name in names]
             yield f"| {place_name} | {arm} | {' | '.join(cells)} |"
     yield "\n![success by step, and at the end](study.svg)\n"
+    if study.seen:
+        yield f"**Seen after the runs.** {study.seen}\n"
     yield f"**What this scale cannot show.** {study.limits}"
 
 

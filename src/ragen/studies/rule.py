@@ -29,7 +29,7 @@ import scipy  # loads `special` on first use
 from ragen.core.statistics import Interval
 
 Outcome = Literal["holds", "smaller than claimed", "fails", "equal", "reversed", "undecided"]
-Verdict = Literal["supports", "contradicts", "by environment"]
+Verdict = Literal["supports", "smaller", "contradicts", "by environment", "not judged"]
 
 ERROR = 0.05
 """The largest probability of a false verdict in a study, over all its environments."""
@@ -138,23 +138,33 @@ def outcome_of(interval: Interval, effect: float) -> Outcome:
     return "holds" if low > 0 else "undecided"
 
 
+VERDICTS: Mapping[Verdict, frozenset[str]] = {
+    "supports": frozenset({"holds", "equal"}),
+    "smaller": frozenset({"smaller than claimed"}),
+    "contradicts": frozenset({"fails", "reversed"}),
+}
+"""The outcomes in all environments that make a verdict."""
+
+
 def verdict_of(outcomes: Sequence[Outcome]) -> Verdict:
     """The verdict over all environments that are judged.
 
-    It supports the claim if that holds (or the arms are equal, as claimed) everywhere, contradicts
-    it if it fails or is reversed everywhere, and goes by environment otherwise.
+    It supports the claim if that holds (or the arms are equal, as claimed) everywhere, or finds it
+    smaller than claimed everywhere. It contradicts the claim if that fails or is reversed
+    everywhere, and goes by environment otherwise.
 
     Example:
         >>> verdict_of(["holds", "equal"]), verdict_of(["fails", "reversed"])
         ('supports', 'contradicts')
         >>> verdict_of(["holds", "undecided"]), verdict_of([])
-        ('by environment', 'by environment')
+        ('by environment', 'not judged')
     """
-    if outcomes and set(outcomes) <= {"holds", "equal"}:
-        return "supports"
-    return (
-        "contradicts" if outcomes and set(outcomes) <= {"fails", "reversed"} else "by environment"
-    )
+    if not outcomes:
+        return "not judged"
+    for verdict, wanted in VERDICTS.items():
+        if set(outcomes) <= wanted:
+            return verdict
+    return "by environment"
 
 
 def seeds_to_decide(runs: int, effect: float, after: Callable[[int], Interval]) -> int | None:
@@ -210,6 +220,7 @@ OUTCOME_WORDS: Mapping[str, str] = {
     "undecided": "is undecided on",
     "not exercised": "was not exercised on",
     "untestable": "was declared untestable on",
+    "withdrawn": "was withdrawn by the authors on",
 }
 """What an outcome says of the claim."""
 

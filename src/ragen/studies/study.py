@@ -43,8 +43,9 @@ from ragen.studies.rule import (
 )
 
 Scale = Literal["laptop", "paper"]
-Result = Outcome | Literal["not exercised", "untestable"]
-"""What came of a claim in one environment; the last two are not judged."""
+Result = Outcome | Literal["not exercised", "untestable", "withdrawn"]
+"""The outcome of a claim in one environment; those in `NOT_JUDGED` are no verdict."""
+NOT_JUDGED = ("not exercised", "untestable", "withdrawn")
 Numbers = Mapping[tuple[str, str], Sequence[float]]
 """The values of a measure, one for each training seed, by environment and arm."""
 
@@ -128,7 +129,12 @@ class Study(Section):
     claim: str
     limits: str
     """What runs at the scale of a laptop cannot show."""
+    seen: str = ""
+    """What the runs showed of the study itself; written after them, and no part of the rule."""
+    withdrawn: bool = False
+    """Whether the authors found after the runs that the contrast does not test the claim."""
     seeds: int = Field(ge=2)
+    first_seed: int = Field(FIRST_SEED, ge=FIRST_SEED)
     contrast: Contrast
     """The primary one, in each environment."""
     describe: list[str] = Field(default_factory=list)
@@ -237,7 +243,7 @@ def cells_of(study: Study, scale: Scale, seeds: int, out: Path) -> list[Cell]:
     if seeds < 2:
         raise RagenError(f"--seeds {seeds}: an interval over seeds takes 2 or more")
     cells = []
-    numbers = range(FIRST_SEED, FIRST_SEED + seeds)
+    numbers = range(study.first_seed, study.first_seed + seeds)
     for seed, environment, arm in product(numbers, study.environments, study.arms):
         config = study.config(scale, environment, arm, seed)
         folder = out.resolve() / _slug(environment) / _slug(arm) / f"seed-{seed}"
@@ -268,7 +274,7 @@ def preview(study: Study, cells: Sequence[Cell]) -> str:
     for name, place in study.environments.items():
         lines.append(f"predicts {place.predicted} on {name}: {claimed(place.effect)}")
     for cell in cells:
-        if cell.seed == FIRST_SEED:
+        if cell.seed == study.first_seed:
             changes = [f"{each.key} = {each.value!r}" for each in differences(cell.config)]
             lines.append(f"{cell.folder}: {cell.config.algorithm}; {', '.join(changes)}")
     return "\n".join([*lines, f"{len(cells)} runs"])
@@ -325,7 +331,9 @@ def decide(study: Study, numbers: Mapping[str, Numbers]) -> list[Decision]:
         pairs = len(ones)
         interval = after(pairs) if pairs else Interval(math.nan, -math.inf, math.inf)
         outcome: Result = outcome_of(interval, place.effect)
-        if place.untestable:
+        if study.withdrawn:
+            outcome = "withdrawn"
+        elif place.untestable:
             outcome = "untestable"
         elif not all(_is_met(need, numbers[need.measure][name, need.arm]) for need in study.needs):
             outcome = "not exercised"
