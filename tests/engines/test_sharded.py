@@ -15,10 +15,13 @@ from torch import Tensor
 
 from ragen.algorithms.batch import Batch, collate
 from ragen.config.config import Config
+from ragen.config.reading import resolve
+from ragen.core.errors import RagenError
 from ragen.engines.local import LocalEngine
 from ragen.engines.ranks import Ranks
 from ragen.engines.sharded import Rank
 from ragen.models.loading import load_policy
+from ragen.models.names import resolve_model
 from ragen.storage.checkpoint import verified_state, write_state
 from tests.bandit_model import bandit_model
 from tests.engines.recorded import (
@@ -275,6 +278,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_any_number(
 def test_checkpoints_travel_between_the_local_engine_and_two_processes(tmp_path: Path) -> None:
     config = config_of("ppo")
     local, split = tmp_path / "local", tmp_path / "split"
+    split.mkdir()
 
     def engine_at(step: int) -> LocalEngine:
         engine = LocalEngine(config, str(bandit_model()))
@@ -322,3 +326,11 @@ def test_a_checkpoint_of_another_model_is_refused_by_all(tmp_path: Path) -> None
 
     first, second = in_processes(2, saved)
     assert first == second and "its KL reference is lost" in first
+
+
+def test_a_learner_that_does_not_see_the_runs_folder_refuses_to_save(tmp_path: Path) -> None:
+    """Otherwise it would write a checkpoint that the driver takes for an empty one."""
+    config = resolve("bandit", {"threads": 1})
+    rank = Rank(config, resolve_model(config.model.path, config.env.name))
+    with pytest.raises(RagenError, match="does not see"):
+        rank.save(tmp_path / "of another machine" / "step-1")

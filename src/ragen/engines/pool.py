@@ -139,6 +139,7 @@ class Pool:
         self._fresh: list[Request] = []  # not sent yet
         self._tasks: set[asyncio.Task[None]] = set()
         self._settling = False
+        self._error: Exception | None = None
         self._giving_up: asyncio.TimerHandle | None = None
         self._loss = ProcessLost(f"no {self.kind} has joined")
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -152,6 +153,8 @@ class Pool:
             RagenError: The process raised it.
         """
         self._enter(asyncio.get_running_loop())
+        if self._error is not None:
+            raise self._error
         answer = self._running_loop.create_future()
         request = Request(next(self._numbers), work, answer, at)
         self._send_soon([request])
@@ -210,7 +213,8 @@ class Pool:
         return sum(idle) / len(idle) if idle else None
 
     def fail(self, error: Exception) -> None:
-        """Let all that waits fail."""
+        """Let all that waits fail, and all that is asked later."""
+        self._error = error
         waiting, self._fresh = self._fresh, []
         for seat in self.seats:
             waiting += seat.open.values()
@@ -248,6 +252,7 @@ class Pool:
         if self.loop is loop:
             return
         self.loop, self._fresh, self._settling, self._giving_up = loop, [], False, None
+        self._error = None
         self._tasks.clear()
         for seat in self.seats:
             numbers, seat.open, seat.receiver = list(seat.open), {}, None

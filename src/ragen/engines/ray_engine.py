@@ -42,11 +42,15 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # the learners are no backgro
 try:
     import ray
     from ray.exceptions import (
+        ActorUnschedulableError,
         GetTimeoutError,
+        LocalRayletDiedError,
         NodeDiedError,
+        ObjectLostError,
         OutOfMemoryError,
         RayActorError,
         RaySystemError,
+        WorkerCrashedError,
     )
     from ray.util.placement_group import (
         placement_group,
@@ -60,6 +64,9 @@ except ImportError:  # `_connect` says so
 BEAT_S = 1.0
 """Seconds between two signs of life."""
 
+LONGEST_PAUSE_S = 60.0
+"""Most seconds between two tries to start a process whose machine cannot run it."""
+
 CONNECT_S = 10.0
 """Seconds that the head of a cluster has to answer."""
 
@@ -67,9 +74,14 @@ DRIVER = "driver"
 """The driver's name as a client of the processes that answer requests."""
 
 LOST: tuple[type[Exception], ...] = (
-    (RayActorError, RaySystemError, OutOfMemoryError, NodeDiedError) if ray is not None else ()
+    (
+        *(RayActorError, RaySystemError, OutOfMemoryError, NodeDiedError, ObjectLostError),
+        *(ActorUnschedulableError, WorkerCrashedError, LocalRayletDiedError),
+    )
+    if ray is not None
+    else ()
 )
-"""What a call raises whose process is gone."""
+"""What a call raises whose process, or what it was given, is gone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -198,6 +210,7 @@ class RayEngine:
         self._events: list[tuple[str, dict[str, Any]]] = []
         self._late: list[Late] = []
         self._closed = False
+        self._error: Exception | None = None
         # The block, its tensors' checksums, its version.
         self._weights: tuple[Any, dict[str, int], int] | None = None
         self._published_bytes = 0
@@ -488,6 +501,8 @@ class RayEngine:
             EngineLost: The learner is gone.
             RagenError: A sampler does not hold the weights that were sent.
         """
+        if self._error is not None:
+            raise self._error
         self.version += 1
         await self._push()
 
@@ -573,7 +588,9 @@ class RayEngine:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            self.policy.fail(error)
+            self._error = error  # for a run that asks for no completion meanwhile
+            for pool in self._pools:
+                pool.fail(error)
 
     def _on_end(self, seat: Seat, loss: ProcessLost | None) -> None:
         """Replace a process that is lost, or that was asked to leave."""
@@ -611,28 +628,31 @@ class RayEngine:
         remove_placement_group(self._further.pop(place))
 
     async def _revive(self, place: int, is_player: bool = False) -> None:
-        """Start a process in a place, as soon as there is room for it."""
-        start = time.monotonic()
-        process = self._spawn_player(place) if is_player else self._spawn_sampler(place)
-        (self._players if is_player else self._samplers)[place] = process
-        try:
-            await process.begin()  # it may wait for a machine for as long as the run goes on
-            if is_player:
-                await self._open_player(process)
-            else:
-                await self._open_sampler(process)
-        except ProcessLost as failure:
-            ray.kill(process.actor)
-            text = f"before it could join, the new {failure}; another one takes its place"
-            about = {"process": process.name, "what": "lost", "details": failure.details}
-            self._events.append((text, about))
-            if not is_player and place in self._further:
-                del self._samplers[place]
-                self._clear(place)
-                return
-            await asyncio.sleep(BEAT_S)
-            await self._revive(place, is_player)
-            return
+        """Start a process in a place, as soon as there is room for it, until one has joined."""
+        start, pause_s, told = time.monotonic(), BEAT_S, set[str]()
+        while True:
+            process = self._spawn_player(place) if is_player else self._spawn_sampler(place)
+            (self._players if is_player else self._samplers)[place] = process
+            try:
+                await process.begin()  # it may wait for a machine for as long as the run goes on
+                if is_player:
+                    await self._open_player(process)
+                else:
+                    await self._open_sampler(process)
+                break
+            except ProcessLost as failure:
+                ray.kill(process.actor)
+                text = f"before it could join, the new {failure}; another one takes its place"
+                about = {"process": process.name, "what": "lost", "details": failure.details}
+                if text not in told:
+                    told.add(text)
+                    self._events.append((text, about))
+                if not is_player and place in self._further:
+                    del self._samplers[place]
+                    self._clear(place)
+                    return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         seconds = time.monotonic() - start
         text = f"a new {process.name} has joined after {seconds:.1f} s"
         data = {"process": process.name, "what": "joined", "seconds": seconds}

@@ -7,6 +7,7 @@ them, and takes the answer of rank 0.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ragen.algorithms.batch import Batch
 from ragen.config.config import Config
+from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics
 from ragen.core.types import Role
 from ragen.engines.factory import load_for_training, make_learner
@@ -117,7 +119,17 @@ class Rank:
 
         Raises:
             NotFiniteError: The weights do not work.
+            RagenError: A process does not see the folder, which exists.
         """
+
+        def refuse_another() -> None:
+            if not folder.is_dir():
+                raise RagenError(
+                    f"a learner on {socket.gethostname()} does not see {folder.parent}: put the "
+                    "run into a folder that all machines see under the same path (--out)"
+                )
+
+        self.ranks.together(refuse_another)
         save_learner(
             self.learner,
             self.tokenizer,

@@ -143,6 +143,7 @@ def test_errors_of_the_server_are_results(kind: type[Fruit]) -> None:
 
 
 def test_an_episode_has_a_session_of_its_own_which_is_ended_with_it() -> None:
+    others = set(threading.enumerate())  # of other tests
     env = Fruit()
     seen = []
     for _ in range(2):
@@ -152,7 +153,7 @@ def test_an_episode_has_a_session_of_its_own_which_is_ended_with_it() -> None:
     env.close()
     env.close()
     assert seen[0] != seen[1] and not any(map(is_alive, seen))
-    assert not [each for each in threading.enumerate() if each is not threading.main_thread()]
+    assert not set(threading.enumerate()) - others
 
 
 def test_environments_keep_the_contract_and_are_branched_where_servers_repeat_themselves(

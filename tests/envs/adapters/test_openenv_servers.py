@@ -43,6 +43,12 @@ def is_alive(process: int) -> bool:
     return Path(f"/proc/{process}").exists() if sys.platform == "linux" else False
 
 
+def kill(process: int) -> None:
+    """Kill a child, and wait until it listens no more; its parent has yet to notice."""
+    os.kill(process, signal.SIGKILL)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+
+
 def wait_until_ended(process: int) -> None:
     until = time.monotonic() + 20
     while is_alive(process):
@@ -60,7 +66,7 @@ def test_an_application_is_served_for_the_run_and_restarted_where_it_ends() -> N
     assert env.step("right")[1:] == (1.0, True, False, {"success": True, "effective": True})
     other = make(NAME)
     assert process_of(other.reset(seed=0)[0]) == process, "one server for all instances"
-    os.kill(process, signal.SIGKILL)
+    kill(process)
     with pytest.raises(UserCodeError), boundary("step"):
         other.step("left")
     restarted = process_of(other.reset(seed=0)[0])

@@ -216,6 +216,7 @@ def test_snapshots_play_the_actions_again():
 
 
 def test_an_episode_that_is_left_is_cleaned_up_and_its_threads_end():
+    others = set(threading.enumerate())  # of other tests
     env = make(NAME, kind="guess")
     guess = type(env._loaded.environment)
     wrong = "7" if number_of(env, 123) < 7 else "1"
@@ -223,7 +224,7 @@ def test_an_episode_that_is_left_is_cleaned_up_and_its_threads_end():
     env.step(wrong)  # which takes a thread
     env.close()
     assert guess.cleaned == before + 1
-    assert not [each for each in threading.enumerate() if each.name.startswith("asyncio")]
+    assert not set(threading.enumerate()) - others
     env.reset(seed=123)
     env.step(wrong)
     env.close()

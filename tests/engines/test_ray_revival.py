@@ -1,0 +1,77 @@
+"""A sampler that takes the place of a lost one, on a stand-in for Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from typing import Any
+
+import pytest
+
+from ragen.core.errors import RagenError
+from ragen.core.types import Prompt
+from ragen.engines import ray_engine
+from ragen.engines.pool import ProcessLost
+from ragen.engines.sampler_pool import SamplerPool
+
+
+class New:
+    """A sampler's process that is lost before it runs, or whose weights are others."""
+
+    name, actor = "sampler 0", None
+
+    def __init__(self, is_lost: bool) -> None:
+        self.is_lost = is_lost
+
+    async def begin(self) -> None:
+        if self.is_lost:
+            raise ProcessLost("sampler 0 could not be started")
+
+    async def call(self, method: str, *_: Any, phase: str = "") -> dict[str, int] | None:
+        return {"w": 1} if method == "load" else None
+
+
+def engine_of(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> Any:
+    monkeypatch.setattr(ray_engine, "BEAT_S", 0.0)
+    monkeypatch.setattr(ray_engine, "ray", types.SimpleNamespace(kill=lambda actor: None))
+    engine: Any = object.__new__(ray_engine.RayEngine)
+    engine._closed, engine._events, engine._samplers, engine._tasks = False, [], {}, set()
+    engine._publishing, engine._weights = asyncio.Lock(), (None, {"w": 2}, 0)
+    engine._config, engine._path, engine._error = None, "", None
+    engine._further, engine._players, engine._player_pool = {}, {}, None
+    engine.samplers = SamplerPool(10, 0.2, engine._on_end)
+    engine._spawn_sampler = lambda place: New(is_lost)
+    engine._threads = lambda name: 1
+    return engine
+
+
+def test_a_sampler_that_never_starts_is_tried_again_and_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def play() -> None:
+        engine = engine_of(monkeypatch, is_lost=True)
+        task = asyncio.create_task(engine._revive(0))
+        for _ in range(20_000):
+            await asyncio.sleep(0)
+        assert not task.done()
+        assert len(engine._events) == 1
+        task.cancel()
+
+    asyncio.run(play())
+
+
+def test_wrong_weights_of_a_new_sampler_end_the_run_also_if_nobody_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def play() -> None:
+        engine = engine_of(monkeypatch, is_lost=False)
+        engine.samplers._enter(asyncio.get_running_loop())
+        engine._begin(engine._revive(0))
+        await asyncio.wait(set(engine._tasks))
+        await asyncio.sleep(0)  # nobody has asked for a completion until now
+        with pytest.raises(RagenError, match="the weights did not reach"):
+            await engine.samplers.complete(Prompt((), (1,), 0, 4, 1.0, 0))
+        with pytest.raises(RagenError, match="the weights did not reach"):
+            await engine.publish()
+
+    asyncio.run(play())
