@@ -16,9 +16,9 @@ from torch import Tensor
 from ragen.algorithms.batch import Batch, collate
 from ragen.config.config import Config
 from ragen.config.reading import resolve
-from ragen.core.errors import RagenError
+from ragen.core.errors import NotFiniteError, RagenError
 from ragen.engines.local import LocalEngine
-from ragen.engines.ranks import Ranks
+from ragen.engines.ranks import Ranks, join, leave
 from ragen.engines.sharded import Rank
 from ragen.models.loading import load_policy
 from ragen.models.names import resolve_model
@@ -334,3 +334,24 @@ def test_a_learner_that_does_not_see_the_runs_folder_refuses_to_save(tmp_path: P
     rank = Rank(config, resolve_model(config.model.path, config.env.name))
     with pytest.raises(RagenError, match="does not see"):
         rank.save(tmp_path / "of another machine" / "step-1")
+
+
+def test_weights_that_are_not_finite_in_one_part_are_known_as_such_in_all() -> None:
+    """The guard goes back from them, and ends a run at other errors."""
+
+    def part(rank: int, address: str) -> str:
+        ranks = join(rank, 2, address, 60)
+
+        def work() -> None:
+            if rank == 1:
+                raise NotFiniteError("the weights w")
+
+        try:
+            ranks.together(work)
+        except NotFiniteError as error:
+            return error.numbers
+        finally:
+            leave(ranks)
+        return "nothing"
+
+    assert in_processes(2, part) == ["the weights w", "the weights w"]

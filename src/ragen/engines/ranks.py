@@ -15,7 +15,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ragen.algorithms.batch import Batch
-from ragen.core.errors import RagenError
+from ragen.core.errors import NotFiniteError, RagenError
 from ragen.core.files import system_errors
 
 T = TypeVar("T")
@@ -58,13 +58,18 @@ class Ranks:
                 result = work()
         except (RagenError, OSError) as raised:
             error = raised
-        of_system = isinstance(error, OSError)
-        others = self.gather("" if error is None else str(error)), self.gather(of_system)
+        about: tuple[type[OSError | RagenError], str] | None = None
+        if isinstance(error, NotFiniteError):
+            about = NotFiniteError, error.numbers
+        elif error is not None:
+            about = OSError if isinstance(error, OSError) else RagenError, str(error)
+        found = self.gather(about)
         if error is not None:
             raise error
-        for message, is_of_system in zip(*others, strict=True):
-            if message:
-                raise OSError(message) if is_of_system else RagenError(message)
+        for each in found:
+            if each is not None:
+                raised_there, text = each
+                raise raised_there(text)
         return result
 
     def shares(self, batch: Batch) -> list[Tensor]:

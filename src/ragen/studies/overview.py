@@ -14,7 +14,6 @@ from ragen.models.names import is_available_offline
 from ragen.reports.plots import BLUE, ORANGE, PALE, figure_of
 from ragen.studies.results import Findings, bounds, outcome_words, written
 from ragen.studies.study import (
-    NOT_JUDGED,
     Cell,
     Decision,
     Place,
@@ -22,6 +21,7 @@ from ragen.studies.study import (
     Study,
     cells_of,
     claimed,
+    is_judged,
     with_model,
 )
 
@@ -136,7 +136,7 @@ def sentences(found: Sequence[Findings]) -> Iterator[str]:
     for each in found:
         yield f"- **{each.study.name}.** {each.sentence}"
     rows = [(each.study, decision) for each in found for decision in each.decisions]
-    judged = [(study, d) for study, d in rows if d.outcome not in NOT_JUDGED]
+    judged = [(study, d) for study, d in rows if is_judged(d.outcome)]
     left = [(study, d) for study, d in judged if d.outcome == "undecided"]
     yield f"\n{len(judged) - len(left)} of {len(judged)} judged claims by environment are decided."
     if left:

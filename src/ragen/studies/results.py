@@ -18,7 +18,6 @@ from ragen.reports.plots import COLOURS, figure_of
 from ragen.studies.measures import SHARES, measure_of, read_run
 from ragen.studies.rule import ERROR, MOST_SEEDS, Verdict, sentence, verdict_of
 from ragen.studies.study import (
-    NOT_JUDGED,
     Cell,
     Decision,
     Numbers,
@@ -27,6 +26,7 @@ from ragen.studies.study import (
     claimed,
     decide,
     finite,
+    is_judged,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Findings:
     def verdict(self) -> Verdict:
         """The verdict over all environments that are judged."""
         outcomes = [each.outcome for each in self.decisions]
-        return verdict_of([outcome for outcome in outcomes if outcome not in NOT_JUDGED])
+        return verdict_of([outcome for outcome in outcomes if is_judged(outcome)])
 
     @property
     def sentence(self) -> str:

@@ -21,7 +21,7 @@ from importlib import resources
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from pydantic import Field, model_validator
 
@@ -44,8 +44,7 @@ from ragen.studies.rule import (
 
 Scale = Literal["laptop", "paper"]
 Result = Outcome | Literal["not exercised", "untestable", "withdrawn"]
-"""The outcome of a claim in one environment; those in `NOT_JUDGED` are no verdict."""
-NOT_JUDGED = ("not exercised", "untestable", "withdrawn")
+"""The outcome of a claim in one environment; the last three are not judged."""
 Numbers = Mapping[tuple[str, str], Sequence[float]]
 """The values of a measure, one for each training seed, by environment and arm."""
 
@@ -317,6 +316,11 @@ def load_study(name: str) -> Study:
         raise RagenError(f"unknown study {name!r}{hint}")
     file = resources.files("ragen.studies") / "findings" / f"{name}.toml"
     return Study(name=name, **tomllib.loads(file.read_text(encoding="utf-8")))
+
+
+def is_judged(result: Result) -> TypeGuard[Outcome]:
+    """Whether a result is a verdict."""
+    return result not in ("not exercised", "untestable", "withdrawn")
 
 
 def decide(study: Study, numbers: Mapping[str, Numbers]) -> list[Decision]:
