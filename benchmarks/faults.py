@@ -374,7 +374,7 @@ def wait_for_port(host: str, port: int) -> None:
 
 TWO = {"engine.samplers": 2}
 PLAYERS = {"engine.players": 2, "env.isolate": True}
-QUICK_TO_NOTICE = {"engine.timeout_s": 15}
+QUICK_TO_NOTICE = {"engine.timeout_s": 30}
 FAULTS: dict[str, Fault] = {
     "a sampler of two": Fault(kill_sampler, TWO, ("lost",)),
     "the only sampler": Fault(kill_sampler, {}, ("lost",)),

@@ -265,7 +265,7 @@ def test_a_process_that_ray_kills_for_its_memory_is_a_lost_one() -> None:
 
 def test_a_sampler_that_is_suspended_is_late_and_replaced() -> None:
     async def play() -> str:
-        engine = engine_of(config_of(engine__timeout_s=20))
+        engine = engine_of(config_of(engine__timeout_s=40))
         pid = await engine._samplers[0].actor.pid.remote()
         try:
             os.kill(pid, signal.SIGSTOP)
