@@ -213,7 +213,9 @@ def test_what_a_killed_sampler_had_open_is_answered_once_and_a_new_one_joins() -
     assert len(answers) == 64 and all(each.token_ids for each in answers)
     assert [data["what"] for _, data in events] == ["lost", "joined"] and alive == 2
     text, data = events[0]
-    assert re.fullmatch("sampler 0 on .* was ended; others take .*, and a new one its place", text)
+    assert re.fullmatch(
+        "sampler 0 on .* was ended; others take .*, and a new one takes its place", text
+    )
     assert "ray.kill" in data["details"]
 
 
