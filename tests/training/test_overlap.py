@@ -222,18 +222,23 @@ def test_a_group_with_too_few_episodes_waits() -> None:
 def test_late_episodes_are_a_group_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One reply of the first step takes until the second: four episodes, then three and one."""
-    complete, calls = Sampler.complete, 0
+    """One reply of the first step takes until that step is trained on."""
+    complete, update, calls = Sampler.complete, CopiedEngine.update, 0
+    trained = asyncio.Event()
 
     async def slow(sampler: Sampler, prompt: Prompt) -> Completion:
         nonlocal calls
         calls += 1
         if calls == 4 + 7:  # after the evaluation of four levels, at two temperatures
-            await asyncio.sleep(0.4)
+            await trained.wait()
         return await complete(sampler, prompt)
 
+    async def telling(engine: Any, *arguments: Any) -> Any:
+        trained.set()
+        return await update(engine, *arguments)
+
     monkeypatch.setattr(Sampler, "complete", slow)
-    monkeypatch.setattr(CopiedEngine, "ROUNDS", 4000)
+    monkeypatch.setattr(CopiedEngine, "update", telling)
     run = tmp_path / "run"
     train(ahead(2, **CLOSING, filter__rule="all", eval__every=0), run)
     sizes = rows(

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from typing import IO, Any, ClassVar, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple, TextIO, cast
 
 import httpx
 
@@ -69,9 +69,7 @@ class McpServer:
     Raises:
         RagenError: The package mcp is not installed, or the address is empty.
 
-    Example:
-        >>> McpServer("python server.py").address.command
-        ('python', 'server.py')
+    Example: ``McpServer("python server.py").tools()``
     """
 
     def __init__(
@@ -255,7 +253,7 @@ class _Session:
                 command, *rest = address.command
                 values = dict(address.values)
                 server = StdioServerParameters(command=command, args=rest, env=values)
-                streams = stdio_client(server, errlog=self._log)  # type: ignore[arg-type]
+                streams = stdio_client(server, errlog=cast(TextIO, self._log))
                 reads, writes = await stack.enter_async_context(streams)
             yield reads, writes
 
