@@ -123,6 +123,19 @@ def test_what_the_runs_did_not_exercise_is_not_judged(tiny: Study) -> None:
         assert found.outcome == (expected or "not exercised")
 
 
+def test_an_environment_has_needs_of_its_own(tiny: Study) -> None:
+    falls = Need(measure="survived", arm="all", most=0.9)
+    ((name, place),) = tiny.environments.items()
+    places = {name: place.model_copy(update={"needs": [falls]})}
+    study = tiny.model_copy(update={"environments": places})
+    assert "survived" in study.measures
+    for share, expected in ((1.0, "not exercised"), (0.9, "fails")):
+        numbers = finals([0.5] * 7, [0.5] * 7)
+        numbers["survived"] = {(name, "all"): [share] * 7}
+        (found,) = decide(study, numbers)
+        assert found.outcome == expected
+
+
 def test_too_few_seeds_are_undecided(tiny: Study) -> None:
     (found,) = decide(tiny, finals([1.0] * 5, [0.0] * 5))
     assert (found.outcome, found.enough) == ("undecided", 6)

@@ -78,14 +78,16 @@ class Contrast(Section):
 
 
 class Need(Section):
-    """What the runs have to show for the claim to be tested: `measure` of `arm` ≥ `least`.
+    """What the runs have to show for the claim to be tested: `measure` of `arm` within bounds.
 
-    It is compared with the median over the seeds. Otherwise the outcome is "not exercised".
+    The median over the seeds is compared with `least` and `most`, both included. Outside of them
+    the outcome is "not exercised".
     """
 
     measure: str
     arm: str
-    least: float
+    least: float = -math.inf
+    most: float = math.inf
 
 
 class FineTuning(Section):
@@ -115,6 +117,8 @@ class Place(Section):
     """The outcome that the authors of the study expect."""
     untestable: bool = False
     """Whether D is too small for any number of seeds. Then runs are described, not judged."""
+    needs: list[Need] = Field(default_factory=list)
+    """What the runs have to show here, beside the `needs` of the whole study."""
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -155,7 +159,8 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _named(self) -> Study:
-        named = [self.contrast.arm, self.contrast.above, *(need.arm for need in self.needs)]
+        needs = self._all_needs()
+        named = [self.contrast.arm, self.contrast.above, *(need.arm for need in needs)]
         for arm in (*named, *self.sft):
             if isinstance(arm, str) and arm not in self.arms:
                 raise ValueError(f"there is no arm {arm!r} (only {', '.join(self.arms)})")
@@ -171,8 +176,11 @@ class Study(Section):
     @property
     def measures(self) -> list[str]:
         """The names of all measures, the primary one first."""
-        names = (self.contrast.measure, *self.describe, *(need.measure for need in self.needs))
-        return list(dict.fromkeys(names))
+        needed = (need.measure for need in self._all_needs())
+        return list(dict.fromkeys((self.contrast.measure, *self.describe, *needed)))
+
+    def _all_needs(self) -> list[Need]:
+        return [*self.needs, *(need for place in self.environments.values() for need in place.needs)]
 
     @property
     def error(self) -> float:
@@ -339,7 +347,10 @@ def decide(study: Study, numbers: Mapping[str, Numbers]) -> list[Decision]:
             outcome = "withdrawn"
         elif place.untestable:
             outcome = "untestable"
-        elif not all(_is_met(need, numbers[need.measure][name, need.arm]) for need in study.needs):
+        elif not all(
+            _is_met(need, numbers[need.measure][name, need.arm])
+            for need in (*study.needs, *place.needs)
+        ):
             outcome = "not exercised"
         enough = None
         if outcome == "undecided" and pairs:
@@ -374,7 +385,7 @@ def _interval(study: Study, ones: Sequence[float], others: Sequence[float], runs
 
 def _is_met(need: Need, values: Sequence[float]) -> bool:
     known = finite(values)
-    return bool(known) and median(known) >= need.least
+    return bool(known) and need.least <= median(known) <= need.most
 
 
 def finite(values: Sequence[float]) -> list[float]:
