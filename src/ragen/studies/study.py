@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import resources
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, TypeGuard
@@ -180,7 +180,8 @@ class Study(Section):
         return list(dict.fromkeys((self.contrast.measure, *self.describe, *needed)))
 
     def _all_needs(self) -> list[Need]:
-        return [*self.needs, *(need for place in self.environments.values() for need in place.needs)]
+        here = (place.needs for place in self.environments.values())
+        return [*self.needs, *chain.from_iterable(here)]
 
     @property
     def error(self) -> float:
