@@ -50,7 +50,7 @@ LIGHT_MODULES = {
 HEAVY_MODULES = {"evaluation.branch"}
 """Modules that load torch at import, in folders that otherwise do not."""
 ONLY_IN = {
-    "ray": {"engines.ray_engine"},
+    "ray": {"engines.ray_engine", "engines.ray_process", "engines.ray_cluster"},
     "vllm": {"engines.vllm_engine"},
     "peft": {"models.lora"},
     "minigrid": {"envs.adapters.minigrid"},

@@ -124,13 +124,13 @@ def test_threads_are_those_of_the_machine_that_a_process_is_on(machines: Any) ->
         more = {"engine.learners": 2, "engine.samplers": 5}
         async with engine_on(machines, threads=2, **more) as engine:
             here = ray.get_runtime_context().get_node_id()
-            nodes = {name: engine._node_of(name) for name in engine._rooms}
+            nodes = engine.rooms.nodes()
             assert len(set(nodes.values())) == 2
             expected = {}
             for name, node in nodes.items():
                 beside = [each for each, its in nodes.items() if (its, each[0]) == (node, name[0])]
                 expected[name] = max(1, (2 if node == here else 6) // len(beside))
-            return {name: engine._threads(name) for name in nodes}, expected
+            return {name: engine.rooms.threads(name) for name in nodes}, expected
 
     found, expected = asyncio.run(threads())
     assert found == expected and len(set(found.values())) > 1

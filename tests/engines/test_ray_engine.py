@@ -19,12 +19,14 @@ from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.types import Completion, Group, Prompt
-from ragen.engines import ray_engine
+from ragen.engines import ray_process
 from ragen.engines.hosts import own_address
 from ragen.engines.local import LocalEngine
 from ragen.engines.machine import use_threads
 from ragen.engines.pool import ProcessLost
+from ragen.engines.ray_cluster import connect
 from ragen.engines.ray_engine import RayEngine
+from ragen.engines.ray_process import Process
 from ragen.models.names import resolve_model
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import open_setups
@@ -39,7 +41,7 @@ def cluster() -> Iterator[None]:
     """One Ray for all tests: starting it takes longer than most of them."""
     import ray
 
-    ray_engine._connect("", 6)
+    connect("", 6)
     yield
     ray.shutdown()
 
@@ -242,10 +244,10 @@ def test_a_learner_that_is_lost_at_the_start_is_named_while_the_other_waits_for_
 ) -> None:
     spawn = RayEngine._spawn
 
-    def losing(engine: RayEngine, kind: type, name: str, place: int) -> ray_engine.Process:
-        process = spawn(engine, kind, name, place)
+    def losing(engine: RayEngine, kind: type, name: str, room: Any) -> Process:
+        process = spawn(engine, kind, name, room)
         if name == "learner 1":
-            ray_engine.ray.kill(process.actor)
+            ray_process.ray.kill(process.actor)
         return process
 
     monkeypatch.setattr(RayEngine, "_spawn", losing)
@@ -258,8 +260,8 @@ def test_a_process_that_ray_kills_for_its_memory_is_a_lost_one() -> None:
 
     async def lose() -> Any:
         gone = asyncio.get_running_loop().create_future()
-        gone.set_exception(ray_engine.OutOfMemoryError("killed: the node running low on memory\n"))
-        return await ray_engine.Process("sampler 1", None).answer(gone, "sampling")
+        gone.set_exception(ray_process.OutOfMemoryError("killed: the node running low on memory\n"))
+        return await Process("sampler 1", None).answer(gone, "sampling")
 
     with pytest.raises(ProcessLost, match=r"^sampler 1 was killed by Ray, for its machine"):
         asyncio.run(lose())
@@ -283,7 +285,7 @@ def test_a_sampler_that_is_suspended_is_late_and_replaced() -> None:
 
 
 def test_a_cluster_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_engine.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_process.ray, "is_initialized", lambda: False)
     with pytest.raises(RagenError, match=r"cannot be reached.*ray start --head") as caught:
         engine_of(config_of(engine__address="127.0.0.1:1"))
     assert "\n" not in str(caught.value)

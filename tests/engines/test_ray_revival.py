@@ -38,10 +38,10 @@ def engine_of(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> Any:
     engine._closed, engine._events, engine._samplers, engine._tasks = False, [], {}, set()
     engine._publishing, engine._weights = asyncio.Lock(), (None, {"w": 2}, 0)
     engine._config, engine._path, engine._error = None, "", None
-    engine._further, engine._players, engine._player_pool = {}, {}, None
+    engine._players, engine._player_pool = {}, None
+    engine.rooms = types.SimpleNamespace(is_further=lambda place: False, threads=lambda name: 1)
     engine.samplers = SamplerPool(10, 0.2, engine._on_end)
     engine._spawn_sampler = lambda place: New(is_lost)
-    engine._threads = lambda name: 1
     return engine
 
 

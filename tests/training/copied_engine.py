@@ -45,7 +45,7 @@ class CopiedEngine(LocalEngine):
         return metrics
 
 
-def copied_engine(config: Config, path: str | None = None) -> CopiedEngine:
+def copied_engine(config: Config, path: str | None = None, after: Any = None) -> CopiedEngine:
     """In the place of `make_engine`."""
     return CopiedEngine(config, path or resolve_model(config.model.path, config.env.name))
 

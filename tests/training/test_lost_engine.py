@@ -179,7 +179,7 @@ def test_an_engine_that_cannot_be_replaced_ends_the_run_in_one_line(
 ) -> None:
     config, run = make_config(**EVERY), tmp_path / "run"
 
-    def refuse(config: Any, path: str | None = None) -> Any:
+    def refuse(config: Any, path: str | None = None, after: Any = None) -> Any:
         raise RagenError("no node has a GPU")
 
     losing(LocalEngine, "publish", 3)

@@ -1,24 +1,15 @@
-"""The engine on Ray: learners, samplers and players in processes, on one machine or many.
-
-Ray is an extra, so it is imported here and nowhere else.
-"""
+"""The engine on Ray: learners, samplers and players in processes, on one machine or many."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import socket
-import sys
 import threading
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ragen.algorithms.batch import Batch
@@ -26,40 +17,20 @@ from ragen.config.config import Config
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.metrics import Metrics, mean, total
 from ragen.core.types import Role
-from ragen.engines.engine import Late
-from ragen.engines.hosts import Beat, Failure, LearnerHost, SamplerHost, ServingHost
-from ragen.engines.lost import answers_of, what_happened
+from ragen.engines.engine import Engine, Late
+from ragen.engines.hosts import Beat, Failure, LearnerHost, SamplerHost
+from ragen.engines.lost import GRACE_S, answers_of
 from ragen.engines.player_host import PlayerHost
 from ragen.engines.player_pool import PlayerPool
-from ragen.engines.pool import Answers, Pool, ProcessLost, Seat
+from ragen.engines.pool import Pool, ProcessLost, Seat
+from ragen.engines.ray_cluster import Rooms, connect
+from ragen.engines.ray_process import LOST, Process, RemoteProcess, actor_of, environment, ray
 from ragen.engines.sampler_pool import SamplerPool
 from ragen.engines.weights import some
 from ragen.rollout.setup import make_chat
 
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns about itself
-os.environ.setdefault("RAY_worker_niceness", "0")  # the learners are no background work
-try:
-    import ray
-    from ray.exceptions import (
-        ActorUnschedulableError,
-        GetTimeoutError,
-        LocalRayletDiedError,
-        NodeDiedError,
-        ObjectLostError,
-        OutOfMemoryError,
-        RayActorError,
-        RaySystemError,
-        WorkerCrashedError,
-    )
-    from ray.util.placement_group import (
-        placement_group,
-        placement_group_table,
-        remove_placement_group,
-    )
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-except ImportError:  # `_connect` says so
-    ray = None
+if ray is not None:
+    from ray.exceptions import GetTimeoutError, RayError
 
 BEAT_S = 1.0
 """Seconds between two signs of life."""
@@ -67,141 +38,22 @@ BEAT_S = 1.0
 LONGEST_PAUSE_S = 60.0
 """Most seconds between two tries to start a process whose machine cannot run it."""
 
-CONNECT_S = 10.0
-"""Seconds that the head of a cluster has to answer."""
-
-DRIVER = "driver"
-"""The driver's name as a client of the processes that answer requests."""
-
-LOST: tuple[type[Exception], ...] = (
-    (
-        *(RayActorError, RaySystemError, OutOfMemoryError, NodeDiedError, ObjectLostError),
-        *(ActorUnschedulableError, WorkerCrashedError, LocalRayletDiedError),
-    )
-    if ray is not None
-    else ()
-)
-"""What a call raises whose process, or what it was given, is gone."""
-
-
-@dataclass(slots=True, eq=False)
-class Process:
-    """A process, its open calls, and when it last showed life.
-
-    Attributes:
-        name: Its name in messages.
-        actor: Its handle.
-        calls: The phase and the beginning of each open call.
-        alive: When it was last known to work.
-        busy_s: Seconds with an open call, of those that have ended.
-        stacks: Of its threads, if it has not moved for a while.
-        reason: Why it was ended, if it was.
-        address: Its machine's, once it has shown life.
-        beating: The open call for a sign of life.
-        serves: Others call it, too, so that an answer may be awaited without an open call.
-        client: Its name as a client of samplers, which no later process has.
-        drained: Its node is about to be taken away.
-    """
-
-    name: str
-    actor: Any
-    calls: dict[int, tuple[str, float]] = field(default_factory=dict)
-    alive: float = field(default_factory=time.monotonic)
-    busy_s: float = 0.0
-    stacks: str = ""
-    reason: str = ""
-    address: str = ""
-    beating: Any = None
-    serves: bool = False
-    client: str = ""
-    drained: bool = False
-    numbers: count[int] = field(default_factory=count)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Another process has calls of its own."""
-        return Process, (self.name, self.actor)
-
-    async def call(self, method: str, *arguments: Any, phase: str = "") -> Any:
-        """The answer of a method.
-
-        Raises:
-            ProcessLost: The process is gone.
-            RagenError: The method raised it.
-        """
-        return await self.answer(getattr(self.actor, method).remote(*arguments), phase or method)
-
-    async def answer(self, ref: Any, phase: str) -> Any:
-        """See `call`, of a call that was made."""
-        number, start = next(self.numbers), time.monotonic()
-        if not self.calls:
-            self.alive = start
-        self.calls[number] = phase, start
-        try:
-            answer = await ref
-        except LOST as error:
-            raise self.lost(error) from error
-        finally:
-            del self.calls[number]
-            self.busy_s += time.monotonic() - start
-        if isinstance(answer, Failure):
-            raise answer.error()
-        return answer
-
-    async def begin(self) -> None:
-        """Wait until it runs, for however long: this is not an open call.
-
-        Raises:
-            ProcessLost: It is gone.
-        """
-        try:
-            await self.actor.beat.remote()
-        except LOST as error:
-            raise self.lost(error) from error
-
-    def lost(self, error: Exception) -> ProcessLost:
-        """What is said of its loss, of which Ray says `error`."""
-        text = self.reason or what_happened(self.name, self.address, str(error))
-        return ProcessLost(text, str(error))
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteProcess:
-    """The `Remote` of a process and one of its clients, who waits for answers in a phase."""
-
-    process: Process
-    phase: str
-    client: str = DRIVER
-
-    async def submit(self, requests: Sequence[tuple[int, Any]], era: int) -> None:
-        """See `Remote.submit`."""
-        await self.process.call("submit", self.client, requests, era, phase=self.phase)
-
-    async def collect(self) -> Answers:
-        """See `Remote.collect`."""
-        answers: Answers = await self.process.call("collect", self.client, phase=self.phase)
-        finished = [
-            (number, answer.error() if isinstance(answer, Failure) else answer)
-            for number, answer in answers.finished
-        ]
-        return replace(answers, finished=finished)
-
-    async def drop(self, numbers: Sequence[int]) -> None:
-        """See `Remote.drop`."""
-        await self.process.call("drop", self.client, numbers)
-
 
 class RayEngine:
     """The `Engine` of learners, samplers and players on Ray; without players, the driver plays.
 
     `path` is the folder or hub id of the policy's first weights. Weights are published through the
-    shared memory of each machine.
+    shared memory of each machine. An engine that takes the place of another one, `after`, has the
+    same room, and waits for it (`Rooms`).
 
     Raises:
         RagenError: Ray is missing, the cluster cannot be reached or is too small, or the model
             cannot be used.
     """
 
-    def __init__(self, config: Config, path: str) -> None:
+    rooms: Rooms
+
+    def __init__(self, config: Config, path: str, after: Engine | None = None) -> None:
         if Path(path).exists():  # the processes have working folders of their own
             path = str(Path(path).resolve())
         self._config, self._path, self._settings = config, path, config.engine
@@ -227,13 +79,14 @@ class RayEngine:
         self._player_pool: PlayerPool | None = None
         if config.engine.players:
             self._player_pool = PlayerPool(self.samplers, self._timeout_s, self._on_end)
-        self._placement: Any = None
-        self._further: dict[int, Any] = {}  # the room of each sampler beyond `engine.samplers`
-        self._asked: tuple[Any, Any] | None = None  # room for another one, and when it is there
-        self._rooms: dict[str, tuple[Any, int]] = {}  # of each process: a group, and a part of it
-        self._owns_ray = _connect(config.engine.address, self._num_processes)
+        self._owns_ray = connect(config.engine.address, self._num_processes)
         try:
-            self._place()
+            self.rooms = Rooms(config.engine, after.rooms if isinstance(after, RayEngine) else None)
+        except BaseException:
+            if self._owns_ray:
+                ray.shutdown()
+            raise
+        try:
             self._start()
         except BaseException:
             self._shut_down()
@@ -255,102 +108,24 @@ class RayEngine:
 
     # Starting.
 
-    def _place(self) -> None:
-        """Reserve what all processes need, or refuse."""
-        learners, samplers = self._settings.learners, self._settings.samplers
-        players = self._settings.players
-        each = self._settings.tensor_parallel  # workers of a sampler
-        have = ray.cluster_resources()
-        gpus = int(have.get("GPU", 0))
-        if gpus and gpus < (max(learners, samplers) if each == 1 else learners + each * samplers):
-            raise RagenError(
-                f"the cluster has {gpus} GPUs, and each of {learners} learners needs one and each "
-                f"of {samplers} samplers {each}: lower engine.learners, engine.samplers or "
-                "engine.tensor_parallel, or add machines"
-            )
-        self._shares_gpus = each == 1 and 0 < gpus < learners + samplers
-        self._gpu_share = (0.5 if self._shares_gpus else 1.0) if gpus else 0.0
-        self._sampler_room = {"CPU": float(each)} | ({"GPU": float(each)} if gpus else {})
-        if self._shares_gpus:
-            pairs = max(learners, samplers)
-            bundles = [{"CPU": 2.0, "GPU": 1.0}] * pairs
-            self._bundles = [*range(learners), *range(samplers)]
-        else:
-            bundles = [{"CPU": 1.0} | ({"GPU": 1.0} if gpus else {})] * learners
-            bundles += [self._sampler_room] * samplers
-            self._bundles = list(range(learners + samplers))
-        self._bundles += range(len(bundles), len(bundles) + players)
-        bundles += [{"CPU": 1.0}] * players
-        who, which = f"{learners} learners and {samplers} samplers", "engine.learners"
-        if players:
-            who = f"{learners} learners, {samplers} samplers and {players} players"
-            which = "engine.learners, engine.players"
-        cpus = have.get("CPU", 0)
-        need = sum(bundle["CPU"] for bundle in bundles)
-        if cpus < need:
-            raise RagenError(
-                f"the cluster has {cpus:g} CPUs, and {who} need {need:g}: lower {which} or "
-                "engine.samplers, or add machines"
-            )
-        self._placement = placement_group(bundles, strategy="PACK")
-        done, _ = ray.wait([self._placement.ready()], timeout=self._timeout_s)
-        if not done:
-            free = ray.available_resources()
-            raise RagenError(
-                f"the cluster gave no room for {who} within engine.timeout_s = "
-                f"{self._timeout_s:g} s ({free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} "
-                "GPUs are free): end what else runs there, or ask for less"
-            )
-
-    def _threads(self, name: str) -> int:
-        """Threads of a process: its node's, divided among all there that work at the same time.
-
-        On the driver's node these are the threads of this process, on another one all of its CPUs.
-        """
-        nodes = {each: self._node_of(each) for each in self._rooms}
-        kinds = ("learner", "sampler") if self._settings.max_staleness else (name.split()[0],)
-        here = [each for each, node in nodes.items() if node == nodes[name]]
-        together = sum(each.startswith(kinds) for each in here)
-        if nodes[name] == ray.get_runtime_context().get_node_id():
-            return max(1, torch.get_num_threads() // together)
-        cpus = {each["NodeID"]: each["Resources"].get("CPU", 1.0) for each in ray.nodes()}
-        return max(1, int(cpus.get(nodes[name], 1.0)) // together)
-
-    def _node_of(self, name: str) -> str:
-        """The node on which a process has room; empty if it has none any more."""
-        group, part = self._rooms.get(name, (None, 0))
-        table = placement_group_table(group) if group is not None else {}
-        node: str = table.get("bundles_to_node_id", {}).get(part, "")
-        return node
-
-    def _spawn(self, kind: type, name: str, place: int) -> Process:
-        """Begin a process in a place; it has yet to `start`."""
-        further = None
-        if kind is SamplerHost:
-            further = self._further.get(place - self._settings.learners)
-        room = (self._placement, self._bundles[place]) if further is None else (further, 0)
-        self._rooms[name] = room
-        strategy = PlacementGroupSchedulingStrategy(room[0], placement_group_bundle_index=room[1])
-        workers = self._settings.tensor_parallel if kind is SamplerHost else 1
-        gpus = self._gpu_share if further is None else self._sampler_room.get("GPU", 0.0) / workers
+    def _spawn(self, kind: type, name: str, room: dict[str, Any]) -> Process:
+        """Begin a process in a room; it has yet to `start`."""
         # Threads beside the one that works: for the answers of each client, and for signs of life.
         clients = 1 + (self._settings.players if kind is SamplerHost else 0)
         groups = {"collect": clients, "health": 1}
-        actor = ray.remote(concurrency_groups=groups)(_actor(kind)).options(
-            num_cpus=workers,
-            num_gpus=0 if kind is PlayerHost else workers * gpus,
-            max_restarts=0,
-            scheduling_strategy=strategy,
-            runtime_env={"env_vars": _environment()},
+        actor = ray.remote(concurrency_groups=groups)(actor_of(kind)).options(
+            **room, max_restarts=0, runtime_env={"env_vars": environment()}
         )
         return Process(name, actor.remote())
 
+    def _spawn_learner(self, place: int) -> Process:
+        return self._spawn(LearnerHost, f"learner {place}", self.rooms.learner(place))
+
     def _spawn_sampler(self, place: int) -> Process:
-        return self._spawn(SamplerHost, f"sampler {place}", self._settings.learners + place)
+        return self._spawn(SamplerHost, f"sampler {place}", self.rooms.sampler(place))
 
     def _spawn_player(self, place: int) -> Process:
-        before = self._settings.learners + self._settings.samplers
-        process = self._spawn(PlayerHost, f"player {place}", before + place)
+        process = self._spawn(PlayerHost, f"player {place}", self.rooms.player(place))
         process.client = f"{process.name}, {next(self._clients)}"
         return process
 
@@ -358,7 +133,7 @@ class RayEngine:
         """Start all processes, and give the samplers the learner's weights."""
         config, path = self._config, self._path
         num = self._settings.learners
-        self._learners = [self._spawn(LearnerHost, f"learner {k}", k) for k in range(num)]
+        self._learners = [self._spawn_learner(place) for place in range(num)]
         self._samplers = {
             place: self._spawn_sampler(place) for place in range(self._settings.samplers)
         }
@@ -367,15 +142,13 @@ class RayEngine:
         }
         first = self._learners[0]
         store = self._wait(first, first.actor.address.remote())
+        threads = self.rooms.threads
         started = [
-            (
-                each,
-                each.actor.start.remote(config, path, self._threads(each.name), rank, num, store),
-            )
+            (each, each.actor.start.remote(config, path, threads(each.name), rank, num, store))
             for rank, each in enumerate(self._learners)
         ]
         started += [
-            (each, each.actor.start.remote(config, path, self._threads(each.name)))
+            (each, each.actor.start.remote(config, path, threads(each.name)))
             for each in self._samplers.values()
         ]
         self._tokenizer, *_ = self._wait_all(started)
@@ -406,12 +179,28 @@ class RayEngine:
             self._join(self._player_pool, process)
 
     def _wait_all(self, asked: Sequence[tuple[Process, Any]]) -> list[Any]:
-        """As `_wait`; a call that fails is told at once, for the others may wait for it."""
+        """As `_wait`; a call that fails is told at once, for the others may wait for it.
+
+        What talks to a process that is lost may fail before Ray has noticed the loss, which is then
+        waited for, and told instead.
+        """
         open_calls = {ref: process for process, ref in asked}
+        failure: RayError | None = None
+        until = time.monotonic() + self._timeout_s
         while open_calls:
-            done, _ = ray.wait([*open_calls], timeout=self._timeout_s)
+            done, _ = ray.wait([*open_calls], timeout=max(0.0, until - time.monotonic()))
+            if failure is not None and not done:
+                raise failure
             ref = (done or [*open_calls])[0]
-            self._wait(open_calls.pop(ref), ref, self._timeout_s if done else 0.0)
+            try:
+                self._wait(open_calls.pop(ref), ref, self._timeout_s if done else 0.0)
+            except RagenError:
+                raise
+            except RayError as error:
+                failure = failure or error
+                until = min(until, time.monotonic() + GRACE_S)
+        if failure is not None:
+            raise failure
         answers: list[Any] = ray.get([ref for _, ref in asked])
         return answers
 
@@ -440,7 +229,7 @@ class RayEngine:
 
     async def _train(self, method: str, *arguments: Any) -> Any:
         """The answer of the first learner to a call that all of them get (`answers_of`)."""
-        if self._config.rollout.sampler == "vllm" and self._shares_gpus:
+        if self._config.rollout.sampler == "vllm" and self.rooms.shares_gpus:
             await self._rest()
         calls = [each.call("call", method, *arguments, phase=method) for each in self._learners]
         return (await self._all(calls))[0]
@@ -601,7 +390,7 @@ class RayEngine:
         is_player = process in self._players.values()
         processes = self._players if is_player else self._samplers
         place = next(place for place, each in processes.items() if each is process)
-        further = not is_player and place in self._further
+        further = not is_player and self.rooms.is_further(place)
         another = "another one joins where there is room" if further else ""
         if loss is None:
             another = another or "a new one takes its place"
@@ -618,14 +407,9 @@ class RayEngine:
             self._tell_all(self._player_pool, "part", seat.name, str(loss or "it has left"))
         del processes[place]
         if further:
-            self._clear(place)
+            self.rooms.clear(place)
         else:
             self._begin(self._revive(place, is_player))
-
-    def _clear(self, place: int) -> None:
-        """Give the room of a sampler back that is not replaced there."""
-        del self._rooms[f"sampler {place}"]
-        remove_placement_group(self._further.pop(place))
 
     async def _revive(self, place: int, is_player: bool = False) -> None:
         """Start a process in a place, as soon as there is room for it, until one has joined."""
@@ -647,9 +431,9 @@ class RayEngine:
                 if text not in told:
                     told.add(text)
                     self._events.append((text, about))
-                if not is_player and place in self._further:
+                if not is_player and self.rooms.is_further(place):
                     del self._samplers[place]
-                    self._clear(place)
+                    self.rooms.clear(place)
                     return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -659,7 +443,7 @@ class RayEngine:
         self._events.append((text, data))
 
     async def _open_sampler(self, process: Process) -> None:
-        threads = self._threads(process.name)
+        threads = self.rooms.threads(process.name)
         await process.call("start", self._config, self._path, threads)
         async with self._publishing:
             await self._load(process)
@@ -695,19 +479,15 @@ class RayEngine:
             return
         drained = ray._private.state.state.get_draining_nodes()
         for process in self._processes if drained else ():
-            process.drained = self._node_of(process.name) in drained
+            process.drained = self.rooms.node_of(process.name) in drained
 
     def _look_for_room(self) -> None:
         """Let another sampler join, up to `engine.most_samplers`, once there is room for it."""
-        first, loop = self._settings.samplers, self.policy.loop
+        loop = self.policy.loop
         if loop is None or loop.is_closed() or self._closed:
             return
-        if self._asked is None and first + len(self._further) < self._settings.most_samplers:
-            group = placement_group([self._sampler_room])
-            self._asked = group, group.ready()
-        if self._asked is not None and ray.wait([self._asked[1]], timeout=0)[0]:
-            place = next(each for each in count(first) if each not in self._further)
-            self._further[place], self._asked = self._asked[0], None
+        place = self.rooms.further()
+        if place is not None:
             self._in_loop(lambda: self._begin(self._revive(place)))
 
     def _look_at(self, process: Process, now: float) -> None:
@@ -717,7 +497,7 @@ class RayEngine:
         if done:
             try:
                 beat: Beat = ray.get(process.beating)
-            except LOST as error:
+            except RayError as error:
                 self._in_loop(self._remove, process, process.lost(error))
                 return
             process.beating = None
@@ -812,90 +592,6 @@ class RayEngine:
             self._health.join()
         for process in self._processes:
             ray.kill(process.actor)
-        asked = [self._asked[0]] if self._asked is not None else []
-        for group in (self._placement, *self._further.values(), *asked):
-            if group is not None:
-                remove_placement_group(group)
+        self.rooms.close()
         if self._owns_ray:
             ray.shutdown()
-
-
-def _actor(kind: type) -> type:
-    """A host as an actor's class: with threads of their own for signs of life and for answers."""
-    methods: dict[str, Any] = {
-        "beat": ray.method(concurrency_group="health")(_method(kind, "beat"))
-    }
-    if issubclass(kind, ServingHost):
-
-        def begin(host: ServingHost) -> None:
-            kind.__init__(host)
-            host.leave_on_sigterm()
-
-        methods["__init__"] = begin
-        methods["collect"] = ray.method(concurrency_group="collect")(_method(kind, "collect"))
-    else:
-        methods["weights"] = ray.method(num_returns=2)(_method(kind, "weights"))
-    return type(kind.__name__, (kind,), methods)
-
-
-def _method(kind: type, name: str) -> Any:
-    """A function of its own that calls a method: Ray writes its settings on it."""
-
-    def method(host: Any, *arguments: Any) -> Any:
-        return getattr(kind, name)(host, *arguments)
-
-    return method
-
-
-def _connect(address: str, num_processes: int) -> bool:
-    """Connect to a cluster, or start one on this machine; returns whether to end Ray later.
-
-    Raises:
-        RagenError: Ray is missing, or the cluster cannot be reached.
-    """
-    if ray is None:
-        raise RagenError(
-            "engine.name = \"ray\" needs Ray: pip install 'ragen-rl[ray]', or leave engine.name out"
-        )
-    if ray.is_initialized():
-        return False
-    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if not address:
-        cores = max(os.cpu_count() or 1, 2 * num_processes)  # more processes than cores may be
-        settings |= {"include_dashboard": False, "num_cpus": cores}
-    else:
-        _refuse_silent(address)
-    try:
-        ray.init(address or "local", **settings)
-    except (ConnectionError, ValueError, RuntimeError, OSError, TimeoutError) as error:
-        text = " ".join(str(error).split())[:200]
-        if address:
-            raise RagenError(
-                f"engine.address = {address!r}: there is no Ray cluster that answers ({text}); "
-                "start one with `ray start --head`, or leave engine.address out"
-            ) from error
-        raise RagenError(f"Ray could not be started on this machine: {text}") from error
-    return True
-
-
-def _refuse_silent(address: str) -> None:
-    """Refuse an address at which nothing listens: Ray itself would try for minutes.
-
-    Raises:
-        RagenError: See above.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():  # auto, local, or a name that Ray knows
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-    except (OSError, OverflowError) as error:
-        raise RagenError(
-            f"engine.address = {address!r} cannot be reached: {error}; start a cluster with "
-            "`ray start --head`, or leave engine.address out"
-        ) from error
-
-
-def _environment() -> dict[str, str]:
-    """The environment variables of the processes: they import what this one can."""
-    return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -159,7 +159,7 @@ def overlap_metrics(run: Run, played: Played, kept: Sequence[int], version: int)
     """
     if not run.config.engine.max_staleness:
         return {}
-    late = played.groups[len(played.starts) :]
+    late = played.groups[len(played.starts) :] if run.config.engine.min_members else ()
     old = [staleness(played.groups[index], version) for index in kept]
     every = [staleness(group, version) for group in played.groups]
     metrics = {

@@ -266,7 +266,7 @@ async def restore(run: Run, loss: EngineLost) -> None:
             await go_on_from(run, checkpoint, saved, state, guard)
         else:
             await run.engine.close()
-            run.engine = make_engine(run.config)
+            run.engine = make_engine(run.config, after=run.engine)
     except EngineLost:
         raise
     except RagenError as error:
@@ -327,5 +327,5 @@ async def go_on_from(
     if run.judge is not None:
         run.judge.attempt = state.attempt
     first = find_first(run.config, checkpoint, saved["engine"])
-    run.engine = make_engine(run.config, first)
+    run.engine = make_engine(run.config, first, run.engine)
     await run.engine.load(checkpoint, saved["engine"])

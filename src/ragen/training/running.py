@@ -248,13 +248,16 @@ class Clock:
         return {f"time/{name}_s": total(seconds) for name, seconds in phases.items()} | speed
 
 
-def make_engine(config: Config, path: str | None = None) -> Engine:
-    """The engine of a config, with the model at `path`: by default what the config names."""
+def make_engine(config: Config, path: str | None = None, after: Engine | None = None) -> Engine:
+    """The engine of a config, with the model at `path`: by default what the config names.
+
+    It takes the place of the engine `after`, which is closed.
+    """
     path = path or resolve_model(config.model.path, config.env.name)
     if config.engine.name == "ray":
         from ragen.engines.ray_engine import RayEngine  # Ray is an extra
 
-        return RayEngine(config, path)
+        return RayEngine(config, path, after)
     return LocalEngine(config, path)
 
 

@@ -1,0 +1,258 @@
+"""A cluster of Ray: the connection to it, and the room that an engine's processes have there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import torch
+
+from ragen.config.sections import EngineConfig
+from ragen.core.errors import RagenError
+from ragen.engines.ray_process import ray
+
+if ray is not None:
+    from ray.util.placement_group import (
+        placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+CONNECT_S = 10.0
+"""Seconds that the head of a cluster has to answer."""
+
+RETRY_S = 1.0
+"""Seconds between two looks at a cluster that lacks what an engine had there."""
+
+
+class Rooms:
+    """What a cluster has reserved for the processes of an engine, by their names.
+
+    A sampler shares its GPU with a learner where there are too few for both. The rooms of an engine
+    that replaces another one are like those `before`: a machine that is away may come back for as
+    long as `engine.timeout_s`.
+
+    Attributes:
+        shares_gpus: Whether learners and samplers share GPUs.
+        uses_gpus: Whether they have any.
+
+    Raises:
+        RagenError: The cluster is too small, or others use it.
+    """
+
+    shares_gpus: bool
+    uses_gpus: bool
+
+    def __init__(self, settings: EngineConfig, before: Rooms | None = None) -> None:
+        self._settings = settings
+        self._further: dict[int, Any] = {}  # of each sampler beyond `engine.samplers`
+        self._asked: tuple[Any, Any] | None = None  # room for another one, and when it is there
+        self._places: dict[str, tuple[Any, int]] = {}  # of each process: a group, and a part of it
+        until = time.monotonic() + (settings.timeout_s if before else 0.0)
+        while True:
+            try:
+                bundles = self._plan(before)
+                break
+            except RagenError:
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(min(RETRY_S, max(0.0, until - time.monotonic())))
+        self._group = placement_group(bundles, strategy="PACK")
+        done, _ = ray.wait([self._group.ready()], timeout=settings.timeout_s)
+        if not done:
+            remove_placement_group(self._group)
+            free = ray.available_resources()
+            raise RagenError(
+                f"the cluster gave no room for {self._who} within engine.timeout_s = "
+                f"{settings.timeout_s:g} s ({free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} "
+                "GPUs are free): end what else runs there, or ask for less"
+            )
+
+    @property
+    def _who(self) -> str:
+        settings = self._settings
+        who = f"{settings.learners} learners and {settings.samplers} samplers"
+        if settings.players:
+            who = who.replace(" and", ",") + f" and {settings.players} players"
+        return who
+
+    def _plan(self, before: Rooms | None) -> list[dict[str, float]]:
+        """The parts to reserve, and which process has which, or a refusal."""
+        settings = self._settings
+        learners, samplers = settings.learners, settings.samplers
+        each = settings.tensor_parallel  # workers of a sampler
+        have = ray.cluster_resources()
+        gpus = int(have.get("GPU", 0))
+        apart, shared = learners + each * samplers, max(learners, samplers)
+        if before is None:
+            self.uses_gpus = gpus > 0
+            self.shares_gpus = each == 1 and 0 < gpus < apart
+        else:
+            self.uses_gpus, self.shares_gpus = before.uses_gpus, before.shares_gpus
+        if self.uses_gpus and gpus < (shared if self.shares_gpus else apart):
+            raise RagenError(
+                f"the cluster has {gpus} GPUs, and each of {learners} learners needs one and each "
+                f"of {samplers} samplers {each}: lower engine.learners, engine.samplers or "
+                "engine.tensor_parallel, or add machines"
+            )
+        self._sampler_room = {"CPU": float(each)} | ({"GPU": float(each)} if self.uses_gpus else {})
+        if self.shares_gpus:
+            bundles = [{"CPU": 2.0, "GPU": 1.0}] * shared
+            self._parts = [*range(learners), *range(samplers)]
+        else:
+            bundles = [{"CPU": 1.0} | ({"GPU": 1.0} if self.uses_gpus else {})] * learners
+            bundles += [self._sampler_room] * samplers
+            self._parts = list(range(learners + samplers))
+        self._parts += range(len(bundles), len(bundles) + settings.players)
+        bundles += [{"CPU": 1.0}] * settings.players
+        cpus, need = have.get("CPU", 0), sum(bundle["CPU"] for bundle in bundles)
+        if cpus < need:
+            which = "engine.learners, engine.players" if settings.players else "engine.learners"
+            raise RagenError(
+                f"the cluster has {cpus:g} CPUs, and {self._who} need {need:g}: lower {which} or "
+                "engine.samplers, or add machines"
+            )
+        return bundles
+
+    def learner(self, place: int) -> dict[str, Any]:
+        """Ray's options of the process of a learner."""
+        return self._options(f"learner {place}", (self._group, self._parts[place]), self._gpu_share)
+
+    def sampler(self, place: int) -> dict[str, Any]:
+        """Ray's options of the process of a sampler."""
+        name, workers = f"sampler {place}", self._settings.tensor_parallel
+        if place in self._further:
+            gpus = self._sampler_room.get("GPU", 0.0)
+            return self._options(name, (self._further[place], 0), gpus, workers)
+        part = self._parts[self._settings.learners + place]
+        return self._options(name, (self._group, part), workers * self._gpu_share, workers)
+
+    def player(self, place: int) -> dict[str, Any]:
+        """Ray's options of the process of a player."""
+        part = self._parts[self._settings.learners + self._settings.samplers + place]
+        return self._options(f"player {place}", (self._group, part), 0.0)
+
+    @property
+    def _gpu_share(self) -> float:
+        return (0.5 if self.shares_gpus else 1.0) if self.uses_gpus else 0.0
+
+    def _options(
+        self, name: str, place: tuple[Any, int], gpus: float, cpus: int = 1
+    ) -> dict[str, Any]:
+        self._places[name] = place
+        strategy = PlacementGroupSchedulingStrategy(place[0], placement_group_bundle_index=place[1])
+        return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy}
+
+    def nodes(self) -> dict[str, str]:
+        """The node on which each process has room; empty if it has none any more."""
+        return {name: self.node_of(name) for name in self._places}
+
+    def node_of(self, name: str) -> str:
+        """See `nodes`."""
+        group, part = self._places.get(name, (None, 0))
+        table = placement_group_table(group) if group is not None else {}
+        node: str = table.get("bundles_to_node_id", {}).get(part, "")
+        return node
+
+    def threads(self, name: str) -> int:
+        """Threads of a process: its node's, divided among all there that work at the same time.
+
+        On the driver's node these are the threads of this process, on another one all of its CPUs.
+        """
+        nodes = self.nodes()
+        kinds = ("learner", "sampler") if self._settings.max_staleness else (name.split()[0],)
+        here = [each for each, node in nodes.items() if node == nodes[name]]
+        together = sum(each.startswith(kinds) for each in here)
+        if nodes[name] == ray.get_runtime_context().get_node_id():
+            return max(1, torch.get_num_threads() // together)
+        cpus = {each["NodeID"]: each["Resources"].get("CPU", 1.0) for each in ray.nodes()}
+        return max(1, int(cpus.get(nodes[name], 1.0)) // together)
+
+    # Samplers beyond `engine.samplers`.
+
+    def further(self) -> int | None:
+        """The place of another sampler, up to `engine.most_samplers`, once there is room for it."""
+        settings = self._settings
+        if self._asked is None and settings.samplers + len(self._further) < settings.most_samplers:
+            group = placement_group([self._sampler_room])
+            self._asked = group, group.ready()
+        if self._asked is None or not ray.wait([self._asked[1]], timeout=0)[0]:
+            return None
+        place = next(each for each in count(settings.samplers) if each not in self._further)
+        self._further[place], self._asked = self._asked[0], None
+        return place
+
+    def is_further(self, place: int) -> bool:
+        """Whether the sampler in a place is one beyond `engine.samplers`."""
+        return place in self._further
+
+    def clear(self, place: int) -> None:
+        """Give the room of a sampler back that is not replaced there."""
+        del self._places[f"sampler {place}"]
+        remove_placement_group(self._further.pop(place))
+
+    def close(self) -> None:
+        """Give all back."""
+        for group in self._groups():
+            remove_placement_group(group)
+
+    def _groups(self) -> Iterator[Any]:
+        yield self._group
+        yield from self._further.values()
+        if self._asked is not None:
+            yield self._asked[0]
+
+
+def connect(address: str, num_processes: int) -> bool:
+    """Connect to a cluster, or start one on this machine; returns whether to end Ray later.
+
+    Raises:
+        RagenError: Ray is missing, or the cluster cannot be reached.
+    """
+    if ray is None:
+        raise RagenError(
+            "engine.name = \"ray\" needs Ray: pip install 'ragen-rl[ray]', or leave engine.name out"
+        )
+    if ray.is_initialized():
+        return False
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if not address:
+        cores = max(os.cpu_count() or 1, 2 * num_processes)  # more processes than cores may be
+        settings |= {"include_dashboard": False, "num_cpus": cores}
+    else:
+        _refuse_silent(address)
+    try:
+        ray.init(address or "local", **settings)
+    except (ConnectionError, ValueError, RuntimeError, OSError, TimeoutError) as error:
+        text = " ".join(str(error).split())[:200]
+        if address:
+            raise RagenError(
+                f"engine.address = {address!r}: there is no Ray cluster that answers ({text}); "
+                "start one with `ray start --head`, or leave engine.address out"
+            ) from error
+        raise RagenError(f"Ray could not be started on this machine: {text}") from error
+    return True
+
+
+def _refuse_silent(address: str) -> None:
+    """Refuse an address at which nothing listens: Ray itself would try for minutes.
+
+    Raises:
+        RagenError: See above.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():  # auto, local, or a name that Ray knows
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise RagenError(
+            f"engine.address = {address!r} cannot be reached: {error}; start a cluster with "
+            "`ray start --head`, or leave engine.address out"
+        ) from error

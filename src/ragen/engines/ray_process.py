@@ -1,0 +1,187 @@
+"""A process on Ray: its open calls, its signs of life, and what its loss looks like.
+
+Ray is an extra, so it is imported in the modules ``ray_*`` of this folder and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from ragen.engines.hosts import Failure, ServingHost
+from ragen.engines.lost import what_happened
+from ragen.engines.pool import Answers, ProcessLost
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns about itself
+os.environ.setdefault("RAY_worker_niceness", "0")  # the learners are no background work
+try:
+    import ray as ray  # the other modules take it from here
+    from ray.exceptions import (
+        ActorUnschedulableError,
+        LocalRayletDiedError,
+        NodeDiedError,
+        ObjectLostError,
+        OutOfMemoryError,
+        RayActorError,
+        RaySystemError,
+        WorkerCrashedError,
+    )
+except ImportError:  # `connect` says so
+    ray = None
+
+DRIVER = "driver"
+"""The driver's name as a client of the processes that answer requests."""
+
+LOST: tuple[type[Exception], ...] = (
+    (
+        *(RayActorError, RaySystemError, OutOfMemoryError, NodeDiedError, ObjectLostError),
+        *(ActorUnschedulableError, WorkerCrashedError, LocalRayletDiedError),
+    )
+    if ray is not None
+    else ()
+)
+"""What a call raises whose process, or what it was given, is gone."""
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """A process, its open calls, and when it last showed life.
+
+    Attributes:
+        name: Its name in messages.
+        actor: Its handle.
+        calls: The phase and the beginning of each open call.
+        alive: When it was last known to work.
+        busy_s: Seconds with an open call, of those that have ended.
+        stacks: Of its threads, if it has not moved for a while.
+        reason: Why it was ended, if it was.
+        address: Its machine's, once it has shown life.
+        beating: The open call for a sign of life.
+        serves: Others call it, too, so that an answer may be awaited without an open call.
+        client: Its name as a client of samplers, which no later process has.
+        drained: Its node is about to be taken away.
+    """
+
+    name: str
+    actor: Any
+    calls: dict[int, tuple[str, float]] = field(default_factory=dict)
+    alive: float = field(default_factory=time.monotonic)
+    busy_s: float = 0.0
+    stacks: str = ""
+    reason: str = ""
+    address: str = ""
+    beating: Any = None
+    serves: bool = False
+    client: str = ""
+    drained: bool = False
+    numbers: count[int] = field(default_factory=count)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process has calls of its own."""
+        return Process, (self.name, self.actor)
+
+    async def call(self, method: str, *arguments: Any, phase: str = "") -> Any:
+        """The answer of a method.
+
+        Raises:
+            ProcessLost: The process is gone.
+            RagenError: The method raised it.
+        """
+        return await self.answer(getattr(self.actor, method).remote(*arguments), phase or method)
+
+    async def answer(self, ref: Any, phase: str) -> Any:
+        """See `call`, of a call that was made."""
+        number, start = next(self.numbers), time.monotonic()
+        if not self.calls:
+            self.alive = start
+        self.calls[number] = phase, start
+        try:
+            answer = await ref
+        except LOST as error:
+            raise self.lost(error) from error
+        finally:
+            del self.calls[number]
+            self.busy_s += time.monotonic() - start
+        if isinstance(answer, Failure):
+            raise answer.error()
+        return answer
+
+    async def begin(self) -> None:
+        """Wait until it runs, for however long: this is not an open call.
+
+        Raises:
+            ProcessLost: It is gone.
+        """
+        try:
+            await self.actor.beat.remote()
+        except LOST as error:
+            raise self.lost(error) from error
+
+    def lost(self, error: Exception) -> ProcessLost:
+        """What is said of its loss, of which Ray says `error`."""
+        text = self.reason or what_happened(self.name, self.address, str(error))
+        return ProcessLost(text, str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteProcess:
+    """The `Remote` of a process and one of its clients, who waits for answers in a phase."""
+
+    process: Process
+    phase: str
+    client: str = DRIVER
+
+    async def submit(self, requests: Sequence[tuple[int, Any]], era: int) -> None:
+        """See `Remote.submit`."""
+        await self.process.call("submit", self.client, requests, era, phase=self.phase)
+
+    async def collect(self) -> Answers:
+        """See `Remote.collect`."""
+        answers: Answers = await self.process.call("collect", self.client, phase=self.phase)
+        finished = [
+            (number, answer.error() if isinstance(answer, Failure) else answer)
+            for number, answer in answers.finished
+        ]
+        return replace(answers, finished=finished)
+
+    async def drop(self, numbers: Sequence[int]) -> None:
+        """See `Remote.drop`."""
+        await self.process.call("drop", self.client, numbers)
+
+
+def actor_of(kind: type) -> type:
+    """A host as an actor's class: with threads of their own for signs of life and for answers."""
+    methods: dict[str, Any] = {
+        "beat": ray.method(concurrency_group="health")(_method(kind, "beat"))
+    }
+    if issubclass(kind, ServingHost):
+
+        def begin(host: ServingHost) -> None:
+            kind.__init__(host)
+            host.leave_on_sigterm()
+
+        methods["__init__"] = begin
+        methods["collect"] = ray.method(concurrency_group="collect")(_method(kind, "collect"))
+    else:
+        methods["weights"] = ray.method(num_returns=2)(_method(kind, "weights"))
+    return type(kind.__name__, (kind,), methods)
+
+
+def _method(kind: type, name: str) -> Any:
+    """A function of its own that calls a method: Ray writes its settings on it."""
+
+    def method(host: Any, *arguments: Any) -> Any:
+        return getattr(kind, name)(host, *arguments)
+
+    return method
+
+
+def environment() -> dict[str, str]:
+    """The environment variables of the processes: they import what this one can."""
+    return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
