@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from ragen.config.reading import resolve
+from ragen.config.sections import EngineConfig
+from ragen.core.errors import RagenError
 from ragen.engines.machine import use_threads
+from ragen.engines.ray_cluster import Rooms
 from ragen.engines.ray_engine import RayEngine
 from ragen.models.names import resolve_model
 from tests.engines.test_ray_engine import prompts
@@ -134,3 +138,26 @@ def test_threads_are_those_of_the_machine_that_a_process_is_on(machines: Any) ->
 
     found, expected = asyncio.run(threads())
     assert found == expected and len(set(found.values())) > 1
+
+
+def test_an_engine_that_replaces_another_waits_for_the_machine_that_is_away(machines: Any) -> None:
+    import ray
+
+    node = machines.add_node(num_cpus=1)
+    machines.wait_for_nodes()
+    ray.init(machines.address, log_to_driver=False)
+    two = EngineConfig(name="ray", samplers=2, timeout_s=PATIENCE_S)
+    before = Rooms(two)
+    before.close()
+    machines.remove_node(node)
+    with pytest.raises(RagenError, match="the cluster has 2 CPUs, and 1 learners and 2 samplers"):
+        Rooms(two)
+    with ThreadPoolExecutor() as pool:
+        made = pool.submit(Rooms, two, before)
+        time.sleep(3.0)
+        assert not made.done()
+        machines.add_node(num_cpus=1)
+        after = made.result()
+    assert all((after.learner(0), after.sampler(0), after.sampler(1)))
+    assert len(set(after.nodes().values())) == 2
+    after.close()

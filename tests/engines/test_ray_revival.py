@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from ragen.core.errors import RagenError
+from ragen.core.errors import EngineLost, RagenError
 from ragen.core.types import Prompt
 from ragen.engines import ray_engine
 from ragen.engines.pool import ProcessLost
+from ragen.engines.ray_process import Process
 from ragen.engines.sampler_pool import SamplerPool
 
 
@@ -75,3 +76,54 @@ def test_wrong_weights_of_a_new_sampler_end_the_run_also_if_nobody_samples(
             await engine.publish()
 
     asyncio.run(play())
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("later", ["lost", "fine", "open"])
+def test_a_broken_connection_at_the_start_is_told_unless_a_loss_explains_it(
+    later: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Learner 0 cannot reach learner 1, which gloo tells before Ray has noticed the loss."""
+    from ray.exceptions import ActorDiedError, RayTaskError
+
+    broken = RayTaskError("start", "...", RuntimeError("Connection closed by peer"))
+    answers: dict[str, Any] = {"0": broken, "1": ActorDiedError() if later == "lost" else "ready"}
+
+    def wait(refs: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        assert timeout <= 60.0
+        return [] if later == "open" and refs == ["1"] else refs[:1], []
+
+    def get(ref: Any, timeout: float | None = None) -> Any:
+        if isinstance(answers[ref], Exception):
+            raise answers[ref]
+        return answers[ref]
+
+    monkeypatch.setattr(ray_engine, "ray", types.SimpleNamespace(wait=wait, get=get))
+    engine: Any = object.__new__(ray_engine.RayEngine)
+    engine._timeout_s = 60.0
+    asked = [(Process(f"learner {ref}", None), ref) for ref in answers]
+    with pytest.raises(EngineLost if later == "lost" else RayTaskError) as caught:
+        engine._wait_all(asked)
+    named = str(caught.value).startswith("learner 1 ")
+    assert named if later == "lost" else caught.value is broken
+
+
+@pytest.mark.ray
+def test_a_sign_of_life_that_fails_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever Ray raises for it, the thread that looks at all processes goes on."""
+    from ray.exceptions import RaySystemError, RayTaskError
+
+    for failure in (RaySystemError("no room"), RayTaskError("beat", "...", ValueError("odd"))):
+
+        def get(ref: Any, failure: Exception = failure) -> Any:
+            raise failure
+
+        stand_in = types.SimpleNamespace(wait=lambda refs, timeout: (refs, []), get=get)
+        monkeypatch.setattr(ray_engine, "ray", stand_in)
+        engine: Any = object.__new__(ray_engine.RayEngine)
+        removed: list[Any] = []
+        engine._in_loop = lambda function, *arguments, to=removed: to.append(arguments)
+        process = Process("sampler 0", None, beating="asked")
+        engine._look_at(process, 0.0)
+        ((lost, loss),) = removed
+        assert lost is process and str(loss).startswith("sampler 0 ")
