@@ -149,8 +149,10 @@ def test_report_and_viewer_show_each_environment_with_its_baselines(result: Resu
             assert shown[label] == f"{first:.3g}"
     runs = Runs(result.run.parent)
     parts = run_summary(runs, result.run.name)["parts"]
-    after = [(part.env, part.success, 0.5, 1.0) for part in result.after.parts]
-    assert [tuple(part.values()) for part in parts] == after
+    for part, known in zip(parts, result.after.parts, strict=True):
+        success = {"value": known.success, "low": known.success_low, "high": known.success_high}
+        assert part == {"env": known.env, "success": success, "random": 0.5, "optimal": 1.0}
+        assert f"; {known.env}: {known.success:.1%} [{known.success_low:.1%}, " in str(result.after)
 
 
 def test_a_branch_is_played_in_the_environment_of_its_episode(result: Result) -> None:

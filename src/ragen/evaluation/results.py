@@ -100,12 +100,15 @@ class Evaluation:
 
     def __str__(self) -> str:
         optimal = "" if self.optimal is None else f", optimal play {self.optimal:.1%}"
-        parts = "".join(f"; {part.env}: {part.success:.1%}" for part in self.parts)
+        parts = "".join(f"; {part.env}: {part._interval}" for part in self.parts)
         return (
-            f"{self.how}: success {self.success:.1%} "
-            f"[{self.success_low:.1%}, {self.success_high:.1%}] on {self.episodes} levels "
+            f"{self.how}: success {self._interval} on {self.episodes} levels "
             f"(random play {self.random:.1%}{optimal}){parts}"
         )
+
+    @property
+    def _interval(self) -> str:
+        return f"{self.success:.1%} [{self.success_low:.1%}, {self.success_high:.1%}]"
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Evaluation:

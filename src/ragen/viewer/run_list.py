@@ -135,7 +135,7 @@ def _progress(run: RunReader, config: Flat) -> Answer:
         "optimal": shown.get("optimal"),
         "parts": [
             {name: part.get(name) for name in ("env", "success", "random", "optimal")}
-            for part in shown.get("parts", ())
+            for part in map(_evaluation, shown.get("parts", ()))
         ],
         "spark": _thinned(list(course.get("success/mean", {}).values()), SPARK),
         "alarms": run.value("SELECT count(*) FROM events WHERE kind = ?", ALARM),
