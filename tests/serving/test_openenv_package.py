@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cmp_to_key
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.serving.served import TOKEN, as_process, in_thread, wait_until
 openenv = pytest.importorskip("openenv", reason="needs the package openenv")
 core = pytest.importorskip("openenv.core", reason="needs the package openenv")
 types = pytest.importorskip("openenv.core.env_server.types")
+tool_types = pytest.importorskip("openenv.core.env_server.mcp_types")
 NUM_SESSIONS = 64
 
 Seen = list[tuple[str, float | None, bool]]
@@ -71,6 +73,22 @@ def test_the_generic_client_plays_the_same_episodes_in_64_sessions_at_once() -> 
     with as_process("sokoban", OPENENV_TOKEN=TOKEN) as (url, _):
         played = asyncio.run(play(url))
     assert played == [here(make("sokoban"), level) for level in range(NUM_SESSIONS)]
+
+
+def test_the_generic_client_calls_tools() -> None:
+    def weigh(env: Any, first: str, second: str) -> bool:
+        arguments = {"first": first, "second": second}
+        step = {"type": "call_tool", "tool_name": "compare", "arguments": arguments}
+        return f"{first} is lighter than" in env.step(step).observation["result"]
+
+    with in_thread("sorting") as (url, _), core.GenericEnvClient(base_url=url).sync() as env:
+        env.reset(seed=3)
+        (compare,) = env.step({"type": "list_tools"}).observation["tools"]
+        parsed = tool_types.Tool(**compare)
+        assert parsed.name == "compare" and parsed.input_schema["required"] == ["first", "second"]
+        order = sorted("ABCD", key=cmp_to_key(lambda a, b: -1 if weigh(env, a, b) else 1))
+        result = env.step({"text": " ".join(order)})
+    assert result.done and result.reward == 1 and result.metadata["success"]
 
 
 def test_the_generic_client_shows_refusals_and_ends() -> None:

@@ -22,6 +22,7 @@ from ragen.envs.adapters.adapted import _named
 from ragen.envs.checker import check
 from ragen.envs.registry import make
 from ragen.envs.sorting import Sorting
+from ragen.envs.tools import write_call
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, random_player
 from ragen.rollout.setup import Setup
@@ -303,10 +304,26 @@ def test_a_token_of_the_users_own_is_not_printed() -> None:
         assert command.startswith("OPENENV_TOKEN=$OPENENV_TOKEN ")
 
 
-def test_an_environment_with_tools_is_refused() -> None:
-    setup = Setup("sorting", Sorting, tools=Sorting().tools)
-    with pytest.raises(RagenError, match="has tools, which OpenEnv's clients are not given"):
-        openenv.serve(setup, "127.0.0.1", 0, 8, lambda *_: None, lambda _: None)
+def test_an_environment_with_tools_plays_as_in_this_process() -> None:
+    """A call, a wrong call, and an answer; a chat template gets the same tools."""
+    own = Sorting()
+    actions = [
+        write_call("compare", first="A", second="B"),
+        write_call("compare", first="A", second="Z"),
+        "A B C D",
+    ]
+    with in_thread("sorting") as (url, _):
+        served = make(f"openenv:{url}")
+        assert served.tools == own.tools and served.actions is None
+        assert (served.max_turns, served.actions_per_turn) == (own.max_turns, own.actions_per_turn)
+        for level in range(3):
+            assert served.reset(seed=level)[0] == own.reset(seed=level)[0]
+            assert (served.goal, served.rules) == (own.goal, own.rules)
+            for action in actions:
+                (*seen, found), (*expected, info) = served.step(action), own.step(action)
+                assert seen == expected and found["success"] == info["success"]
+            assert seen[2], "an answer ends the episode"
+        served.close()
 
 
 @pytest.mark.parametrize("isolated", [False, True])

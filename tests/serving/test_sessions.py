@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 
 from ragen.core.user_code import UserCodeError
 from ragen.envs.registry import env_factory
+from ragen.envs.tools import write_call
 from ragen.rollout.setup import Setup
 from ragen.serving.sessions import Refused, Session, describe
 from tests.rogue import Rogue
@@ -131,3 +133,33 @@ def test_the_description_holds_goal_rules_and_budgets() -> None:
     defaults = {k: v["default"] for k, v in about.schema["state"]["properties"].items()}
     assert defaults == about.state
     assert (about.state["max_turns"], about.state["actions_per_turn"]) == (2, 3)
+
+
+def test_openenvs_steps_for_tools() -> None:
+    session = Session(setup_of("sorting"))
+    (compare,) = asked(session, "step", type="list_tools")["observation"]["tools"]
+    assert compare["name"] == "compare" and "scale" in compare["description"]
+    assert list(compare["input_schema"]["properties"]) == ["first", "second"]
+    call = {"type": "call_tool", "tool_name": "compare", "arguments": {"first": "A", "second": "B"}}
+    with pytest.raises(Refused, match="reset first"):
+        asked(session, "step", **call)
+    asked(session, "reset", seed=1)
+    shown = asked(session, "step", **call)["observation"]
+    assert shown["tool_name"] == "compare" and shown["error"] is None
+    env = env_factory("sorting")()
+    env.reset(seed=1)
+    assert shown["result"] == env.step(write_call("compare", first="A", second="B"))[0]
+    assert asked(session, "state")["step_count"] == 1, "looking at the tools takes no action"
+    wrong = asked(session, "step", **call | {"tool_name": "weigh"})["observation"]["result"]
+    assert wrong.startswith("Error: there is no tool of that name")
+    with pytest.raises(Refused, match="arguments: finite numbers"):
+        asked(session, "step", **call | {"arguments": {"first": math.nan}})
+    assert asked(session, "step", text="A B C D")["done"]
+
+
+def test_an_environment_without_tools_says_so() -> None:
+    session = Session(setup_of("bandit"))
+    assert asked(session, "step", type="list_tools")["observation"]["tools"] == []
+    asked(session, "reset", seed=1)
+    with pytest.raises(Refused, match="has no tools"):
+        asked(session, "step", type="call_tool", tool_name="compare")

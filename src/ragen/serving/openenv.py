@@ -182,8 +182,7 @@ def serve(
     """Serve an environment until Ctrl-C.
 
     The token is that of the environment variable ``OPENENV_TOKEN``. Without one, an address beyond
-    this machine gets a new token. An environment with tools is refused, because the protocol does
-    not tell clients about them.
+    this machine gets a new token.
 
     Args:
         setup: How environments are made and called; it is closed at the end.
@@ -197,15 +196,10 @@ def serve(
 
     Raises:
         RagenError: The package for WebSockets is not installed, the token cannot be one, the
-            environment has tools or fails, or there is no such address, or the port is taken.
+            environment fails, or there is no such address, or the port is taken.
     """
     if find_spec("websockets") is None:
         raise missing("ragen serve", "websockets", "openenv")
-    if setup.tools:
-        raise RagenError(
-            f"the environment {setup.env!r} has tools, which OpenEnv's clients are not given: "
-            "serve one without tools"
-        )
     token = token_here()
     shown = None if token is None else f"${TOKEN}"
     # As many connections may wait for a session; an environment's process takes three files.

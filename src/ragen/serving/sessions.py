@@ -3,17 +3,19 @@
 Messages and answers are JSON objects with a ``type`` and ``data``. Beyond the protocol, RAGEN's own
 client gets all that it needs to play as without a server: a reset takes a ``noise_seed`` and says
 the goal, the rules and the actions of the level, a step says whether it was a success and whether
-it was truncated, and the defaults of a state are the budgets of an episode.
+it was truncated, the defaults of a state are the budgets of an episode, and the schema has the
+environment's tools. OpenEnv's steps ``list_tools`` and ``call_tool`` (its RFC 3) use them, too.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ragen.envs.contract import fresh_seed
+from ragen.envs.tools import Call, read_call
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.setup import Setup
 
@@ -43,6 +45,24 @@ class Step(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     text: str
+    metadata: dict[str, Any] = {}
+
+
+class ListTools(BaseModel):
+    """A step that asks for the tools; it takes no action, and no episode has to be in progress."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["list_tools"]
+    metadata: dict[str, Any] = {}
+
+
+class CallTool(BaseModel):
+    """A step whose action calls a tool."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["call_tool"]
+    tool_name: str
+    arguments: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
 
 
@@ -80,7 +100,8 @@ class Refused(Exception):
 class Description(NamedTuple):
     """What a server says of an environment, at the path of each field.
 
-    The schema of an action has an enumeration where all levels have the same actions.
+    The schema of an action has an enumeration where all levels have the same actions. Beside it
+    are the tools, if there are any.
     """
 
     metadata: Answer
@@ -106,6 +127,7 @@ def describe(setup: Setup) -> Description:
     for level in range(LOOKED_AT):
         env.reset(level, level)
         found.add(env.actions)
+    tools = env.tools
     metadata = {"name": env.env.name, "description": f"{env.goal}\n{env.rules}"}
     env.close()
     if len(found) == 1 and (actions := found.pop()) is not None:
@@ -113,7 +135,9 @@ def describe(setup: Setup) -> Description:
     began = _state(setup).model_dump()
     for name, value in began.items():
         state["properties"][name]["default"] = value
-    schema = {"action": action, "observation": observation, "state": state}
+    schema: Answer = {"action": action, "observation": observation, "state": state}
+    if tools:
+        schema["tools"] = list(tools)
     return Description(metadata, schema, began)
 
 
@@ -152,7 +176,13 @@ class Session:
         if kind == "reset":
             return self._reset(_checked(Reset, {} if data is None else data))
         if kind == "step":
-            return self._step(_checked(Step, data))
+            name = data.get("type") if isinstance(data, dict) else None
+            if name == "list_tools":
+                _checked(ListTools, data)
+                return self._tools()
+            if name == "call_tool":
+                return self._call(_checked(CallTool, data))
+            return self._step(_checked(Step, data).text)
         raise Refused("UNKNOWN_TYPE", "expected the type reset, step, state or close")
 
     def close(self) -> None:
@@ -169,14 +199,39 @@ class Session:
         actions = None if env.actions is None else list(env.actions)
         return _shown(env, None, {"goal": env.goal, "rules": env.rules, "actions": actions})
 
-    def _step(self, asked: Step) -> Answer:
+    def _tools(self) -> Answer:
+        functions = (each["function"] for each in self._env.tools)
+        tools = [
+            {
+                "name": each["name"],
+                "description": each.get("description", ""),
+                "input_schema": each.get("parameters", {}),
+            }
+            for each in functions
+        ]
+        data = {"observation": {"tools": tools, "metadata": {}}, "reward": None, "done": False}
+        return {"type": "observation", "data": data | {"metadata": {}}}
+
+    def _call(self, asked: CallTool) -> Answer:
+        if not self._env.tools:
+            raise Refused("VALIDATION_ERROR", "the environment has no tools")
+        call = Call(asked.tool_name, asked.arguments)
+        action = json.dumps(call._asdict(), ensure_ascii=False)
+        if read_call(action) is None:  # the environment would take it for an answer
+            raise Refused("VALIDATION_ERROR", "arguments: finite numbers, nested less deeply")
+        answer = self._step(action)
+        shown = answer["data"]["observation"]
+        shown |= {"tool_name": asked.tool_name, "result": shown.pop("text"), "error": None}
+        return answer
+
+    def _step(self, action: str) -> Answer:
         env = self._env
         if not self._plays:
             raise Refused("VALIDATION_ERROR", "no episode is in progress: reset first")
-        if env.actions is not None and asked.text not in env.actions:
+        if env.actions is not None and action not in env.actions:
             names = ", ".join(env.actions)
-            raise Refused("VALIDATION_ERROR", f"no action {asked.text[:80]!r}: there are {names}")
-        reward = env.step(asked.text)
+            raise Refused("VALIDATION_ERROR", f"no action {action[:80]!r}: there are {names}")
+        reward = env.step(action)
         self._state.step_count += 1
         self._plays = not (env.terminated or env.truncated)
         success = env.terminated and env.info["success"]

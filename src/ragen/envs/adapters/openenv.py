@@ -24,6 +24,7 @@ from ragen.config.keys import BUDGETS
 from ragen.core.errors import RagenError
 from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
 from ragen.envs.adapters.openenv_servers import address_of, code_of, is_url
+from ragen.envs.contract import Schema
 
 CALL_S = 60.0
 """Seconds that a server may take to answer, where the limit of the call is not shorter."""
@@ -36,7 +37,8 @@ MIN_TOKEN = 8
 class About(NamedTuple):
     """What a server says of itself: a description, and the schemas of fields.
 
-    `fields` are those of an action, `state` those of a state. `digest` changes with any of them.
+    `fields` are those of an action, `state` those of a state. `tools` are as chat templates take
+    them; only a server by `ragen serve` says them. `digest` changes with any of them.
     """
 
     name: str
@@ -44,6 +46,7 @@ class About(NamedTuple):
     digest: str
     fields: dict[str, Any]
     state: dict[str, Any]
+    tools: tuple[Schema, ...]
 
 
 class OpenEnvEnv(Adapted):
@@ -51,7 +54,8 @@ class OpenEnvEnv(Adapted):
 
     Observation: the only text of the server's observation, or all its fields by name. Actions: the
     names of an enumeration, else free text, which becomes the action's field; where an action has
-    several fields, a JSON object with that one is the whole action. Reward, Ends when: the
+    several fields, a JSON object with that one is the whole action. An environment with tools takes
+    their calls, too. Reward, Ends when: the
     server's. Success is what the metadata of the last observation say, else an end with a positive
     last reward. The level seed is the seed of the server's ``reset``. Random events follow from it,
     too, unless a state of the server has a ``noise_seed``: then its reset takes one. There is
@@ -66,7 +70,7 @@ class OpenEnvEnv(Adapted):
         self._fields = about.fields.keys()
         self._field = _field(self.name, about.fields, field)
         self._schema = about.fields.get(self._field, {})
-        self._rules = about.description
+        self._tools, self._rules = about.tools, about.description
         self.goal = self._rules.partition("\n")[0]
         names = self._schema.get("enum")
         self._actions = tuple(map(str, names)) if names and isinstance(names, list) else None
@@ -88,6 +92,10 @@ class OpenEnvEnv(Adapted):
         about = _about(address_of(target), target)
         code = (f"{about.name} {about.digest}", *code_of(target))
         return version_of(websockets.__name__), *code
+
+    @property
+    def tools(self) -> tuple[Schema, ...]:
+        return self._tools
 
     def begin(self, level_seed: int, noise_seed: int) -> str:
         seeds = {"seed": level_seed} | ({"noise_seed": noise_seed} if self._takes_noise else {})
@@ -258,9 +266,10 @@ def _about_of(target: str, metadata: dict[str, Any], schema: dict[str, Any]) -> 
     description = str(metadata.get("description") or metadata.get("name") or f"Play at {target}.")
     properties = schema.get("state", {}).get("properties", {})
     state = {name: dict(each) for name, each in properties.items()}
-    told = json.dumps([name, description, fields, state], sort_keys=True)
+    tools = tuple(schema.get("tools") or ())
+    told = json.dumps([name, description, fields, state, *tools], sort_keys=True)
     digest = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
-    return About(name, description, digest, fields, state)
+    return About(name, description, digest, fields, state, tools)
 
 
 def _whole(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
