@@ -84,8 +84,8 @@ function Success({ success, random, optimal, parts, steps }) {
       ${optimal !== null && html`<span>optimal ${percent(optimal, 0)}</span>`}
     </p>
     ${parts.map((part) => html`<p class="row apart small">
-      <${Text} text=${part.env} /> <b>${percent(part.success.value, 0)}</b>
-      ${range(part.success, percent)}
+      <${Text} text=${part.env} /> <span><b>${percent(part.success.value, 0)}</b> ${
+        range(part.success, percent)}</span>
       <span class="muted">random ${percent(part.random, 0)}${
         part.optimal !== null && `, optimal ${percent(part.optimal, 0)}`}</span>
     </p>`)}
