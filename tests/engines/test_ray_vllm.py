@@ -19,6 +19,7 @@ from ragen.storage.reader import read_metrics
 from ragen.training.trainer import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+pytest.importorskip("ray", reason="needs Ray")
 
 
 def config_of(**more: Any) -> Config:
