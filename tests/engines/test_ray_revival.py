@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import types
 from typing import Any
 
@@ -127,3 +128,26 @@ def test_a_sign_of_life_that_fails_is_a_loss(monkeypatch: pytest.MonkeyPatch) ->
         engine._look_at(process, 0.0)
         ((lost, loss),) = removed
         assert lost is process and str(loss).startswith("sampler 0 ")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_run_whose_processes_nobody_looks_at_any_more_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("the cluster says nothing of its nodes")
+
+    async def play() -> None:
+        engine = engine_of(monkeypatch, is_lost=False)
+        engine._timeout_s, engine._learners = 0.04, []
+        engine._look_at_nodes = fail
+        engine.samplers._enter(asyncio.get_running_loop())
+        health = threading.Thread(target=engine._watch)
+        health.start()
+        with pytest.raises(RuntimeError, match="nothing of its nodes"):
+            await engine.samplers.complete(Prompt((), (1,), 0, 4, 1.0, 0))
+        with pytest.raises(RuntimeError, match="nothing of its nodes"):
+            await engine.publish()
+        health.join()
+
+    asyncio.run(play())

@@ -160,16 +160,16 @@ class RayEngine:
             ]
         )
         sent = [each.actor.weights.remote() for each in self._learners]
-        abouts = [
-            self._wait(each, ref) for each, (_, ref) in zip(self._learners, sent, strict=True)
-        ]
-        self._hold_weights(sent[0][0], *abouts[0])
+        about, *_ = self._wait_all(
+            [(each, ref) for each, (_, ref) in zip(self._learners, sent, strict=True)]
+        )
+        self._hold_weights(sent[0][0], *about)
         assert self._weights is not None
         loads = [
             (each, each.actor.load.remote(self._weights[0], 0)) for each in self._samplers.values()
         ]
-        for process, ref in loads:
-            self._check(process.name, self._wait(process, ref))
+        for process, held in zip(self._samplers.values(), self._wait_all(loads), strict=True):
+            self._check(process.name, held)
         for process in self._samplers.values():
             self._join(self.samplers, process)
         for process in self._players.values():
@@ -199,6 +199,8 @@ class RayEngine:
             except RayError as error:
                 failure = failure or error
                 until = min(until, time.monotonic() + GRACE_S)
+            if failure is None:
+                until = time.monotonic() + self._timeout_s
         if failure is not None:
             raise failure
         answers: list[Any] = ray.get([ref for _, ref in asked])
@@ -377,9 +379,13 @@ class RayEngine:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            self._error = error  # for a run that asks for no completion meanwhile
-            for pool in self._pools:
-                pool.fail(error)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Let the run know of an error of what nobody waits for."""
+        self._error = error  # for a run that asks for no completion meanwhile
+        for pool in self._pools:
+            pool.fail(error)
 
     def _on_end(self, seat: Seat, loss: ProcessLost | None) -> None:
         """Replace a process that is lost, or that was asked to leave."""
@@ -466,12 +472,16 @@ class RayEngine:
             time.sleep(tick)
             now = time.monotonic()
             slept, before = now - before - tick, now
-            for process in self._processes:
-                if slept > BEAT_S:  # this process was suspended, or had no core
-                    process.alive += slept
-                self._look_at(process, now)
-            self._look_at_nodes()
-            self._look_for_room()
+            try:
+                for process in self._processes:
+                    if slept > BEAT_S:  # this process was suspended, or had no core
+                        process.alive += slept
+                    self._look_at(process, now)
+                self._look_at_nodes()
+                self._look_for_room()
+            except Exception as error:  # nothing would be late any more
+                self._in_loop(self._fail, error)
+                raise
 
     def _look_at_nodes(self) -> None:
         """Note whose node is about to be taken away."""
