@@ -146,7 +146,7 @@ def test_an_engine_that_replaces_another_waits_for_the_machine_that_is_away(mach
     node = machines.add_node(num_cpus=1)
     machines.wait_for_nodes()
     ray.init(machines.address, log_to_driver=False)
-    two = EngineConfig(name="ray", samplers=2, timeout_s=PATIENCE_S)
+    two = EngineConfig(name="ray", samplers=2, timeout_s=PATIENCE_S, address=machines.address)
     before = Rooms(two)
     before.close()
     machines.remove_node(node)

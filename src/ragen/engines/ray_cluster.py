@@ -30,13 +30,16 @@ CONNECT_S = 10.0
 RETRY_S = 1.0
 """Seconds between two looks at a cluster that lacks what an engine had there."""
 
+AWAY_S = 120.0
+"""Most seconds for which a machine that is away is waited for; a signal waits as long."""
+
 
 class Rooms:
     """What a cluster has reserved for the processes of an engine, by their names.
 
     A sampler shares its GPU with a learner where there are too few for both. The rooms of an engine
-    that replaces another one are like those `before`: a machine that is away may come back for as
-    long as `engine.timeout_s`.
+    that replaces another one are like those `before`: a machine that is away may come back for
+    `AWAY_S` seconds, or `engine.timeout_s` if that is less. Afterwards, those of a new engine.
 
     Attributes:
         shares_gpus: Whether learners and samplers share GPUs.
@@ -54,17 +57,22 @@ class Rooms:
         self._further: dict[int, Any] = {}  # of each sampler beyond `engine.samplers`
         self._asked: tuple[Any, Any] | None = None  # room for another one, and when it is there
         self._places: dict[str, tuple[Any, int]] = {}  # of each process: a group, and a part of it
-        until = time.monotonic() + (settings.timeout_s if before else 0.0)
-        while True:
+        until = time.monotonic() + min(AWAY_S, settings.timeout_s)
+        bundles = None
+        # A Ray of this machine alone gets no other ones.
+        while before is not None and settings.address and bundles is None:
             try:
                 bundles = self._plan(before)
-                break
             except RagenError:
                 if time.monotonic() >= until:
-                    raise
-                time.sleep(min(RETRY_S, max(0.0, until - time.monotonic())))
-        self._group = placement_group(bundles, strategy="PACK")
-        done, _ = ray.wait([self._group.ready()], timeout=settings.timeout_s)
+                    break
+                time.sleep(RETRY_S)
+        self._group = placement_group(bundles or self._plan(None), strategy="PACK")
+        try:
+            done, _ = ray.wait([self._group.ready()], timeout=settings.timeout_s)
+        except BaseException:
+            remove_placement_group(self._group)
+            raise
         if not done:
             remove_placement_group(self._group)
             free = ray.available_resources()

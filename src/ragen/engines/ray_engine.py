@@ -480,6 +480,7 @@ class RayEngine:
                 self._look_at_nodes()
                 self._look_for_room()
             except Exception as error:  # nothing would be late any more
+                self._error = error  # also where nobody has sampled yet
                 self._in_loop(self._fail, error)
                 raise
 
@@ -508,6 +509,7 @@ class RayEngine:
             try:
                 beat: Beat = ray.get(process.beating)
             except RayError as error:
+                process.beating = None
                 self._in_loop(self._remove, process, process.lost(error))
                 return
             process.beating = None
