@@ -41,12 +41,12 @@ from ragen.rollout.setup import make_chat
 T = TypeVar("T")
 
 LOOK_S = 0.25
-"""Seconds between two looks at the stacks of a process."""
+"""Seconds from one look at the stacks of a process to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A `RagenError` on its way to another process; pickle would make it anew from its message.
+    """A `RagenError` on its way to another process; pickle would rebuild it from its message only.
 
     Example:
         >>> str(Failure.of(RagenError("no room")).error())
@@ -59,11 +59,11 @@ class Failure:
 
     @classmethod
     def of(cls, error: RagenError) -> Failure:
-        """The failure of an error."""
+        """The failure that carries an error."""
         return cls(type(error), str(error), dict(error.__dict__))
 
     def error(self) -> RagenError:
-        """The error."""
+        """The error that it carries."""
         error = self.kind.__new__(self.kind, self.text)
         error.__dict__.update(self.attributes)
         return error
@@ -71,9 +71,14 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life: for how long no thread has moved, where they all are, and on which machine.
+    """A sign of life of a process.
 
-    One that is `idle` has no request to answer.
+    Attributes:
+        still_s: Seconds for which no thread has moved.
+        stacks: The Python stacks of all threads, once none has moved for a second.
+        leaves: The process is asked to end.
+        address: Its machine's address.
+        idle: It has no request to answer.
 
     Example:
         >>> Beat(0.25, "", False, "10.0.0.2").leaves
@@ -88,7 +93,7 @@ class Beat:
 
 
 class Pulse:
-    """Watches the stacks of this process: while one of them changes, it works; else it hangs."""
+    """Watches the stacks of this process: it works while one of them changes, else it hangs."""
 
     def __init__(self) -> None:
         self.leaves = False
@@ -99,15 +104,15 @@ class Pulse:
         self._thread.start()
 
     def move(self) -> None:
-        """Note that it works, where the stacks cannot show it."""
+        """Note that the process works, where the stacks cannot show it."""
         self._moved = time.monotonic()
 
     def on_signal(self, *_: Any) -> None:
-        """Note that the process is asked to end: its machine is taken away, say."""
+        """Note that the process is asked to end, for example because its machine is taken away."""
         self.leaves = True
 
     def beat(self) -> Beat:
-        """A sign of life; the stacks come once nothing has moved for a second."""
+        """A sign of life; it has the stacks once nothing has moved for a second."""
         still_s = time.monotonic() - self._moved
         return Beat(still_s, stacks() if still_s > 1 else "", self.leaves, self._address)
 
@@ -124,12 +129,12 @@ class Pulse:
 
 
 def _is_health(ident: int) -> bool:
-    """Whether a thread shows signs of life only: this one, or one that answers a beat."""
+    """Whether a thread only serves signs of life: this thread, or one that answers `beat`."""
     return ident == threading.get_ident() or ident in HEALTH_THREADS
 
 
 HEALTH_THREADS: set[int] = set()
-"""The threads that answer beats."""
+"""The threads that answer `beat`."""
 
 
 def _place(frame: FrameType | None) -> tuple[Any, ...]:
@@ -151,7 +156,7 @@ def stacks() -> str:
 
 
 class Host:
-    """What the processes have in common; every answer may be a `Failure`."""
+    """What all processes of an engine have in common; every answer may be a `Failure`."""
 
     def __init__(self) -> None:
         self._pulse = Pulse()
@@ -178,7 +183,7 @@ class LearnerHost(Host):
     """A learner process: one of the ranks that train together."""
 
     def address(self) -> str:
-        """``host:port`` here, where the learners can meet."""
+        """A ``host:port`` on this machine, where the learners can meet."""
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
@@ -187,7 +192,7 @@ class LearnerHost(Host):
     def start(
         self, config: Config, path: str, threads: int, rank: int = 0, num: int = 1, store: str = ""
     ) -> Any:
-        """Load the weights; returns the tokenizer."""
+        """Load the weights and return the tokenizer."""
 
         def work() -> Any:
             use_threads(threads)
@@ -197,13 +202,13 @@ class LearnerHost(Host):
         return or_failure(work)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """The answer of a method of the learner; only the first has one."""
+        """The answer of a method of the learner; only the first learner returns one."""
         answer = or_failure(lambda: getattr(self._rank, method)(*arguments))
         failed = isinstance(answer, Failure)
         return answer if failed or self._rank.ranks.rank == 0 else None
 
     def weights(self) -> tuple[Block | None, tuple[dict[str, int], int]]:
-        """What a publication sends, and its checksums and size in bytes; only the first has it."""
+        """A publication, its checksums and its size in bytes; only the first learner has them."""
         tensors = self._rank.weights()
         self._rank.published()
         if not tensors:
@@ -213,7 +218,7 @@ class LearnerHost(Host):
 
 
 def own_address() -> str:
-    """This machine's address in its network; the loopback's where it has none."""
+    """This machine's address in its network, or the loopback address if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))  # sends nothing
@@ -224,7 +229,7 @@ def own_address() -> str:
 
 
 class Client:
-    """Who sends requests to a `ServingHost`: those that are open, and what is finished."""
+    """A client that sends requests to a `ServingHost`: its open requests, and what is finished."""
 
     __slots__ = ("finished", "gone", "news", "tasks")
 
@@ -239,7 +244,7 @@ class ServingHost(Host):
     """A process that answers requests of several clients, in an event loop of its own."""
 
     _work: Callable[[Any], Coroutine[Any, Any, Any]]
-    """What answers a request; a subclass sets it as it starts."""
+    """Answers a request; a subclass sets it when it starts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +257,7 @@ class ServingHost(Host):
         threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
 
     def leave_on_sigterm(self) -> None:
-        """Let SIGTERM ask it to finish what it has and leave; for its process' main thread."""
+        """Let SIGTERM ask it to finish what it has and leave; call this in the main thread."""
         signal.signal(signal.SIGTERM, self._pulse.on_signal)
 
     def beat(self) -> Beat:
@@ -280,7 +285,7 @@ class ServingHost(Host):
         async def work() -> Answers:
             asks = self._client(client)
             await asks.news.wait()
-            await asyncio.sleep(0)  # what the same forward finished comes along
+            await asyncio.sleep(0)  # so that what the same forward finished comes too
             asks.news.clear()
             if self._bug is not None:
                 raise self._bug
@@ -297,12 +302,12 @@ class ServingHost(Host):
             for number in numbers:
                 if number in asks.tasks:
                     asks.tasks[number].cancel()
-            asks.news.set()  # whoever collects looks whether anything is left to wait for
+            asks.news.set()  # `collect` returns, so its caller sees if anything is left
 
         self._run(work())
 
     def dismiss(self, client: str) -> None:
-        """Give up the requests of a client that is lost, also those that are still to come."""
+        """Give up the requests of a client that is lost, also those that arrive later."""
 
         async def work() -> None:
             asks = self._client(client)
@@ -318,14 +323,14 @@ class ServingHost(Host):
         raise NotImplementedError
 
     def _told(self) -> Any:
-        """What is told to clients; see `Pool`."""
+        """What the process tells clients about itself; see `Pool`."""
         raise NotImplementedError
 
     def _client(self, name: str) -> Client:
         return self._clients.setdefault(name, Client())
 
     def _count(self, more: int) -> None:
-        """Count an open request more or less, and the time with any."""
+        """Count one open request more or less, and the time with at least one."""
         now = time.monotonic()
         if self._open:
             self._busy_s += now - self._since
@@ -334,7 +339,7 @@ class ServingHost(Host):
     def _ended(self, client: Client, number: int, task: asyncio.Task[None]) -> None:
         del client.tasks[number]
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._bug = error  # which `collect` raises
+            self._bug = error  # `collect` raises it
             for each in self._clients.values():
                 each.news.set()
 
@@ -342,7 +347,7 @@ class ServingHost(Host):
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-# Ray would run the methods of a class with coroutines otherwise, so this is a function.
+# This is a function, because Ray runs a class that has coroutines as methods in another way.
 async def _answer(host: ServingHost, client: Client, number: int, what: Any) -> None:
     host._count(1)
     try:
@@ -351,7 +356,7 @@ async def _answer(host: ServingHost, client: Client, number: int, what: Any) -> 
         answer = Failure.of(error)
     finally:
         host._count(-1)
-    client.finished.append((number, answer))  # only now: `collect` takes the list away
+    client.finished.append((number, answer))  # looked up only now: `collect` replaces the list
     client.news.set()
 
 
@@ -372,12 +377,12 @@ class SamplerHost(ServingHost):
             self._work = partial(_sample, self._sampler)
             self._names = frozenset(published(self._model))
             if name == "vllm":
-                nn.Module.to(self._model, "meta")  # vLLM has weights of its own
+                nn.Module.to(self._model, "meta")  # vLLM holds its own weights
 
         return or_failure(work)
 
     def load(self, block: Block, version: int) -> dict[str, int] | Failure:
-        """Sample with other weights from now on; returns the checksums of those that it holds."""
+        """Sample with these weights from now on; returns the checksums of what it then holds."""
 
         async def work() -> dict[str, int]:
             if not isinstance(self._sampler, VllmSampler):
@@ -415,7 +420,7 @@ class SamplerHost(ServingHost):
 
 
 def end(error: EngineLost) -> NoReturn:
-    """End this process, whose workers are gone: it is lost, and another one takes its place."""
+    """End this process, because its workers are gone: it is lost, and another replaces it."""
     print(error, file=sys.stderr, flush=True)  # noqa: T201, into the process's log
     os._exit(1)
 

@@ -1,4 +1,4 @@
-"""A process that is lost: what is said of it in one line, and those that wait for its answer."""
+"""The loss of a process: its description in one line, and the calls that wait for an answer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ragen.core.errors import EngineLost, RagenError
 from ragen.engines.pool import ProcessLost
 
 GRACE_S = 30.0
-"""Seconds for which a call that has failed waits for the others: a process that is lost is noticed
-in this time, also if those that talk to it fail before."""
+"""Seconds for which a failed call waits for the others. The loss of a process is noticed in this
+time, also if the processes that talk to it fail first."""
 
 ADDRESS = re.compile(r"\bip(?:v4)?: ?(\d+\.\d+\.\d+\.\d+)", re.IGNORECASE)
 
@@ -24,15 +24,15 @@ CAUSES: tuple[tuple[str, str], ...] = (
     ("worker process has died", "was killed, perhaps for lack of memory, or has crashed"),
     ("unavailable", "does not answer: it was killed, or its machine or the network to it is gone"),
 )
-"""What Ray's text of each cause has in it, and what happened, in the order of the search: a text on
-a process that was killed also speaks of memory."""
+"""For each cause, a part of Ray's text and what happened. The order is that of the search, and it
+matters: a text about a process that was killed also speaks of memory."""
 
 
 def what_happened(name: str, address: str, text: str) -> str:
-    """The process of this name, its machine, and what happened to it according to Ray's `text`.
+    """One line with a process's name, its machine, and what happened according to Ray's `text`.
 
-    Ray writes pages. `address` is the machine's; where that is not known yet, it is the first one
-    in the text.
+    Ray's text may be pages long. `address` is that of the machine. If it is empty, because it is
+    not known yet, the first address in the text is taken.
 
     Example:
         >>> what_happened("learner 0", "", "ip: 10.0.0.2 The actor is dead, killed by `ray.kill`")
@@ -52,12 +52,13 @@ async def answers_of(
 ) -> list[Any]:
     """The answers of processes that compute together; afterwards none of the calls is open.
 
-    Where one fails, the others may wait for it for ever: `end` ends all of the processes, at once
-    if one is lost, else if some have not answered after `grace_s` seconds.
+    If one process fails, the others may wait for it forever. So `end` is called, which ends all of
+    the processes: at once if one is lost, else if some have not answered after `grace_s` seconds.
 
     Raises:
-        EngineLost: One of them is gone.
-        RagenError: One of them raised it, which says more than the losses that it causes.
+        EngineLost: One of the processes is gone.
+        RagenError: One of the processes raised it. It is preferred to the losses that it causes,
+            because it says more.
     """
     failures: list[Exception] = []
     ended = False
@@ -73,7 +74,7 @@ async def answers_of(
         try:
             return await call
         except Exception as error:
-            if not ended:  # else it is lost because it was ended
+            if not ended:  # a process that fails afterwards was ended by `end`
                 failures.append(error)
                 if isinstance(error, ProcessLost):
                     give_up()

@@ -1,7 +1,8 @@
-"""Processes that answer requests, as one: which of them gets what, and what happens to a loss.
+"""A pool of processes that answers requests like one process, and that handles losses.
 
-What a lost process had not answered goes to another one, and an answer counts only if it comes from
-the process that was asked last: no answer is lost, and none comes twice.
+The pool decides which process gets a request. The requests that a lost process had not answered go
+to another one. An answer counts only if it comes from the process that was asked last. So no answer
+is lost, and none comes twice.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ class ProcessLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a process has finished since it was last asked, and what it says of itself.
+    """What a process has finished since it was last asked, and what it reports about itself.
 
     Attributes:
-        finished: The answer of each request, or its error.
-        told: See `Pool`.
-        leaves: It is asked to end, and takes no more requests.
+        finished: The number of each request with its answer or its error.
+        told: What the process reports; see `Pool`.
+        leaves: The process is asked to end, and takes no more requests.
 
     Example:
         >>> Answers([(3, "done")], None).finished[0][1]
@@ -50,7 +51,7 @@ class Remote(Protocol):
     """A process that answers requests; every method raises `ProcessLost` if it is lost."""
 
     async def submit(self, requests: Sequence[tuple[int, Any]], era: int) -> None:
-        """Queue numbered requests; those of a later era begin without what it remembers."""
+        """Queue numbered requests; a later era begins without the memory of the earlier one."""
 
     async def collect(self) -> Answers:
         """Wait until something is finished."""
@@ -61,10 +62,10 @@ class Remote(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """An answer that someone waits for.
+    """A request whose answer someone waits for.
 
-    `at` is the name of the process that should give it, if it matters; `losses` are the processes
-    that were lost meanwhile.
+    `at` is the name of the process that should answer, if it matters. `losses` is the number of
+    processes that were lost while they had the request.
     """
 
     number: int
@@ -76,17 +77,17 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """A process' place in the pool.
+    """The place of a process in the pool.
 
     Attributes:
-        name: The process'.
+        name: The name of the process.
         remote: The process.
         open: Its requests by number.
         leaves: It gets no more requests.
-        busy_s: Seconds for which it had worked when it last told.
-        counted_s: Those that metrics have counted.
+        busy_s: Seconds for which it had worked when it last reported.
+        counted_s: The part of `busy_s` that metrics have counted.
         stats: A sampler's token counts in the present era.
-        told: What it told last.
+        told: What it reported last.
         receiver: The task that takes its answers.
     """
 
@@ -102,7 +103,7 @@ class Seat:
 
 
 def divided(items: Sequence[T], loads: Sequence[int]) -> list[Sequence[T]]:
-    """What each of several processes gets, by what it has, in runs of items that follow each other.
+    """Divide items among processes, given the load of each, so that each gets consecutive items.
 
     Example:
         >>> divided("aabb", [0, 0]), divided("abc", [3, 0])
@@ -117,17 +118,18 @@ def divided(items: Sequence[T], loads: Sequence[int]) -> list[Sequence[T]]:
 
 
 class Pool:
-    """Processes of one kind, whose name is `kind`.
+    """A pool of processes of one kind, whose name is `kind`.
 
-    Without any for `timeout_s` seconds, what waits fails. `on_end` is called with a seat that has
-    left the pool and the loss of its process, or ``None`` after it was asked to leave. `loop` is
-    the event loop in which something was last asked for. What a process tells of itself has at
-    least ``busy_s``, the seconds for which it has worked. `era` counts how often all was forgotten.
+    If the pool is empty for `timeout_s` seconds, all waiting requests fail. `on_end` is called with
+    a seat that has left the pool and the loss of its process, or with ``None`` if the process was
+    asked to leave. `loop` is the event loop of the last request. What a process reports about
+    itself has at least ``busy_s``, the seconds for which it has worked. `era` is increased each
+    time that the processes have to forget what they remember.
     """
 
     kind = "process"
     most_losses = 0
-    """Processes that may be lost with a request; 0 sets no limit."""
+    """How many processes may be lost with a request until it fails; 0 sets no limit."""
 
     def __init__(
         self, timeout_s: float, on_end: Callable[[Seat, ProcessLost | None], None]
@@ -146,10 +148,10 @@ class Pool:
         self._measured = time.monotonic()
 
     async def ask(self, work: Any, at: str = "") -> Any:
-        """The answer of one process, which is the one of the name `at` if it can be.
+        """The answer of one process: the one of the name `at`, if that is possible.
 
         Raises:
-            EngineLost: There has been none for too long.
+            EngineLost: There has been no process for too long.
             RagenError: The process raised it.
         """
         self._enter(asyncio.get_running_loop())
@@ -164,7 +166,7 @@ class Pool:
             self._withdraw(request)
 
     def forget(self, era: int = 0) -> None:
-        """Begin another era, by default the next: what comes now is answered without memory."""
+        """Begin another era, by default the next; later requests are answered without memory."""
         self.era = era or self.era + 1
         for seat in self.seats:
             seat.stats = Stats()
@@ -178,13 +180,13 @@ class Pool:
         self._send_soon([])
 
     def leave(self, seat: Seat) -> None:
-        """Send no more requests; it leaves the pool once those it has are answered."""
+        """Send it no more requests; it leaves the pool once it has answered those it has."""
         seat.leaves = True
         if seat in self.seats and not seat.open:
             self.remove(seat, None)
 
     def remove(self, seat: Seat, loss: ProcessLost | None) -> None:
-        """Take a process out, and give its open requests to others; repeating it is allowed."""
+        """Take a process out and give its open requests to others; may be called repeatedly."""
         if seat not in self.seats:
             return
         self.seats.remove(seat)
@@ -204,7 +206,7 @@ class Pool:
         return next((seat for seat in self.seats if seat.name == name), None)
 
     def idle_fraction(self) -> float | None:
-        """The mean share of the time since the last call in which a process did not work."""
+        """The share of the time since the last call that processes were idle, on average."""
         now = time.monotonic()
         span, self._measured = now - self._measured, now
         idle = [1 - min(1.0, (seat.busy_s - seat.counted_s) / span) for seat in self.seats]
@@ -213,7 +215,7 @@ class Pool:
         return sum(idle) / len(idle) if idle else None
 
     def fail(self, error: Exception) -> None:
-        """Let all that waits fail, and all that is asked later."""
+        """Let all waiting requests fail, and all later ones."""
         self._error = error
         waiting, self._fresh = self._fresh, []
         for seat in self.seats:
@@ -226,18 +228,18 @@ class Pool:
     # What differs between kinds.
 
     def _shares(self, requests: Sequence[Request]) -> Iterable[tuple[Seat, Sequence[Request]]]:
-        """What each process gets."""
+        """The requests that each process gets."""
         raise NotImplementedError
 
     def _heard(self, seat: Seat, told: Any) -> None:
-        """A process has told of itself."""
+        """Take what a process has reported about itself."""
         seat.busy_s, seat.told = told.busy_s, told
 
     def _answered(self, seat: Seat, request: Request, answer: Any) -> None:
-        """A process has answered."""
+        """Note that a process has answered."""
 
     def _too_many_losses(self, request: Request) -> RagenError:
-        """What is said of a request that `most_losses` processes were lost with."""
+        """The error of a request with which `most_losses` processes were lost."""
         raise NotImplementedError
 
     # From a request to its answer.
@@ -248,7 +250,7 @@ class Pool:
         return self.loop
 
     def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Leave behind what belongs to a loop that was torn down."""
+        """Enter an event loop and drop what belongs to an earlier one, which was torn down."""
         if self.loop is loop:
             return
         self.loop, self._fresh, self._settling, self._giving_up = loop, [], False, None
@@ -277,7 +279,7 @@ class Pool:
             self._start(self._settle())
 
     async def _settle(self) -> None:
-        """Send what has come, once no episode sends another request at once."""
+        """Send the new requests, once no episode adds another one right away."""
         quiet = 0
         while quiet < QUIET_ROUNDS:
             before = len(self._fresh)
@@ -297,7 +299,7 @@ class Pool:
 
     @property
     def _taking(self) -> list[Seat]:
-        """Those that take requests."""
+        """The seats that take requests."""
         return [seat for seat in self.seats if not seat.leaves]
 
     def _give_up(self) -> None:
@@ -352,7 +354,7 @@ class Pool:
         request.answer.set_result(answer)
 
     def _withdraw(self, request: Request) -> None:
-        """Give up what nobody waits for any more."""
+        """Give up a request for which nobody waits any more."""
         if request in self._fresh:
             self._fresh.remove(request)
         for seat in self.seats:

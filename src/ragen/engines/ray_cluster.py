@@ -1,4 +1,4 @@
-"""A cluster of Ray: the connection to it, and the room that an engine's processes have there."""
+"""A Ray cluster: the connection to it, and the room that it reserves for an engine's processes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if ray is not None:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 CONNECT_S = 10.0
-"""Seconds that the head of a cluster has to answer."""
+"""Seconds that the head of a cluster may take to answer."""
 
 RETRY_S = 1.0
-"""Seconds between two looks at a cluster that lacks what an engine had there."""
+"""Seconds from one look to the next at a cluster that lacks what an engine had there."""
 
 AWAY_S = 120.0
 """Most seconds for which a machine that is away is waited for; a signal waits as long."""
 
 
 class Rooms:
-    """What a cluster has reserved for the processes of an engine, by their names.
+    """The room that a cluster has reserved for the processes of an engine, by their names.
 
     A sampler shares its GPU with a learner where there are too few for both. The rooms of an engine
     that replaces another one are like those `before`: a machine that is away may come back for
@@ -43,7 +43,7 @@ class Rooms:
 
     Attributes:
         shares_gpus: Whether learners and samplers share GPUs.
-        uses_gpus: Whether they have any.
+        uses_gpus: Whether they use GPUs.
 
     Raises:
         RagenError: The cluster is too small, or others use it.
@@ -91,7 +91,7 @@ class Rooms:
         return who
 
     def _plan(self, before: Rooms | None) -> list[dict[str, float]]:
-        """The parts to reserve, and which process has which, or a refusal."""
+        """The parts to reserve; also notes which process has which part, or refuses."""
         settings = self._settings
         learners, samplers = settings.learners, settings.samplers
         each = settings.tensor_parallel  # workers of a sampler
@@ -129,11 +129,11 @@ class Rooms:
         return bundles
 
     def learner(self, place: int) -> dict[str, Any]:
-        """Ray's options of the process of a learner."""
+        """Ray's options for the process of a learner."""
         return self._options(f"learner {place}", (self._group, self._parts[place]), self._gpu_share)
 
     def sampler(self, place: int) -> dict[str, Any]:
-        """Ray's options of the process of a sampler."""
+        """Ray's options for the process of a sampler."""
         name, workers = f"sampler {place}", self._settings.tensor_parallel
         if place in self._further:
             gpus = self._sampler_room.get("GPU", 0.0)
@@ -142,7 +142,7 @@ class Rooms:
         return self._options(name, (self._group, part), workers * self._gpu_share, workers)
 
     def player(self, place: int) -> dict[str, Any]:
-        """Ray's options of the process of a player."""
+        """Ray's options for the process of a player."""
         part = self._parts[self._settings.learners + self._settings.samplers + place]
         return self._options(f"player {place}", (self._group, part), 0.0)
 
@@ -158,7 +158,7 @@ class Rooms:
         return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy}
 
     def nodes(self) -> dict[str, str]:
-        """The node on which each process has room; empty if it has none any more."""
+        """The node on which each process has its room; empty if the room is gone."""
         return {name: self.node_of(name) for name in self._places}
 
     def node_of(self, name: str) -> str:
@@ -169,9 +169,10 @@ class Rooms:
         return node
 
     def threads(self, name: str) -> int:
-        """Threads of a process: its node's, divided among all there that work at the same time.
+        """The number of threads of a process.
 
-        On the driver's node these are the threads of this process, on another one all of its CPUs.
+        It is that of its node, divided among all processes there that work at the same time. The
+        driver's node has the threads of this process to divide, any other node all of its CPUs.
         """
         nodes = self.nodes()
         kinds = ("learner", "sampler") if self._settings.max_staleness else (name.split()[0],)
@@ -185,7 +186,7 @@ class Rooms:
     # Samplers beyond `engine.samplers`.
 
     def further(self) -> int | None:
-        """The place of another sampler, up to `engine.most_samplers`, once there is room for it."""
+        """The place of a further sampler, up to `engine.most_samplers`, once it has room."""
         settings = self._settings
         if self._asked is None and settings.samplers + len(self._further) < settings.most_samplers:
             group = placement_group([self._sampler_room])
@@ -197,16 +198,16 @@ class Rooms:
         return place
 
     def is_further(self, place: int) -> bool:
-        """Whether the sampler in a place is one beyond `engine.samplers`."""
+        """Whether the sampler in this place is beyond `engine.samplers`."""
         return place in self._further
 
     def clear(self, place: int) -> None:
-        """Give the room of a sampler back that is not replaced there."""
+        """Give back the room of a sampler that is not replaced in its place."""
         del self._places[f"sampler {place}"]
         remove_placement_group(self._further.pop(place))
 
     def close(self) -> None:
-        """Give all back."""
+        """Give back all room."""
         for group in self._groups():
             remove_placement_group(group)
 
@@ -231,7 +232,7 @@ def connect(address: str, num_processes: int) -> bool:
         return False
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if not address:
-        cores = max(os.cpu_count() or 1, 2 * num_processes)  # more processes than cores may be
+        cores = max(os.cpu_count() or 1, 2 * num_processes)  # may be more processes than cores
         settings |= {"include_dashboard": False, "num_cpus": cores}
     else:
         _refuse_silent(address)
@@ -249,10 +250,10 @@ def connect(address: str, num_processes: int) -> bool:
 
 
 def _refuse_silent(address: str) -> None:
-    """Refuse an address at which nothing listens: Ray itself would try for minutes.
+    """Refuse an address at which nothing listens, because Ray itself would try for minutes.
 
     Raises:
-        RagenError: See above.
+        RagenError: Nothing listens there.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():  # auto, local, or a name that Ray knows

@@ -33,18 +33,18 @@ if ray is not None:
     from ray.exceptions import GetTimeoutError, RayError
 
 BEAT_S = 1.0
-"""Seconds between two signs of life."""
+"""Seconds from one sign of life to the next."""
 
 LONGEST_PAUSE_S = 60.0
-"""Most seconds between two tries to start a process whose machine cannot run it."""
+"""The longest pause between two attempts to start a process that its machine cannot run."""
 
 
 class RayEngine:
     """The `Engine` of learners, samplers and players on Ray; without players, the driver plays.
 
     `path` is the folder or hub id of the policy's first weights. Weights are published through the
-    shared memory of each machine. An engine that takes the place of another one, `after`, has the
-    same room, and waits for it (`Rooms`).
+    shared memory of each machine. An engine that replaces another one, `after`, gets the same kind
+    of room, and waits for it (`Rooms`).
 
     Raises:
         RagenError: Ray is missing, the cluster cannot be reached or is too small, or the model
@@ -54,7 +54,7 @@ class RayEngine:
     rooms: Rooms
 
     def __init__(self, config: Config, path: str, after: Engine | None = None) -> None:
-        if Path(path).exists():  # the processes have working folders of their own
+        if Path(path).exists():  # the processes have other working folders
             path = str(Path(path).resolve())
         self._config, self._path, self._settings = config, path, config.engine
         self._timeout_s = config.engine.timeout_s
@@ -63,7 +63,7 @@ class RayEngine:
         self._late: list[Late] = []
         self._closed = False
         self._error: Exception | None = None
-        # The block, its tensors' checksums, its version.
+        # The block, the checksums of its tensors, and its version.
         self._weights: tuple[Any, dict[str, int], int] | None = None
         self._published_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,8 +109,9 @@ class RayEngine:
     # Starting.
 
     def _spawn(self, kind: type, name: str, room: dict[str, Any]) -> Process:
-        """Begin a process in a room; it has yet to `start`."""
-        # Threads beside the one that works: for the answers of each client, and for signs of life.
+        """Begin a process in its room; its `start` is called later."""
+        # Besides the thread that works, it has threads for the answers of each client and for signs
+        # of life.
         clients = 1 + (self._settings.players if kind is SamplerHost else 0)
         groups = {"collect": clients, "health": 1}
         actor = ray.remote(concurrency_groups=groups)(actor_of(kind)).options(
@@ -179,10 +180,12 @@ class RayEngine:
             self._join(self._player_pool, process)
 
     def _wait_all(self, asked: Sequence[tuple[Process, Any]]) -> list[Any]:
-        """As `_wait`; a call that fails is told at once, for the others may wait for it.
+        """As `_wait`, for several calls.
 
-        What talks to a process that is lost may fail before Ray has noticed the loss, which is then
-        waited for, and told instead.
+        A failure is raised without waiting for the other calls, because they may wait for the call
+        that failed. A process that talks to a lost process may fail before Ray has noticed the
+        loss. So another error of Ray is held back for up to `GRACE_S` seconds, and if a loss is
+        noticed meanwhile, the loss is raised instead.
         """
         open_calls = {ref: process for process, ref in asked}
         failure: RayError | None = None
@@ -207,7 +210,7 @@ class RayEngine:
         return answers
 
     def _wait(self, process: Process, ref: Any, timeout_s: float | None = None) -> Any:
-        """The answer of a call while the engine is made, which has no event loop."""
+        """The answer of a call while the engine is made, when it has no event loop yet."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
             answer = ray.get(ref, timeout=timeout_s)
@@ -230,7 +233,7 @@ class RayEngine:
     # Learners.
 
     async def _train(self, method: str, *arguments: Any) -> Any:
-        """The answer of the first learner to a call that all of them get (`answers_of`)."""
+        """The answer of the first learner to a call that all learners get (`answers_of`)."""
         if self._config.rollout.sampler == "vllm" and self.rooms.shares_gpus:
             await self._rest()
         calls = [each.call("call", method, *arguments, phase=method) for each in self._learners]
@@ -273,7 +276,7 @@ class RayEngine:
         return metrics
 
     async def save(self, folder: Path) -> dict[str, Any]:
-        """See `Engine.save`; the folder has to be one that the learners see, too."""
+        """See `Engine.save`; the learners have to see the folder, too."""
         state: dict[str, Any] = await self._train("save", folder.resolve())
         return state | {"version": self.version}
 
@@ -289,7 +292,7 @@ class RayEngine:
         """See `Engine.publish`.
 
         Raises:
-            EngineLost: The learner is gone.
+            EngineLost: A learner is gone.
             RagenError: A sampler does not hold the weights that were sent.
         """
         if self._error is not None:
@@ -338,7 +341,7 @@ class RayEngine:
     # Samplers and players that come and go.
 
     def _join(self, pool: Pool, process: Process) -> None:
-        """Add a process that is ready, and let players and samplers know each other."""
+        """Add a process that is ready to its pool; tell the players of a new sampler."""
         remote = RemoteProcess(process, "sampling" if pool is self.samplers else "playing")
         seat = Seat(process.name, remote)
         pool.join(seat)
@@ -351,7 +354,7 @@ class RayEngine:
                 self._begin(self._tell(self._player_pool, player, "meet", *about))
 
     def _met(self, sampler: Seat, player: Process) -> tuple[str, RemoteProcess]:
-        """A sampler as a player knows it."""
+        """The name and the `Remote` by which a player knows a sampler."""
         process = self._process_of(sampler)
         return sampler.name, RemoteProcess(process, "sampling", player.client)
 
@@ -360,7 +363,7 @@ class RayEngine:
         return seat.remote.process
 
     async def _tell(self, pool: Pool, seat: Seat, method: str, *arguments: Any) -> None:
-        """Call a method of a process of a pool, which may be lost."""
+        """Call a method of a process of a pool; a lost process is removed from the pool."""
         try:
             await self._process_of(seat).call(method, *arguments)
         except ProcessLost as failure:
@@ -371,7 +374,7 @@ class RayEngine:
             self._begin(self._tell(pool, seat, method, *arguments))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begin what nobody waits for."""
+        """Begin work that nobody waits for."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -418,13 +421,13 @@ class RayEngine:
             self._begin(self._revive(place, is_player))
 
     async def _revive(self, place: int, is_player: bool = False) -> None:
-        """Start a process in a place, as soon as there is room for it, until one has joined."""
+        """Start a process in a place once there is room, and repeat it until one has joined."""
         start, pause_s, told = time.monotonic(), BEAT_S, set[str]()
         while True:
             process = self._spawn_player(place) if is_player else self._spawn_sampler(place)
             (self._players if is_player else self._samplers)[place] = process
             try:
-                await process.begin()  # it may wait for a machine for as long as the run goes on
+                await process.begin()  # this may wait for a machine until the run ends
                 if is_player:
                     await self._open_player(process)
                 else:
@@ -459,13 +462,13 @@ class RayEngine:
         assert self._player_pool is not None
         await process.call("start", self._config, self._tokenizer)
         self._join(self._player_pool, process)
-        for seat in list(self.samplers.seats):  # it is told of those that join meanwhile
+        for seat in list(self.samplers.seats):  # `_join` tells it of later ones
             await process.call("meet", *self._met(seat, process))
 
     # Signs of life.
 
     def _watch(self) -> None:
-        """Ask every process for a sign of life, and end those without one; in its own thread."""
+        """Ask every process for a sign of life and end those without one, in a thread."""
         tick = min(BEAT_S, self._timeout_s / 4)
         before = time.monotonic()
         while not self._closed:
@@ -485,15 +488,15 @@ class RayEngine:
                 raise
 
     def _look_at_nodes(self) -> None:
-        """Note whose node is about to be taken away."""
-        if ray.util.client.ray.is_connected():  # which cannot be told of them
+        """Note the processes whose node is about to be taken away."""
+        if ray.util.client.ray.is_connected():  # Ray's client does not learn of draining nodes
             return
         drained = ray._private.state.state.get_draining_nodes()
         for process in self._processes if drained else ():
             process.drained = self.rooms.node_of(process.name) in drained
 
     def _look_for_room(self) -> None:
-        """Let another sampler join, up to `engine.most_samplers`, once there is room for it."""
+        """Let a further sampler join, up to `engine.most_samplers`, once there is room for it."""
         loop = self.policy.loop
         if loop is None or loop.is_closed() or self._closed:
             return
@@ -536,14 +539,14 @@ class RayEngine:
             loop.call_soon_threadsafe(function, *arguments)
 
     def _remove(self, process: Process, loss: ProcessLost) -> None:
-        """Take a process out at once that was lost while nobody had called it."""
+        """Take out a process that was lost, at once, even if no call to it was open."""
         for pool in self._pools:
             for seat in list(pool.seats):
                 if self._process_of(seat) is process:
                     pool.remove(seat, loss)
 
     def _leave(self, process: Process, idle: bool) -> None:
-        """Let a process leave that is asked to end, once it has answered what it has."""
+        """Let a process that is asked to end leave, once it has answered its open requests."""
         for pool in self._pools:
             for seat in list(pool.seats):
                 if self._process_of(seat) is not process:
@@ -556,7 +559,7 @@ class RayEngine:
                 pool.leave(seat)
 
     def end_late(self) -> list[Late]:
-        """See `Engine.end_late`; the engine's own thread ends them, with a watchdog or without."""
+        """See `Engine.end_late`; the engine's own thread ends them, even without a watchdog."""
         late, self._late = self._late, []
         return late
 
@@ -570,8 +573,8 @@ class RayEngine:
     def metrics(self) -> Metrics:
         """See `Engine.metrics`.
 
-        ``engine/samplers`` and ``engine/players`` are the numbers of those that live. The idle
-        fractions are of the time since the last call.
+        ``engine/samplers`` and ``engine/players`` are the numbers of processes that are alive. The
+        idle fractions are shares of the time since the last call.
         """
         now = time.monotonic()
         span, self._measured = now - self._measured, now
@@ -596,7 +599,7 @@ class RayEngine:
         self._shut_down()
 
     def _shut_down(self) -> None:
-        """End all processes, and Ray if this engine has started it; repeating it is allowed."""
+        """End all processes, and Ray if this engine started it; may be called repeatedly."""
         if self._closed:
             return
         self._closed = True

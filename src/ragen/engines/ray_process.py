@@ -19,7 +19,7 @@ from ragen.engines.pool import Answers, ProcessLost
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns about itself
-os.environ.setdefault("RAY_worker_niceness", "0")  # the learners are no background work
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own default is for background work
 try:
     import ray as ray  # the other modules take it from here
     from ray.exceptions import (
@@ -46,7 +46,7 @@ LOST: tuple[type[Exception], ...] = (
     if ray is not None
     else ()
 )
-"""What a call raises whose process, or what it was given, is gone."""
+"""What a call raises if its process is gone, or if an object that it was given is gone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,14 +56,14 @@ class Process:
     Attributes:
         name: Its name in messages.
         actor: Its handle.
-        calls: The phase and the beginning of each open call.
+        calls: The phase and the start time of each open call.
         alive: When it was last known to work.
-        busy_s: Seconds with an open call, of those that have ended.
-        stacks: Of its threads, if it has not moved for a while.
+        busy_s: Seconds that calls were open, counted for the calls that have ended.
+        stacks: The stacks of its threads, if it has not moved for a while.
         reason: Why it was ended, if it was.
-        address: Its machine's, once it has shown life.
+        address: The address of its machine, once it has shown life.
         beating: The open call for a sign of life.
-        serves: Others call it, too, so that an answer may be awaited without an open call.
+        serves: Other processes call it, too, so it may owe an answer without an open call here.
         client: Its name as a client of samplers, which no later process has.
         drained: Its node is about to be taken away.
     """
@@ -96,7 +96,7 @@ class Process:
         return await self.answer(getattr(self.actor, method).remote(*arguments), phase or method)
 
     async def answer(self, ref: Any, phase: str) -> Any:
-        """See `call`, of a call that was made."""
+        """As `call`, for a call that is already made."""
         number, start = next(self.numbers), time.monotonic()
         if not self.calls:
             self.alive = start
@@ -113,7 +113,7 @@ class Process:
         return answer
 
     async def begin(self) -> None:
-        """Wait until it runs, for however long: this is not an open call.
+        """Wait until it runs, without a time limit; this does not count as an open call.
 
         Raises:
             ProcessLost: It is gone.
@@ -124,14 +124,14 @@ class Process:
             raise self.lost(error) from error
 
     def lost(self, error: Exception) -> ProcessLost:
-        """What is said of its loss, of which Ray says `error`."""
+        """The loss of this process, which Ray reports as `error`."""
         text = self.reason or what_happened(self.name, self.address, str(error))
         return ProcessLost(text, str(error))
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteProcess:
-    """The `Remote` of a process and one of its clients, who waits for answers in a phase."""
+    """A process as the `Remote` of one of its clients; `phase` names the client's open calls."""
 
     process: Process
     phase: str
@@ -156,7 +156,7 @@ class RemoteProcess:
 
 
 def actor_of(kind: type) -> type:
-    """A host as an actor's class: with threads of their own for signs of life and for answers."""
+    """The actor class of a host, with separate threads for signs of life and for answers."""
     methods: dict[str, Any] = {
         "beat": ray.method(concurrency_group="health")(_method(kind, "beat"))
     }
@@ -174,7 +174,7 @@ def actor_of(kind: type) -> type:
 
 
 def _method(kind: type, name: str) -> Any:
-    """A function of its own that calls a method: Ray writes its settings on it."""
+    """A new function that calls a method, because Ray writes its settings on the function."""
 
     def method(host: Any, *arguments: Any) -> Any:
         return getattr(kind, name)(host, *arguments)
@@ -183,5 +183,5 @@ def _method(kind: type, name: str) -> Any:
 
 
 def environment() -> dict[str, str]:
-    """The environment variables of the processes: they import what this one can."""
+    """The environment variables that let the processes import what this one can import."""
     return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

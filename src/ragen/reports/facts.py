@@ -26,7 +26,7 @@ from ragen.storage.reader import (
 from ragen.storage.settings import run_config
 
 Histories = Mapping[Attempt, Mapping[str, Series]]
-"""Metrics by attempt and name, with what was rolled back."""
+"""The metrics of every attempt by name, including the steps that were rolled back later."""
 
 
 ALARM = "alarm"

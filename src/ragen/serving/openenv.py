@@ -1,8 +1,9 @@
 """`ragen serve`: an environment as a server of OpenEnv's protocol.
 
-A session is one WebSocket with its own environment. An environment in this process is called
-in the loop's thread, where its time can be limited: one that hangs delays the others until then.
-One with ``env.isolate`` is called in a thread of its session, and delays no other session.
+A session is one WebSocket with its own environment. An environment in this process is called in
+the loop's thread, where its time can be limited. If it hangs, it delays the other sessions until
+its time limit. An environment with ``env.isolate`` is called in a thread of its session, and delays
+no other session.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from ragen.serving.sessions import Answer, Description, Refused, Session, descri
 Result = TypeVar("Result")
 
 IDLE_S = 3600.0
-"""How long a client may take to send a message or to read an answer; it may have a slow model."""
+"""Seconds a client may take to send a message or to read an answer; its model may be slow."""
 
 RESERVE = 64
-"""Files that the process opens besides connections."""
+"""Number of files that the process may open besides connections."""
 
 
 class EnvServer:
@@ -64,8 +65,8 @@ class EnvServer:
 
         Args:
             setup: How environments are made and called.
-            about: What the server says of them.
-            most: Sessions at the same time.
+            about: What the server says about the environment.
+            most: The limit of sessions at the same time.
             listening: Where connections come from.
             token: What every request has to present; ``None`` if only this machine has access.
             report: Called with a line about each session whose environment failed.
@@ -113,8 +114,8 @@ class EnvServer:
             await _end(client, "SESSION_ERROR", f"the session was idle for {IDLE_S:g} s")
         except UserCodeError as failure:
             await self._fail(client, "EXECUTION_ERROR", failure)
-        # Not where the server ends: there would be a hanging call to wait for, and `Setup.close`
-        # stops what is left.
+        # This is not in a `finally`: when the server ends, this task is cancelled, and closing here
+        # could wait for a call that hangs. `Setup.close` then stops the processes that are left.
         await _called(thread, session.close)
 
     async def _answer(
@@ -141,7 +142,7 @@ class EnvServer:
 
 
 async def _called(thread: ThreadPoolExecutor | None, call: Callable[[], Result]) -> Result:
-    """The result of a call, made in the thread of a session if it has one."""
+    """The result of a call. It runs in the thread of the session, if the session has one."""
     if thread is None:
         return call()
     return await asyncio.get_running_loop().run_in_executor(thread, call)
@@ -163,7 +164,7 @@ def _error(code: str, text: str) -> Answer:
 
 
 async def _end(client: WebSocket, code: str, text: str) -> None:
-    """End a session with an error, if the client still reads."""
+    """End a session with an error, which is sent if the client still reads."""
     with suppress(WebSocketDisconnect, TimeoutError):
         async with asyncio.timeout(PATIENCE_S):
             await client.send_text(json.dumps(_error(code, text)))
@@ -188,9 +189,9 @@ def serve(
         setup: How environments are made and called; it is closed at the end.
         host: The address to listen on.
         port: The port; 0 is any free one.
-        most: Sessions at the same time.
+        most: The limit of sessions at the same time.
         say: Called once clients can connect, with the URL and what they set as the token: a new
-            one, or the name of the variable that has the user's own.
+            token, or the name of the variable that has the user's own token.
         report: Called with a line about each session whose environment failed.
         tls: What TLS needs; ``None`` for plain HTTP.
 
@@ -202,7 +203,8 @@ def serve(
         raise missing("ragen serve", "websockets", "openenv")
     token = token_here()
     shown = None if token is None else f"${TOKEN}"
-    # As many connections may wait for a session; an environment's process takes three files.
+    # As many further connections may wait for a session. An environment's process takes three
+    # files.
     _make_room(most * (5 if setup.workers else 2) + MOST + RESERVE, most)
     try:
         about = describe(setup)
@@ -220,10 +222,10 @@ def serve(
 
 
 def _make_room(files: int, sessions: int) -> None:
-    """Let the process open as many files, where the system has such a limit.
+    """Let the process open this many files, if the system limits their number.
 
     Raises:
-        RagenError: The system does not let it.
+        RagenError: The system does not allow so many.
     """
     try:
         import resource

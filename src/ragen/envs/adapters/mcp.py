@@ -1,9 +1,9 @@
 """Tools of MCP servers, through the official client library.
 
 A server is a command, which is started and spoken to over its standard streams, or a URL of
-streamable HTTP. A session belongs to one environment and one episode: it is opened with the first
-call of a tool, and closed with the next `reset` or with the environment. So no state of a server
-passes from an episode to another one, and a server that dies or hangs fails one episode.
+streamable HTTP. A session belongs to one environment and one episode. The first call of a tool
+opens it; the next `reset`, or closing the environment, closes it. So no state of a server passes
+from one episode to another, and a server that dies or hangs fails one episode.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ragen.envs.contract import Schema
 from ragen.envs.tools import Tool, ToolEnv, ToolError, read_call
 
 CALL_S = 60.0
-"""Seconds that a server may take to answer, where the limit of the call is not shorter."""
+"""Seconds that a server may take to answer, unless the limit of the call is shorter."""
 CLOSE_S = 5.0
-"""Seconds that a session may take to close: the library ends a process after two or four."""
+"""Seconds that a session may take to close; the library ends a process after two or four."""
 INVALID_PARAMS, METHOD_NOT_FOUND = -32602, -32601
-"""JSON-RPC's errors of a call that is wrong: the agent reads them, like errors of the tool."""
+"""JSON-RPC's errors for a wrong call; the agent reads them, like errors of the tool."""
 SAID_CHARS = 300
-"""Length that is kept of what a server wrote to its standard error."""
+"""Most characters kept of the last line that a server wrote to its standard error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class McpServer:
 
     `address` is a command, as one text or as a list of words, or a URL that begins with
     ``http://`` or ``https://``. A command gets the few environment variables that the library
-    deems harmless, and `env`. `headers` go with every request to a URL, such as a token.
+    deems harmless, and those of `env`. `headers`, such as a token, go with every request to a URL.
 
     Raises:
         RagenError: The package mcp is not installed, or the address is empty.
@@ -89,7 +89,7 @@ class McpServer:
         self._session: _Session | None = None
 
     def tools(self) -> list[Tool]:
-        """The server's tools. A process asks a server for them once.
+        """The server's tools. Each process asks a server for them once.
 
         Raises:
             RagenError: The server cannot be started or reached, or it has no tools.
@@ -98,7 +98,7 @@ class McpServer:
         return [Tool(*about, partial(self._call, about.name)) for about in listed]
 
     def close(self) -> None:
-        """End the session, if there is one; the next call begins another one."""
+        """End the session, if there is one; the next call begins a new session."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -116,19 +116,19 @@ class McpServer:
 
 
 class McpEnv(Replayed, ToolEnv):
-    """An environment whose tools are those of MCP servers, and methods that are marked `tool`.
+    """An environment whose tools are those of MCP servers and its methods marked `tool`.
 
-    It names its `servers` and defines `rules`, `goal`, `begin` and `answer`. `begin` takes the
-    level seed and the noise seed and returns the observation; `answer` is that of `ToolEnv`. Each
-    episode has sessions of its own.
+    A subclass names its `servers` and defines `rules`, `goal`, `begin` and `answer`. `begin` takes
+    the level seed and the noise seed and returns the observation. `answer` is that of `ToolEnv`.
+    Each episode has sessions of its own.
 
-    A snapshot is the seeds and the actions so far, which are played again. If a server answers them
-    otherwise than before, the environment does not repeat itself: it cannot be branched, and
-    everything else works.
+    A snapshot is the seeds and the actions so far. Restoring it plays the actions again. If a
+    server then answers otherwise than before, the environment does not repeat itself: it cannot be
+    branched, and everything else works.
     """
 
     servers: ClassVar[Sequence[str | McpServer]] = ()
-    """Commands or URLs, as `McpServer` takes them, or such objects, which are then copied."""
+    """Commands or URLs, as `McpServer` takes them, or `McpServer` objects, which are copied."""
 
     @cached_property
     def _opened(self) -> list[McpServer]:
@@ -161,7 +161,7 @@ class McpEnv(Replayed, ToolEnv):
 
 
 class _Session:
-    """An open session, held by a task in a loop of its own, which runs only during calls.
+    """An open session. A task holds it, in a loop of its own that runs only during calls.
 
     Raises:
         RuntimeError: The server cannot be started or reached.
@@ -192,18 +192,18 @@ class _Session:
         return str(text)
 
     def close(self) -> None:
-        """End the session and the process of a command; what goes wrong then is no failure."""
+        """End the session and the process of a command; an error meanwhile is not a failure."""
         with boundary("closing a session with an MCP server"):
             self._loop.run(self._end())
             self._loop.close()
         self._log.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        with boundary("MCP"):  # it hides a loop that is running
+        with boundary("MCP"):  # which hides a loop that is already running
             return self._loop.run(self._within(coroutine))
 
     async def _within(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """The result of a coroutine, as long as the session lasts."""
+        """The result of a coroutine, or an error if the session ends before it."""
         work = asyncio.ensure_future(coroutine)
         try:
             async with asyncio.timeout(CALL_S):
@@ -227,7 +227,7 @@ class _Session:
             raise RuntimeError(f"{self._address}: {self._reason()}")
 
     async def _hold(self) -> None:
-        """Hold the session until it shall be closed: the library wants one task for all of it."""
+        """Hold the session until it has to close; the library wants one task for all of it."""
         from mcp import ClientSession
 
         async with self._streams() as (reads, writes), ClientSession(reads, writes) as client:
@@ -267,7 +267,7 @@ class _Session:
                 return found
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """What a call says, and whether it is an error for the agent."""
+        """The text that a call returns, and whether it is an error for the agent."""
         from mcp import McpError
 
         try:
@@ -283,7 +283,7 @@ class _Session:
         if self._holder is not None:
             await asyncio.wait({self._holder}, timeout=CLOSE_S)
             if self._holder.done() and not self._holder.cancelled():
-                self._holder.exception()  # which is told where it matters
+                self._holder.exception()  # marks it as seen; `_reason` reports it where it matters
 
     def _reason(self) -> str:
         """Why the session has ended, in one line."""
@@ -300,7 +300,7 @@ class _Session:
 
 @lru_cache(maxsize=16)
 def _listed(address: Address) -> tuple[Listed, ...]:
-    """The tools of a server, which is asked in a session of its own.
+    """The tools of a server, which is asked for them in a session of their own.
 
     Raises:
         RagenError: The server cannot be started or reached, or it has no tools.
@@ -319,12 +319,12 @@ def _listed(address: Address) -> tuple[Listed, ...]:
 
 
 def _log() -> IO[str]:
-    """A file for the standard error of a command; its last line is told where the command ends."""
+    """A file for the standard error of a command; `_reason` quotes its last line."""
     return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
 
 
 def _text_of(answer: Any) -> str:
-    """The content of an answer as text; what is no text is named by its kind."""
+    """The content of an answer as text; a part that is not text is named by its kind."""
     parts = []
     for part in answer.content:
         inside = getattr(part, "resource", part)
@@ -340,4 +340,4 @@ def _require_library(name: str) -> None:
         import mcp
     except ModuleNotFoundError:
         raise missing(name, "mcp", "mcp") from None
-    logging.getLogger(mcp.__name__).setLevel(logging.CRITICAL)  # failures are told by episodes
+    logging.getLogger(mcp.__name__).setLevel(logging.CRITICAL)  # episodes report failures
