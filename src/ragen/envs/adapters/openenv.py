@@ -55,11 +55,10 @@ class OpenEnvEnv(Adapted):
     Observation: the only text of the server's observation, or all its fields by name. Actions: the
     names of an enumeration, else free text, which becomes the action's field; where an action has
     several fields, a JSON object with that one is the whole action. An environment with tools takes
-    their calls, too. Reward, Ends when: the
-    server's. Success is what the metadata of the last observation say, else an end with a positive
-    last reward. The level seed is the seed of the server's ``reset``. Random events follow from it,
-    too, unless a state of the server has a ``noise_seed``: then its reset takes one. There is
-    random play for an enumeration only.
+    their calls, too. Reward, Ends when: the server's. Success is what the metadata of the last
+    observation say, else an end with a positive last reward. The level seed is the seed of the
+    server's ``reset``. Random events follow from it, too, unless a state of the server has a
+    ``noise_seed``: then its reset takes one. There is random play for an enumeration only.
 
     Parameters: `field`, the action's field for the answer, where it has several.
     """
