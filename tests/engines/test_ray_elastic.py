@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from ragen.config.reading import resolve
 from ragen.config.sections import EngineConfig
-from ragen.core.errors import RagenError
+from ragen.core.errors import MachineAway, RagenError
 from ragen.engines.machine import use_threads
 from ragen.engines.ray_cluster import Rooms
 from ragen.engines.ray_engine import RayEngine
@@ -140,7 +139,7 @@ def test_threads_are_those_of_the_machine_that_a_process_is_on(machines: Any) ->
     assert found == expected and len(set(found.values())) > 1
 
 
-def test_an_engine_that_replaces_another_waits_for_the_machine_that_is_away(machines: Any) -> None:
+def test_an_engine_that_replaces_another_needs_the_machines_that_it_had(machines: Any) -> None:
     import ray
 
     node = machines.add_node(num_cpus=1)
@@ -150,14 +149,15 @@ def test_an_engine_that_replaces_another_waits_for_the_machine_that_is_away(mach
     before = Rooms(two)
     before.close()
     machines.remove_node(node)
-    with pytest.raises(RagenError, match="the cluster has 2 CPUs, and 1 learners and 2 samplers"):
-        Rooms(two)
-    with ThreadPoolExecutor() as pool:
-        made = pool.submit(Rooms, two, before)
-        time.sleep(3.0)
-        assert not made.done()
-        machines.add_node(num_cpus=1)
-        after = made.result()
+    for known, kind in ((None, RagenError), (before, MachineAway)):
+        with pytest.raises(
+            kind, match="the cluster has 2 CPUs, and 1 learners and 2 sam"
+        ) as caught:
+            Rooms(two, known)
+        assert type(caught.value) is kind
+    machines.add_node(num_cpus=1)
+    machines.wait_for_nodes()
+    after = Rooms(two, before)
     assert all((after.learner(0), after.sampler(0), after.sampler(1)))
     assert len(set(after.nodes().values())) == 2
     after.close()

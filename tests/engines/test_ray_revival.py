@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from ragen.core.errors import EngineLost, RagenError
+from ragen.config.sections import EngineConfig
+from ragen.core.errors import EngineLost, MachineAway, RagenError
 from ragen.core.types import Prompt
-from ragen.engines import ray_engine
+from ragen.engines import ray_cluster, ray_engine
 from ragen.engines.pool import ProcessLost
+from ragen.engines.ray_cluster import Rooms
 from ragen.engines.ray_process import Process
 from ragen.engines.sampler_pool import SamplerPool
 
@@ -40,7 +42,7 @@ def engine_of(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> Any:
     engine._closed, engine._events, engine._samplers, engine._tasks = False, [], {}, set()
     engine._publishing, engine._weights = asyncio.Lock(), (None, {"w": 2}, 0)
     engine._config, engine._path, engine._error = None, "", None
-    engine._players, engine._player_pool = {}, None
+    engine._players, engine._player_pool, engine._learners = {}, None, []
     engine.rooms = types.SimpleNamespace(is_further=lambda place: False, threads=lambda name: 1)
     engine.samplers = SamplerPool(10, 0.2, engine._on_end)
     engine._spawn_sampler = lambda place: New(is_lost)
@@ -139,7 +141,7 @@ def test_a_run_whose_processes_nobody_looks_at_any_more_ends(
 
     async def play() -> None:
         engine = engine_of(monkeypatch, is_lost=False)
-        engine._timeout_s, engine._learners = 0.04, []
+        engine._timeout_s = 0.04
         engine._look_at_nodes = fail
         engine.samplers._enter(asyncio.get_running_loop())
         health = threading.Thread(target=engine._watch)
@@ -151,3 +153,88 @@ def test_a_run_whose_processes_nobody_looks_at_any_more_ends(
         health.join()
 
     asyncio.run(play())
+
+
+@pytest.mark.ray
+def test_a_learner_that_hangs_ends_with_the_cluster_and_a_new_engine_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ray.exceptions import RaySystemError
+
+    def fail() -> None:
+        raise RaySystemError("the head of the cluster is gone")
+
+    class Hanging:
+        """A learner that answers once it is killed, with its loss."""
+
+        name, actor, alive = "learner 0", "its actor", 0.0
+
+        async def call(self, *_: Any, phase: str) -> None:
+            await killed.wait()
+            raise ProcessLost("learner 0 was ended")
+
+    killed = asyncio.Event()
+
+    async def play() -> None:
+        engine = engine_of(monkeypatch, is_lost=False)
+        stand_in = types.SimpleNamespace(kill=lambda actor: actor and killed.set())
+        monkeypatch.setattr(ray_engine, "ray", stand_in)
+        engine._timeout_s, engine._learners = 0.04, [Hanging()]
+        engine._config = types.SimpleNamespace(rollout=types.SimpleNamespace(sampler="local"))
+        engine._look_at, engine._look_at_nodes = lambda *_: None, fail
+        engine.samplers._enter(asyncio.get_running_loop())
+        health = threading.Thread(target=engine._watch)
+        health.start()
+        with pytest.raises(EngineLost, match=r"cluster does not answer: .*the head .* is gone"):
+            await engine._train("update")
+        health.join()
+
+    asyncio.run(play())
+
+
+CLUSTERS = {
+    "a GPU for each": ((1, 1, 1), (2, 8), None, (False, [(1, 1), (1, 1)])),
+    "one for both": ((1, 1, 1), (1, 8), None, (True, [(2, 1)])),
+    "none": ((1, 2, 1), (0, 8), None, (False, [(1, 0), (1, 0), (1, 0)])),
+    "two workers a sampler": ((1, 1, 2), (3, 8), None, (False, [(1, 1), (2, 2)])),
+    "two workers a sampler, one GPU too few": ((1, 1, 2), (2, 8), None, RagenError),
+    "a machine is back": ((1, 1, 1), (2, 8), (2, 8), (False, [(1, 1), (1, 1)])),
+    "a machine is away": ((1, 1, 1), (1, 8), (2, 8), MachineAway),
+    "all GPUs are away": ((1, 1, 1), (0, 8), (1, 8), MachineAway),
+    "shared as before": ((1, 1, 1), (2, 8), (1, 8), (True, [(2, 1)])),
+    "CPUs are away": ((1, 1, 1), (0, 1), (0, 2), MachineAway),
+    "no GPUs as before": ((1, 1, 1), (2, 8), (0, 8), (False, [(1, 0), (1, 0)])),
+}
+"""Learners, samplers and their workers; GPUs and CPUs of the cluster, and those of the engine
+before; and whether GPUs are shared, with the CPUs and GPUs of each part, or the error."""
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("about", CLUSTERS)
+def test_room_on_gpus(about: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (learners, samplers, workers), now, earlier, expected = CLUSTERS[about]
+    settings = EngineConfig(
+        name="ray", learners=learners, samplers=samplers, tensor_parallel=workers
+    )
+    reserved: list[Any] = []
+
+    def on(cluster: tuple[int, int], before: Rooms | None = None) -> Rooms:
+        resources = {"GPU": cluster[0], "CPU": cluster[1]}
+        stand_in = types.SimpleNamespace(
+            cluster_resources=lambda: resources, wait=lambda refs, timeout: (refs, [])
+        )
+        monkeypatch.setattr(ray_cluster, "ray", stand_in)
+        return Rooms(settings, before)
+
+    def reserve(bundles: list[dict[str, float]], strategy: str) -> Any:
+        reserved[:] = [(each["CPU"], each.get("GPU", 0)) for each in bundles]
+        return types.SimpleNamespace(ready=lambda: "ready")
+
+    monkeypatch.setattr(ray_cluster, "placement_group", reserve)
+    before = None if earlier is None else on(earlier)
+    if isinstance(expected, type):
+        with pytest.raises(expected) as caught:
+            on(now, before)
+        assert type(caught.value) is expected
+    else:
+        assert (on(now, before).shares_gpus, reserved) == expected

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from ragen.algorithms.batch import Batch
-from ragen.core.errors import EngineLost, RagenError
+from ragen.core.errors import EngineLost, MachineAway, RagenError
 from ragen.core.metrics import Metrics
 from ragen.core.stopping import StopRequested
 from ragen.diagnostics.guard import Alarm, GuardState
@@ -186,6 +188,54 @@ def test_an_engine_that_cannot_be_replaced_ends_the_run_in_one_line(
     monkeypatch.setattr(recovery, "make_engine", refuse)
     with pytest.raises(RagenError, match=f"{TEXT}; no new .*: no node has a GPU; .*ragen resume"):
         train(config, run)
+    monkeypatch.undo()
+    resume(run)
+    assert_same_results(run, uninterrupted(config, tmp_path))
+
+
+@pytest.mark.parametrize("looks", [2, 100])
+def test_a_new_engine_waits_for_a_machine_that_is_away(
+    tmp_path: Path, losing: Losing, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    """The machine comes back at the third look, or not in time: a smaller engine goes on."""
+    config, run = make_config(**EVERY), tmp_path / "run"
+    before, asked = recovery.make_engine, list[Any]()
+
+    def away(config: Any, path: str | None = None, after: Any = None) -> Any:
+        asked.append(after)
+        if after is not None and len(asked) <= looks:
+            raise MachineAway("the cluster has 1 CPUs")
+        return before(config, path, after)
+
+    monkeypatch.setattr(recovery, "make_engine", away)
+    monkeypatch.setattr(recovery, "RETRY_S", 0.01)
+    monkeypatch.setattr(recovery, "AWAY_S", 60.0 if looks == 2 else 0.1)
+    losing(LocalEngine, "publish", 3)
+    train(config, run)
+    assert_same_results(run, uninterrupted(config, tmp_path))
+    assert engine_events(run) == [(2, "lost"), (2, "restored")]
+    if looks == 2:
+        assert len(asked) == 3 and isinstance(asked[0], LocalEngine) and len({*asked}) == 1
+    else:
+        assert asked[-1] is None and None not in asked[:-1]
+
+
+def test_a_stop_ends_the_wait_for_a_machine_that_is_away(
+    tmp_path: Path, losing: Losing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run = make_config(**EVERY), tmp_path / "run"
+
+    def away(config: Any, path: str | None = None, after: Any = None) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise MachineAway("the cluster has 1 CPUs")
+
+    monkeypatch.setattr(recovery, "make_engine", away)
+    losing(LocalEngine, "publish", 3)
+    start = time.monotonic()
+    with pytest.raises(StopRequested, match=r"after step 2.*has 1 CPUs.*ragen resume"):
+        train(config, run)
+    assert time.monotonic() - start < recovery.RETRY_S + 30
+    assert [what for _, what in engine_events(run)] == ["lost", "lost"]
     monkeypatch.undo()
     resume(run)
     assert_same_results(run, uninterrupted(config, tmp_path))

@@ -70,6 +70,10 @@ class EngineLost(RagenError):
         self.details = details
 
 
+class MachineAway(EngineLost):
+    """An engine that replaces another one lacks a machine that the other one had."""
+
+
 class GuardStop(RagenError):
     """The guard stopped a run, saved as it was; commands exit with 3."""
 

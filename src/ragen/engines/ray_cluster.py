@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import time
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from ragen.config.sections import EngineConfig
-from ragen.core.errors import RagenError
+from ragen.core.errors import MachineAway, RagenError
 from ragen.engines.ray_process import ray
 
 if ray is not None:
@@ -27,25 +26,19 @@ if ray is not None:
 CONNECT_S = 10.0
 """Seconds that the head of a cluster may take to answer."""
 
-RETRY_S = 1.0
-"""Seconds from one look to the next at a cluster that lacks what an engine had there."""
-
-AWAY_S = 120.0
-"""Most seconds for which a machine that is away is waited for; a signal waits as long."""
-
 
 class Rooms:
     """The room that a cluster has reserved for the processes of an engine, by their names.
 
     A sampler shares its GPU with a learner where there are too few for both. The rooms of an engine
-    that replaces another one are like those `before`: a machine that is away may come back for
-    `AWAY_S` seconds, or `engine.timeout_s` if that is less. Afterwards, those of a new engine.
+    that replaces another one are like those `before`.
 
     Attributes:
         shares_gpus: Whether learners and samplers share GPUs.
         uses_gpus: Whether they use GPUs.
 
     Raises:
+        MachineAway: The cluster is too small for what was there `before`.
         RagenError: The cluster is too small, or others use it.
     """
 
@@ -57,17 +50,7 @@ class Rooms:
         self._further: dict[int, Any] = {}  # of each sampler beyond `engine.samplers`
         self._asked: tuple[Any, Any] | None = None  # room for another one, and when it is there
         self._places: dict[str, tuple[Any, int]] = {}  # of each process: a group, and a part of it
-        until = time.monotonic() + min(AWAY_S, settings.timeout_s)
-        bundles = None
-        # A Ray of this machine alone gets no other ones.
-        while before is not None and settings.address and bundles is None:
-            try:
-                bundles = self._plan(before)
-            except RagenError:
-                if time.monotonic() >= until:
-                    break
-                time.sleep(RETRY_S)
-        self._group = placement_group(bundles or self._plan(None), strategy="PACK")
+        self._group = placement_group(self._plan(before), strategy="PACK")
         try:
             done, _ = ray.wait([self._group.ready()], timeout=settings.timeout_s)
         except BaseException:
@@ -98,13 +81,14 @@ class Rooms:
         have = ray.cluster_resources()
         gpus = int(have.get("GPU", 0))
         apart, shared = learners + each * samplers, max(learners, samplers)
+        too_small: type[RagenError] = RagenError if before is None else MachineAway
         if before is None:
             self.uses_gpus = gpus > 0
             self.shares_gpus = each == 1 and 0 < gpus < apart
         else:
             self.uses_gpus, self.shares_gpus = before.uses_gpus, before.shares_gpus
         if self.uses_gpus and gpus < (shared if self.shares_gpus else apart):
-            raise RagenError(
+            raise too_small(
                 f"the cluster has {gpus} GPUs, and each of {learners} learners needs one and each "
                 f"of {samplers} samplers {each}: lower engine.learners, engine.samplers or "
                 "engine.tensor_parallel, or add machines"
@@ -122,7 +106,7 @@ class Rooms:
         cpus, need = have.get("CPU", 0), sum(bundle["CPU"] for bundle in bundles)
         if cpus < need:
             which = "engine.learners, engine.players" if settings.players else "engine.learners"
-            raise RagenError(
+            raise too_small(
                 f"the cluster has {cpus:g} CPUs, and {self._who} need {need:g}: lower {which} or "
                 "engine.samplers, or add machines"
             )

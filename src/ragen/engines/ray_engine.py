@@ -44,9 +44,10 @@ class RayEngine:
 
     `path` is the folder or hub id of the policy's first weights. Weights are published through the
     shared memory of each machine. An engine that replaces another one, `after`, gets the same kind
-    of room, and waits for it (`Rooms`).
+    of room.
 
     Raises:
+        MachineAway: The cluster lacks a machine that the engine `after` had.
         RagenError: Ray is missing, the cluster cannot be reached or is too small, or the model
             cannot be used.
     """
@@ -188,6 +189,7 @@ class RayEngine:
         noticed meanwhile, the loss is raised instead.
         """
         open_calls = {ref: process for process, ref in asked}
+        answers = dict[Any, Any]()
         failure: RayError | None = None
         until = time.monotonic() + self._timeout_s
         while open_calls:
@@ -196,7 +198,8 @@ class RayEngine:
                 raise failure
             ref = (done or [*open_calls])[0]
             try:
-                self._wait(open_calls.pop(ref), ref, self._timeout_s if done else 0.0)
+                process = open_calls.pop(ref)
+                answers[ref] = self._wait(process, ref, self._timeout_s if done else 0.0)
             except RagenError:
                 raise
             except RayError as error:
@@ -206,8 +209,7 @@ class RayEngine:
                 until = time.monotonic() + self._timeout_s
         if failure is not None:
             raise failure
-        answers: list[Any] = ray.get([ref for _, ref in asked])
-        return answers
+        return [answers[ref] for _, ref in asked]
 
     def _wait(self, process: Process, ref: Any, timeout_s: float | None = None) -> Any:
         """The answer of a call while the engine is made, when it has no event loop yet."""
@@ -234,19 +236,23 @@ class RayEngine:
 
     async def _train(self, method: str, *arguments: Any) -> Any:
         """The answer of the first learner to a call that all learners get (`answers_of`)."""
+        self._raise_failure()
         if self._config.rollout.sampler == "vllm" and self.rooms.shares_gpus:
             await self._rest()
         calls = [each.call("call", method, *arguments, phase=method) for each in self._learners]
         return (await self._all(calls))[0]
 
     async def _all(self, calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """The answers of all learners (`answers_of`)."""
+        """The answers of all learners (`answers_of`), unless the engine fails meanwhile."""
+        try:
+            return await answers_of(calls, self._end_learners)
+        except EngineLost:
+            self._raise_failure()  # for which they were ended
+            raise
 
-        def end() -> None:
-            for each in self._learners:
-                ray.kill(each.actor)
-
-        return await answers_of(calls, end)
+    def _end_learners(self) -> None:
+        for each in self._learners:
+            ray.kill(each.actor)
 
     async def _rest(self) -> None:
         if self._settings.max_staleness == 0:
@@ -295,8 +301,7 @@ class RayEngine:
             EngineLost: A learner is gone.
             RagenError: A sampler does not hold the weights that were sent.
         """
-        if self._error is not None:
-            raise self._error
+        self._raise_failure()
         self.version += 1
         await self._push()
 
@@ -385,10 +390,15 @@ class RayEngine:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Let the run know of an error of what nobody waits for."""
-        self._error = error  # for a run that asks for no completion meanwhile
+        """Let the run know of an error of what nobody waits for; whatever it waits for ends."""
+        self._error = error
+        self._end_learners()
         for pool in self._pools:
             pool.fail(error)
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _on_end(self, seat: Seat, loss: ProcessLost | None) -> None:
         """Replace a process that is lost, or that was asked to leave."""
@@ -422,6 +432,8 @@ class RayEngine:
 
     async def _revive(self, place: int, is_player: bool = False) -> None:
         """Start a process in a place once there is room, and repeat it until one has joined."""
+        if self._closed:  # since this was asked for
+            return
         start, pause_s, told = time.monotonic(), BEAT_S, set[str]()
         while True:
             process = self._spawn_player(place) if is_player else self._spawn_sampler(place)
@@ -482,10 +494,18 @@ class RayEngine:
                     self._look_at(process, now)
                 self._look_at_nodes()
                 self._look_for_room()
-            except Exception as error:  # nothing would be late any more
-                self._error = error  # also where nobody has sampled yet
-                self._in_loop(self._fail, error)
+            except RayError as error:
+                text = f"the Ray cluster does not answer: {' '.join(str(error).split())[:200]}"
+                self._end_watch(EngineLost(text, str(error)))
+                return
+            except Exception as error:
+                self._end_watch(error)
                 raise
+
+    def _end_watch(self, error: Exception) -> None:
+        """Let the run fail, because nothing would be late any more."""
+        self._error = error  # also where nobody has sampled yet
+        self._in_loop(self._fail, error)
 
     def _look_at_nodes(self) -> None:
         """Note the processes whose node is about to be taken away."""

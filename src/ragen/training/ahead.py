@@ -22,12 +22,16 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """The groups of a step, played from `starts` in this `stage` of the curriculum in `seconds`."""
+    """The groups of a step, played from `starts` in this `stage` of the curriculum in `seconds`.
+
+    The last `late` groups are the episodes that earlier groups closed without.
+    """
 
     starts: Sequence[Start]
     stage: int
     groups: Sequence[Group]
     seconds: float
+    late: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ async def next_groups(run: Run) -> Played:
     run.ahead.plans.popleft()
     played = await run.ahead.plays.popleft()
     late = await _ended(run, len(played.groups))
-    return replace(played, groups=[*played.groups, *late]) if late else played
+    return replace(played, groups=[*played.groups, *late], late=len(late)) if late else played
 
 
 def _begin(run: Run) -> None:
@@ -159,7 +159,7 @@ def overlap_metrics(run: Run, played: Played, kept: Sequence[int], version: int)
     """
     if not run.config.engine.max_staleness:
         return {}
-    late = played.groups[len(played.starts) :] if run.config.engine.min_members else ()
+    late = played.groups[len(played.groups) - played.late :]
     old = [staleness(played.groups[index], version) for index in kept]
     every = [staleness(group, version) for group in played.groups]
     metrics = {

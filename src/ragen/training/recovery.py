@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import time
 from collections.abc import Mapping
@@ -11,7 +12,14 @@ from typing import Any, NoReturn
 
 from ragen.algorithms.batch import Batch
 from ragen.config.reading import changed
-from ragen.core.errors import EngineLost, GuardStop, MismatchError, NotFiniteError, RagenError
+from ragen.core.errors import (
+    EngineLost,
+    GuardStop,
+    MachineAway,
+    MismatchError,
+    NotFiniteError,
+    RagenError,
+)
 from ragen.core.metrics import Metrics
 from ragen.core.stopping import StopRequested
 from ragen.diagnostics.collapse import since_advance
@@ -26,6 +34,7 @@ from ragen.diagnostics.guard import (
     raise_alarms,
     read_history,
 )
+from ragen.engines.engine import Engine
 from ragen.engines.first_model import find_first
 from ragen.storage.checkpoint import (
     drop_after,
@@ -54,6 +63,12 @@ from ragen.training.running import (
 
 MOST_LOSSES = 3
 """How often an engine may be lost without a new checkpoint in between."""
+
+AWAY_S = 120.0
+"""Most seconds for which a new engine waits for a machine that the old one had."""
+
+RETRY_S = 5.0
+"""Seconds from one look to the next at a cluster that lacks a machine."""
 
 
 async def run_guard(run: Run) -> bool:
@@ -266,7 +281,7 @@ async def restore(run: Run, loss: EngineLost) -> None:
             await go_on_from(run, checkpoint, saved, state, guard)
         else:
             await run.engine.close()
-            run.engine = make_engine(run.config, after=run.engine)
+            run.engine = await another_engine(run)
     except EngineLost:
         raise
     except RagenError as error:
@@ -327,5 +342,28 @@ async def go_on_from(
     if run.judge is not None:
         run.judge.attempt = state.attempt
     first = find_first(run.config, checkpoint, saved["engine"])
-    run.engine = make_engine(run.config, first, run.engine)
+    run.engine = await another_engine(run, first)
     await run.engine.load(checkpoint, saved["engine"])
+
+
+async def another_engine(run: Run, path: str | None = None) -> Engine:
+    """An engine in place of the run's, which is closed.
+
+    A machine that is away may come back for `AWAY_S` seconds, or `engine.timeout_s` if that is
+    less. Afterwards, the engine has to do with the machines that are there.
+
+    Raises:
+        MachineAway: The user has requested a stop meanwhile.
+        RagenError: As `make_engine`.
+    """
+    until = time.monotonic() + min(AWAY_S, run.config.engine.timeout_s)
+    while time.monotonic() < until:
+        try:
+            return make_engine(run.config, path, run.engine)
+        except MachineAway as away:
+            run.beat()
+            try:
+                await run.stop.or_finish(asyncio.sleep(RETRY_S))
+            except StopRequested:
+                raise away from None  # `restore` stops the run: it has no engine to save
+    return make_engine(run.config, path)

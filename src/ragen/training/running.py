@@ -252,6 +252,10 @@ def make_engine(config: Config, path: str | None = None, after: Engine | None = 
     """The engine of a config, with the model at `path`: by default what the config names.
 
     It takes the place of the engine `after`, which is closed.
+
+    Raises:
+        MachineAway: The engine `after` had a machine that the cluster lacks now.
+        RagenError: No such engine can be made.
     """
     path = path or resolve_model(config.model.path, config.env.name)
     if config.engine.name == "ray":
