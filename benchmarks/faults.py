@@ -4,8 +4,9 @@
 
 Each fault strikes a real run of Bandit, whose processes are its own (SIGKILL, unless named
 otherwise), between two checkpoints. Afterwards every step, group and member must have exactly one
-training episode. Prints a row of a table for each fault; the seconds are those until the run has
-finished a step that it had not finished before. `--quick` leaves out what takes minutes.
+training episode. Prints a row of a table for each fault. The seconds are those until the run has
+finished the second further step: the first may need no more of what died. `--quick` leaves out what
+takes minutes.
 The network faults need root: the second machine is a network namespace.
 """
 
@@ -184,7 +185,7 @@ class Outcome:
     """What a fault did to a run.
 
     Attributes:
-        seconds: Until the run had finished a step that it had not finished before.
+        seconds: Until the run had finished the second step that it had not finished before.
         steps: Finished steps that were played again.
         events: The texts of its events of the kind ``engine``.
         wrong: What is not as it must be.
@@ -315,7 +316,7 @@ def two_machines() -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
 
     def join(address: str = HERE, *within: str) -> None:
         more = [f"--address={HERE}:{port}", f"--node-ip-address={address}"]
-        nodes.append(subprocess.Popen([*within, *start, *more]))
+        nodes.append(subprocess.Popen([*within, *start, *more], stdout=subprocess.DEVNULL))
 
     with mock.patch.dict(os.environ, OF_NETWORK):
         token = [ray, "get-auth-token", "--generate"]
@@ -328,7 +329,8 @@ def two_machines() -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
             shell(f"{inside} addr add {THERE}/24 dev {THEIRS}")
             shell(f"{inside} link set {THEIRS} up", f"{inside} link set lo up")
             head = [f"--port={port}", "--head", f"--node-ip-address={HERE}"]
-            nodes.append(subprocess.Popen([*start, *head, "--include-dashboard=false"]))
+            head += ["--include-dashboard=false"]
+            nodes.append(subprocess.Popen([*start, *head], stdout=subprocess.DEVNULL))
             wait_for_port(HERE, port)
             join(THERE, "ip", "netns", "exec", NAMESPACE)
             wait = [sys.executable, "-c", WAIT_FOR_TWO, f"{HERE}:{port}"]
@@ -416,7 +418,7 @@ def _suffer(fault: Fault, folder: Path, settings: dict[str, Any], cluster: Any) 
         step = run.wait_for(lambda: run.step if run.step >= STRIKE else 0, f"step {STRIKE}")
         struck = time.monotonic()
         fault.strike(run, cluster)
-        run.wait_for(lambda: run.step > step or run.process.poll() == 0, "a further step")
+        run.wait_for(lambda: run.step > step + 1 or run.process.poll() == 0, "two further steps")
         seconds = time.monotonic() - struck
         run.finish()
     finally:
@@ -467,7 +469,8 @@ def main() -> None:
             continue
         outcome = suffer(name, scratch / str(number))
         failed |= bool(outcome.wrong)
-        lost = f"{outcome.steps} steps, played again" if outcome.steps else "nothing"
+        steps = "one step" if outcome.steps == 1 else f"{outcome.steps} steps"
+        lost = f"{steps}, played again" if outcome.steps else "nothing"
         verdict = f" WRONG: {'; '.join(outcome.wrong)}" if outcome.wrong else ""
         print(f"| {name} | {lost} | {outcome.seconds:.0f} |{verdict}", flush=True)
         for text in outcome.events:
