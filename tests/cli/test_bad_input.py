@@ -103,6 +103,7 @@ def error_line(cwd: Path, *arguments: str | Path) -> str:
         (["play", "bandit", "--player", "random", "--seed", "-1"], "≥ 0"),
         (["eval", "random", "--env", "bandit", "--temperature", "-1"], "≥ 0"),
         (["eval", "random", "--env", "bandti"], "did you mean 'bandit'?"),
+        (["eval", "random", "--env", "bandit", "--env.params", "0"], "expected a table"),
         (["eval", "./no-run", "--env", "bandit"], "no-run"),
         (["resume", "no-run"], "no-run"),
         (["play", "bandti"], "did you mean 'bandit'?"),

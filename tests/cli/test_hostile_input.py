@@ -7,6 +7,7 @@ model would be loaded, after every check of the settings and of the memory plan.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import math
 import os
@@ -38,7 +39,9 @@ READY = "the settings allow a run"
 def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Stop each command where its work would begin, in an empty folder."""
 
-    def ready(*_: Any, **__: Any) -> Any:
+    def ready(*arguments: Any, **_: Any) -> Any:
+        for each in filter(inspect.iscoroutine, arguments):
+            each.close()
         raise RagenError(READY)
 
     monkeypatch.chdir(tmp_path)

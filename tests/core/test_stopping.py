@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
 from typing_extensions import override
 
 from ragen.core.stopping import run_async
@@ -25,3 +31,15 @@ def test_no_text_is_made_of_a_result() -> None:
         return isinstance(run_async(work()), Long)
 
     assert isinstance(run_async(work()), Long) and run_async(notebook())
+
+
+def test_work_that_is_cancelled_before_it_begins_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cancelled(everything: Coroutine[Any, Any, None]) -> None:
+        everything.close()
+        raise asyncio.CancelledError
+
+    work = asyncio.sleep(0)
+    monkeypatch.setattr(asyncio, "run", cancelled)
+    with pytest.raises(KeyboardInterrupt):
+        run_async(work)
+    assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED

@@ -16,7 +16,7 @@ import pytest
 from faults import rows
 
 from ragen.config.config import Config
-from ragen.config.reading import resolve
+from ragen.config.reading import changed, resolve
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.types import Completion, Group, Prompt
 from ragen.engines import ray_process
@@ -97,6 +97,30 @@ def test_players_play_the_episodes_that_the_driver_would(tmp_path: Path) -> None
     metrics = read_metrics(tmp_path / "players")
     assert metrics["engine/players"] == {1: 2.0} and metrics["time/env_s"][1] > 0
     assert 0 < metrics["rollout/prefix_cache_hit_fraction"][1] < 1
+
+
+HARDER: list[tuple[str, dict[str, Any]]] = [
+    ("mixed", {}),
+    ("frozen-lake-still", {"curriculum.stages": [{"max_turns": 1}], "curriculum.success": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("recipe", "more"), HARDER, ids=["a mixture", "a curriculum"])
+def test_players_play_mixtures_and_stages(
+    tmp_path: Path, recipe: str, more: dict[str, Any]
+) -> None:
+    """The curriculum is in its first stage."""
+    few = {"steps": 2, "eval.episodes": 4, "rollout.num_groups": 4, "rollout.group_size": 2}
+    ray_keys = {"engine.name": "ray", "engine.timeout_s": 120, "threads": 1, "env.isolate": True}
+    config = resolve(recipe, few | ray_keys | more)
+    train(config, tmp_path / "driver")
+    train(changed(config, {"engine.players": 2}), tmp_path / "players")
+    found = [rows(tmp_path / name, PLAYED) for name in ("driver", "players")]
+    assert found[0] == found[1] and len(found[0]) == 2 * 8
+    found = [rows(tmp_path / name, REPLIES) for name in ("driver", "players")]
+    assert found[0] == found[1] != []
+    stages = read_metrics(tmp_path / "players").get("curriculum/stage", {2: 0})
+    assert (stages[2] > 0) == (recipe != "mixed")
 
 
 def test_players_play_ahead_of_training(tmp_path: Path) -> None:

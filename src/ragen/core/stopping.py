@@ -106,6 +106,8 @@ def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
             asyncio.run(keep())
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
+        finally:
+            work.close()  # if it was cancelled before it began, Python would warn
     else:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(asyncio.run, keep()).result()

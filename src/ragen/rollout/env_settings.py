@@ -184,7 +184,8 @@ def budgets_of(name: str, given: Flat) -> tuple[Flat, str | None]:
     """
     prefix = f"{PARAMS}."
     params = {k.removeprefix(prefix): v for k, v in given.items() if k.startswith(prefix)}
-    params |= given.get(PARAMS, {})
+    whole = given.get(PARAMS, {})
+    params |= whole if isinstance(whole, Mapping) else {}  # `resolve` refuses others
     try:
         with closing_env(make(name, **params)) as env, boundary("its budgets"):
             return {f"env.{each}": getattr(env, each) for each in BUDGETS}, env.prompt_style
