@@ -29,7 +29,7 @@ from ragen.evaluation.results import load_evaluations
 from ragen.storage.recorder import Recorder
 from ragen.studies import runner
 from ragen.studies.measures import MEASURES, RunFacts, measure_of, read_run
-from ragen.studies.overview import collections_of, plans, write_overview
+from ragen.studies.overview import collections_of, draw_overview, plans, write_overview
 from ragen.studies.results import VERDICT_WORDS, conclude, read_findings
 from ragen.studies.study import (
     FIRST_SEED,
@@ -289,6 +289,25 @@ def test_study_runs_once_and_resumes(tiny: Study, tmp_path: Path, jobs: int) -> 
         runner.run_study(other, seeds=2, out=tmp_path)
 
 
+def test_one_environment_is_decided_before_the_others_are_run(tiny: Study, tmp_path: Path) -> None:
+    both = {"bandit": BANDIT, "bandit, twice": BANDIT | {"settings": {"update.epochs": 2}}}
+    study = Study(**TINY | {"environments": both})
+    for only, outcomes in (
+        ("bandit, twice", ["not run", "undecided"]),
+        (None, ["undecided", "undecided"]),
+    ):
+        found = runner.run_study(study, seeds=2, out=tmp_path, jobs=1, only=only)
+        assert [each.outcome for each in found.decisions] == outcomes
+        assert found.verdict == "by environment"
+        text = (tmp_path / "study.md").read_text()
+        assert ("**not run**" in text) == (only is not None)
+        again = read_findings(study, "laptop", tmp_path)
+        assert [each.outcome for each in again.decisions] == outcomes
+        draw_overview([again]).savefig(tmp_path / "all.svg")
+    with pytest.raises(RagenError, match="tiny has no environment 'sokoban'; it has bandit, ban"):
+        runner.run_study(study, seeds=2, out=tmp_path, only="sokoban")
+
+
 def has_ended(worker: int) -> bool:
     """Whether a process ends within ten seconds; if not, it is killed."""
     for _ in range(500):
@@ -431,6 +450,10 @@ def test_study_command_lists_previews_and_reports_mistakes(
     assert capsys.readouterr().out.count("claim: ") == len(study_names())
     assert main(["study", "--plan"]) == 2
     assert "--plan needs the name of a study, or --all" in capsys.readouterr().err
+    assert main(["study", "--all", "--only", "bandit"]) == 2
+    assert "--all takes every environment: leave --only bandit out" in capsys.readouterr().err
+    assert main(["study", "filtering", "--plan", "--only", "sokoban"]) == 0
+    assert "filtering           60 runs, about " in capsys.readouterr().out
     assert main(["study", "filtering", "--all"]) == 2
     assert "--all takes every study: leave filtering out" in capsys.readouterr().err
     assert main(["study", "filtering", "--plan", "--seeds", "2"]) == 0

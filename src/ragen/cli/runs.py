@@ -262,6 +262,7 @@ def _study_options(parser: Parser) -> None:
     parser.take("study", "NAME", "a study; without one, list them", nargs="?")
     parser.flag("--all", "every study, and an overview of what they found")
     parser.flag("--plan", "print the number of runs, their seconds and memory, and do nothing")
+    parser.take("--only", "ENVIRONMENT", "one environment of the study [all]")
     parser.take("--seeds", "N", "seeds per arm [the study's own]", whole(0, 10_000))
     scales = ("laptop", "paper")
     parser.take("--scale", "SCALE", "laptop or paper", default="laptop", choices=scales)
@@ -277,6 +278,8 @@ def _study(options: Namespace, _: Overrides) -> int:
 
     if options.all and options.study is not None:
         raise RagenError(f"--all takes every study: leave {options.study} out")
+    if options.all and options.only is not None:
+        raise RagenError(f"--all takes every environment: leave --only {options.only} out")
     if options.plan and options.study is None and not options.all:
         raise RagenError("--plan needs the name of a study, or --all")
     if options.study is None and not options.all:
@@ -287,7 +290,7 @@ def _study(options: Namespace, _: Overrides) -> int:
     if options.plan:
         from ragen.studies.overview import plans
 
-        print("\n".join(plans(studies, options.scale, options.seeds)))
+        print("\n".join(plans(studies, options.scale, options.seeds, options.only)))
         return 0
     last = "studies" if options.all else f"study-{options.study}"
     out = options.out or Path("runs") / f"{last}-{options.scale}"
@@ -296,7 +299,7 @@ def _study(options: Namespace, _: Overrides) -> int:
         return _run_studies(options, out, places)
     for each, folder in places:
         seeds = each.seeds if options.seeds is None else options.seeds
-        print(preview(each, cells_of(each, options.scale, seeds, folder)))
+        print(preview(each, cells_of(each, options.scale, seeds, folder, options.only)))
     return 0
 
 
@@ -305,8 +308,11 @@ def _run_studies(options: Namespace, out: Path, places: Sequence[tuple[Study, Pa
     from ragen.studies.results import page
     from ragen.studies.runner import run_study
 
-    how = {"seeds": options.seeds, "jobs": options.jobs or 0, "report": complain}
-    found = [run_study(each, options.scale, out=folder, **how) for each, folder in places]
+    how = {"seeds": options.seeds, "jobs": options.jobs or 0, "only": options.only}
+    found = [
+        run_study(each, options.scale, out=folder, report=complain, **how)
+        for each, folder in places
+    ]
     for findings, (study, folder) in zip(found, places, strict=True):
         if options.json:
             outcomes = {each.environment: each.outcome for each in findings.decisions}

@@ -66,16 +66,18 @@ def collections_of(config: Config) -> tuple[int, float]:
     return collections, collections * trained
 
 
-def plans(studies: Sequence[Study], scale: Scale, seeds: int | None) -> Iterator[str]:
+def plans(
+    studies: Sequence[Study], scale: Scale, seeds: int | None, only: str | None = None
+) -> Iterator[str]:
     """A line for each study: its runs, their seconds on one core and their largest memory.
 
     Raises:
-        RagenError: Settings of a study exclude each other.
+        RagenError: As `cells_of`.
     """
     total = 0.0
     for study in studies:
         count = study.seeds if seeds is None else seeds
-        some = cells_of(study, scale, min(count, 2), Path("runs"))
+        some = cells_of(study, scale, min(count, 2), Path("runs"), only)
         cells = [cell for cell in some if cell.seed == study.first_seed]
         seconds = count * sum(map(seconds_of, cells))
         total += seconds
@@ -168,7 +170,8 @@ def draw_overview(found: Sequence[Findings]) -> Figure:
     with figure_of(len(found), len(columns), height=0.75) as (figure, axes):
         for each, row in zip(found, axes, strict=True):
             for column, place in zip(columns, row, strict=True):
-                _draw_row(place, [d for d in each.decisions if column_of(d.environment) == column])
+                here = [d for d in each.decisions if column_of(d.environment) == column]
+                _draw_row(place, [d for d in here if d.outcome != "not run"])
             row[0].set_title(each.study.name)
         for column, place in zip(columns, axes[0], strict=True):
             place.set_title(column, loc="right", color=BLUE, fontsize=8)

@@ -61,8 +61,10 @@ class Findings:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict over all environments that are judged."""
-        outcomes = [each.outcome for each in self.decisions]
+        """The verdict over all environments that are judged, or will be once they are run."""
+        outcomes = [
+            "undecided" if each.outcome == "not run" else each.outcome for each in self.decisions
+        ]
         return verdict_of([outcome for outcome in outcomes if is_judged(outcome)])
 
     @property
@@ -73,6 +75,8 @@ class Findings:
 
 def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[Cell]) -> Findings:
     """Measure the runs, decide, and write ``runs.csv``, ``study.svg`` and ``study.md``.
+
+    `cells` are all runs of one environment of the study or more.
 
     Raises:
         RagenError: A run cannot be read, or `out` cannot be written.
@@ -174,7 +178,8 @@ def page(findings: Findings) -> Iterator[str]:
     yield f"| environment | arm | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}"
     for place_name in study.environments:
         for arm in study.arms:
-            cells = [described(name, findings.numbers[name][place_name, arm]) for name in names]
+            values = [findings.numbers[name].get((place_name, arm), ()) for name in names]
+            cells = [described(*each) for each in zip(names, values, strict=True)]
             yield f"| {place_name} | {arm} | {' | '.join(cells)} |"
     yield "\n![success by step, and at the end](study.svg)\n"
     if study.seen:
@@ -222,8 +227,9 @@ def draw(findings: Findings, curves: Mapping[tuple[str, str, int], Mapping[int, 
     """Success by step, each seed and the median, and the primary measure, seed by seed."""
     study = findings.study
     primary = findings.numbers[study.contrast.measure]
-    with figure_of(len(study.environments), 2) as (figure, axes):
-        for (by_step, end), place in zip(axes, study.environments, strict=True):
+    places = [each.environment for each in findings.decisions if each.outcome != "not run"]
+    with figure_of(len(places), 2) as (figure, axes):
+        for (by_step, end), place in zip(axes, places, strict=True):
             for row, arm in enumerate(study.arms):
                 colour = COLOURS[row % len(COLOURS)]
                 own = [c for (e, a, _), c in curves.items() if (e, a) == (place, arm)]

@@ -221,6 +221,7 @@ OUTCOME_WORDS: Mapping[str, str] = {
     "not exercised": "was not exercised on",
     "untestable": "was declared untestable on",
     "withdrawn": "was withdrawn by the authors on",
+    "not run": "was not tested yet on",
 }
 """What an outcome says of the claim."""
 

@@ -37,12 +37,14 @@ def run_study(
     seeds: int | None = None,
     out: Path,
     jobs: int = 0,
+    only: str | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Findings:
     """Make the runs of a study that `out` does not hold yet, then decide.
 
     Each arm has `seeds` training seeds, by default those of the study. `jobs` runs are made at
-    once; 0 takes one for each core. `report` receives a line about each run that ends.
+    once; 0 takes one for each core. `only` is the one environment to run: others are decided if all
+    of their runs are there. `report` receives a line about each run that ends.
 
     Raises:
         RagenError: A number is out of its range, settings exclude each other, a run in `out` has
@@ -61,11 +63,13 @@ def run_study(
             )
     with file_errors("write", out, OTHER_OUT):
         out.mkdir(parents=True, exist_ok=True)
-    missing = [cell for cell in cells if not is_finished(cell)]
-    report(f"{study.name}: {len(cells)} runs, {len(cells) - len(missing)} of them done")
+    asked = cells_of(study, scale, seeds, out, only)
+    missing = [cell for cell in asked if not is_finished(cell)]
+    report(f"{study.name}: {len(asked)} runs, {len(asked) - len(missing)} of them done")
     for number, cell in enumerate(make_runs(missing, jobs or usable_cpus()), 1):
         report(f"{number}/{len(missing)}  {cell.environment}, {cell.arm}, seed {cell.seed}")
-    return conclude(study, scale, seeds, out, cells)
+    begun = {cell.environment for cell in cells if not is_finished(cell)}
+    return conclude(study, scale, seeds, out, [c for c in cells if c.environment not in begun])
 
 
 def make_runs(cells: Sequence[Cell], jobs: int) -> Iterator[Cell]:

@@ -43,8 +43,8 @@ from ragen.studies.rule import (
 )
 
 Scale = Literal["laptop", "paper"]
-Result = Outcome | Literal["not exercised", "untestable", "withdrawn"]
-"""The outcome of a claim in one environment; the last three are not judged."""
+Result = Outcome | Literal["not exercised", "untestable", "withdrawn", "not run"]
+"""The outcome of a claim in one environment; the last four are not judged."""
 Numbers = Mapping[tuple[str, str], Sequence[float]]
 """The values of a measure, one for each training seed, by environment and arm."""
 
@@ -242,17 +242,26 @@ class Cell:
         return self.folder.with_name(f"{self.folder.name}-sft")
 
 
-def cells_of(study: Study, scale: Scale, seeds: int, out: Path) -> list[Cell]:
-    """All runs of a study, seed by seed, so that the first results show every arm.
+def cells_of(
+    study: Study, scale: Scale, seeds: int, out: Path, only: str | None = None
+) -> list[Cell]:
+    """All runs of a study, or those in one environment, seed by seed.
+
+    So the first results show every arm.
 
     Raises:
-        RagenError: The settings of one of them exclude each other, or there are too few seeds.
+        RagenError: The settings of one of them exclude each other, there are too few seeds, or the
+            study has no environment `only`.
     """
     if seeds < 2:
         raise RagenError(f"--seeds {seeds}: an interval over seeds takes 2 or more")
+    if only is not None and only not in study.environments:
+        hint = nearest(only, study.environments, f"it has {', '.join(study.environments)}")
+        raise RagenError(f"study {study.name} has no environment {only!r}{hint}")
     cells = []
     numbers = range(study.first_seed, study.first_seed + seeds)
-    for seed, environment, arm in product(numbers, study.environments, study.arms):
+    environments = study.environments if only is None else [only]
+    for seed, environment, arm in product(numbers, environments, study.arms):
         config = study.config(scale, environment, arm, seed)
         folder = out.resolve() / _slug(environment) / _slug(arm) / f"seed-{seed}"
         tuning = study.sft.get(arm)
@@ -329,16 +338,21 @@ def load_study(name: str) -> Study:
 
 def is_judged(result: Result) -> TypeGuard[Outcome]:
     """Whether a result is a verdict."""
-    return result not in ("not exercised", "untestable", "withdrawn")
+    return result not in ("not exercised", "untestable", "withdrawn", "not run")
 
 
 def decide(study: Study, numbers: Mapping[str, Numbers]) -> list[Decision]:
     """The outcome in each environment, from each measure's values by environment and arm.
 
-    A pair of runs of one seed counts if both have the measure.
+    An environment without values was not run. A pair of runs of one seed counts if both have the
+    measure.
     """
     decisions = []
     for name, place in study.environments.items():
+        if (name, study.contrast.arm) not in numbers[study.contrast.measure]:
+            nothing = Interval(math.nan, -math.inf, math.inf)
+            decisions.append(Decision(name, place, nothing, 0, "not run"))
+            continue
         ones, others = _pairs(study.contrast, numbers[study.contrast.measure], name)
         after = partial(_interval, study, ones, others)
         pairs = len(ones)
