@@ -80,10 +80,11 @@ def test_with_lora_only_the_adapter_travels(tmp_path: Path) -> None:
     assert max(metrics["mismatch/max_abs"].values()) < 1e-3
 
 
-def test_two_vllm_on_ray_sample_with_the_learners_weights(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    pytest.importorskip("vllm")
+@pytest.mark.parametrize("players", [0, 2])
+def test_two_vllm_on_ray_sample_with_the_learners_weights(tmp_path: Path, players: int) -> None:
     settings = {
+        "engine.players": players,
+        "env.isolate": players > 0,
         "engine.name": "ray",
         "engine.samplers": 2,
         "rollout.sampler": "vllm",
