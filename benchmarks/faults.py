@@ -376,7 +376,6 @@ def wait_for_port(host: str, port: int) -> None:
 
 TWO = {"engine.samplers": 2}
 PLAYERS = {"engine.players": 2, "env.isolate": True}
-QUICK_TO_NOTICE = {"engine.timeout_s": 30}
 FAULTS: dict[str, Fault] = {
     "a sampler of two": Fault(kill_sampler, TWO, ("lost",)),
     "the only sampler": Fault(kill_sampler, {}, ("lost",)),
@@ -386,19 +385,15 @@ FAULTS: dict[str, Fault] = {
     "a player": Fault(kill_player, PLAYERS, ("lost",)),
     "a sampler of players": Fault(kill_sampler, PLAYERS, ("lost",)),
     "the driver": Fault(kill_driver),
-    "a sampler hangs (SIGSTOP)": Fault(stop_sampler, TWO | QUICK_TO_NOTICE, ("late",), slow=True),
-    "a player hangs (SIGSTOP)": Fault(
-        stop_player, PLAYERS | QUICK_TO_NOTICE, ("late", "lost"), slow=True
-    ),
+    "a sampler hangs (SIGSTOP)": Fault(stop_sampler, TWO, ("late",), slow=True),
+    "a player hangs (SIGSTOP)": Fault(stop_player, PLAYERS, ("late", "lost"), slow=True),
     "a sampler of players hangs (SIGSTOP)": Fault(
-        stop_sampler, PLAYERS | QUICK_TO_NOTICE, ("late", "lost"), slow=True
+        stop_sampler, PLAYERS, ("late", "lost"), slow=True
     ),
-    "a learner hangs (SIGSTOP)": Fault(
-        stop_learner, QUICK_TO_NOTICE, ("late", "lost", "restored"), slow=True
-    ),
+    "a learner hangs (SIGSTOP)": Fault(stop_learner, {}, ("late", "lost", "restored"), slow=True),
     "a node": Fault(remove_node, TWO, ("lost",), simulated_nodes, slow=True),
     "the network is slow": Fault(slow_network, {}, (), two_machines, slow=True),
-    "the network is cut": Fault(cut_network, QUICK_TO_NOTICE, ("lost",), two_machines, slow=True),
+    "the network is cut": Fault(cut_network, {}, ("lost",), two_machines, slow=True),
 }
 """By what dies."""
 
