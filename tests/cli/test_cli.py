@@ -392,6 +392,9 @@ def test_envs_with_a_name_shows_the_card_of_the_class(capsys: Capture) -> None:
     card = capsys.readouterr().out.partition("\nsokoban-large: Push all boxes onto targets.")[2]
     assert "Ends when:\n    All boxes are on targets (a success)." in card
     assert ">>>" not in card
+    assert main(["envs", "bandit", "--episodes", "1"]) == 0  # a name shorter than the heading
+    heads, row, *_ = capsys.readouterr().out.splitlines()
+    assert len(heads) == len(row) and row.endswith("1        1")
 
 
 def test_check_accepts_registered_environments(capsys: Capture) -> None:

@@ -156,8 +156,8 @@ def _envs(options: Namespace, _: Overrides) -> int:
     if options.json:
         print(json.dumps(rows))
         return 0
-    width = max(len(row["name"]) for row in rows)
     heads = ("random", "optimal", "turns", "actions")
+    width = max(len(name) for name in ("environment", *(row["name"] for row in rows)))
     print(f"{'environment':<{width}}  {'  '.join(f'{head:>7}' for head in heads)}")
     for row in rows:
         optimal = "?" if row["optimal"] is None else f"{row['optimal']:.1%}"

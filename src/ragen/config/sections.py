@@ -424,8 +424,9 @@ class EvalConfig(Section):
     episodes: int = Field(256, ge=0, le=9877)
     """Number of levels, with one episode each; 0 never evaluates."""
     background: bool = False
-    """Let another process evaluate what every asks for, while the run trains on: the same numbers,
-    which the guard sees one evaluation later. It takes cores and memory of its own, also of a GPU.
+    """Play the evaluations that every asks for in a second process, while the run trains. The
+    numbers are the same, and the guard sees each of them one evaluation later. The process needs
+    cores and memory in addition, also on a GPU.
     """
     temperature: float = Field(1.0, ge=0, le=100)
     """Sampling temperature of evaluations; 0 is greedy."""

@@ -40,7 +40,7 @@ FLOAT = 4
 ITEM = {"float32": FLOAT, "bfloat16": 2}
 """Bytes of a weight, by the model's dtype."""
 CPU_CACHE_BYTES = 2**30
-"""What vLLM gets for keys and values on a CPU, where there is no share of a GPU's memory to set."""
+"""Memory for vLLM's keys and values on a CPU, which has no share of GPU memory to set."""
 LIBRARIES = 400 * 2**20
 """Resident memory of a process that has imported what a run needs, before it loads a model."""
 PROGRAMS = 96 * 2**20
@@ -67,11 +67,12 @@ ESTIMATED = "sampler", "activations", "logits", "programs", "libraries"
 class Plan:
     """Bytes of each part of a run, or of some of its processes, and of free memory.
 
-    `critic` includes its weights, gradients and optimiser. `copies` are the sampler's own of the
-    weights, `sampler` is its cache of keys and values. `gathered` is what is whole while learners
-    compute that split their weights, `published` what a publication takes. `libraries` is the
-    program itself, on a CPU; it counts as taken when free memory is read. `available` is ``None``
-    if this machine does not report it. `whose` names the processes, if there are several.
+    `critic` includes its weights, gradients and optimiser. `copies` are the sampler's own copies of
+    the weights, `sampler` is its cache of keys and values. `gathered` is the memory of the weights
+    that are whole while learners with split weights compute, `published` that of a publication.
+    `libraries` is the program itself, on a CPU; it counts as taken when free memory is read.
+    `available` is ``None`` if this machine does not report it. `whose` names the processes, if
+    there are several.
     """
 
     weights: int
@@ -149,8 +150,8 @@ def plan(config: Config) -> Plan:
 def plans(config: Config) -> list[Plan]:
     """The memory of all processes of a run: a plan for each memory, of a machine or a GPU.
 
-    Learners and samplers on Ray share this machine's memory; on GPUs each has one of its own, or a
-    learner and a sampler one. What is free on another machine is not known.
+    Learners and samplers on Ray share this machine's memory. On GPUs, each has its own memory, or a
+    learner and a sampler share one. What is free on another machine is not known.
 
     Raises:
         RagenError: As `plan`.
@@ -184,7 +185,7 @@ def learner_plan(config: Config, sizes: Sizes, device: str, split: int) -> Plan:
     weights, adapters = _parts(sizes.weights.values(), split), _parts(adapter, split)
     base = width * _numbers(weights)
     gradients, optimizer = trained_bytes(adapters or weights, FLOAT if adapter else width)
-    # Where one thread multiplies, oneDNN does so in float32 on AMD's processors (`use_threads`).
+    # With one thread on AMD's processors, oneDNN computes float32 products (`use_threads`).
     may_use_onednn = width < FLOAT or (config.threads < 2 and is_amd())
     return Plan(
         weights=base + FLOAT * _numbers(adapters),
@@ -204,7 +205,7 @@ def learner_plan(config: Config, sizes: Sizes, device: str, split: int) -> Plan:
 
 
 def sampler_plan(config: Config, sizes: Sizes, device: str) -> Plan:
-    """The memory of a sampler in a process of its own; on a GPU all of vLLM is in its share."""
+    """The memory of a sampler in a separate process; on a GPU, its share holds all of vLLM."""
     learner = learner_plan(config, sizes, device, 1)
     own = 0
     if device == "cpu" or config.rollout.sampler != "vllm":
@@ -225,8 +226,8 @@ def sampler_plan(config: Config, sizes: Sizes, device: str) -> Plan:
 def gathered_bytes(sizes: Sizes, config: Config, device: str) -> int:
     """Estimate for weights and gradients that are whole while a learner computes (`sharding`).
 
-    All of them on the fast path. Elsewhere those outside of layers, and two layers: one computes,
-    and the next is fetched.
+    On the fast path these are all weights. Elsewhere they are those outside of layers and those of
+    two layers: one computes, and the next is fetched.
     """
     item, adapter = ITEM[config.model.dtype], adapter_shapes(config, sizes)
     if _is_fast(sizes, config, device):
@@ -243,7 +244,7 @@ def gathered_bytes(sizes: Sizes, config: Config, device: str) -> int:
 
 
 def published_bytes(config: Config, sizes: Sizes) -> int:
-    """Bytes of publications at the most: the last and the next one, and as the next is packed."""
+    """The most bytes of publications: the last one, the next one, and the next one as packed."""
     adapter = adapter_shapes(config, sizes)
     one = FLOAT * _numbers(adapter) if adapter else ITEM[config.model.dtype] * sizes.numbers
     return (3 + (config.engine.learners > 1)) * one
@@ -259,7 +260,7 @@ def _parts(shapes: Iterable[Shape], split: int) -> list[Shape]:
 
 
 def _sum(*parts: tuple[int, Plan]) -> Plan:
-    """So many of each plan together."""
+    """The given number of each plan, added up."""
     names = *CERTAIN, *ESTIMATED
     total = {name: sum(number * getattr(each, name) for number, each in parts) for name in names}
     return Plan(**total, device=parts[-1][1].device)
@@ -326,12 +327,12 @@ def critic_bytes(config: Config, sizes: Sizes, adapters: list[Shape], split: int
 def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
     """Refuse a run whose weights and optimiser cannot fit; `tell` the plan of a large one.
 
-    Episodes may be shorter than the settings allow. So a run that only then fits is not refused,
-    but told.
+    Episodes may be shorter than the settings allow. So a run that fits only with short episodes is
+    not refused, but `tell` gets a warning.
 
     Raises:
-        RagenError: They need more than is free (the smallest change that fits is named), or the
-            model cannot be trained.
+        RagenError: They need more than is free, and the message names the smallest change that
+            fits; or the model cannot be trained.
     """
     planned = plans(config)
     for each in planned:
@@ -362,10 +363,10 @@ def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
 
 
 def refuse_too_many(config: Config) -> None:
-    """Refuse steps of more episodes than the main memory can hold, however short they are.
+    """Refuse steps of more episodes than the main memory can hold, even if all are short.
 
     Raises:
-        RagenError: It cannot.
+        RagenError: The memory cannot hold them.
     """
     rollout, free = config.rollout, available("cpu")
     need = rollout.num_groups * rollout.group_size * EPISODE
@@ -453,10 +454,10 @@ def activations_bytes(sizes: Sizes, config: Config, device: str) -> int:
         6 D + 2 H d + 2 K d + 4 I
 
     plus 2 D in bfloat16, whose norms compute in float32, plus 2 H times the length if attention
-    stores its scores (eager). An adapted linear layer has, in float32, a temporary of as many
-    numbers as it has outputs, whose room in the heap larger tensors after it cannot take; in
-    bfloat16 it keeps that and its input. With gradient checkpointing it is D per layer and one full
-    layer. For a model of the fast path see `fast_activations_bytes`.
+    stores its scores (eager). In float32, an adapted linear layer has a temporary with as many
+    numbers as the layer has outputs, and later, larger tensors cannot use its place in the heap. In
+    bfloat16 the layer keeps that and its input. With gradient checkpointing it is D per layer and
+    one full layer. For a model of the fast path see `fast_activations_bytes`.
     """
     item, width = ITEM[config.model.dtype], sizes.width
     tokens = max(config.update.microbatch_tokens, config.model.max_length)
@@ -485,9 +486,9 @@ def fast_activations_bytes(sizes: Sizes, config: Config, tokens: int) -> int:
 
         2 D + 2 H d + 3 K d + 2 I
 
-    and half of the attention's weights, at most `KEPT_SCORES` a layer. Besides, each layer keeps
-    its weights as it computes with them: those behind a norm times its gain, and as they were if
-    the gain is trained; with LoRA the sums of the others with their adapters.
+    and half of the attention's weights, at most `KEPT_SCORES` a layer. In addition, each layer
+    keeps the weights with which it computes: those after a norm times its gain, and the original
+    ones if the gain is trained; with LoRA, the sums of the others and their adapters.
     """
     width, queries, keys = sizes.width, sizes.heads, sizes.key_heads
     numbers = 2 * width + (2 * queries + 3 * keys) * sizes.head_width + 2 * sizes.inner

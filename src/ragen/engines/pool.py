@@ -129,7 +129,7 @@ class Pool:
 
     kind = "process"
     most_losses = 0
-    """How many processes may be lost with a request until it fails; 0 sets no limit."""
+    """A request fails once this many processes were lost while they worked on it; 0: no limit."""
 
     def __init__(
         self, timeout_s: float, on_end: Callable[[Seat, ProcessLost | None], None]

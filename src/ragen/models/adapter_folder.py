@@ -50,7 +50,7 @@ PLAIN = {
 
 LARGEST_ALPHA = 1e6
 NESTED, REPEATED, MOST_REPEATED = re.compile(r"\)[*+{]"), re.compile(r"[*+{]"), 4
-"""What makes a regular expression slow: a group that is repeated, and many repetitions."""
+"""Signs of a slow regular expression: a group that is repeated, and many repetitions."""
 
 
 def save_adapter(
@@ -136,7 +136,7 @@ def put_on(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _check_numbers(raw: dict[str, Any], folder: Path) -> None:
-    """Refuse ranks that the weights do not have, and scales that are no numbers.
+    """Refuse ranks that the weights do not have, and scales that are not numbers.
 
     peft takes memory by the config's ranks before the weights are read.
     """

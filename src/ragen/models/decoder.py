@@ -41,7 +41,8 @@ def make_decoder(
 ) -> Decoder:
     """The fastest decoder that is exact for this model, or the general one if not `fast`.
 
-    That for Qwen2 keeps fused copies of all weights, which pays off for small models on a CPU.
+    The decoder for Qwen2 keeps fused copies of all weights, which pays off for small models on a
+    CPU.
     """
     if fast and model.device.type == "cpu":
         if fast_qwen2.supports(model):
@@ -132,7 +133,7 @@ class HFDecoder:
     update is seen at once.
 
     Raises:
-        RagenError: The model's sliding window is shorter than `max_length`, or its past is no keys
+        RagenError: The model's sliding window is shorter than `max_length`, or its past is not keys
             and values.
     """
 
@@ -183,10 +184,10 @@ class HFDecoder:
             stored[target, :, :length] = stored[source, :, :length]
 
     def refresh(self, is_idle: bool = True) -> None:
-        """Read changed weights, with which every stored key and value is out of date.
+        """Read changed weights, which make every stored key and value out of date.
 
-        Unless the decoder `is_idle`, the sequences that are being sampled go on with what is stored
-        of them. Nothing to do here: the weights are read at every call.
+        Unless the decoder `is_idle`, sequences that are being sampled continue with their stored
+        keys and values. This decoder has nothing to do, because it reads the weights at every call.
         """
 
     def _logits(self, states_ND: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def projection_biases(attn: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _paired(x: Tensor, head_dim: int) -> Tensor:
-    """Rows of each head so that those rotated together, i and i + D/2, become neighbours.
+    """Reorder the rows of each head so that i and i + D/2, which rotate together, are neighbours.
 
     In memory, pairs of neighbours are complex numbers. The same new order in queries and keys
     leaves their products as they are.

@@ -1,7 +1,7 @@
 """States of many thoughts after one prompt, for a plain float32 Qwen2; without gradients.
 
 The prompt's keys and values exist once. All queries of all thoughts attend to them in one product;
-each thought's own keys are a second, small one, and the softmax is over both.
+the products with each thought's own keys are small, and the softmax is over both.
 
 Axes: **P** tokens of the prompt, **R** thoughts, **T** tokens of the longest, **F** flat tokens of
 all thoughts, **H** heads, **K** key–value heads, **G** heads of each of these, **D** width, **E**
@@ -63,7 +63,7 @@ class PrefixReader:
     def follow(self, thoughts: Sequence[Sequence[int]]) -> Tensor:
         """The states from which each token of the thoughts is predicted, thought by thought.
 
-        Each thought follows the prompt and has a token at least. The states are (N, D).
+        Each thought follows the prompt and has at least one token. The states are (N, D).
         """
         device = self._model.device
         rows = [torch.tensor(thought, device=device) for thought in thoughts]

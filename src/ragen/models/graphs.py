@@ -34,8 +34,8 @@ Compute = Callable[[], Tensor]
 def recorder() -> Callable[[Compute], Compute]:
     """A function that records what another computes, and returns its replay.
 
-    A replay overwrites the result of the one before. The graphs share the memory for what they
-    compute on the way, since they never run at the same time.
+    A replay overwrites the result of the one before. The graphs share the memory for
+    intermediate results, since they never run at the same time.
     """
     pool = torch.cuda.graph_pool_handle()
 
@@ -117,7 +117,7 @@ class GraphDecoder(HFDecoder):
 
     @override
     def refresh(self, is_idle: bool = True) -> None:
-        """Drop the graphs of weights that are elsewhere now; changes in place need no new ones."""
+        """Drop the graphs if the weights have moved; changes in place need no new graphs."""
         tensors = chain(self.model.parameters(), self.model.buffers())
         addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses != self._addresses:

@@ -26,7 +26,8 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
     weights only if `weights`; if the Hub is unreachable, the local cache is used.
 
     Raises:
-        RagenError: There is no such model, access is denied, or it is neither reachable nor cached.
+        RagenError: There is no such model, access is denied, or the Hub cannot be reached and the
+            cache does not have the model.
     """
     if Path(name).exists():
         return Path(name)
@@ -70,7 +71,7 @@ def hub_shapes(name: str) -> dict[str, tuple[int, ...]]:
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (  # type: ignore[attr-defined]
-        HTTPError,  # that of its client, httpx or httpx2
+        HTTPError,  # of its client, httpx or httpx2
         NotASafetensorsRepoError,
         SafetensorsParsingError,
     )

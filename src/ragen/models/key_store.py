@@ -1,9 +1,9 @@
 """Stored keys and values of many sequences, and attention to them; without gradients.
 
-A sequence that begins like another one need not hold that beginning: it refers to the other's slot
-until that is used for something else. Keys and values of a prompt are then held and read once for
-all members of a group. Values have the model's dtype, and keys are float32, so that scores are not
-rounded. All is on a CPU.
+A sequence that begins like another one does not store that beginning: it refers to the other's slot
+until that slot is used for something else. Keys and values of a prompt are then held and read once
+for all members of a group. Values have the model's dtype, and keys are float32, so that scores are
+not rounded. Everything is on a CPU.
 
 Axes: **N** rows of a call, **F** flat new tokens of all rows, **R** stored slots that are read,
 **T** new tokens of a row, **W** stored positions that are read, **S** sequences that hold a shared
@@ -32,13 +32,13 @@ each is read along its rows by the products of few queries."""
 
 
 MANY = 16
-"""Queries of a row for which oneDNN pays, and bfloat16 in products with float32 keys."""
+"""Queries of a row from which oneDNN is faster, and bfloat16 in products with float32 keys."""
 
 
 class KeyStore:
     """Slots of keys and values for `num_slots` sequences of at most `max_length` tokens.
 
-    A layer's first write makes room for it. The caller says where new tokens are written; nothing
+    A layer's first write makes room for it. The caller says where new tokens are written. Nothing
     is ever cleared: what lies at or beyond a sequence's length is masked.
     """
 

@@ -54,7 +54,7 @@ from ragen.storage.checkpoint import hash_file
 
 TRIAL = Path(__file__).with_name("trial.py")
 TRIAL_PATIENCE_S = 60.0
-"""After which the trial of a template is stopped; it has a tighter limit of processor time."""
+"""Seconds after which a template's trial is stopped; its limit of processor time is tighter."""
 PROBE = "Go up, 你好 P _ G\n  x = 12345; don't  é🙂\t<b>\n\n end"
 """A text of all kinds, on which two tokenizers are compared."""
 _TRIED: set[str] = set()
@@ -74,10 +74,10 @@ def load_policy(
     mode, without dropout: sampling and learning must compute the same.
 
     Raises:
-        RagenError: The model does not exist, is not a causal language model, or is shorter than
-            `max_length`; its weights are missing, pickled, too large or not finite; its tokenizer
-            is missing or does not fit; its chat template takes too long; or its output layer is
-            more than a matrix.
+        RagenError: The model does not exist, is not a causal language model, or has fewer positions
+            than `max_length`; its weights are missing, pickled, too large or not finite; its
+            tokenizer is missing or does not fit; its chat template takes too long; or its output
+            layer is more than a matrix.
     """
     logging.disable_progress_bar()
     name = str(path)
@@ -111,7 +111,7 @@ def _check_size(
 ) -> None:
     """Refuse a config that describes more than its weights hold, before memory is taken for it.
 
-    transformers fills what is missing with random numbers, of any size.
+    transformers fills missing weights of any size with random numbers.
     """
     held = count_weights(files)
     with load_errors(name, "config.json"), torch.device("meta"):
@@ -228,8 +228,8 @@ def _load_weights(folder: Path, name: str, config: PreTrainedConfig, dtype: str)
 def _belongs_to_layer(key: str, model: PreTrainedModel) -> bool:
     """Whether weights that the model does not use belong to its layers, or to one more layer.
 
-    Without them another function would be trained. Weights of other parts, such as a vision tower,
-    may be left out, and so may layers that predict further tokens.
+    Without these weights, RAGEN would train a different function. Weights of other parts, such as a
+    vision tower, may be left out, and so may layers that predict further tokens.
     """
     modules = dict(model.base_model.named_modules()) | dict(model.named_modules())
     owner, _, kind = key.rpartition(".")
@@ -289,8 +289,8 @@ def _read_tokenizer(folder: Path, name: str | Path) -> PreTrainedTokenizerBase:
 def _encodes_as_saved(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
     """Whether a tokenizer gives the ids that its tokenizer.json gives.
 
-    By the class that a folder names, transformers builds a tokenizer from the vocabulary alone. It
-    takes DeepSeek's for a Llama tokenizer, which loses spaces and all Chinese.
+    transformers builds some tokenizers from the vocabulary alone, by the class that the folder
+    names. It takes DeepSeek's for a Llama tokenizer, which loses spaces and all Chinese.
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(tokenizer) is PreTrainedTokenizerFast or not file.is_file():
@@ -302,7 +302,7 @@ def _encodes_as_saved(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
 
 
 def _encode_all(backend: Tokenizer | None) -> None:
-    """Let a tokenizer cut nothing off, add nothing and draw nothing: `Chat` encodes with it."""
+    """Stop a tokenizer from truncating, padding and sampling, because `Chat` encodes with it."""
     if backend is not None:
         backend.no_truncation()
         backend.no_padding()
@@ -364,7 +364,7 @@ def recompute_layers(model: PreTrainedModel) -> None:
 
     transformers' own switch (`gradient_checkpointing_enable`) works in training mode only, where
     dropout would be on. So the layers are wrapped here; copies of the model are wrapped too.
-    Without gradients nothing is computed twice, and keys and values are cached as usual.
+    Without gradients, each layer is computed once, and keys and values are cached as usual.
 
     Raises:
         RagenError: The architecture has no layers that support it.
@@ -387,7 +387,7 @@ def recompute_layers(model: PreTrainedModel) -> None:
 
 
 def _same_attention(config: PreTrainedConfig) -> tuple[Any, Any]:
-    """Contexts of a layer's forward and of its repetition, which needs the same attention."""
+    """Contexts of a layer's forward and of its recomputation, which needs the same attention."""
     return nullcontext(), Attending(config, config._attn_implementation)
 
 

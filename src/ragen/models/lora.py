@@ -1,4 +1,4 @@
-"""LoRA: three roles share one frozen base and have small matrices of their own (arXiv:2106.09685).
+"""LoRA: three roles share one frozen base, and each has small matrices (arXiv:2106.09685).
 
 Each role that learns adds a pair of matrices to a linear layer W of the base:
 
@@ -104,7 +104,7 @@ def attach_saved(model: PreTrainedModel, folder: Path, base: str) -> None:
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
     """The linear layers that may get an adapter, by name, adapted or not.
 
-    The output layer is none of them: it is read as a matrix and may be tied to the embedding.
+    The output layer is excluded, because it is read as a matrix and may be tied to the embedding.
     """
     head = model.get_output_embeddings()
     return {
@@ -121,8 +121,8 @@ def acting(model: PreTrainedModel, role: Role) -> Iterator[None]:
     """Let a model with adapters compute as `role` inside, and as the policy again afterwards.
 
     The backward pass belongs inside too: with gradient checkpointing, activations are computed
-    again there and need the same role. Models without adapters are left alone: there each role has
-    weights of its own.
+    again there and need the same role. Models without adapters are left as they are: there each
+    role has its own weights.
     """
     if role == "policy" or not has_adapters(model):
         yield
@@ -200,8 +200,8 @@ def _inject(model: PreTrainedModel, role: Role, config: Any, base: str) -> None:
 def _forward(layer: Any, x: Tensor) -> Tensor:
     """The forward of peft's layer, bit for bit, with one tensor of its output's size beside it.
 
-    peft makes three. Freed between activations that are kept, they leave holes in the heap that
-    larger tensors do not fit in, which doubled the memory of the activations.
+    peft makes three. They are freed between activations that are kept, and leave holes in the heap
+    that larger tensors do not fit in. This doubled the memory of the activations.
     """
     result: Tensor = layer.base_layer(x)
     for role in () if layer.disable_adapters else layer.active_adapters:

@@ -68,7 +68,7 @@ def padded_hidden_states(
     ids_BT = to_device(token_ids_BT, model.device)
     with _whole_rows():
         states_BTD = backbone(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
-    # Places, since a GPU would be waited for to count those of a mask.
+    # Places, since counting those of a mask would wait for a GPU.
     wanted = (to_device(places_N, model.device) for places_N in wanted_BT.nonzero(as_tuple=True))
     states_ND: Tensor = states_BTD[tuple(wanted)]
     return states_ND
@@ -76,9 +76,9 @@ def padded_hidden_states(
 
 @contextmanager
 def _whole_rows() -> Iterator[None]:
-    """Spare transformers the question whether a row holds several sequences: here it never does.
+    """Keep transformers from checking whether a row holds several sequences; here it never does.
 
-    A GPU would be waited for at each forward to learn the answer.
+    The check would wait for the GPU at each forward.
     """
     asked = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -136,7 +136,7 @@ class Critic(nn.Module):
             used = self.backbone = copy.deepcopy(used)
         elif not shared:
             self.adapter = adapter_of(policy, "critic")
-        # A tuple hides it from torch: a shared backbone is not part of the critic.
+        # A tuple hides it from torch, because a shared backbone is not part of the critic.
         self._backbone = (used,)
         width = policy.config.get_text_config().hidden_size
         first = next(used.parameters())
@@ -276,7 +276,7 @@ def cross_scores(
 
 
 def rectangles(lengths: Sequence[int], prefix: int, max_tokens: int) -> list[list[int]]:
-    """Rows of one forward each: at most `max_tokens`, and less than half of each row padding."""
+    """Rows of one forward each: at most `max_tokens`, with less than half of each row padded."""
     parts: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if parts:

@@ -18,10 +18,10 @@ from typing import Any
 from ragen.core.errors import RagenError
 
 MOST_BYTES = 2**28
-"""Of a file without weights; the largest tokenizers have a tenth of it."""
+"""Greatest size of a file without weights; the largest tokenizers have a tenth of it."""
 
 LOOPED, MOST_LOOPS = ("layer", "num_labels", "depth", "stage"), 2000
-"""Parts of the names of numbers that a library builds so many objects for, and their bound."""
+"""Parts of the names of counts of objects that a library builds, and their bound."""
 POSITIONS, MOST_POSITIONS = ("position", "seq", "ctx", "context"), 2**24
 """Parts of the names of lengths that a library builds masks and tables for, and their bound; the
 longest models know 10 million positions."""
@@ -39,11 +39,11 @@ KINDS: dict[str, tuple[type, ...]] = {
     "return_dict": (bool,),
     "split_special_tokens": (bool,),
 }
-"""What the values of keys are that libraries use without a check."""
+"""The types of values that libraries use without a check, by key."""
 DTYPE = r"None|auto|(torch\.)?b?float\w+"
 """Types of weights, as torch names them."""
 INTERNAL = ("attribute_map", "sub_configs", "tokenizer_object", "init_inputs", "gguf_file")
-"""Names of a library's own attributes and arguments, which no file has to set."""
+"""Names of a library's own attributes and arguments, which a file must not set."""
 
 LFS = b"version https://git-lfs.github.com/"
 """The beginning of the pointer file that git-lfs leaves in place of a large file."""
@@ -53,7 +53,7 @@ OBJECTS = ("generation_config.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a folder with an entry that is no regular file, is far too large, or is no JSON.
+    """Refuse a folder with an entry that is no regular file, is malformed JSON, or far too large.
 
     A symbolic link to a file is a file, as in the cache of the Hub.
 
@@ -122,7 +122,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_config(raw: dict[str, Any], path: Path) -> None:
-    """Refuse a config that names code or weights elsewhere, or counts no library can build.
+    """Refuse a config that names code or weights elsewhere, or has counts too large to build.
 
     Raises:
         RagenError: It does.
@@ -157,7 +157,7 @@ def check_config(raw: dict[str, Any], path: Path) -> None:
 
 
 def _check_kinds(raw: dict[str, Any], path: Path) -> None:
-    """Refuse values of a wrong kind, of which a library would only say what it cannot do."""
+    """Refuse values of a wrong kind, for which a library's message would not name the key."""
     for key, value in raw.items():
         if key in INTERNAL:
             raise RagenError(f"{path}: {key} is no setting of a model; remove this key")
@@ -174,7 +174,7 @@ def _check_kinds(raw: dict[str, Any], path: Path) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value in a message, cut where it is long."""
+    """A value in a message, cut if it is long."""
     try:
         text = repr(value)
     except ValueError:  # an integer with more digits than Python writes
@@ -186,8 +186,8 @@ def weight_files(folder: Path, name: str | Path) -> list[Path]:
     """The safetensors that hold a model's weights: one file, or the shards of its index.
 
     Raises:
-        RagenError: There are none, they are pointer files of git-lfs, or the index names anything
-            but safetensors in the folder.
+        RagenError: There are none, they are pointer files of git-lfs, or the index names
+            files that are not safetensors in the folder.
     """
     for file in folder.glob("*.safetensors"):
         if _begins_with(file, LFS):
@@ -254,7 +254,7 @@ def count_weights(files: list[Path]) -> int:
     """How many numbers files of weights hold, by their headers.
 
     Raises:
-        RagenError: A file is damaged, or two files hold a tensor of one name.
+        RagenError: A file is damaged, or two files hold a tensor of the same name.
     """
     place: dict[str, Path] = {}
     total = 0
@@ -274,7 +274,7 @@ def shapes(file: Path) -> dict[str, list[int]]:
     """The shapes of a safetensors file, by name; its header is verified against its size.
 
     Raises:
-        RagenError: It is damaged, or is no safetensors file.
+        RagenError: It is damaged, or is not a safetensors file.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -129,7 +129,7 @@ def is_embedded(name: str) -> bool:
 def taught_style(name: str) -> str | None:
     """The only style of prompts that a model here was taught, if `ragen base --env` made it.
 
-    A run's model has that of the model that it began with.
+    A run's model has the style of the model that the run began with.
 
     Raises:
         RagenError: As `is_embedded`.
@@ -198,7 +198,7 @@ def hash_model_folder(folder: Path) -> str:
     """A hash of the files that decide what a policy says: weights, tokenizer, template, config.
 
     Raises:
-        RagenError: An entry is no regular file, or the weights are far larger than memory.
+        RagenError: An entry is not a regular file, or the weights are far larger than memory.
     """
     check_files(folder)
     digest = hashlib.blake2b(digest_size=16)
@@ -230,8 +230,8 @@ def is_adapter(path: str | Path) -> bool:
 def base_of(path: str | Path) -> str:
     """The folder or hub id of the base model: for a PEFT folder the one in its config, else `path`.
 
-    A relative path begins in the working directory, or else in the PEFT folder. An embedded model
-    of another installation is found in this one.
+    A relative path is looked for in the working directory, then in the PEFT folder. An embedded
+    model that another installation names is found in this one.
 
     Raises:
         RagenError: The config cannot be read or names no base, or the base's folder is gone.

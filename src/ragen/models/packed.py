@@ -3,7 +3,8 @@
 Only attention lets tokens see each other, and transformers lets a program replace it: here by an
 `Attention` that knows the rows. In learning, each query sees the keys of its own sample and of the
 prompt that this shares (`ragen.models.packing`): on a CPU block by block, on a GPU by torch's
-attention for sequences of various lengths. That of sampling is in `ragen.models.decoder`.
+attention for sequences of various lengths. The `Attention` for sampling is in
+`ragen.models.decoder`.
 
 Axes: see `ragen.models.packing`.
 """
@@ -49,9 +50,9 @@ class _Run:
 
 
 def longest(model: PreTrainedModel) -> float:
-    """The longest rows in tokens for which `read` is exact with this backbone; 0 if for none.
+    """The longest row, in tokens, for which `read` is exact with this backbone; 0 if there is none.
 
-    Found out by trying, once for each device and dtype. Every layer must have attention that
+    This is found by trying, once for each device and dtype. Every layer must have attention that
     transformers lets a program replace, without additions like sinks, and nothing else that lets
     tokens see each other; on a GPU there must be a kernel for the model's dtype. Rows may not be
     longer than a sliding window.
@@ -248,7 +249,7 @@ class _Lengths:
         """See `Attention`."""
         from torch.nn.attention.varlen import varlen_attn
 
-        attend_to: Any = varlen_attn  # its type allows for more results
+        attend_to: Any = varlen_attn  # its type allows more results
         mixed_FHD: Tensor = attend_to(
             q_FHD,
             k_FKD[self.keys_S],

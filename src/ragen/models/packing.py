@@ -62,7 +62,7 @@ class Blocks(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Which tokens of a padded batch a forward computes, and what their queries see.
+    """Which tokens of a padded batch a forward computes, and which keys their queries see.
 
     `places` are row and column of each flat token in the batch; the column is its position.
     `wanted_N` are the flat tokens whose states are wanted. `shared_B` is the number of tokens of
@@ -120,8 +120,8 @@ def shared_prefixes(
 ) -> tuple[Tensor, Tensor]:
     """For each sample: which sample computes its prompt, and how many tokens that saves.
 
-    The prompt is the tokens before the first wanted position. A sample whose prompt no earlier
-    sample has computes its own; its entries are its own number and 0 tokens.
+    The prompt is the tokens before the first wanted position. If no earlier sample has the
+    same prompt, a sample computes its own; its entries are its own number and 0 tokens.
     """
     origin_B, shared_B = torch.arange(len(lengths_B)), torch.zeros_like(lengths_B)
     columns_T = torch.arange(token_ids_BT.shape[1])

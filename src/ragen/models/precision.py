@@ -22,7 +22,7 @@ from torch import Tensor, nn
 class Masters:
     """The float32 weights that optimisers step on, and the gradients that they step by.
 
-    A weight w that is kept in less has a master W in float32 (arXiv:1710.03740):
+    A weight w of lower precision has a master W in float32 (arXiv:1710.03740):
 
         G ← Σ over microbatches of float32(∂loss/∂w),   W ← optimiser(W, G),   w ← round(W)
 
@@ -131,8 +131,8 @@ def shape_of(model: nn.Module) -> Shape:
 def bfloat16_products(dtype: torch.dtype) -> AbstractContextManager[None]:
     """If `dtype` is bfloat16, let a CPU round the factors of float32 products, but not their sums.
 
-    Factors that are bfloat16 already are not changed by it, so the result is that of float32 at
-    about twice the speed. Processors without AMX compute in float32, by oneDNN.
+    Factors that are bfloat16 already do not change, so the result is that of float32 at about twice
+    the speed. Processors without AMX compute in float32, by oneDNN.
     """
     return _products("bf16") if dtype == torch.bfloat16 else nullcontext()
 
@@ -168,7 +168,7 @@ def output_logits(states_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -
         return nn.functional.linear(states_ND, weight_VD, bias_V)
     if weight_VD.device.type == "cuda":
         logits_NV = torch.mm(states_ND, weight_VD.t(), out_dtype=torch.float32)
-    else:  # no other device has a product that widens
+    else:  # only CUDA has a product that widens
         states_ND, parts = states_ND.float(), weight_VD.split(HEAD_ROWS)
         with bfloat16_products(weight_VD.dtype):
             logits_NV = torch.cat([states_ND @ part.float().t() for part in parts], dim=1)

@@ -17,7 +17,7 @@ COUNTS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings"),
 )
-"""Numbers of a config that are at least 1 where they are given."""
+"""Numbers of a config that must be at least 1 if they are given."""
 
 
 def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrainedConfig:
@@ -26,8 +26,8 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
     `name` is the user's name for the model, for error messages.
 
     Raises:
-        RagenError: The folder holds no causal language model, one that brings code of its own, one
-            whose weights are quantised, or one whose positions end before `max_length`.
+        RagenError: The folder holds no causal language model, or the model brings its own code, has
+            quantised weights, or has fewer positions than `max_length`.
     """
     path = folder / "config.json"
     raw = read_config(folder, name)
@@ -70,7 +70,7 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
 
 
 def _check_numbers(config: PreTrainedConfig, path: Path) -> None:
-    """Refuse sizes that no model has, and a padding token that it cannot embed."""
+    """Refuse sizes that no model has, and a padding token outside of the embedding."""
     for key in COUNTS:
         value = getattr(config, key, None)
         for each in value if isinstance(value, list) else [value]:
@@ -89,7 +89,7 @@ def _check_numbers(config: PreTrainedConfig, path: Path) -> None:
 
 @contextmanager
 def load_errors(name: str | Path, cause: str = "") -> Iterator[None]:
-    """The boundary to libraries that read files which others wrote: their errors become one line.
+    """The boundary to libraries that read files from outside: their errors become one line.
 
     The body should only call transformers, tokenizers, safetensors or peft on a model's folder.
     None of them documents what it raises for a malformed file, and tokenizers raises a bare
@@ -110,7 +110,7 @@ def load_errors(name: str | Path, cause: str = "") -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text in one line, with its class where the text does not explain itself."""
+    """An error's text in one line, with its class if the text alone says too little."""
     text = " ".join(str(error).split()).rstrip(".:")[:300]
     explains = text and not isinstance(error, LookupError | AssertionError)
     return text if explains else f"{type(error).__name__} {text}".strip()

@@ -1,6 +1,6 @@
-"""The prompts and lengths that a model gets where nobody chose them. Loads no torch.
+"""The prompts and lengths that a model gets if the user chose none. Loads no torch.
 
-The embedded models read whole words: compact prompts, and replies of some dozen tokens. Any other
+The embedded models read whole words: compact prompts, and replies of a few dozen tokens. Any other
 model gets the papers' prompts (``prompt.style = "paper"``) and room for tokens of ordinary text.
 """
 
@@ -35,7 +35,7 @@ def resolve_for_model(
 ) -> Config:
     """The settings of a run (`ragen.config.reading.resolve`), as its model needs them.
 
-    `env` is what the environment brings; it chooses the prompts where it holds ``prompt.style``.
+    `env` is what the environment brings; it chooses the prompts if it holds ``prompt.style``.
 
     A recipe that sets neither ``prompt.style`` nor ``model.path`` is for the embedded models. It
     takes another model only if `overrides` set ``prompt.style``.
@@ -80,7 +80,7 @@ def with_prompts(config: Config, written: Flat, given: Flat, model: str) -> Conf
 
 
 def advice(style: str, model: str) -> str | None:
-    """What to say where a model that is not embedded gets compact prompts."""
+    """The note about a model that is not embedded and gets compact prompts."""
     if style == "paper" or is_embedded(model):
         return None
     return (
@@ -90,7 +90,7 @@ def advice(style: str, model: str) -> str | None:
 
 
 def positions(model: str) -> int:
-    """The longest sequence that a model knows, where its config is on this machine."""
+    """The longest sequence that a model knows, if its config is on this machine."""
     most = local_config(model).get("max_position_embeddings")
     return most if isinstance(most, int) and 16 <= most <= MOST_TOKENS else MOST_TOKENS
 

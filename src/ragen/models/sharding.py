@@ -1,4 +1,4 @@
-"""Weights split over processes by torch's FSDP2, which gathers them where they are computed with.
+"""Weights split over processes by torch's FSDP2, which gathers them when they are used.
 
 A `Unit` holds models whose weights are split evenly: each process keeps a part of every weight as a
 `DTensor`. While a unit computes, its weights are whole again: those of a transformer's layer only
@@ -26,10 +26,10 @@ class Unit(nn.Module):
     """Modules whose weights are split; `within` a unit they are whole.
 
     `in_layers` also splits each layer of a transformer on its own, so that only one of them is
-    whole at a time, and only until it has computed. Without it all weights stay whole until `rest`,
-    and gradients are added up over the processes once, which code needs that reads the weights of
-    layers without calling these, and which is faster where memory allows it. `apart` are modules
-    within, called by their `forward`, whose dtype differs from the others'.
+    whole at a time, and only until it has computed. Without it, all weights stay whole until
+    `rest`, and gradients are added up over the processes once. Code that reads the weights of
+    layers without calling them needs this, and it is faster if memory allows it. `apart` are
+    modules within, called by their `forward`, whose dtype differs from the others'.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Unit(nn.Module):
             fully_shard(part, reshard_after_forward=in_layers, mp_policy=policy)
             part.set_reshard_after_backward(in_layers)
             part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
     def forward(self, compute: Callable[[], T]) -> T:
         """What `compute` returns; `within` is what others call."""
@@ -58,7 +58,7 @@ class Unit(nn.Module):
         layers in the same order. Gradients flow back to the weights from the tensors it returns.
         """
         with warnings.catch_warnings():
-            # A view may not be changed in place, which nobody does.
+            # A view must not be changed in place; nothing here does so.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             result: T = self(compute)
         return result
@@ -75,7 +75,7 @@ class Unit(nn.Module):
 
 
 class Units:
-    """The units of the modules that are split; without any, everything computes as it is."""
+    """The units of the modules that are split; without units, the modules compute unchanged."""
 
     def __init__(self) -> None:
         self._units: dict[nn.Module, Unit] = {}
@@ -113,9 +113,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def gathered(tensors: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
-    """Whole tensors by name, on the CPU; without `keep` none, for a process that only takes part.
+    """Whole tensors by name, on the CPU; none without `keep`, for a process that only takes part.
 
-    Names of one weight share its tensor. One weight at a time is whole in memory besides.
+    Several names of one weight share its tensor. Besides these, one weight at a time is whole in
+    memory.
     """
     known: dict[int, Tensor] = {}
     kept: dict[str, Tensor] = {}

@@ -22,9 +22,9 @@ Shape = tuple[int, ...]
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
-"""Names of one number in the configs of different architectures."""
+"""Names of the same number in the configs of different architectures."""
 USUAL_HEAD = 64
-"""The width of a head where a config does not tell it."""
+"""The width of a head if the config does not give it."""
 
 KEPT_LOGITS = 2**24
 """Logits that may stay in memory until the backward pass (64 MB); more are computed again there."""
@@ -82,8 +82,8 @@ class Sizes:
     def linear(self) -> dict[str, Shape]:
         """The linear layers that an adapter may change, (outputs, inputs) by name.
 
-        The output layer and embeddings are none of them, and neither are a mixture's experts and
-        the router in front of them, which are no linear modules.
+        The output layer, embeddings, and a mixture's experts with their router are excluded.
+        Experts and router are not linear modules.
         """
         return {
             name.removesuffix(".weight"): shape
@@ -149,7 +149,7 @@ def adapted(layers: Mapping[str, Shape], targets: str, rank: int) -> list[str]:
     `layers` are shapes by name. `targets` is ``all-linear``, or names separated by commas.
 
     Raises:
-        RagenError: The model has no layer of one of these names, or none of so high a rank.
+        RagenError: The model has no layer of one of these names, or none of such a high rank.
     """
     highest = max((min(shape) for shape in layers.values()), default=0)
     if rank > highest:

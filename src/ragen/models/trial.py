@@ -1,12 +1,12 @@
 """A program that tries a folder's chat template and tokenizer, with limited time and memory.
 
-`ragen.models.loading` runs this file in a process of its own. A template is a program that others
-wrote: it may loop forever, and one expression may ask for all memory. The trial renders short and
+`ragen.models.loading` runs this file in a separate process. A template is a program from outside:
+it may loop forever, and one expression may ask for all memory. The trial renders short and
 long conversations and encodes the results. It imports only jinja2 and tokenizers.
 
 It exits with 0 if every step is quick and no token has too large an id. A template may refuse a
-conversation; whether it can be used is checked later. After a failure, the last line on standard
-error says what went wrong.
+conversation; a later check decides whether RAGEN can use it. After a failure, the last line on
+standard error says what went wrong.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def renderings(source: str, tokens: dict[str, str]) -> Iterator[tuple[str, int]]
 
 
 def be_quick(start: float, complaint: str) -> None:
-    """Leave the program if more processor time than `MOST_S` has gone since `start`."""
+    """End the program if more processor time than `MOST_S` has passed since `start`."""
     if time.process_time() - start > MOST_S:
         sys.exit(complaint.format(f"{MOST_S:g}"))
 

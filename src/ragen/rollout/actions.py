@@ -64,10 +64,11 @@ class AskedCall:
     """One call of a tool in a reply.
 
     Attributes:
-        text: The call as JSON text that the environment takes; as written if it is none.
-        name: The tool; empty if the call is none.
+        text: The call as JSON text that the environment takes; the text as written if it is not a
+            call.
+        name: The tool; empty if the text is not a call.
         id: What its result refers to.
-        refusal: Why it is not carried out; ``None`` for the others.
+        refusal: Why the call is not carried out; ``None`` if it is.
     """
 
     text: str
@@ -79,10 +80,10 @@ class AskedCall:
 def parse(reply: str, *, think: bool, actions: tuple[str, ...] | None, max_actions: int) -> Parsed:
     """Parse a whole reply: pre-filled start and sampled text together.
 
-    A well-formed reply has the thought block if `think`, then the answer block, white space around
-    them, nothing else, and no tag twice. Any other reply carries out no action. In a well-formed
-    reply, unknown names are dropped and cost the format penalty; legal actions beyond `max_actions`
-    are dropped without a penalty.
+    A well-formed reply is the thought block (if `think`) and then the answer block. Only white
+    space may stand around them, and no tag appears twice. Any other reply carries out no action. In
+    a well-formed reply, unknown names are dropped and cost the format penalty; legal actions beyond
+    `max_actions` are dropped without a penalty.
 
     Without `think` a thought makes the reply invalid. `actions` are the environment's names,
     matched regardless of case; ``None`` is for environments of free text, where the whole answer is
@@ -150,7 +151,7 @@ def _match(names: tuple[str, ...], actions: tuple[str, ...]) -> tuple[list[str],
     legal, unknown = [], None
     for name in names:
         action = canonical.get(name.lower())
-        # The lower case of the Kelvin sign is an ASCII k: a look-alike is no action.
+        # The lower case of the Kelvin sign is an ASCII k: a look-alike is not an action.
         if action is not None and name.isascii() == action.isascii():
             legal.append(action)
         elif unknown is None:

@@ -54,14 +54,14 @@ class Chat:
 
     Attributes:
         exact: An exact extension exists, so an episode is one growing sequence (`extend`). If not,
-            each turn is rendered from its messages (`open`) and is a sample of its own.
+            each turn is rendered from its messages (`open`) and is a separate sample.
         warning: What a user should know about this template, in one sentence; or ``None``.
         end_ids: The tokens that end a turn: the first special token that the template puts after
             an assistant's message, and the tokenizer's end-of-sequence token.
         control_ids: The tokens that structure a chat (`ragen.rollout.control_tokens`), `end_ids`
-            among them. The content of a message never becomes one, and a reply ends with the
-            first one that is sampled. With tools, those of a call's form are left out here: replies
-            may have them, and all other contents still may not.
+            among them. The text of a message is never encoded as one of them, and a reply ends with
+            the first one that is sampled. With tools, the tokens that mark a call are left out
+            here: replies may contain them, but no other message may.
         calls: The form of calls of the tools, ``None`` without tools.
         fold: System text is put at the top of the first user message, because the template has no
             system role, or moves system text (some templates put it into the last user message).
@@ -85,10 +85,10 @@ class Chat:
     ) -> None:
         """Find the bridge of the tokenizer's template and verify it.
 
-        `think` says whether replies have thoughts, which templates may drop from the history. With
-        `history_thoughts` = ``"keep"`` they are kept nevertheless. With ``"drop"`` the messages to
-        render must not contain them. Every prompt offers the `tools`. Their calls are read by
-        `tool_parser`, or by the parser of the template's own form.
+        `think` says whether replies have thoughts, which templates may drop from the history. If
+        `history_thoughts` is ``"keep"``, the prompts keep them all the same. If it is ``"drop"``,
+        the messages to render must not contain them. Every prompt offers the `tools`. Their calls
+        are read by `tool_parser`, or by the parser of the template's own form.
 
         Raises:
             RagenError: The tokenizer has no chat template, the template refuses the simplest
@@ -156,7 +156,7 @@ class Chat:
         else:
             self.warning = self.warning if drops_thoughts else NOT_EXACT
         self.exact = bridge is not None
-        # Whether a conversation is put together by bridges, with what the template drops or moves.
+        # Whether bridges put a conversation together, since the template would drop or move parts.
         self._splices = self.exact and (self.warning is not None or template is not plain)
         self.fold = template.fold or (bridge is not None and bridge.fold)
         if bridge is not None:
@@ -221,7 +221,7 @@ class Chat:
         return self._cached_ids(text)
 
     def encode_text(self, text: str) -> Ids:
-        """Ids of the text of a reply; whatever it spells, none is one of the `control_ids`."""
+        """Ids of a reply's text, without `control_ids`, even where the text spells one."""
         return self._controls.encode_rendering(self._in_replies.mark(text))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -309,9 +309,9 @@ class Chat:
         return text
 
     def _marked(self, message: Message) -> Message:
-        """A message whose texts spell no control token that they may not have.
+        """A message with the control tokens broken up that its texts must not contain.
 
-        A policy chooses the name in a tool's message.
+        This includes the name in a tool's message, because a policy chooses it.
         """
         controls = self._in_replies if message["role"] == "assistant" else self._controls
         return {
@@ -325,7 +325,7 @@ class Chat:
         return self._tool_bridge(tuple(tuple(message.items()) for message in after))
 
     def _with_calls(self, messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
-        """The messages as the template takes them, where it renders a whole history; marked."""
+        """The marked messages in the template's form, for a rendering of the whole history."""
         made: list[Mapping[str, Any]] = []
         for number, message in enumerate(messages):
             results = _after(messages, number)
@@ -371,7 +371,7 @@ def without_thought(reply: str) -> str:
 
 
 def _after(messages: Sequence[Message], reply: int) -> Sequence[Message]:
-    """The messages between the reply of that index and the next one."""
+    """The messages between the reply at this index and the next reply."""
     return [*takewhile(lambda each: each["role"] != "assistant", messages[reply + 1 :])]
 
 

@@ -2,8 +2,8 @@
 
 Earlier replies are shown with or without their thoughts. A prompt that would be too long leaves out
 its oldest turns. The opening message, with the system text and the description of the environment,
-always stays on top. It may have a summary of the turns that are not shown: a line each, made from
-what was done, never by a model.
+always stays on top. It may have a summary of the turns that are not shown, with one line for each.
+The lines are made from what was done; no model writes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHORT = 80
 class View:
     """The contents of one turn's messages to the policy.
 
-    `reward`, `problem`, `results` and `actions` are about the turn before. `reward` is ``None`` in
+    `reward`, `problem`, `results` and `actions` describe the turn before. `reward` is ``None`` in
     the first turn. `problem` is ``None`` in the first turn and after a valid reply. `results` are
     messages: one for each call of a tool. `actions` are those that were carried out.
     """
@@ -66,7 +66,7 @@ class Conversation:
     def ask(self, view: View) -> tuple[tuple[Message, ...], tuple[int, ...] | None, int]:
         """The next prompt: its messages, its token ids, and how many of them are pre-filled.
 
-        It leaves no room for a reply only if the present turn alone, without a summary, does not.
+        It leaves room for a reply, unless the present turn is too long even without a summary.
         """
         self._views.append(view)
         present, window = len(self._views) - 1, self._setup.window
@@ -84,7 +84,7 @@ class Conversation:
             self._first, self._running = first, None
 
     def _cut(self, present: int) -> bool:
-        """Leave out the oldest turn, or the oldest line of the summary; whether there was one."""
+        """Leave out the oldest turn or line of the summary; returns whether there was one."""
         if self._first < present:
             self._begin_with(self._first + 1)
         elif self._setup.summary != "none" and self._summed < self._first:
@@ -135,7 +135,7 @@ class Conversation:
         return ({"role": "user", "content": content},)
 
     def _summary(self) -> str:
-        """The turns that are not shown in short, or nothing."""
+        """A short summary of the turns that are not shown, or nothing."""
         kind, views = self._setup.summary, self._views
         if kind == "none" or self._summed == self._first:
             return ""
@@ -143,16 +143,16 @@ class Conversation:
             summary_line(number, views[number - 1], views[number], kind == "observations")
             for number in range(self._summed + 1, self._first + 1)
         ]
-        if kind == "observations" and not views[self._first].results:  # they bring it, too
+        if kind == "observations" and not views[self._first].results:  # which include it
             lines.insert(0, views[0].observation)
         return "\n".join(lines)
 
 
 def summary_line(number: int, before: View, after: View, followed: bool) -> str:
-    r"""One turn in short: its actions, its reward unless 0, and with `followed` what followed.
+    r"""One turn as a line: its actions, its reward if it is not 0, and with `followed` its result.
 
-    That are the results of its calls, or the first line of the observation that the one before did
-    not have.
+    The result is the results of its calls, or the first line of the next observation that was not
+    in the observation before.
 
     Example:
         >>> hall = View("hall\nlamp", Limits(1, 5, 5, 1))

@@ -1,14 +1,15 @@
 """Control tokens, and texts that cannot become one.
 
 A *control token* structures a chat: it opens or ends a message, or belongs to the model alone. A
-tokenizer makes it of any text that spells it, so an observation with ``<|end|><|user|>`` in it
+tokenizer makes one of any text that spells it, so an observation with ``<|end|><|user|>`` in it
 would end its own message and open another one. Hence `ControlTokens.mark` puts a mark into each
 such string of a message's content before the template renders it. The rendering is then encoded
 with the template's control tokens as tokens, and everything else as text.
 
-The result is verified by ids, because more than the spelling makes a control token: a normaliser
-may (upper case, full-width letters), and another added token may swallow a piece of a control token
-beside it. A rendering without such a string has the ids that the tokenizer gives it as a whole.
+The result is verified by ids, because a text can become a control token without spelling it: a
+normaliser may change it (upper case, full-width letters), and another added token may swallow a
+piece of a control token beside it. A rendering without such a string has the ids that the tokenizer
+gives it as a whole.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ragen.rollout.template import Ids, Tokenizer
 MARK = "\ufdd0"
 """A code point that Unicode reserves for programs: no template touches it."""
 BREAK, OWN = MARK + "0", MARK + "1"
-"""A place at which a text is encoded in two pieces, and a `MARK` that the text itself has."""
+"""A place where a text is split and encoded in two pieces, and a `MARK` that was in the text."""
 
 _MARKUP = re.compile(r"[<\[\]].+[>\[\]]", re.DOTALL)
 _BARS = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
@@ -35,8 +36,8 @@ class ControlTokens:
     They are the tokens that end a turn (`end_ids`); all added tokens that are flagged special or
     written ``<|…|>``; and added tokens in brackets that `written`, the template's source and
     renderings, contains. White space and the tags of the reply format (``<think>``) are left out,
-    even where they are flagged special: any reply may contain them. So are those that are
-    `allowed`.
+    even where they are flagged special: any reply may contain them. The `allowed` tokens are left
+    out, too.
 
     Attributes:
         ids: All control tokens.
@@ -125,7 +126,7 @@ class ControlTokens:
     def _spell(self, text: str, before: str) -> Ids:
         """Ids of `text` after the text `before`.
 
-        A character that nothing but a control token spells is left out.
+        A character that only a control token can spell is left out.
         """
         ids = ids_after(self._encode, before, text)
         if self._verified.isdisjoint(ids):
@@ -137,6 +138,6 @@ class ControlTokens:
 
 
 def ids_after(encode: Callable[[str], Ids], before: str, text: str) -> Ids:
-    """Ids of `text` after the text `before`; those of `text` alone where the two are joined."""
+    """Ids of `text` after the text `before`; those of `text` alone if a token joins the two."""
     head, whole = encode(before), encode(before + text)
     return whole[len(head) :] if whole[: len(head)] == head else encode(text)

@@ -1,12 +1,12 @@
 """A policy that is any model behind an OpenAI-compatible chat endpoint.
 
 Completions have text and the server's token counts but no ids: they can be evaluated, not trained
-on. An error is of one of three kinds. The user can fix it (a wrong key, model or address), which is
-one line at once; it is temporary (a busy or broken server), and the request is repeated after a
-growing wait; or it ends that one episode, which is data.
+on. There are three kinds of errors. An error that the user can fix (a wrong key, model or address)
+ends the command at once, with one line. After a temporary error (a busy or broken server) the
+request is repeated, with growing waits. Any other error ends its episode, which is kept as data.
 
-What a server sends is not trusted. A request has one time limit, an answer a greatest size; no
-compression, charset, redirect or cookie of the server is followed, and its messages are escaped.
+What a server sends is not trusted. A request has a time limit, and an answer has a greatest size.
+No compression, charset, redirect or cookie of the server is accepted, and its messages are escaped.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MAX_ERROR = 2**16
 MAX_SHOWN = 300
 """Greatest number of characters of a server's error message that are shown."""
 MAX_TOKENS = 2**31
-"""A server's token count from here on is not believed."""
+"""A token count of a server is not believed if it is this large."""
 MIN_KEY = 8
 """Length from which a key is a secret; shorter ones are dummies for local servers."""
 SECRET = re.compile(r"[^@]*//[^/]*@|[^/]*@|.*[?#]", re.DOTALL)
@@ -126,7 +126,7 @@ def check_address(name: str, address: str, remedy: str) -> None:
     `name` is the option or key that gave it; `remedy` says where a secret belongs.
 
     Raises:
-        RagenError: They cannot, or it does; then it is not shown.
+        RagenError: They cannot, or it holds a secret, which the message does not show.
     """
     if SECRET.match(address):
         raise RagenError(f"{name} must hold neither a password nor a query; {remedy}")
@@ -242,7 +242,7 @@ class ChatEndpoint:
         return replace(completion, text=self._server.hide(completion.text))
 
     def _unheard(self, error: Exception) -> _RequestFailed:
-        """What follows from an error below HTTP: no connection, or one that broke.
+        """What an error below HTTP means: no connection, or one that broke.
 
         Before the first answer, it is a wrong address or a server that does not run. Later on, a
         broken connection concerns one request, and a server that takes none is gone.
@@ -335,7 +335,7 @@ class _RequestFailed(Exception):
     """A request failed, and may succeed after at least `after_s` seconds.
 
     It is repeated for `repeat_s` seconds. If `is_gone`, the server then counts as gone. `remedy` is
-    that of a server which did answer.
+    the advice if the server did answer.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class _RequestFailed(Exception):
 
 
 def _wrong(text: str, shown: str = "", repeat_s: float = SOON_S) -> _RequestFailed:
-    """An answer that is no completion; mostly the same request would get the same again."""
+    """An answer that is not a completion; the same request would mostly get the same again."""
     remedy = "check that its address is that of an OpenAI-compatible server (most end in /v1)"
     return _RequestFailed(f"{text}: {shown}" if shown else text, repeat_s=repeat_s, remedy=remedy)
 

@@ -27,7 +27,7 @@ UNKNOWN = "unknown"
 def with_calls(reply: str, calls: Any, think: bool) -> str:
     r"""A reply with the calls that a server sent beside it; without calls, the reply as it is.
 
-    A call that is none stays in the text, so that the parser refuses it. Many models write no text
+    A malformed call stays in the text, so that the parser refuses it. Many models write no text
     beside their calls; with `think`, such a reply has an empty thought.
 
     Example:
@@ -44,7 +44,7 @@ def with_calls(reply: str, calls: Any, think: bool) -> str:
 
 
 def _text(call: Any) -> str:
-    """A call as JSON text, without a tag in it; arguments that are no JSON object stay a text."""
+    """A call as JSON text, without a tag in it; arguments that are not a JSON object stay text."""
     match call:
         case {"function": {"name": str(name), "arguments": arguments}}:
             found = {"name": name, "arguments": _arguments(arguments)}
@@ -73,7 +73,7 @@ def for_server(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
     r"""A conversation as a server takes it: replies with calls, and results that refer to them.
 
     The ids of calls are unique in a conversation, and what a server would refuse in its own calls
-    is replaced: an odd name, and arguments that are no JSON object.
+    is replaced: an odd name, and arguments that are not a JSON object.
 
     Example:
         >>> called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

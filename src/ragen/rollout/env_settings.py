@@ -1,7 +1,7 @@
 """What an environment brings to a run's settings: its budgets, and lengths that fit its texts.
 
-They hold where the user sets nothing, without a recipe and with a recipe for another environment:
-budgets, parameters and lengths never travel from one environment to another. Loads no torch.
+They apply where the user sets nothing and there is no recipe, or only one for another environment.
+Budgets, parameters and lengths never travel from one environment to another. Loads no torch.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ PROMPT = ("prompt.style", "prompt.think", "rollout.max_tokens")
 """Keys of the whole run on which the lengths of a mixture's environments depend."""
 
 NOTED = (*(f"env.{each}" for each in BUDGETS), f"{PARAMS}.", *OF_ENV[1:])
-"""How the keys begin that a note tells."""
+"""Beginnings of the keys that a note mentions."""
 
 NEUTRAL: Flat = {"algorithm": "starpo-s/grpo", "steps": 100, "filter.value": 0.5}
-"""Where a run begins without a recipe."""
+"""The first settings of a run without a recipe."""
 SMALL: Flat = {
     "rollout.num_groups": 16,
     "rollout.slots": 128,
@@ -51,13 +51,13 @@ SMALL: Flat = {
 THOUGHT = {"compact": 48, "paper": REPLY // 2}
 """Tokens of a thought, by the style of prompts."""
 ANSWER = 64
-"""Tokens of an answer in free text whose length nobody knows."""
+"""Tokens of an answer in free text if its length is unknown."""
 TAGS = 8
 """Tokens of a reply's tags, and of what a chat template puts around a message."""
 LONGEST = 8192
-"""Tokens of a context at most; an episode that needs more ends there."""
+"""Greatest number of tokens of a context; an episode that needs more ends there."""
 LONG = 10
-"""Turns of an episode from which on its context is worth a look before a run."""
+"""Number of turns from which a run shows what its context costs before it starts."""
 LEVELS, STEPS = 4, 16
 """Levels whose texts are read, and steps of random play on each of them."""
 
@@ -65,7 +65,7 @@ TOKEN = re.compile(r"[A-Za-z]{1,4}|\S|\n")
 
 
 class Resolved(NamedTuple):
-    """Settings, and what an environment brought to them, in one line if it did."""
+    """Settings, and one line about what an environment brought to them, if it brought anything."""
 
     config: Config
     note: str | None = None
@@ -125,7 +125,7 @@ def _resolve_mixture(recipe: str | Path | None, given: Flat, written: Flat) -> C
     """The settings of a run in several environments.
 
     Each has the budgets and parameters that it brings, below those of its table. The lengths are
-    the longest that any of them needs, and prompts have the rules where one of them asks for that.
+    the longest that any of them needs, and prompts have the rules if one of them asks for that.
 
     Raises:
         RagenError: As `resolve_run`, or an environment is named beside the mixture.
@@ -164,7 +164,7 @@ def _resolve_mixture(recipe: str | Path | None, given: Flat, written: Flat) -> C
 
 
 def note_of(name: str, brought: Flat, given: Flat, recipe: str | None = None) -> str | None:
-    """Which budgets and lengths are the environment's, without those that are given.
+    """A line that names the budgets and lengths of the environment, except those that are given.
 
     Example:
         >>> note_of("guess", {"env.max_turns": 3, "model.max_length": 640}, {}, "bandit")
@@ -207,8 +207,7 @@ def brought_by(
 ) -> Flat:
     """The budgets, the style of prompts and the lengths that suit an environment and a model.
 
-    `written` are the values of the recipe, `given` those of the user, which decide the lengths with
-    them.
+    `written` are the values of the recipe, `given` those of the user; the lengths depend on both.
 
     Raises:
         RagenError: As `resolve_run`.
@@ -222,7 +221,7 @@ def brought_by(
 
 
 def _lengths(config: Config, model: str, given: int | None) -> Flat:
-    """The tokens of a reply, unless given, and of the longest episode: estimates by the texts."""
+    """The tokens of a reply, unless given, and of the longest episode: estimated from the texts."""
     prompt, sizes = config.prompt, _sizes_of(config)
     reply = 8 * ceil((sizes.answer + (THOUGHT[prompt.style] if prompt.think else 0)) / 8)
     if prompt.style == "paper" and prompt.think:
@@ -236,7 +235,7 @@ def _lengths(config: Config, model: str, given: int | None) -> Flat:
 
 
 class _Sizes(NamedTuple):
-    """About how many tokens the parts of an episode have at most.
+    """Estimates of the largest number of tokens in each part of an episode.
 
     `first` is the message that opens a prompt, `observation` what the environment shows in it,
     `following` a later message, `answer` a reply without its thought, `action` what a turn does.
@@ -288,7 +287,7 @@ def _sizes_of(config: Config) -> _Sizes:
 
 
 class ContextCost(NamedTuple):
-    """What a choice of turns in a prompt costs in the longest episode, about and at most.
+    """The estimated cost of a choice of turns in a prompt, in the longest episode.
 
     `shown` are the turns in the last prompt, and `prompt` its tokens. An episode becomes so many
     `samples`, and the learner reads `tokens` in all of them.
@@ -393,7 +392,7 @@ class _Texts(NamedTuple):
 def _read(setup: Setup) -> _Texts:
     """Read what the environment shows at the start of some levels and in random play.
 
-    Where it fails, the texts before count; the episodes of the run will report the failure.
+    If it fails, the texts so far count; the episodes of the run will report the failure.
     """
     observations: list[str] = [""]
     said: list[str] = []
@@ -426,7 +425,7 @@ def _play(
 
 
 def num_tokens(text: str) -> int:
-    """About how many tokens a text has: four letters, another character or a line break each.
+    """An estimate of a text's tokens: one for up to four letters, a line break or another sign.
 
     Example:
         >>> num_tokens("Reach the goal: __G")

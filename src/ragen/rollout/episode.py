@@ -229,7 +229,7 @@ class _Playthrough:
         """The prompt of a turn.
 
         Raises:
-            RagenError: The turn was recorded, with another prompt.
+            RagenError: The turn was recorded with another prompt.
         """
         setup = self.setup
         messages, token_ids, num_prefill = conversation.ask(view)

@@ -1,8 +1,8 @@
 """Reward terms of whole episodes and of groups, and the judge: added after the last turn.
 
 Their values are rewards: they are added to `Turn.reward` of the last turn, so that filters and
-diagnostics compare what the run learns from, also where the environment itself gives no reward.
-They are asked for in training alone; an evaluation reads the environment's own rewards.
+diagnostics compare what the run learns from, even if the environment itself gives no reward.
+They are computed only in training; an evaluation reads the environment's own rewards.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ async def run_most(
     """`run_groups` without waiting for the last episodes of a group.
 
     `close_after_s` seconds after the first episode began, a group closes as soon as `min_members`
-    of its episodes have ended. The tasks of the others, by group and member, play on: the caller
+    of its episodes have ended. The tasks of the others, by group and member, continue: the caller
     awaits or cancels them. `gate` lets in as many episodes as are played at once.
 
     Raises:

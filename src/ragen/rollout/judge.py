@@ -3,11 +3,11 @@
 One question shows the episodes of a group side by side, or one episode alone. A comparison asks
 less of a model than an absolute score does (RULER of OpenPipe's ART compares in this way). Equal
 episodes are shown once and get equal scores. The order of a group is drawn from the run's seed,
-because judges may prefer a place (`ragen.evaluation.order_bias` measures how much).
+because judges may prefer a position (`ragen.evaluation.order_bias` measures how much).
 
-What an episode says is not trusted: it is shown as strings of JSON, which it cannot leave, and the
-judge is told to follow none of it. An answer has to be the JSON that was asked for. After one
-repetition it counts as a failure. Answers are kept by the hash of their question
+What an episode says is not trusted: it is shown in strings of JSON, from which it cannot break
+out, and the judge is told not to follow it. An answer has to be the JSON that was asked for. If the
+second answer is not, the question counts as failed. Answers are kept by the hash of their question
 (`ragen.storage.judgements`), wrong ones too, so that a run that was killed repeats its numbers.
 """
 
@@ -37,8 +37,8 @@ from ragen.rollout.policies import NoCompletion
 from ragen.storage.judgements import Judgement, Judgements
 
 KEY_ENV = "RAGEN_JUDGE_KEY"
-"""Environment variable of the endpoint's key. It holds no other endpoint's key: the address may
-come from somebody else's recipe."""
+"""Environment variable of the endpoint's key. It is never another endpoint's key, because the
+address may come from somebody else's recipe."""
 
 CONCURRENCY = 16
 """Questions that are asked at the same time."""
@@ -220,7 +220,7 @@ class Judge:
         return Judgement(self.attempt, step, text, read, written)
 
     def metrics(self) -> Metrics:
-        """What the questions since the last call took; from here on, a new step begins.
+        """What the questions since the last call took; then a new step begins.
 
         ``judge/calls``, ``judge/cached`` and ``judge/failed`` are numbers of questions,
         ``judge/defaulted`` is a number of episodes.

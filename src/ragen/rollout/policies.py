@@ -71,7 +71,7 @@ class ScriptedPolicy:
         self._encode = encode
 
     async def complete(self, prompt: Prompt) -> Completion:
-        """The next reply of the list, or that of the function; too short a list is a bug."""
+        """The next reply of the list, or the function's; a list that is too short is a bug."""
         return written_completion(self._reply(prompt), self._encode)
 
 

@@ -51,7 +51,7 @@ NGRAM = 4
 
 BAND = (1 / 20, 3 / 4)
 """Shortest and longest thought without a fault, as shares of the tokens that a reply may have. A
-shorter one has hardly a word, a longer one leaves hardly room for the answer."""
+shorter one has hardly a word, and a longer one leaves hardly any room for the answer."""
 
 
 # Faults, each from 0 (none) to 1. A reward term costs its weight times the fault and never pays: a
@@ -65,7 +65,7 @@ def grounding(turn: Turn) -> float:
 
 
 def consistency(turn: Turn) -> float:
-    """1 where the answer does something else than the thought planned."""
+    """1 if the answer does something other than the thought planned."""
     return float(turn.info.get("plan_kept") is False)
 
 

@@ -164,7 +164,7 @@ def at_stage(config: Config, stage: int) -> Config:
 
 
 def by_env(config: Config) -> dict[str, Config]:
-    """The config of each environment of a run, as of a run in this environment alone.
+    """The config of each environment of a run, as in a run of that environment alone.
 
     Example:
         >>> config = Config(env={"mix": {"bandit": 0.5, "sokoban": {"share": 0.5, "max_turns": 3}}})

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: rendering conversations, and finding out what the template does.
+"""A tokenizer's chat template: rendering conversations, and finding out what it does.
 
 The *bridge* is what a template puts between the end of a reply and the start of the next one. It is
 found by differencing two renderings, and verified on trial conversations, in text and in tokens.
@@ -142,7 +142,7 @@ class Template:
 
 
 def conversation(*contents: str) -> tuple[Message, ...]:
-    """Messages of user and assistant in turn."""
+    """Messages of a user and an assistant in turn."""
     return tuple(
         {"role": "assistant" if index % 2 else "user", "content": content}
         for index, content in enumerate(contents)
@@ -222,7 +222,7 @@ class Bridge:
 
 
 def find_bridge(template: Template, encode: Callable[[str], Ids], thought: str) -> Bridge | None:
-    """The bridge between replies with a thought, or with none; ``None`` where there is no bridge.
+    """The bridge between replies with a thought, or without one; ``None`` if there is no bridge.
 
     Some templates write an empty thought, or its start, where the next reply begins and not in the
     history, or the other way round. The bridge takes account of both. `thought` is the thought of

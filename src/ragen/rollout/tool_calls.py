@@ -24,8 +24,8 @@ ToolParser = Callable[[str], Sequence[str]]
     def hermes(reply: str) -> list[str]: ...
 
 It returns each call as the text of a JSON object with ``name`` and ``arguments`` (or
-``parameters``), in order; none for an answer. It raises `ValueError` with a sentence for the agent
-where the calls are not in its form.
+``parameters``), in order, and an empty list for an answer. It raises `ValueError` with a sentence
+for the agent if the calls are not in its form.
 """
 
 PARSER_S = 30.0

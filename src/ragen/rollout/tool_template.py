@@ -121,7 +121,7 @@ def find_tool_bridge(
 ) -> ToolBridge:
     """The tool bridge of a template, which offers tools, `name` among them; `plain` offers none.
 
-    `ToolBridge.holds` has still to be asked.
+    The caller has still to ask `ToolBridge.holds`.
 
     Raises:
         RagenError: The template renders no tools, or no calls.
@@ -145,7 +145,7 @@ def find_tool_bridge(
 
 
 def find_form(bridge: ToolBridge, parser: ToolParser | None) -> ToolForm:
-    """The form of a template's calls; it is read by `parser` where one is named.
+    """The form of a template's calls; `parser` reads it if one is named.
 
     Raises:
         RagenError: No parser reads it, or the template writes no calls.

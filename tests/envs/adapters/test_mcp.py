@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import gc
 import os
 import re
 import signal
@@ -154,6 +156,21 @@ def test_an_episode_has_a_session_of_its_own_which_is_ended_with_it() -> None:
     env.close()
     assert seen[0] != seen[1] and not any(map(is_alive, seen))
     assert not set(threading.enumerate()) - others
+
+
+def test_an_environment_with_an_open_session_refuses_to_be_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    complaints: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+    env = Fruit()
+    env.reset(seed=0)
+    env.step(write_call("count"))
+    with pytest.raises(TypeError, match="an event loop cannot be copied"):
+        copy.deepcopy(env)
+    gc.collect()
+    env.close()
+    assert complaints == []
 
 
 def test_environments_keep_the_contract_and_are_branched_where_servers_repeat_themselves(

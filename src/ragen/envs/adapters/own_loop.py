@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -26,6 +26,10 @@ class OwnLoop:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._renew_threads()
+
+    def __reduce__(self) -> NoReturn:
+        # Without this, `copy.deepcopy` leaves half a loop behind, which complains when it is freed.
+        raise TypeError("an event loop cannot be copied")
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """The result of a coroutine."""
