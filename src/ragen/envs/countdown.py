@@ -257,7 +257,8 @@ class Countdown(Env):
 
     Reward:
         1 for the target; 0.1 for another value, if the numbers are used as allowed; else 0. Of
-        several attempts the best counts: a later one earns what it is better than those before.
+        several attempts the best counts: a later one earns the amount by which it is better than
+        the best before.
 
     Ends when:
         The target is reached (a success), or the attempts are used up.

@@ -137,7 +137,7 @@ class Sudoku(Env):
     """Fill the blanks so that each row, each column and each box holds every digit once.
 
     Observation:
-        The board, one row a line, ``.`` for a blank; then what became of the last answer.
+        The board, one row a line, ``.`` for a blank; then the result of the last answer.
 
     Actions:
         Free text: one or more moves ``row column digit``, counted from 1 at the top left, with

@@ -70,7 +70,7 @@ class WebShop(Env):
         description, features or reviews. The last line lists the elements that can be clicked.
 
     Actions:
-        Free text: ``search[keywords]`` (on every page) or ``click[element]``, whatever their case.
+        Free text: ``search[keywords]`` (on every page) or ``click[element]``, in any case.
         Anything else does nothing. Random play searches for words of the instruction or clicks
         something on the page.
 

@@ -292,7 +292,8 @@ def test_what_cannot_be_played_is_refused_in_one_line(params, message):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("no-such-env", "no_such_env cannot be loaded"),
+        ("no-such-env", "no module 'no_such_env' is installed here: install the package"),
+        ("", "no module '' is installed here"),
         ("json", "json has no environment named 'load_environment'"),
     ],
 )

@@ -7,6 +7,7 @@ environment makes the messages and decides when the episode ends; then its rubri
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import signal
@@ -92,7 +93,14 @@ class VerifiersEnv(Adapted):
                 f"verifiers:{target}: {version_of('verifiers')} has no load_environment any more: "
                 "pip install 'ragen-rl[verifiers]'"
             )
-        return version_of("verifiers"), load_object(_entry(target), kind="environment").source
+        entry = _entry(target)
+        module = entry.partition(":")[0].partition(".")[0]
+        if not target.endswith(".py") and (not module or importlib.util.find_spec(module) is None):
+            raise RagenError(
+                f"verifiers:{target}: no module {module!r} is installed here: install the package "
+                "of the environment, or name a file as in verifiers:path/to/file.py"
+            )
+        return version_of("verifiers"), load_object(entry, kind="environment").source
 
     def begin(self, level_seed: int, noise_seed: int) -> str:
         self._leave()
