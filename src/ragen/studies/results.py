@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -66,6 +67,11 @@ class Findings:
             "undecided" if each.outcome == "not run" else each.outcome for each in self.decisions
         ]
         return verdict_of([outcome for outcome in outcomes if is_judged(outcome)])
+
+    @property
+    def environments(self) -> list[str]:
+        """The environments that were run."""
+        return [each.environment for each in self.decisions if each.outcome != "not run"]
 
     @property
     def sentence(self) -> str:
@@ -176,11 +182,9 @@ def page(findings: Findings) -> Iterator[str]:
     names = list(findings.numbers)
     yield "\nDescribed, not judged: medians over the seeds, with the lowest and the highest.\n"
     yield f"| environment | arm | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}"
-    for place_name in study.environments:
-        for arm in study.arms:
-            values = [findings.numbers[name].get((place_name, arm), ()) for name in names]
-            cells = [described(*each) for each in zip(names, values, strict=True)]
-            yield f"| {place_name} | {arm} | {' | '.join(cells)} |"
+    for place_name, arm in product(findings.environments, study.arms):
+        cells = [described(name, findings.numbers[name][place_name, arm]) for name in names]
+        yield f"| {place_name} | {arm} | {' | '.join(cells)} |"
     yield "\n![success by step, and at the end](study.svg)\n"
     if study.seen:
         yield f"**Seen after the runs.** {study.seen}\n"
@@ -227,9 +231,8 @@ def draw(findings: Findings, curves: Mapping[tuple[str, str, int], Mapping[int, 
     """Success by step, each seed and the median, and the primary measure, seed by seed."""
     study = findings.study
     primary = findings.numbers[study.contrast.measure]
-    places = [each.environment for each in findings.decisions if each.outcome != "not run"]
-    with figure_of(len(places), 2) as (figure, axes):
-        for (by_step, end), place in zip(axes, places, strict=True):
+    with figure_of(len(findings.environments), 2) as (figure, axes):
+        for (by_step, end), place in zip(axes, findings.environments, strict=True):
             for row, arm in enumerate(study.arms):
                 colour = COLOURS[row % len(COLOURS)]
                 own = [c for (e, a, _), c in curves.items() if (e, a) == (place, arm)]
