@@ -39,6 +39,7 @@ from ragen.studies.study import (
     Study,
     cells_of,
     decide,
+    env_of,
     load_study,
     study_names,
 )
@@ -179,6 +180,17 @@ def test_rolled_back_results_are_ignored(tmp_path: Path) -> None:
     assert run.seconds == 4.0
 
 
+def test_a_mixture_is_measured_in_the_environment_of_the_row(tmp_path: Path) -> None:
+    parts = (replace(evaluation(0.3), env="lake"), replace(evaluation(0.9), env="box", random=0.1))
+    whole = replace(evaluation(0.6), env="lake+box", parts=parts)
+    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
+        recorder.evaluation(0, whole.record())
+        recorder.commit()
+    run = read_run(tmp_path, 1.0, env=env_of("box, PPO"))
+    assert (run.success, run.random) == ({0: 0.9}, 0.1)
+    assert read_run(tmp_path, 1.0, env="lake").success == {0: 0.3}
+
+
 def test_rolled_back_evaluation_is_ignored_before_it_is_repeated(tmp_path: Path) -> None:
     """The new attempt has repeated step 3 but has not yet reached the evaluation at step 4."""
     with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
@@ -202,7 +214,9 @@ def test_every_run_of_every_study_has_a_valid_config(name: str) -> None:
         assert {place.laptop, place.paper} <= set(recipes())
         assert place.untestable == (place.predicted == "untestable")
     for scale in ("laptop", "paper"):
-        assert all(c.config.seed >= FIRST_SEED for c in cells_of(study, scale, 2, Path("x")))  # type: ignore[arg-type]
+        for cell in cells_of(study, scale, 2, Path("x")):  # type: ignore[arg-type]
+            assert cell.config.seed >= FIRST_SEED
+            assert not (mix := cell.config.env.mix) or env_of(cell.environment) in mix
 
 
 @pytest.mark.parametrize("name", study_names())

@@ -23,7 +23,8 @@ name                               meaning
                                    the steps that have both; ``strength:METRIC`` is its size
 =================================  ==============================================================
 
-The difference of two measures is written with `` - `` between them:
+In a mixture, success in an evaluation is that in the environment of the study's row, and metrics
+are of all environments. The difference of two measures is written with `` - `` between them:
 ``onset:success/mean - onset:entropy/mean``. A measure is NaN where the run lacks what it needs.
 Evaluations and metrics that a rollback undid do not count.
 """
@@ -44,7 +45,7 @@ from ragen.core.errors import RagenError
 from ragen.core.metrics import Series
 from ragen.diagnostics.collapse import WINDOW
 from ragen.diagnostics.guard import read_alarms
-from ragen.evaluation.results import load_evaluations
+from ragen.evaluation.results import Evaluation, load_evaluations
 from ragen.storage.reader import read_metrics
 
 ONSET_SHARE = 0.5
@@ -73,22 +74,34 @@ class RunFacts:
 
 
 def read_run(
-    folder: Path, temperature: float, transfer: Mapping[str, float] | None = None
+    folder: Path,
+    temperature: float,
+    transfer: Mapping[str, float] | None = None,
+    env: str = "",
 ) -> RunFacts:
     """Read the data that measures need, with the evaluations at `temperature`.
 
-    `transfer` are the results of the study's other evaluations, by name.
+    `transfer` are the results of the study's other evaluations, by name. Of a mixture, the
+    evaluations are those in `env`, and the metrics are of all environments.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
     """
     metrics = read_metrics(folder)
-    evaluated = [e for e in load_evaluations(folder) if e.evaluation.temperature == temperature]
-    success = {each.step: each.evaluation.success for each in evaluated}
+    stored = [e for e in load_evaluations(folder) if e.evaluation.temperature == temperature]
+    evaluated = {each.step: _in_env(each.evaluation, env) for each in stored}
+    success = {step: each.success for step, each in evaluated.items()}
     seconds = sum(metrics.get("time/step_s", {}).values())
-    random = evaluated[-1].evaluation.random if evaluated else math.nan
+    random = evaluated[max(evaluated)].random if evaluated else math.nan
     alarms = [alarm.step for alarm in read_alarms(folder)]
     return RunFacts(success, metrics, seconds, random, transfer or {}, alarms)
+
+
+def _in_env(evaluation: Evaluation, env: str) -> Evaluation:
+    """The evaluation, of a mixture that in one environment."""
+    if not evaluation.parts:
+        return evaluation
+    return next(part for part in evaluation.parts if part.env == env)
 
 
 def first(series: Series) -> float:

@@ -21,6 +21,7 @@ from ragen.studies.study import (
     Study,
     cells_of,
     claimed,
+    env_of,
     is_judged,
     with_model,
 )
@@ -49,7 +50,8 @@ def seconds_of(cell: Cell) -> float:
     collections, trained = collections_of(config)
     collected = collections * config.rollout.num_groups * config.rollout.group_size
     evaluations = 3 + (collections // config.eval.every if config.eval.every else 0)
-    played = (collected + evaluations * config.eval.episodes) * (1 - UPDATE_SHARE)
+    evaluated = evaluations * config.eval.episodes * max(1, len(config.env.mix))
+    played = (collected + evaluated) * (1 - UPDATE_SHARE)
     tuned = cell.fine_tuning.episodes * cell.fine_tuning.epochs if cell.fine_tuning else 0
     return each * (played + (trained * critic + tuned) * UPDATE_SHARE)
 
@@ -164,23 +166,16 @@ def write_overview(found: Sequence[Findings], out: Path) -> None:
 
 def draw_overview(found: Sequence[Findings]) -> Figure:
     """A row for each claim and a column for each environment."""
-    columns = list(
-        dict.fromkeys(column_of(d.environment) for each in found for d in each.decisions)
-    )
+    columns = list(dict.fromkeys(env_of(d.environment) for each in found for d in each.decisions))
     with figure_of(len(found), len(columns), height=0.75) as (figure, axes):
         for each, row in zip(found, axes, strict=True):
             for column, place in zip(columns, row, strict=True):
-                here = [d for d in each.decisions if column_of(d.environment) == column]
+                here = [d for d in each.decisions if env_of(d.environment) == column]
                 _draw_row(place, [d for d in here if d.outcome != "not run"])
             row[0].set_title(each.study.name)
         for column, place in zip(columns, axes[0], strict=True):
             place.set_title(column, loc="right", color=BLUE, fontsize=8)
     return figure
-
-
-def column_of(environment: str) -> str:
-    """The environment of a row such as ``sokoban, PPO``."""
-    return environment.partition(",")[0]
 
 
 def _draw_row(place: Axes, decisions: Sequence[Decision]) -> None:

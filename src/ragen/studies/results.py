@@ -26,6 +26,7 @@ from ragen.studies.study import (
     Study,
     claimed,
     decide,
+    env_of,
     finite,
     is_judged,
 )
@@ -91,7 +92,8 @@ def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[
     numbers: dict[str, dict[tuple[str, str], list[float]]] = {name: {} for name in names}
     curves, rows = {}, []
     for cell in cells:
-        facts = read_run(cell.folder, cell.config.eval.temperature, transfer_of(cell))
+        temperature, env = cell.config.eval.temperature, env_of(cell.environment)
+        facts = read_run(cell.folder, temperature, transfer_of(cell), env)
         curves[cell.environment, cell.arm, cell.seed] = facts.success
         measured = {name: measure_of(name)(facts) for name in names}
         values = (f"{value:.6g}" for value in measured.values())

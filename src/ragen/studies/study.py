@@ -285,6 +285,16 @@ def _slug(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip("-")
 
 
+def env_of(row: str) -> str:
+    """The environment of a row of a study.
+
+    Example:
+        >>> env_of("sokoban"), env_of("sokoban, PPO")
+        ('sokoban', 'sokoban')
+    """
+    return row.partition(",")[0]
+
+
 def preview(study: Study, cells: Sequence[Cell]) -> str:
     """A study's claim, contrast, predictions and runs, as text."""
     lines = [f"{study.title} ({study.number})", f"claim: {study.claim}", study.contrast.words]
