@@ -41,7 +41,7 @@ from ragen.core.types import Episode
 from ragen.training import trainer
 from ragen.training.progress import Watcher
 
-WARM_UP = 2
+WARM_UP = 1
 TICKS = os.sysconf("SC_CLK_TCK")
 KINDS = {"learner": "Learner", "sampler": "Sampler"}
 """A part of the name of each kind of process of Ray."""
