@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from ragen.models import fast_decoder, fast_qwen2, fast_scores, key_store, packing
+from ragen.models import beginnings, fast_decoder, fast_qwen2, fast_scores, key_store, packing
 from ragen.models import model as ragen_model
 from ragen.models.decoder import HFDecoder, make_decoder
 from ragen.models.model import Critic, cross_scores, padded_hidden_states
@@ -147,5 +149,25 @@ def test_scores_of_thoughts_equal_the_general_path(
         for counts in ((1, 6, 11), (4, 1, 7, 7, 2))
     )
     got = cross_scores(model, prompts, thoughts, 0.7, 16)
+    monkeypatch.setattr(ragen_model, "is_fast", lambda _: False)
     monkeypatch.setattr(ragen_model, "shares_prompts", lambda _: False)
     assert_close(got, cross_scores(model, prompts, thoughts, 0.7, 16))
+
+
+@pytest.mark.parametrize("block", [1, 3, 32])
+@given(
+    thoughts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=9),
+    max_tokens=st.integers(1, 40),
+)
+@settings(max_examples=25, deadline=None)
+def test_scores_of_thoughts_that_begin_alike(
+    block: int, thoughts: list[list[int]], max_tokens: int
+) -> None:
+    """Few words, so that thoughts repeat, begin alike, and are the beginning of another one."""
+    model, prompts = tiny(num_hidden_layers=2), [[5], [7, 8, 9]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(beginnings, "BLOCK", block)
+        got = cross_scores(model, prompts, thoughts, 0.7, max_tokens)
+        patch.setattr(ragen_model, "is_fast", lambda _: False)
+        patch.setattr(ragen_model, "shares_prompts", lambda _: False)
+        assert_close(got, cross_scores(model, prompts, thoughts, 0.7, 8192))

@@ -15,6 +15,7 @@ from ragen.cli.command import Command, Overrides, Parser, complain, program, ter
 from ragen.cli.help import train_epilog
 from ragen.cli.process import STARTED, OutputLost
 from ragen.core.errors import RagenError
+from ragen.core.imports import load_for_good
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +64,7 @@ def _train(options: Namespace, overrides: Overrides) -> int:
 
     refuse_existing(options.out)
     resolve_model(config.model.path, config.env.name)
-    # Mistakes come before this line, which loads torch.
+    load_for_good("ragen.training.trainer")  # with torch, so mistakes come before this line
     from ragen.training.trainer import train
 
     return _watch_run(lambda watcher: train(config, options.out, watcher=watcher), options)
@@ -83,6 +84,7 @@ def _resume(options: Namespace, overrides: Overrides) -> int:
     from ragen.storage.database import DATABASE, check_run_folder
 
     check_run_folder(options.run, DATABASE)
+    load_for_good("ragen.training.trainer")
     from ragen.training.trainer import resume
 
     return _watch_run(lambda watcher: resume(options.run, watcher, overrides), options)

@@ -16,6 +16,8 @@ from typing import Any
 PROBE_ROWS = 2048
 PROBE_WIDTH = 256
 PROBE_ROUNDS = 12
+CLEARLY_SLOWER = 1.5
+"""Times one thread's seconds: a probe of several threads that takes longer is not repeated."""
 
 DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")))
 """Device files of GPUs that torch can use on Linux: of NVIDIA, of AMD, within Windows."""
@@ -96,8 +98,11 @@ def _probe() -> int:
     most = min(usable_cpus(), 8)
     if most == 1 or usable_device() == "cuda":
         return most
-    seconds = {count: min(_time(count) for _ in range(3)) for count in (1, most)}
-    return most if seconds[most] < 0.9 * seconds[1] else 1
+    alone = min(_time(1) for _ in range(3))
+    together = _time(most)
+    if together < CLEARLY_SLOWER * alone:
+        together = min(together, _time(most), _time(most))
+    return most if together < 0.9 * alone else 1
 
 
 def _time(threads: int) -> float:

@@ -1,11 +1,13 @@
 """States of many thoughts after one prompt, for a plain float32 Qwen2; without gradients.
 
-The prompt's keys and values exist once. All queries of all thoughts attend to them in one product;
-the products with each thought's own keys are small, and the softmax is over both.
+The prompt's keys and values exist once, and so does each beginning that thoughts have in common.
+All queries attend to the prompt in one product; the keys of what they continue are a second, small
+one, and the softmax is over both.
 
-Axes: **P** tokens of the prompt, **R** thoughts, **T** tokens of the longest, **F** flat tokens of
-all thoughts, **H** heads, **K** key–value heads, **G** heads of each of these, **D** width, **E**
-width of a head.
+Axes: **P** tokens of the prompt, **F** beginnings of thoughts, **U** blocks of them, **B**
+beginnings of a block, **W** those that a block sees (`ragen.models.beginnings`), **H** heads, **K**
+key–value heads, **G** heads of each of these, **Q** queries of a block, **D** width, **E** width of
+a head.
 """
 
 # mypy: allow-untyped-calls
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from ragen.models.beginnings import Beginnings
 from ragen.models.fast_decoder import fused_layers
 from ragen.models.fast_qwen2 import as_complex, chunks, inverse_rms, rope_table
 from ragen.models.key_store import SCORES, matmul
@@ -60,67 +63,52 @@ class PrefixReader:
         self._last_D = self._normed(x_PD)[0]
 
     @torch.no_grad()
-    def follow(self, thoughts: Sequence[Sequence[int]]) -> Tensor:
-        """The states from which each token of the thoughts is predicted, thought by thought.
-
-        Each thought follows the prompt and has at least one token. The states are (N, D).
-        """
-        device = self._model.device
-        rows = [torch.tensor(thought, device=device) for thought in thoughts]
-        ids_RT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        lengths_R = torch.tensor([len(thought) for thought in thoughts], device=device)
-        is_real_RT = torch.arange(ids_RT.shape[1], device=device) < lengths_R[:, None]
-        # The state before each token: the prompt's last one, then those of the thought's tokens.
-        states_RTD = self._last_D.expand(*ids_RT.shape, -1).clone()
-        if ids_RT.shape[1] > 1:
-            is_followed_RT = is_real_RT[:, 1:]
-            states_RTD[:, 1:][is_followed_RT] = self._read_after(ids_RT[:, :-1], is_followed_RT)
-        return states_RTD[is_real_RT]
-
-    def _read_after(self, ids_RT: Tensor, is_real_RT: Tensor) -> Tensor:
-        """States (F, D) of the real tokens (R, T) of rows that are padded on the right."""
-        num_prompt = self._keys[0].shape[2]
-        rope_T1R = rope_table(self._model, num_prompt + ids_RT.shape[1])[num_prompt:]
-        columns_F = is_real_RT.nonzero()[:, 1]
-        ends = ids_RT.shape[1], ids_RT.shape[1]
-        mask_TT = torch.full(ends, -torch.inf, device=ids_RT.device).triu(1)
-        mask_QT = mask_TT.repeat_interleave(self.heads // self.key_heads, dim=0)
-        x_FD = self._model.embed_tokens(ids_RT[is_real_RT])
+    def follow(self, beginnings: Beginnings) -> Tensor:
+        """The states after the prompt alone and after each beginning behind it, (1 + F, D)."""
+        num_prompt, depths_F = self._keys[0].shape[2], beginnings.depths_F
+        states_1D = self._last_D[None]
+        if not len(depths_F):
+            return states_1D
+        longest = num_prompt + int(depths_F.max()) + 1
+        rope_F1R = rope_table(self._model, longest)[num_prompt + depths_F]
+        mask_UQW = torch.zeros(beginnings.hidden_UBW.shape)
+        mask_UQW.masked_fill_(beginnings.hidden_UBW, -torch.inf)
+        mask_UQW = mask_UQW.repeat_interleave(self.heads // self.key_heads, dim=1)
+        x_FD = self._model.embed_tokens(beginnings.ids_F)
         for keys, values, weights in zip(self._keys, self._values, self._layers, strict=True):
-            q_FHE, k_FKE, v_FKE = self._project(x_FD, weights, rope_T1R[columns_F])
-            q, k, v = (self._padded(each, is_real_RT) for each in (q_FHE, k_FKE, v_FKE))
-            mixed_RTHE = self._attend(q, k, v, (keys, values), mask_QT)
-            x_FD = self._finish(x_FD, mixed_RTHE[is_real_RT], weights)
-        return self._normed(x_FD)
+            q_FHE, k_FKE, v_FKE = self._project(x_FD, weights, rope_F1R)
+            k_UWKE, v_UWKE = k_FKE[beginnings.seen_UW], v_FKE[beginnings.seen_UW]
+            own = k_UWKE.permute(2, 0, 3, 1), v_UWKE.permute(2, 0, 1, 3)
+            mixed_FHE = self._attend(q_FHE, (keys, values), own, mask_UQW)
+            x_FD = self._finish(x_FD, mixed_FHE, weights)
+        return torch.cat((states_1D, self._normed(x_FD)))
 
     def _attend(
         self,
-        q_RTHE: Tensor,
-        k_RTKE: Tensor,
-        v_RTKE: Tensor,
+        q_FHE: Tensor,
         prompt: tuple[Tensor, Tensor],
-        mask_QT: Tensor,
+        own: tuple[Tensor, Tensor],
+        mask_UQW: Tensor,
     ) -> Tensor:
-        """Attention (R, T, H, E) to the prompt's keys and to the thought's own earlier ones."""
-        k_KEP, v_KPE = prompt
-        (rows, length), num_prompt = q_RTHE.shape[:2], k_KEP.shape[2]
-        # The queries of heads that share keys are rows of one product: Q = T · G.
-        q_RKQE = q_RTHE.unflatten(2, (self.key_heads, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-        k_RKET, v_RKTE = k_RTKE.permute(0, 2, 3, 1), v_RTKE.transpose(1, 2)
-        mixed_RKQE = torch.empty_like(q_RKQE)
-        step = max(1, SCORES // (self.heads * length * (num_prompt + length)))
-        for start in range(0, rows, step):
+        """Attention (F, H, E) to the prompt's keys and to those that each block sees."""
+        (k_KEP, v_KPE), (k_KUEW, v_KUWE) = prompt, own
+        num_prompt, (blocks, queries, seen) = k_KEP.shape[2], mask_UQW.shape
+        # The queries of heads that share keys are rows of one product: Q = B · G.
+        q_KUQE = q_FHE.unflatten(1, (self.key_heads, -1)).transpose(0, 1).flatten(1, 2)
+        q_KUQE = q_KUQE.view(self.key_heads, blocks, queries, -1)
+        mixed_KUQE = torch.empty_like(q_KUQE)
+        step = max(1, SCORES // (self.key_heads * queries * (num_prompt + seen)))
+        for start in range(0, blocks, step):
             part = slice(start, start + step)
-            q = q_RKQE[part]
-            of_all = q.transpose(0, 1).flatten(1, 2) @ k_KEP  # (K, R · Q, P)
-            own = matmul(q, k_RKET[part]).add_(mask_QT).transpose(0, 1).flatten(1, 2)
-            weights = torch.cat((of_all, own), dim=2).softmax(2)
-            of_all, own = weights.split((num_prompt, length), dim=2)
-            mixed = (of_all @ v_KPE).unflatten(1, (len(q), -1)).transpose(0, 1)
-            own = own.unflatten(1, (len(q), -1)).transpose(0, 1).contiguous()
-            mixed_RKQE[part] = mixed + matmul(own, v_RKTE[part])
-        mixed_RTHE: Tensor = mixed_RKQE.unflatten(2, (length, -1)).permute(0, 2, 1, 3, 4)
-        return mixed_RTHE.flatten(2, 3)
+            q = q_KUQE[:, part]
+            of_all = q.flatten(1, 2) @ k_KEP
+            of_own = matmul(q, k_KUEW[:, part]).add_(mask_UQW[part])
+            weights = torch.cat((of_all, of_own.flatten(1, 2)), dim=2).softmax(2)
+            of_all, of_own = weights.split((num_prompt, seen), dim=2)
+            mixed = matmul(of_own.reshape(*q.shape[:3], seen), v_KUWE[:, part])
+            mixed_KUQE[:, part] = mixed.add_((of_all @ v_KPE).view(q.shape))
+        mixed_KFGE = mixed_KUQE.view(self.key_heads, len(q_FHE), -1, self.head_width)
+        return mixed_KFGE.transpose(0, 1).flatten(1, 2)
 
     def _project(
         self, x_FD: Tensor, weights: Sequence[Tensor], rope_F1R: Tensor
@@ -146,11 +134,3 @@ class PrefixReader:
     def _normed(self, x_FD: Tensor) -> Tensor:
         normed_FD: Tensor = self._model.norm(x_FD)
         return normed_FD
-
-    @staticmethod
-    def _padded(x_FHE: Tensor, is_real_RT: Tensor) -> Tensor:
-        if bool(is_real_RT.all()):
-            return x_FHE.reshape(*is_real_RT.shape, *x_FHE.shape[1:])
-        padded_RTHE = x_FHE.new_zeros(*is_real_RT.shape, *x_FHE.shape[1:])
-        padded_RTHE[is_real_RT] = x_FHE
-        return padded_RTHE

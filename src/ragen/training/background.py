@@ -40,7 +40,10 @@ Played = tuple[Evaluation, list[Group]]
 EPISODE, ANSWER = b".", b"\n"
 """What the process sends after each episode, and before a pickled answer."""
 
-PROGRAM = "from ragen.training.background import serve; serve()"
+PROGRAM = (
+    "from ragen.core.imports import load_for_good; load_for_good('ragen.training.background'); "
+    "from ragen.training.background import serve; serve()"
+)
 
 
 class Background:

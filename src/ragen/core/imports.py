@@ -1,0 +1,29 @@
+"""Loading modules that stay until the process ends."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from importlib import import_module
+
+
+def load_for_good(name: str) -> None:
+    """Import a module, and hide all that exists then from Python's garbage collector.
+
+    torch and transformers make half a million objects, which the collector would search again and
+    again while they are loaded: a quarter of the time. It would never free them. What else exists
+    is not searched later either, so this is for a process that a command has just begun.
+
+    Raises:
+        ImportError: As the ``import`` statement.
+    """
+    if name in sys.modules:
+        return
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        import_module(name)
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()
