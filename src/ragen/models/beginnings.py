@@ -62,7 +62,7 @@ def find_beginnings(thoughts: Sequence[Sequence[int]]) -> Beginnings:
     pairs, continued = dict[tuple[int, int], int](), dict[int, int]()
     ids, depths, before = list[int](), list[int](), list[int]()
     of_thought: dict[int, list[int]] = {}
-    for row in sorted(range(len(thoughts)), key=lambda row: thoughts[row]):
+    for row in sorted(range(len(thoughts)), key=lambda row: tuple(thoughts[row])):
         place, found = 0, of_thought.setdefault(row, [])
         for depth, token in enumerate(thoughts[row]):
             pair = pairs.setdefault((place, token), len(pairs))

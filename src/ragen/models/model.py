@@ -300,7 +300,7 @@ def _after_beginnings(
 def neighbours(thoughts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
     """Parts of at most `max_tokens`; what begins alike is together. A single one may be longer."""
     parts, room = list[list[int]](), 0
-    for row in sorted(range(len(thoughts)), key=lambda row: thoughts[row]):
+    for row in sorted(range(len(thoughts)), key=lambda row: tuple(thoughts[row])):
         room -= len(thoughts[row])
         if room < 0 or not parts:
             parts.append([])
