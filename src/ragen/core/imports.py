@@ -8,11 +8,11 @@ from importlib import import_module
 
 
 def load_for_good(name: str) -> None:
-    """Import a module, and hide all that exists then from Python's garbage collector.
+    """Import a module, and hide every object that exists then from Python's garbage collector.
 
-    torch and transformers make half a million objects, which the collector would search again and
-    again while they are loaded: a quarter of the time. It would never free them. What else exists
-    is not searched later either, so this is for a process that a command has just begun.
+    torch and transformers make half a million objects. While they are loaded, the collector would
+    search these again and again, in a quarter of the time, and free none of them. Objects of other
+    modules are hidden, too, so this is for a process that a command has just begun.
 
     Raises:
         ImportError: As the ``import`` statement.

@@ -1,8 +1,8 @@
-"""The distinct beginnings of some thoughts, each once, so that each is computed once.
+"""The distinct beginnings of thoughts, so that each is computed only once.
 
-Beginnings form a tree: each continues a shorter one by a token. Here they are listed depth first
-and cut into blocks. What a block's tokens continue lies in the block, or is continued by its first
-token; so a block sees itself and one path, and its attention is one small matrix with a mask.
+Beginnings form a tree: each continues a shorter one by one token. They are listed depth first and
+cut into blocks. A beginning continues others of its block, and those that the first of the block
+continues. So a block sees itself and one path, and its attention is a small matrix with a mask.
 
 Axes: **F** beginnings, rounded up to whole blocks, **U** blocks, **B** beginnings of a block, **W**
 beginnings that a block sees, **P** pairs of a beginning and the token that continues it, **N**
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
-"""Beginnings of a block. Smaller products are slower, and larger ones compute more for nothing."""
+"""Beginnings in a block. Smaller blocks make slower products, larger ones more masked scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Beginnings:
         ids_F: The last token of each beginning.
         depths_F: The number of tokens before it.
         seen_UW: The beginnings that each block sees.
-        hidden_UBW: Those that a beginning does not continue.
+        hidden_UBW: Whether a beginning of the block does not continue the one that it would see.
         before_P: The beginning of each pair, counted from 1; 0 is the empty one.
         targets_P: The token that continues it.
         pairs_N: The pair of each token, thought by thought.
@@ -45,7 +45,7 @@ class Beginnings:
 
 
 def find_beginnings(thoughts: Sequence[Sequence[int]]) -> Beginnings:
-    """The beginnings of thoughts that have a token at least; a whole thought is none of its own.
+    """The beginnings of thoughts that a further token follows; each thought has at least one token.
 
     Example:
         Of (7, 8, 9) and (7, 5), only (7) and (7, 8) are continued. The first of the five tokens is
