@@ -44,7 +44,7 @@ def engine_of(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> Any:
     engine._config, engine._path, engine._error = None, "", None
     engine._players, engine._player_pool, engine._learners = {}, None, []
     engine.rooms = types.SimpleNamespace(is_further=lambda place: False, threads=lambda name: 1)
-    engine.samplers = SamplerPool(10, 0.2, engine._on_end)
+    engine.samplers = SamplerPool(10, 60.0, engine._on_end)
     engine._spawn_sampler = lambda place: New(is_lost)
     return engine
 
