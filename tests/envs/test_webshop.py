@@ -404,6 +404,22 @@ def test_random_play_searches_in_words_of_the_instruction_and_clicks_what_is_the
     assert any(name == "search" for name, _ in drawn)
 
 
+def test_fewer_results_on_a_page_are_the_same_results(env):
+    small = make("webshop", on_page=3)
+    found = []
+    for shop, pages in ((env, 1), (small, 4)):
+        shop.reset(seed=123)
+        shown = [play(shop, "search[dog bed]")[0]]
+        shown += [play(shop, "click[next >]")[0] for _ in range(pages - 1)]
+        codes = [element for page in shown for element in clickable(page)]
+        found.append([code for code in codes if code[1:2].isdigit()])
+    assert found[0] == found[1][:10] and len(found[1]) == 12
+    assert "1 to 3 of" in shown[0] and "10 to 12 of" in shown[-1]
+    assert compute_baselines(small, Budget(6, 1, 6), range(123, 143)).optimal == 1
+    with pytest.raises(RagenError, match="on_page"):
+        make("webshop", on_page=11)
+
+
 def test_baselines_are_near_zero_and_one_within_the_budget(env):
     found = compute_baselines(env, Budget(9, 1, 9), range(123, 143))
     assert found.random < 0.05 and 0 < found.random_return < 0.2 and found.draws == 160

@@ -30,7 +30,7 @@ from ragen.envs.webshop_files import load_catalogue
 from ragen.envs.webshop_generator import make_catalogue
 
 ON_PAGE = 10
-"""Products on a page of results."""
+"""Products on a page of results, unless a parameter says fewer."""
 TEST, VALIDATION = 500, 1000
 """Numbers of goals of the published test and validation splits; the rest is for training."""
 SMALL = 1000
@@ -66,7 +66,7 @@ class WebShop(Env):
     """Buy what an instruction asks for: search, look at products, choose options, buy.
 
     Observation:
-        The instruction and the page: the search, a page of ten results, a product, its
+        The instruction and the page: the search, a page of results, a product, its
         description, features or reviews. The last line lists the elements that can be clicked.
 
     Actions:
@@ -91,6 +91,7 @@ class WebShop(Env):
             by the level; ``all`` takes all goals.
         path: The folder with the original files, or one ``items_shuffle*.json`` in it.
         goals: With `path`, the human instructions or the synthetic ones.
+        on_page: Products on a page of results; fewer make shorter prompts for small models.
 
     Example:
         >>> env = WebShop()
@@ -114,8 +115,10 @@ class WebShop(Env):
         split: Literal["auto", "train", "validation", "test", "all"] = "auto",
         path: str = "",
         goals: Literal["human", "synthetic"] = "human",
+        on_page: Annotated[int, Field(ge=1, le=ON_PAGE)] = ON_PAGE,
     ) -> None:
         self.name = "webshop"
+        self._on_page = on_page
         self._source = (products, catalogue_seed, path, goals)
         self._split = split
         if products or path:  # the default shop takes half a second: it waits for the first episode
@@ -188,8 +191,8 @@ class WebShop(Env):
             return [f"click[{BUY}]"]
         if (key := plain(wanted.key)) in self._elements:
             return [f"click[{key}]"]
-        keywords = _keywords(self.catalogue, self._goal)
-        later = self._results()[ON_PAGE * place.number :] if place.page == "results" else ()
+        keywords = _keywords(self.catalogue, self._goal, self._on_page)
+        later = self._results()[self._on_page * place.number :] if place.page == "results" else ()
         if place.keywords == keywords and self.catalogue.places[key] in later:
             return [f"click[{NEXT}]"]  # no search has it among the first results
         return [f"search[{keywords}]"]
@@ -277,12 +280,12 @@ class WebShop(Env):
             return {}
         found = {BACK: Place()}
         if place.page == "results":
-            results, start = self._results(), ON_PAGE * (place.number - 1)
+            results, start = self._results(), self._on_page * (place.number - 1)
             if start:
                 found[PREVIOUS] = place._replace(number=place.number - 1)
-            if start + ON_PAGE < len(results):
+            if start + self._on_page < len(results):
                 found[NEXT] = place._replace(number=place.number + 1)
-            for product in results[start : start + ON_PAGE]:
+            for product in results[start : start + self._on_page]:
                 key = plain(self.catalogue.products[product].key)
                 found[key] = place._replace(page="item", product=product)
             return found
@@ -305,8 +308,8 @@ class WebShop(Env):
         if place.page == SEARCH:
             return ["Page: search"]
         if place.page == "results":
-            results, start = self._results(), ON_PAGE * (place.number - 1)
-            shown = [products[at] for at in results[start : start + ON_PAGE]]
+            results, start = self._results(), self._on_page * (place.number - 1)
+            shown = [products[at] for at in results[start : start + self._on_page]]
             which = f"{start + 1} to {start + len(shown)} of {len(results)}" if shown else "none"
             keywords = place.keywords[:SHOWN_KEYWORDS]
             lines = [f"[{plain(each.key)}] {each.title}, {_price(each)}" for each in shown]
@@ -369,15 +372,15 @@ def _choices(goal: Goal) -> set[tuple[str, str]]:
 
 
 @lru_cache(maxsize=65_536)
-def _keywords(catalogue: Catalogue, index: int) -> str:
-    """A search that finds a goal's product, in the words of the instruction if they suffice."""
+def _keywords(catalogue: Catalogue, index: int, on_page: int) -> str:
+    """A search with a goal's product on its first page, in words of the instruction if possible."""
     goal = catalogue.goals[index]
     product = goal.product
     tries = (" ".join((*goal.attributes, product.query)), goal.instruction, product.title)
     found = (plain(each) for each in tries)
     place = catalogue.places[plain(product.key)]
     return next(
-        (each for each in found if place in catalogue.search(each)[:ON_PAGE]), plain(product.title)
+        (each for each in found if place in catalogue.search(each)[:on_page]), plain(product.title)
     )
 
 
