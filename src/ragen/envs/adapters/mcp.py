@@ -21,6 +21,7 @@ from functools import cached_property, lru_cache, partial
 from typing import IO, Any, ClassVar, NamedTuple, TextIO, cast
 
 import httpx
+from anyio import BrokenResourceError, ClosedResourceError
 
 from ragen.core.errors import RagenError, printable
 from ragen.core.user_code import UserCodeError, boundary
@@ -292,7 +293,10 @@ class _Session:
         error = holder.exception() if holder.done() and not holder.cancelled() else None
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        said = "the session has ended" if error is None else f"{type(error).__name__}: {error}"
+        if isinstance(error, (BrokenResourceError, ClosedResourceError)):  # they have no text
+            said = "Connection closed"
+        else:
+            said = "the session has ended" if error is None else f"{type(error).__name__}: {error}"
         self._log.seek(0)
         last = self._log.read().strip().rpartition("\n")[2]
         return printable(" ".join((f"{said} ({last[-SAID_CHARS:]})" if last else said).split()))
