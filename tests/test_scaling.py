@@ -87,9 +87,9 @@ def test_the_drivers_costs_are_measured_on_real_episodes(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_real_step_takes_what_the_simulation_says(tmp_path: Path) -> None:
-    """Within 15 % on an idle machine; others that use it disturb one of three tries, or two."""
+    """Within 15 % on an idle machine. Others that use it disturb a try, but not all of five."""
     ratios = list[float]()
-    for number in range(3):
+    for number in range(5):
         costs = scaling_costs.engine_costs(tmp_path / f"engine {number}", "1M", 3)
         folder = tmp_path / f"driver {number}"
         costs |= scaling_costs.driver_costs(folder, step.Work(), step.TURN_TOKENS)
@@ -98,7 +98,7 @@ def test_a_real_step_takes_what_the_simulation_says(tmp_path: Path) -> None:
         ratios.append(expected / found["driver"])
         if ratios[-1] == pytest.approx(1, rel=0.3):
             break
-    assert min(abs(ratio - 1) for ratio in ratios) < 0.5, ratios
+    assert ratios[-1] == pytest.approx(1, rel=0.3), ratios
 
 
 def test_cpu_seconds_of_this_process_are_counted() -> None:

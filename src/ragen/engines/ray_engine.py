@@ -390,7 +390,7 @@ class RayEngine:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Let the run know of an error of what nobody waits for; whatever it waits for ends."""
+        """Let every open and later call of the run fail with the error of a background task."""
         self._error = error
         self._end_learners()
         for pool in self._pools:
@@ -503,7 +503,7 @@ class RayEngine:
                 raise
 
     def _end_watch(self, error: Exception) -> None:
-        """Let the run fail, because nothing would be late any more."""
+        """Let the run fail, because no process that hangs would be noticed any more."""
         self._error = error  # also where nobody has sampled yet
         self._in_loop(self._fail, error)
 

@@ -120,7 +120,7 @@ class Env(gymnasium.Env[str, str], ABC):
         """Begin a level.
 
         Returns the observation and an info. ``options["noise_seed"]`` determines the random events,
-        which otherwise follow from `seed`; a seed of ``None`` draws a fresh level.
+        which follow from `seed` without it; a seed of ``None`` draws a fresh level.
         """
 
     @abstractmethod
@@ -184,10 +184,10 @@ class Env(gymnasium.Env[str, str], ABC):
     def picture(self) -> list[str] | None:
         """The present state as a board for people to look at; ``None`` draws nothing.
 
-        All rows have one length, and a cell is one character, whatever symbols the observation
-        uses. The viewer draws ``#`` wall, ``_`` floor, ``P`` player, ``X`` box, ``O`` target, ``√``
-        box on target, ``S`` player on target, ``H`` hole, ``G`` goal, ``@`` player in a hole and
-        ``*`` player on the goal as pictures, and any other character as itself in a plain cell.
+        All rows have one length, and a cell is one character, also if the observation uses other
+        symbols. The viewer draws ``#`` wall, ``_`` floor, ``P`` player, ``X`` box, ``O`` target,
+        ``√`` box on target, ``S`` player on target, ``H`` hole, ``G`` goal, ``@`` player in a hole
+        and ``*`` player on the goal as pictures, and any other character as itself in a plain cell.
         """
         return None
 

@@ -137,7 +137,7 @@ def generate(
 ) -> Level:
     """The level of a seed; the target is the value of a random expression of all its numbers.
 
-    Every part of that expression is a positive integer. The target is none of the numbers.
+    Every part of that expression is a positive integer. The target differs from all of the numbers.
 
     Raises:
         RagenError: A thousand attempts found no level.
@@ -166,7 +166,7 @@ def _whole_results(a: int, b: int) -> list[tuple[str, int]]:
 
 
 def _any_result(a: int, b: int) -> list[tuple[str, int]]:
-    """All operators; what they make does not matter."""
+    """All operators, whatever their result."""
     return [(operator, 0) for operator in OPERATIONS]
 
 

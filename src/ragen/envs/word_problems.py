@@ -26,7 +26,7 @@ from ragen.envs.contract import Baselines, Env, Info, Options, State, fresh_seed
 SAMPLE = "word_problems.jsonl"
 """RAGEN's own problems, beside this file."""
 HELD_OUT = 4
-"""One of so many problems is for evaluation, unless evaluation has a file of its own."""
+"""One problem of this many is for evaluation, unless there is a separate file for it."""
 MOST_BYTES = 2**28
 LONGEST = 50
 """Characters of an answer."""
@@ -39,7 +39,7 @@ NUMBER = re.compile(
 
 
 def read_number(text: str) -> Fraction | None:
-    """The number that a text is, exactly; ``None`` if it is none, or is anything else besides.
+    """The exact number that a text consists of; ``None`` if it is not a number.
 
     It may have a sign, a dollar sign, commas between thousands, and decimals or a denominator; a
     point or a percent sign may follow.

@@ -277,11 +277,12 @@ def played_examples(
         shows = f"Only episodes of {player} play in {env} that ended in success were kept."
     elif player == "random":
         shows = (
-            f"All of them are random play in {env} with thoughts that lean to no action, kept "
-            "whatever came of it: they show the form of a reply and legal actions, and no skill."
+            f"All of them are random play in {env}, with thoughts that lean to no action. "
+            "Successes and failures were kept, so they show the form of a reply and legal actions, "
+            "and no skill."
         )
     else:
-        shows = f"All episodes of {player} in {env} were kept, whatever came of them."
+        shows = f"All episodes of {player} in {env} were kept, successes and failures."
     return _fitting(f"{player} episodes", shows, examples, len(played) - len(kept), config)
 
 
@@ -370,7 +371,7 @@ def split_examples(examples: Sequence[Example], seed: int) -> tuple[list[Example
 
 
 def collate_examples(examples: Sequence[Example]) -> Batch:
-    """One batch in which each example is an episode and a group of its own."""
+    """One batch of the examples; each is one episode and one group."""
     return collate([sample for i, each in enumerate(examples) for sample in join(each, i, i)])
 
 

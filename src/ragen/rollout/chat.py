@@ -33,7 +33,7 @@ from ragen.rollout.tool_template import call_message, find_form, find_tool_bridg
 
 NO_THOUGHTS_IN_HISTORY = (
     "the thoughts of earlier turns are left out of the prompts "
-    '(prompt.history_thoughts = "drop"), so each turn becomes a training sample of its own'
+    '(prompt.history_thoughts = "drop"), so each turn becomes a separate training sample'
 )
 THOUGHTS_STAY = (
     "this chat template drops the thoughts of earlier turns; here they stay as they were sampled "
@@ -45,7 +45,7 @@ TOOLS_STAY = (
 )
 NOT_EXACT = (
     "this chat template does not keep earlier turns as they were sampled, so each turn becomes a "
-    "training sample of its own"
+    "separate training sample"
 )
 
 

@@ -63,13 +63,15 @@ def run_study(
             )
     with file_errors("write", out, OTHER_OUT):
         out.mkdir(parents=True, exist_ok=True)
-    asked = cells_of(study, scale, seeds, out, only)
+    asked = cells if only is None else cells_of(study, scale, seeds, out, only)
     missing = [cell for cell in asked if not is_finished(cell)]
     report(f"{study.name}: {len(asked)} runs, {len(asked) - len(missing)} of them done")
     for number, cell in enumerate(make_runs(missing, jobs or usable_cpus()), 1):
         report(f"{number}/{len(missing)}  {cell.environment}, {cell.arm}, seed {cell.seed}")
-    begun = {cell.environment for cell in cells if not is_finished(cell)}
-    return conclude(study, scale, seeds, out, [c for c in cells if c.environment not in begun])
+    others = (cell for cell in cells if only not in (None, cell.environment))
+    unfinished = {cell.environment for cell in others if not is_finished(cell)}
+    known = [cell for cell in cells if cell.environment not in unfinished]
+    return conclude(study, scale, seeds, out, known)
 
 
 def make_runs(cells: Sequence[Cell], jobs: int) -> Iterator[Cell]:

@@ -49,10 +49,10 @@ class VerifiersEnv(Adapted):
     `success_at` or more. Global random generators follow from the level seed in the setup, and then
     from the noise seed. There is no random play.
 
-    A call is a message of its own with one call, and its result is what the environment answers.
+    Each call is a separate message, and its result is what the environment answers.
 
     Levels below 10,000 take examples of the evaluation dataset, all others those of the training
-    dataset. Of an only dataset, the first of every four examples is for evaluation.
+    dataset. If there is only one dataset, the first of every four examples is for evaluation.
 
     The rubric sees the conversation with the agent's answers: what stands in RAGEN's answer tags,
     in the form that the environment's parser reads. A `ThinkParser` gets an empty thought before
