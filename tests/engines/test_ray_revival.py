@@ -132,6 +132,7 @@ def test_a_sign_of_life_that_fails_is_a_loss(monkeypatch: pytest.MonkeyPatch) ->
         assert lost is process and str(loss).startswith("sampler 0 ")
 
 
+@pytest.mark.ray
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_run_whose_processes_nobody_looks_at_any_more_ends(
     monkeypatch: pytest.MonkeyPatch,

@@ -75,7 +75,7 @@ def test_events_of_another_program_break_nothing() -> None:
 
 def test_an_event_of_the_engine_is_news(tmp_path: Path) -> None:
     folder = make_engine_run(tmp_path / "ray", steps=3)
-    news = run_news(folder)
+    news = run_news(Runs(tmp_path), folder)
     assert next(news) == []
     row = "(attempt, step, time, kind, text, data) VALUES (0, 3, 0, 'engine', 'lost', '{}')"
     with contextlib.closing(sqlite3.connect(folder / DATABASE)) as connection, connection:

@@ -42,10 +42,12 @@ class _Progress(NamedTuple):
     event: int = 0
 
 
-def run_news(folder: Path) -> Iterator[list[Event]]:
+def run_news(runs: Runs, folder: Path) -> Iterator[list[Event]]:
     """News of one run at each look: steps, evaluations, alarms, the begin and end of its process.
 
-    Nothing at the first look, then what happened since the last one.
+    Each look gives what happened since the last one, the first look nothing. A begin or an end is
+    also given if a page was told the opposite meanwhile: a process may end and be resumed between
+    two looks.
     """
     written, stamps, progress = is_claimed(folder), signature(folder), _Progress()
     with contextlib.suppress(RagenError), reading(folder) as run:
@@ -53,14 +55,17 @@ def run_news(folder: Path) -> Iterator[list[Event]]:
     found = list[Event]()
     while True:
         yield found
-        before, found = written, []
+        found = []
+        runs.told.add((folder, written))
         written = is_claimed(folder)  # first, so that what was written before the end is seen
+        outdated = (folder, not written) in runs.told
+        runs.told.difference_update([(folder, True), (folder, False)])
         if (now := signature(folder)) != stamps:
             stamps = now
             changed = max((stamp[2] for stamp in stamps[:2] if stamp), default=0) / 1e9
             with contextlib.suppress(RagenError), reading(folder) as run:
                 found, progress = _since(progress, run, changed)
-        if written != before:  # ``begin`` comes before other news, ``end`` after them
+        if outdated:  # ``begin`` comes before other news, ``end`` after them
             found = [("begin", {}), *found] if written else [*found, ("end", {})]
 
 
@@ -135,7 +140,7 @@ class Live:
     async def _watch(self, folder: Path | None) -> None:
         """Check for news while there are listeners."""
         try:
-            looks = folder_news(self._runs) if folder is None else run_news(folder)
+            looks = folder_news(self._runs) if folder is None else run_news(self._runs, folder)
             while self._listeners[folder] and not self._ending:
                 found = await run_in_threadpool(next, looks)
                 for queue in self._listeners[folder]:

@@ -83,10 +83,12 @@ class Runs:
     Attributes:
         root: The folder.
         summaries: The rows of `run_list`, each with the signature of the files that it is of.
+        told: What pages were told since the last look of `live`: whether a process writes the run.
     """
 
     root: Path
     summaries: dict[Path, tuple[Signature, Answer]] = field(default_factory=dict)
+    told: set[tuple[Path, bool]] = field(default_factory=set)
 
     def ids(self) -> list[str]:
         """The runs' paths below the folder, ``.`` for itself; links are not followed.

@@ -74,7 +74,9 @@ def run_summary(runs: Runs, run: str) -> Answer:
         except RagenError as error:
             return about | {"state": "unreadable", "problem": str(error)}
         runs.summaries[folder] = now, summary
-    return about | summary | ({"state": "running"} if is_claimed(folder) else {})
+    claimed = is_claimed(folder)
+    runs.told.add((folder, claimed))
+    return about | summary | ({"state": "running"} if claimed else {})
 
 
 def _summary(folder: Path) -> Answer:
