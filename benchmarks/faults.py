@@ -266,7 +266,9 @@ def cut_network(_: Started, join: Callable[[], None]) -> None:
 
 
 def slow_network(_: Started, __: Any) -> None:
-    shell(f"tc qdisc add dev {OURS} root tbf rate 8mbit burst 32kbit latency 400ms")
+    limit = "root tbf rate 8mbit burst 32kbit latency 400ms"  # of what is sent
+    inside = f"ip netns exec {NAMESPACE} tc"
+    shell(f"tc qdisc add dev {OURS} {limit}", f"{inside} qdisc add dev {THEIRS} {limit}")
 
 
 @contextmanager

@@ -280,11 +280,15 @@ def relative_fit(
 
 
 def learner_costs(engine: Engine, setup: Setup, config: Config, repeat: int) -> dict[str, float]:
-    """Seconds of an update, and of a token that is scored or updated on."""
+    """Seconds of an update, and of a token that is scored or updated on.
+
+    A group's common prompt is computed once, so the groups are as large as those of a step.
+    """
     played = []
-    for members in (4, 16):  # all are sampled before the weights change
+    for groups in (1, 3):  # all are sampled before the weights change
         engine.forget()
-        played.append(batch_of(play(engine.policy, setup, step.Work(2, members, 2)), config))
+        work = step.Work(groups, 16, config.env.max_turns)
+        played.append(batch_of(play(engine.policy, setup, work), config))
     terms, score, update = [], [], []
     for batch in played:
         scored = finish(engine.score(batch, "policy"))
@@ -296,12 +300,17 @@ def learner_costs(engine: Engine, setup: Setup, config: Config, repeat: int) -> 
     return {"score_s": score_s, "update_fixed_s": fixed_s, "update_s": update_s}
 
 
-def engine_costs(folder: Path, name: str, repeat: int) -> dict[str, float]:
-    """What the sampler and the learner of a random model cost in this process."""
+def engine_costs(
+    folder: Path, name: str, repeat: int, words: int = WORDS, turns: int = 2
+) -> dict[str, float]:
+    """What the sampler and the learner of a random model cost in this process.
+
+    The learner's are those of episodes of so many turns, whose observations have so many words.
+    """
     model = folder / name
     step.make_model(model, MODELS[name]())
     settings = {"model.max_length": 1024, "rollout.slots": 64, "rollout.max_tokens": 24}
-    config = changed(config_of(model, step.Work(4, 16, 2), 24), settings)
+    config = changed(config_of(model, step.Work(4, 16, turns), 24, words), settings)
     engine = make_engine(config, str(model))
     try:
         with closing(make_setup(config, engine.chat)) as setup:

@@ -2,6 +2,7 @@
 
     python benchmarks/scaling_runs.py                         # 30M parameters; 1 × 1, 2 × 1, 1 × 2
     python benchmarks/scaling_runs.py --engine local --model 1M
+    python benchmarks/scaling_runs.py --sizes 1x1x0x4 1x2x0x8    # as many rows for each sampler
 
 Each run is a process of its own, and its costs are measured in the same minutes
 (`scaling_costs.py`). A process of Ray has one thread. On a quiet machine with a core for each
@@ -10,8 +11,8 @@ cores of its own is put together from the CPU seconds of the processes,
 
     driver + slowest sampler + slowest learner,
 
-which is a synchronous step, since these wait for each other. `efficiency` is that of the learners
-(or samplers): the CPU seconds of one, divided by the number and the CPU seconds of the slowest.
+which is a synchronous step, since these wait for each other. A size names learners, samplers,
+staleness and the groups of a step, of 16 episodes each, of which there are 4 by default.
 """
 
 # mypy: allow-untyped-calls
@@ -38,9 +39,11 @@ from typing_extensions import override
 
 from ragen.config.reading import changed
 from ragen.core.types import Episode
+from ragen.engines.machine import use_threads
 from ragen.training import trainer
 from ragen.training.progress import Watcher
 
+TURNS = 3
 WARM_UP = 1
 TICKS = os.sysconf("SC_CLK_TCK")
 KINDS = {"learner": "Learner", "sampler": "Sampler"}
@@ -101,10 +104,10 @@ class Meter(Watcher):
 
 
 def run(
-    engine: str, model: str, learners: int, samplers: int, staleness: int, steps: int
+    engine: str, model: str, learners: int, samplers: int, staleness: int, groups: int, steps: int
 ) -> dict[str, Any]:
     """Train in this process, which must be a fresh one; means of the steps behind the warm-up."""
-    work, meter = step.Work(4, 16, 3), Meter()
+    work, meter = step.Work(groups, 16, TURNS), Meter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "model")
         step.make_model(folder, scaling_costs.MODELS[model]())
@@ -127,36 +130,38 @@ def slowest(found: Mapping[str, float], kind: str) -> float:
     return max((found[name] for name in found if KINDS[kind] in name), default=0.0)
 
 
-def predicted(found: Mapping[str, float], costs: Costs, cluster: Cluster) -> float:
+def predicted(found: Mapping[str, float], costs: Costs, cluster: Cluster, groups: int) -> float:
     """Seconds of a step in the simulation, with the mean lengths of a real run."""
-    answer = (found["context"] - found["prompt"] - 3 * found["completion"]) / 2
+    answer = (found["context"] - found["prompt"] - TURNS * found["completion"]) / (TURNS - 1)
     completion = Spread(found["completion"])
     prompt = round(found["prompt"])
-    work = Work(4, 16, 3, prompt, round(answer), completion, scores=cluster.max_staleness > 0)
+    scores = cluster.max_staleness > 0
+    work = Work(groups, 16, TURNS, prompt, round(answer), completion, scores=scores)
     return simulate(work, costs, cluster, 2, 1).step_s
 
 
 def compared(args: argparse.Namespace) -> Iterator[str]:
     """Lines of Markdown, one for each size."""
+    use_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        costs = scaling_costs.engine_costs(folder, args.model, args.repeat)
+        costs = scaling_costs.engine_costs(folder, args.model, args.repeat, 0, TURNS)
         costs |= scaling_costs.driver_costs(folder / "driver", step.Work(), step.TURN_TOKENS)
     yield f"costs: {json.dumps({name: float(f'{each:.3g}') for name, each in costs.items()})}\n"
-    names = ("learners", "samplers", "staleness", "clock, s", "driver", "slowest sampler")
+    names = ("learners", "samplers", "staleness", "groups", "clock, s", "driver", "slowest sampler")
     names += ("slowest learner", "own cores, s", "simulated, s", "driver's share")
     yield f"| {' | '.join(names)} |"
     yield "|---" * len(names) + "|"
-    for learners, samplers, staleness in args.sizes:
+    for learners, samplers, staleness, groups in args.sizes:
         command = [sys.executable, os.path.abspath(__file__), "--run", args.engine, args.model]
-        command += [str(learners), str(samplers), str(staleness), str(args.steps)]
+        command += [str(learners), str(samplers), str(staleness), str(groups), str(args.steps)]
         found = last_line(command)
         parts = [found["driver"], slowest(found, "sampler"), slowest(found, "learner")]
         own = sum(parts)
         here = Cluster(learners, samplers, args.engine == "local", staleness)
-        expected = predicted(found, Costs(**costs), here)
+        expected = predicted(found, Costs(**costs), here, groups)
         cells = [f"{each:.2f}" for each in (found["step_s"], *parts, own, expected)]
-        sizes = f"{learners} | {samplers} | {staleness}"
+        sizes = f"{learners} | {samplers} | {staleness} | {groups}"
         yield f"| {sizes} | {' | '.join(cells)} | {100 * parts[0] / own:.0f} % |"
 
 
@@ -167,10 +172,10 @@ def last_line(command: list[str]) -> dict[str, float]:
     return found
 
 
-def size(text: str) -> tuple[int, int, int]:
-    """Learners, samplers and staleness from a text such as 2x1x0."""
-    learners, samplers, staleness = map(int, text.split("x"))
-    return learners, samplers, staleness
+def size(text: str) -> tuple[int, int, int, int]:
+    """Learners, samplers, staleness and groups from a text such as 2x1x0x4; 4 may be left out."""
+    learners, samplers, staleness, groups = map(int, f"{text}x4".split("x")[:4])
+    return learners, samplers, staleness, groups
 
 
 def main() -> None:
@@ -179,11 +184,15 @@ def main() -> None:
     parser.add_argument("--model", choices=scaling_costs.MODELS, default="30M")
     default = [size(each) for each in ("1x1x0", "2x1x0", "1x2x0", "2x2x0", "1x1x1")]
     parser.add_argument(
-        *("--sizes",), nargs="+", type=size, default=default, help="learners × samplers × staleness"
+        *("--sizes",),
+        nargs="+",
+        type=size,
+        default=default,
+        help="learners × samplers × staleness × groups",
     )
     parser.add_argument("--steps", type=int, default=3, help="steps that are counted")
     parser.add_argument("--repeat", type=int, default=2, help="of the measured costs")
-    parser.add_argument("--run", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs=7, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
         engine, model, *numbers = args.run

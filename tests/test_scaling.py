@@ -90,11 +90,13 @@ def test_a_real_step_takes_what_the_simulation_says(tmp_path: Path) -> None:
     """Within 15 % on an idle machine. Others that use it disturb a try, but not all of five."""
     ratios = list[float]()
     for number in range(5):
-        costs = scaling_costs.engine_costs(tmp_path / f"engine {number}", "1M", 3)
+        costs = scaling_costs.engine_costs(
+            tmp_path / f"engine {number}", "1M", 3, 0, scaling_runs.TURNS
+        )
         folder = tmp_path / f"driver {number}"
         costs |= scaling_costs.driver_costs(folder, step.Work(), step.TURN_TOKENS)
-        found = scaling_runs.run("local", "1M", 1, 1, 0, 3)
-        expected = scaling_runs.predicted(found, Costs(**costs), Cluster(colocated=True))
+        found = scaling_runs.run("local", "1M", 1, 1, 0, 4, 3)
+        expected = scaling_runs.predicted(found, Costs(**costs), Cluster(colocated=True), 4)
         ratios.append(expected / found["driver"])
         if ratios[-1] == pytest.approx(1, rel=0.3):
             break
