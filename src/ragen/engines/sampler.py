@@ -1,11 +1,11 @@
 """The local sampler: many completions at once, one token of each per forward.
 
-Requests occupy slots of a key–value cache. All slots step together; one that ends is refilled
-before the next forward. A prompt that extends what a slot remembers reads only what is new; a
-prompt that several requests share is read once (`ragen.engines.slots`).
+Requests occupy slots of a key–value cache. All slots step together. A slot that becomes free is
+filled again before the next forward. If a prompt extends what a slot remembers, only the new tokens
+are read. A prompt that several requests share is read once (`ragen.engines.slots`).
 
-The order of everything follows from the order of the requests, and every request draws from its own
-generator: the same requests in the same order give the same tokens and logprobs, bit for bit.
+The order of all work follows from the order of the requests, and every request draws from its own
+generator. So the same requests in the same order give the same tokens and logprobs, bit for bit.
 
 Axes: **N** rows of a forward, **V** vocabulary.
 """
@@ -90,8 +90,8 @@ class Sampler(QueuedPolicy):
     def push(self, model: PreTrainedModel) -> None:
         """Drop the cache; the weights are read in place.
 
-        Completions that are being sampled go on with the new weights after the keys and values of
-        the earlier ones, as in PipelineRL (arXiv:2509.19128). Nothing is read from these again.
+        Open completions continue with the new weights on the keys and values of the earlier ones,
+        as in PipelineRL (arXiv:2509.19128). No later request reads these keys and values.
         """
         self.forget()
 
@@ -295,7 +295,7 @@ def draw(
     Logits are float32, and −∞ excludes a token. Each row is divided by its temperature; 0 takes the
     most likely token. The uniforms are in [0, 1), one for each row. Returns token ids and their
     logprobs under the distribution drawn from (temperature 1 for greedy rows). A row without a
-    distribution, because it has a NaN or ∞, gives any token with the logprob NaN.
+    distribution, because it has a NaN or ∞, gives an arbitrary token with the logprob NaN.
 
     Example:
         >>> logits = torch.tensor([[0.25, 0.75]]).log()

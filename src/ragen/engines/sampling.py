@@ -25,7 +25,6 @@ QUIET_ROUNDS = 4
 An episode whose environment answers at once sends its next request within them, through the
 rollout's own awaits."""
 
-
 STOP_IDS = 128
 """Most tokens at which vLLM can stop a completion."""
 

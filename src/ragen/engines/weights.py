@@ -116,7 +116,7 @@ def published(model: PreTrainedModel) -> Mapping[str, Tensor]:
 
 
 def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """The CRC-32 of each tensor's bytes, which finds all single faults of up to 32 bits.
+    """The CRC-32 of each tensor's bytes, which detects every single burst error of up to 32 bits.
 
     Example:
         >>> sums = checksums([("w", torch.ones(2)), ("v", torch.ones(2))])
@@ -138,10 +138,10 @@ def some(names: Sequence[str]) -> str:
 
 
 def refuse_other_names(own: Iterable[str], given: Iterable[str]) -> None:
-    """Refuse weights of another model than one whose `published` weights have the names `own`.
+    """Refuse weights of another model: `own` are the names of a sampler's, `given` those sent.
 
     Raises:
-        RagenError: See above.
+        RagenError: The names differ.
     """
     if other := sorted({*own} ^ {*given}):
         raise RagenError(
