@@ -104,7 +104,7 @@ class Pulse:
         self._thread.start()
 
     def move(self) -> None:
-        """Note that the process works, where the stacks cannot show it."""
+        """Note that the process works, although its stacks may not change."""
         self._moved = time.monotonic()
 
     def on_signal(self, *_: Any) -> None:

@@ -74,7 +74,11 @@ class Rooms:
         return who
 
     def _plan(self, before: Rooms | None) -> list[dict[str, float]]:
-        """The parts to reserve; also notes which process has which part, or refuses."""
+        """The parts to reserve; also notes the part of each process.
+
+        Raises:
+            MachineAway, RagenError: As `Rooms`.
+        """
         settings = self._settings
         learners, samplers = settings.learners, settings.samplers
         each = settings.tensor_parallel  # workers of a sampler
@@ -229,7 +233,10 @@ def connect(address: str, num_processes: int) -> bool:
                 f"engine.address = {address!r}: there is no Ray cluster that answers ({text}); "
                 "start one with `ray start --head`, or leave engine.address out"
             ) from error
-        raise RagenError(f"Ray could not be started on this machine: {text}") from error
+        raise RagenError(
+            f"Ray could not be started on this machine: {text}; leave engine.name out to train in "
+            "one process"
+        ) from error
     return True
 
 

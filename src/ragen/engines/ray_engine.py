@@ -219,7 +219,8 @@ class RayEngine:
             answer = ray.get(ref, timeout=timeout_s)
         except GetTimeoutError as error:
             raise EngineLost(
-                f"{process.name} has not started within engine.timeout_s = {self._timeout_s:g} s"
+                f"{process.name} has not started within engine.timeout_s = {self._timeout_s:g} s; "
+                "set it higher if the model takes longer to load"
             ) from error
         except LOST as error:
             loss = process.lost(error)

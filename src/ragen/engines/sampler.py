@@ -46,7 +46,7 @@ class Sampler(QueuedPolicy):
 
     `model` is any causal language model of transformers with a key–value cache. Its weights are
     read in place; call `publish` after changing them. `slots` completions are sampled at once.
-    `fast` uses the fast path where the architecture has one, `graphs` CUDA graphs on a GPU.
+    `fast` uses the fast path if the architecture has one, `graphs` CUDA graphs on a GPU.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ def draw(
     total_N1 = cdf_NV[:, -1:]
     below_N1 = to_device(torch.from_numpy(uniforms_N), device)[:, None] * total_N1
     below_N1 = torch.minimum(below_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
-    # The clamp matters where all is NaN: an index past the end would be an error of the device.
+    # The clamp matters if a row is all NaN: an index past the end would be an error of the device.
     tokens_N1 = torch.searchsorted(cdf_NV, below_N1, right=True).clamp_(max=cdf_NV.shape[1] - 1)
     if greedy_N.any():
         best_N1 = logits_NV.argmax(dim=-1, keepdim=True)

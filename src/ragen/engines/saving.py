@@ -237,6 +237,6 @@ def _restore(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], folde
         if here != there:
             raise RagenError(
                 f"the checkpoint {folder} is of another model: {name} is {there} in it and {here} "
-                "here"
+                "here; restore the model that the run began with"
             )
     fill(weights, tensors)

@@ -111,7 +111,7 @@ def offered(block: Block) -> Iterator[Shared]:
 
 
 def published(model: PreTrainedModel) -> Mapping[str, Tensor]:
-    """The weights that a publication sends: the adapter's where there is one, else all."""
+    """The weights that a publication sends: those of the adapter if there is one, else all."""
     return adapter_tensors(model) if has_adapters(model) else dict(model.named_parameters())
 
 
