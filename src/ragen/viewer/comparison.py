@@ -1,7 +1,7 @@
 """Comparison of two sets of episodes: a run at two steps, or two runs.
 
-Only recorded evaluations are compared; nothing is played. Where both sets hold the same levels of
-the same game, success is compared level by level: a paired comparison shows smaller differences
+Only recorded evaluations are compared; nothing is played. If both sets have the same levels of the
+same game, success is compared level by level, because a paired comparison shows smaller differences
 than two separate rates do. `level` gives the episodes of one level, so that their texts can be read
 side by side.
 """
@@ -66,7 +66,7 @@ def compare(asked: Question) -> Answer:
         with asked.reading("other") as reader:
             found = list(_two_runs(run, _evaluated(reader)))
         found.sort(key=lambda each: (each["env"], each["how"]))
-    for each in found:  # random and optimal play, where they are of the same levels
+    for each in found:  # random and optimal play, if they were measured on the same levels
         rate = run.rates.get((each["env"], each["how"]), {}) if each["won"] is not None else {}
         each |= {"random": rate.get("random"), "optimal": rate.get("optimal")}
     return {"comparisons": found}
@@ -163,7 +163,7 @@ def _has_interval(evaluation: Answer) -> bool:
 
 
 def _recorded(run: RunReader) -> Recorded:
-    """The phases of a run's own evaluations play the same levels each time."""
+    """A run's own evaluations that count; those of a phase play the same levels each time."""
     found: dict[tuple[str, str], list[EpisodeSet]] = {}
     for phase, env, step, attempt, seed, share, count in run.rows(
         "SELECT phase, env, step, attempt, level_seed, avg(success), count(*) FROM episodes"
