@@ -216,7 +216,7 @@ def _play(options: Namespace, overrides: Overrides) -> int:
             config.env.params.pop("observation", None)  # the environment's own: a map
         try:
             play_env(console, config.env, PLAYERS[options.player](options.seed), options.seed)
-        except EOFError:  # Ctrl-D at the prompt ends the game.
+        except EOFError:  # Ctrl-D at the prompt ends the episode
             print()
         return 0
     from ragen.evaluation.evaluation import play_target

@@ -85,7 +85,7 @@ def make_policy(config: Config, path: str) -> tuple[WeightedPolicy, Chat]:
     A server belongs to the run that trains with it, so the local sampler takes its place here.
 
     Raises:
-        RagenError: As `Engine`.
+        RagenError: As `load_model` and `make_sampler`.
     """
     model, tokenizer = load_model(config, path)
     chat = make_chat(config, tokenizer)

@@ -368,7 +368,7 @@ async def _answer(host: ServingHost, client: Client, number: int, what: Any) -> 
 
 
 class SamplerHost(ServingHost):
-    """A sampler process: the plain sampler or vLLM."""
+    """A sampler process: the local sampler or vLLM."""
 
     def start(self, config: Config, path: str, threads: int) -> Failure | None:
         """Load the model; the learner's weights come with `load`."""
@@ -389,7 +389,7 @@ class SamplerHost(ServingHost):
         return or_failure(work)
 
     def load(self, block: Block, version: int) -> dict[str, int] | Failure:
-        """Sample with these weights from now on; returns the checksums of what is then held."""
+        """Sample with these weights from now on; returns the checksums of the weights then held."""
 
         async def work() -> dict[str, int]:
             if not isinstance(self._sampler, VllmSampler):

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """This process's place, `rank`, among `size` processes; alone it needs no others.
+    """This process's place, `rank`, among `size` processes; a single one needs no communication.
 
     All processes call `sum`, `gather` and `together` at the same time.
     """

@@ -213,7 +213,7 @@ class RayEngine:
         return [answers[ref] for _, ref in asked]
 
     def _wait(self, process: Process, ref: Any, timeout_s: float | None = None) -> Any:
-        """The answer of a call while the engine is made, when it has no event loop yet."""
+        """The answer of a call during the engine's construction, before there is an event loop."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
             answer = ray.get(ref, timeout=timeout_s)

@@ -30,7 +30,7 @@ from ragen.models.device import to_device
 from ragen.models.graphs import GraphDecoder, recorder
 
 PREFILL_TOKENS = 2048
-"""Most new prompt tokens that one forward reads, which bounds its scores of attention."""
+"""Most new prompt tokens that one forward reads, which bounds the memory of attention scores."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +116,7 @@ class Sampler(QueuedPolicy):
                 return
 
     async def _settle(self) -> None:
-        """Wait until no episode sends another request at once."""
+        """Wait until no episode sends another request right away."""
         quiet = 0
         while quiet < QUIET_ROUNDS:
             before = len(self._waiting)

@@ -54,10 +54,10 @@ class Stats:
 class WeightedPolicy:
     """A `Policy` whose weights are published to it: the local sampler, vLLM, a server.
 
-    A completion ends with a token of `end_ids` or of the chat's other `control_ids`, and includes
-    it: nothing may be sampled after a control token. Without any such tokens, every completion has
-    `Prompt.max_tokens` tokens. `decode` turns token ids, without the end token, into text. The
-    caller makes sure that a prompt and its completion have at most `max_length` tokens together.
+    A completion ends at the first token of `end_ids` or of the chat's other `control_ids`, which it
+    includes: nothing may be sampled after a control token. Otherwise it has `Prompt.max_tokens`
+    tokens. `decode` turns token ids, without the end token, into text. The caller makes sure that a
+    prompt and its completion have at most `max_length` tokens together.
     `version` is the policy version of the weights, which completions carry. `stats` count tokens
     since they were last reset. `source` names the origin of the first weights in messages.
     """

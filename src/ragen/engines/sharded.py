@@ -29,7 +29,7 @@ from ragen.rollout.setup import make_chat
 
 
 class Rank:
-    """This process's part of `num_ranks` learners; alone it needs no others.
+    """This process's part of `num_ranks` learners; a single one needs no communication.
 
     Every method is called in all processes at once with the same arguments. A batch is given whole,
     and each process computes its share. If one process raises an error, all raise it. If one dies,

@@ -107,7 +107,7 @@ def _held(module: Any, kind: str) -> Iterator[Tensor]:
 
 
 Part = tuple[slice, Tensor]
-"""Rows of what a module holds, and the tensor that they should be."""
+"""The rows of a module's tensor, and the tensor that they should equal."""
 
 
 def _part(module: Any, kind: str, number: int, tensor: Tensor) -> Part:

@@ -69,7 +69,7 @@ def measure_baselines(
     They are exact for environments with `Env.baselines` (all of RAGEN's). In others, both players
     play `draws` episodes per level, and episodes in which the environment fails are left out.
     `name` and `params` are those of `make`, and `levels` are seeds. `build` makes the environment
-    to play, for example in a worker process; by default `make` does in this process.
+    to play, for example in a worker process; by default, `make` makes it in this process.
 
     Raises:
         RagenError: The environment cannot be made, or mostly fails when it is played.

@@ -67,7 +67,7 @@ class Memory:
     """The memory of one method of training, in GiB.
 
     `certain` is what weights, gradients and optimiser take, `peak` the most if episodes are as long
-    as the settings allow. `verdict` is one of `FITS`, or empty where free memory is not known.
+    as the settings allow. `verdict` is one of `FITS`, or empty if free memory is not known.
     """
 
     method: str

@@ -36,8 +36,8 @@ class OrderBias:
         groups: Groups that got scores in both orders.
         failed: Groups that did not.
         pairs: Pairs of episodes that differ.
-        changed: Share of the pairs whose order by score changes; a tie in one order alone is half a
-            change.
+        changed: Share of the pairs that change their order by score; a tie in only one of the
+            orders is half a change.
         earlier: What the earlier place adds to a score: the mean difference of an episode's scores
             in its two places.
     """

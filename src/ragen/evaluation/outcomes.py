@@ -34,7 +34,7 @@ def phase_of(temperature: float) -> str:
 
 
 def check_sampling(seed: int, temperature: float, sampler: str) -> None:
-    """Refuse a seed or a temperature that cannot be sampled with.
+    """Refuse a seed or a temperature with which nothing can be sampled.
 
     Raises:
         RagenError: It is out of its range, or vLLM cannot sample exactly at the temperature.

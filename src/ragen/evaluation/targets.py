@@ -189,9 +189,9 @@ def shared_settings(
     first = (runs or targets)[0]
     config = config_for(first, overrides)
     try_env(config.env.name, config.env.params)
-    task = _task_settings(config)
+    task = task_settings(flatten(config))
     for run in runs:
-        own = _task_settings(config_for(run, overrides))
+        own = task_settings(flatten(config_for(run, overrides)))
         for key in sorted(task | own, key=lambda key: (key != "env.name", key)):
             if task.get(key) != own.get(key):
                 raise RagenError(
@@ -215,9 +215,8 @@ def shared_settings(
     return {target: settings(target) for target in targets}
 
 
-def _task_settings(config: Config) -> dict[str, Any]:
-    """The keys that determine the task: levels, events and budgets."""
-    keys = flatten(config)
+def task_settings(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some settings that determine the task: levels, events and budgets."""
     return {k: v for k, v in keys.items() if k.startswith("env.") and k not in DISPLAY_KEYS}
 
 

@@ -189,7 +189,7 @@ def verified_state(folder: Path, patterns: Sequence[str] = ("*",)) -> dict[str, 
 
     Raises:
         Damaged: A file is missing, was changed, or cannot be read from the disk.
-        RagenError: A file must not be read.
+        RagenError: The permission to read a file is missing.
     """
     state = read_state(folder)
     for name, expected in state[FILES].items():

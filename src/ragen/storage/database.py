@@ -201,7 +201,7 @@ def connect_to_read(database: Path) -> sqlite3.Connection:
 
     Raises:
         sqlite3.OperationalError: The file does not exist.
-        RagenError: The database has the previous schema and cannot be upgraded.
+        RagenError: The database has an earlier schema and cannot be upgraded.
     """
     _bring_up_to_date(database)
     return _connect_to_read(database)
@@ -244,7 +244,7 @@ def reading_database(folder: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _bring_up_to_date(database: Path) -> None:
-    """Upgrade a database of the previous schema, and one that was not closed to the end.
+    """Upgrade a database of an earlier schema, and finish closing one if that was interrupted.
 
     Raises:
         sqlite3.OperationalError: The file does not exist.
@@ -277,9 +277,9 @@ def _bring_up_to_date(database: Path) -> None:
 
 
 def _finish_closing(database: Path) -> None:
-    """Undo the last write of a writer that was killed, or found the disk full, as it closed.
+    """Undo the last write of a writer that was killed, or found the disk full, while it closed.
 
-    Until then no read-only connection can be made.
+    Before this, no read-only connection is possible.
 
     Raises:
         RagenError: The database cannot be written.

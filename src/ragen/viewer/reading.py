@@ -34,7 +34,7 @@ Answer = dict[str, Any]
 """The answer to a request: JSON values."""
 
 DEEPEST = 5
-"""Levels of folders that are searched for runs; those of a study are two levels deep, and the
+"""Levels of folders that are searched for runs; the runs of a study are two levels deep, and the
 evaluations of a run two more."""
 
 NO_RUNS_INSIDE = ("checkpoints", "__pycache__", "node_modules")

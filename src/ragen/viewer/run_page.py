@@ -76,9 +76,9 @@ def events(run: RunReader, after: int = 0) -> list[Answer]:
 def _differences(folder: Path) -> list[Answer] | None:
     """The settings in which a run differs from its recipe, or from its preset without that recipe.
 
-    ``None`` if the config is of another version, which cannot be compared. If the run has another
-    algorithm than the recipe, it is compared with the recipe under that algorithm, so that this
-    counts as one change.
+    ``None`` if the config is of another version, which cannot be compared. A run with another
+    algorithm than its recipe is compared with the recipe under that algorithm, so that the
+    algorithm counts as one change.
     """
     try:
         config = run_config(folder)
