@@ -37,7 +37,7 @@ TEXTS: dict[str, tuple[str, str]] = {
         "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: "
         "10.0.0.2, ID: 2c6586db) was 5.27GB used / 23.54GB limit (0.223778)\nOOM kill reason: "
         "Memory usage 5655670784B exceeded threshold\nObject store memory usage: [- objects: 0\n",
-        "learner 1 on 10.0.0.2 was killed by Ray, for its machine runs out of memory",
+        "learner 1 on 10.0.0.2 was killed by Ray, because its machine ran out of memory",
     ),
     "the network": (
         "The actor ef30 is unavailable: The actor is temporarily unavailable: RpcError: RPC error: "

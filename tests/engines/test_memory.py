@@ -164,7 +164,7 @@ def test_a_gpu_has_a_learner_or_a_sampler_or_one_of_each(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     (both,) = plans(config)
     assert both.certain == learner.certain + sampler.certain
-    assert both.whose == "a learner and a sampler on each GPU"
+    assert both.processes == "a learner and a sampler on each GPU"
     vllm = make_config(rollout__sampler="vllm", rollout__gpu_memory=0.25, **RAY)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     assert (plans(vllm)[1].certain, plans(vllm)[1].sampler) == (0, 250)

@@ -287,7 +287,7 @@ def test_a_process_that_ray_kills_for_its_memory_is_a_lost_one() -> None:
         gone.set_exception(ray_process.OutOfMemoryError("killed: the node running low on memory\n"))
         return await Process("sampler 1", None).answer(gone, "sampling")
 
-    with pytest.raises(ProcessLost, match=r"^sampler 1 was killed by Ray, for its machine"):
+    with pytest.raises(ProcessLost, match=r"^sampler 1 was killed by Ray, because its machine"):
         asyncio.run(lose())
 
 

@@ -139,10 +139,10 @@ def test_an_adapter_is_published_under_its_own_name() -> None:
         (
             "/collective_rpc",
             (500, {"error": {"message": "no module 'layers.2'\nstack"}}),
-            r"layers\.2'; does it serve the model that is trained\? .* start it anew",
+            r"layers\.2'; does it serve the model that is trained\? .* restart it",
         ),
         ("/collective_rpc", (500, {"error": {"message": " "}}), "refuses: HTTP 500; does it"),
-        ("/reset_prefix_cache", (200, {"success": False}), "samples for somebody else"),
+        ("/reset_prefix_cache", (200, {"success": False}), "samples for another client"),
     ],
 )
 def test_an_unsuitable_server_is_refused_in_one_line(path: str, answer: Answer, words: str) -> None:

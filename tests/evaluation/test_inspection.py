@@ -58,8 +58,17 @@ def test_a_parser_that_fails_on_the_sampled_reply_is_one_line(
         raise UserCodeError("Traceback …\nKeyError: 'x'")
 
     monkeypatch.setattr(inspection, "read_reply", fail)
-    with pytest.raises(RagenError, match=r"^prompt\.tool_parser failed: KeyError: 'x'$"):
+    with pytest.raises(RagenError, match=r"^prompt\.tool_parser failed: KeyError: 'x'; run `ragen"):
         inspect("chatml", tmp_path)
+
+
+def test_an_environment_that_fails_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragen.envs.bandit.Bandit.step", lambda env, action: 1 / 0)
+    line = r"^the environment 'bandit' failed: ZeroDivisionError: division by zero; run `ragen ch"
+    with pytest.raises(RagenError, match=line):
+        inspect("chatml", tmp_path, env="bandit")
 
 
 @pytest.mark.usefixtures("hurried")

@@ -17,7 +17,7 @@ from ragen.diagnostics.guard import Alarm, GuardState, read_history
 from ragen.engines.local import LocalEngine
 from ragen.storage import checkpoint
 from ragen.training import recovery, running
-from ragen.training.background import Background, Played, evaluate_checkpoint
+from ragen.training.background import Background, Evaluated, evaluate_checkpoint
 from ragen.training.trainer import resume, train
 from tests.training.test_trainer import (
     KINDS,
@@ -40,7 +40,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Play in this process when the answer is taken: another one takes seconds to start."""
     asked: list[tuple[Path, int]] = []
 
-    async def answer(background: Background) -> Played:
+    async def answer(background: Background) -> Evaluated:
         return await evaluate_checkpoint(*asked[-1], lambda _: None)
 
     monkeypatch.setattr(
@@ -231,7 +231,7 @@ def test_a_killed_process_is_one_line_and_the_run_makes_the_evaluation_up(
     with pytest.raises(RagenError) as failure:
         train(config, run)
     assert str(failure.value) == (
-        f"the process that evaluates step 2 ended with code -9; go on with: ragen resume {run} "
+        f"the process that evaluates step 2 ended with code -9; resume with: ragen resume {run} "
         "(--eval.background false leaves this evaluation out)"
     )
     assert checkpoint.newest(run).name == "step-3"

@@ -102,7 +102,7 @@ def test_resume_writes_a_damaged_config_again(
 ) -> None:
     original = (run / CONFIG).read_bytes()
     DAMAGES[damage](run / CONFIG)
-    with pytest.raises(RagenError, match=r"written again by: ragen resume|is not a run folder"):
+    with pytest.raises(RagenError, match=r"to write it again: ragen resume|is not a run folder"):
         run_config(run)
     watcher = NotedWatcher()
     resume(run, watcher)

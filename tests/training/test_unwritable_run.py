@@ -143,7 +143,7 @@ def test_a_folder_of_checkpoints_without_permissions_is_named(
             assert re.search(r"cannot write the checkpoint \S*/step-\d: permission denied", error)
             assert f"then continue with: ragen resume {run}" in error
         else:
-            assert re.search(f"cannot read {folder}.*: permission denied; make it", error), error
+            assert re.search(f"cannot read {folder}.*: permission denied; make", error), error
             assert "another --out" not in error
         folder.chmod(0o755)
         resume(run)
@@ -191,7 +191,7 @@ def test_advice_about_a_damaged_checkpoint_names_those_that_are_intact(
     for words in (branch, ["play", "bandit", "--player", run], ["export", run]):
         error = refused(capsys, *words)
         assert f"{newest / name} is damaged" in error
-        assert f"intact are those of steps 1, the last in {good}: take one" in error
+        assert f"those of steps 1 are intact, the last in {good}: take one" in error
     assert main([*map(str, branch), "--checkpoint", "1"]) == 0
     assert main(["play", "bandit", "--player", str(good)]) == 0
     advice = re.search(r"ragen (resume .*)\n", error)
@@ -213,7 +213,7 @@ def test_branching_from_a_model_that_was_not_written_down_is_refused(
     train(make_config(**STEPS | {"steps": 1, "model__path": str(run)}), child)
     shutil.rmtree(child / "checkpoints" / "step-0")
     branch = ["branch", child, any_episode(child), "--turn", 0, "--n", 2]
-    assert "did not write down which checkpoint" in refused(capsys, *branch, "--checkpoint", 0)
+    assert "did not record which checkpoint" in refused(capsys, *branch, "--checkpoint", 0)
     assert main([*map(str, branch), "--checkpoint", "1"]) == 0
 
 

@@ -518,7 +518,7 @@ def test_different_environments_are_compared_by_their_rates(tmp_path: Path) -> N
     (comparison,) = ask(tmp_path, "compare", run="a", other="b")["comparisons"]
     assert comparison["difference"]["value"] == pytest.approx(-0.2)
     assert comparison["mcnemar_p"] is None
-    assert comparison["note"] == "two rates, not level by level: the games differ in env.max_turns"
+    assert comparison["note"] == "two rates, not level by level: the tasks differ in env.max_turns"
 
 
 def test_stored_outcomes_of_the_same_settings_are_compared(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ def show_model(console: Console, found: Inspection) -> None:
     env = found.config.env.name
     _title(console, f"The first prompt in {env}, {_count(found.prompt)}, as the model reads it")
     console.print(_spelled(found.prompt), soft_wrap=True)
-    many = "One turn" if found.turns == 1 else f"{found.turns} turns"
-    _title(console, f"{many} of random play; ⟦ ⟧ enclose the tokens that are trained")
+    played = "One turn" if found.turns == 1 else f"{found.turns} turns"
+    _title(console, f"{played} of random play; ⟦ ⟧ enclose the tokens that are trained")
     known = found.prompt
     for sample in found.samples:
         pairs = zip(known, sample, strict=False)
@@ -32,8 +32,8 @@ def show_model(console: Console, found: Inspection) -> None:
         console.print(_spelled(sample[same:]), soft_wrap=True)
         known = sample
     turns = "turn is" if found.turns == 1 else f"{found.turns} turns are"
-    many = "one sample" if len(found.samples) == 1 else f"{len(found.samples)} samples"
-    console.print(Text(f"The {turns} {many}: {found.why}."))
+    samples = "one sample" if len(found.samples) == 1 else f"{len(found.samples)} samples"
+    console.print(Text(f"The {turns} {samples}: {found.why}."))
     show(console, [_memory(found)])
     reply = found.reply
     verdict = f"not valid: {reply.problem}"
@@ -92,7 +92,7 @@ def _facts(found: Inspection) -> Section:
 
 
 def _named(tokens: Mapping[str, int]) -> str:
-    """Tokens with their ids; of many, the first."""
+    """Tokens with their ids, at most `MOST_TOKENS` of them."""
     shown = [f"{text} ({token})" for text, token in tokens.items()]
     return ", ".join(shown[:MOST_TOKENS]) + (", …" if len(shown) > MOST_TOKENS else "")
 

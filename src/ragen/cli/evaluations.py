@@ -37,18 +37,19 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
     server = _server(options)
     prices = options.price_in, options.price_out
     names = _named_envs(options) or envs_of(options.target, server)
-    asked_in = [overrides | {"env": name} for name in names] or [overrides]
-    found_for = [resolve_target(options.target, values, server) for values in asked_in]
-    envs = [config.env for config, _ in found_for]
-    for note in filter(None, [note for _, note in found_for]):
-        complain(note)
+    by_env = [overrides | {"env": name} for name in names] or [overrides]
+    resolved = [resolve_target(options.target, values, server) for values in by_env]
+    envs = [each.config.env for each in resolved]
+    for each in resolved:
+        if each.note:
+            complain(each.note)
     style = "paper" if server or options.target in PLAYERS else overrides.get("prompt.style")
     if warning := advice(style or "paper", options.target):
         complain(warning)
-    for env in envs:  # all must exist before one is played
+    for env in envs:  # refuses a missing one before any is played
         try_env(env.name, env.params)
     with _output(options) as put:
-        for env, values in zip(envs, asked_in, strict=True):
+        for env, values in zip(envs, by_env, strict=True):
             found = _evaluate(options, options.target, values, server, env.name)
             put(evaluation_table(*found, prices), evaluation_record(*found, prices))
     return 0
@@ -215,7 +216,7 @@ def _play(options: Namespace, overrides: Overrides) -> int:
             config.env.params.pop("observation", None)  # the environment's own: a map
         try:
             play_env(console, config.env, PLAYERS[options.player](options.seed), options.seed)
-        except EOFError:  # Ctrl-D at the prompt ends the game.
+        except EOFError:  # Ctrl-D at the prompt ends the episode
             print()
         return 0
     from ragen.evaluation.evaluation import play_target

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             complain(str(error) or "interrupted")
             return 128 + (received or [signal.SIGINT])[0]
         except OutputLost as error:
-            if error.left:  # as head and less do, which no command complains about
+            if error.left:  # as head and less do: no other command complains about it
                 return 128 + signal.SIGPIPE
             complain("; ".join([str(error), *_notes(error)]))
             return RagenError.exit_code
@@ -60,7 +60,7 @@ def _mistake(error: RagenError | ExceptionGroup[RagenError]) -> int:
 
 
 def _refused(error: Exception) -> int:
-    """Report what the machine refused; raise the exception again if it says nothing of the kind."""
+    """Report what the machine refused; raise the exception again if it has another cause."""
     line = refusal(error)
     if line is None:
         raise error

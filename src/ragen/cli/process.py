@@ -1,7 +1,7 @@
 """The process of a command: its standard streams, the signals that end it, and its limits.
 
 A stream may be closed, full, or left by its reader; memory, files and threads may run out. Here
-each becomes an exit code and, where a line can still be written, one line.
+each becomes an exit code and, if the terminal still takes it, one line.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ PHRASES = {
     "can't start new thread": THREADS,
     "terminated abruptly": "a process of this command was killed; memory may have run out",
 }
-"""What libraries say in a `RuntimeError`, `ImportError` or `SystemError` if the system refuses."""
+"""Parts of a library's message, by which a refusal of the system is recognised."""
 
 
 class OutputLost(Exception):
@@ -87,7 +87,7 @@ class _Stream(io.FileIO):
         if self._lost:
             return size
         try:
-            while (written := super().write(data)) is None:  # a reader asked not to be waited for
+            while (written := super().write(data)) is None:  # a non-blocking stream that is full
                 select.select([], [self], [])
         except OSError as error:
             self._lost = True
@@ -106,7 +106,7 @@ def standard_streams() -> Iterator[None]:
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # closed: else the next file, such as the database, gets its number
+        except OSError:  # closed: the next file, such as the database, would get its number
             os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)
     before = sys.stdin, sys.stdout, sys.stderr
     if sys.stdin is None:
@@ -118,13 +118,13 @@ def standard_streams() -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OutputLost):  # reported if it is what ended the command
+        with suppress(OutputLost):  # if it ended the command, it is reported already
             sys.stdout.flush()
         sys.stdin, sys.stdout, sys.stderr = before
 
 
 def _text(number: int, before: TextIO | None) -> TextIO:
-    """A stream in the encoding of the one before; characters that it lacks are written as codes."""
+    """A stream with the encoding of the one before; characters outside of it become escapes."""
     return io.TextIOWrapper(
         io.BufferedWriter(_Stream(number)),
         encoding=before.encoding if before else "utf-8",
@@ -143,7 +143,7 @@ def ending_signals() -> Iterator[list[int]]:
         if number == signal.SIGXCPU and received.count(number) > 1:
             return  # it comes every second
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            # The function itself: the handler may run in the middle of user code.
+            # The original function: user code, in which the handler may run, may have replaced it.
             REAL.get("raise_signal", signal.raise_signal)(signal.SIGINT)
             return
         from ragen.core.stopping import cancel_running  # a background job of a script
@@ -163,7 +163,7 @@ def ending_signals() -> Iterator[list[int]]:
 
 
 def refusal(error: BaseException) -> str | None:
-    """What the machine refused, in one line, if that is what an exception says.
+    """What the machine refused, in one line; ``None`` if the exception has another cause.
 
     Example:
         >>> refusal(OSError(errno.EMFILE, "", "a.txt"))

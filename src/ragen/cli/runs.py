@@ -64,7 +64,7 @@ def _train(options: Namespace, overrides: Overrides) -> int:
 
     refuse_existing(options.out)
     resolve_model(config.model.path, config.env.name)
-    load_for_good("ragen.training.trainer")  # with torch, so mistakes come before this line
+    load_for_good("ragen.training.trainer")  # loads torch, so mistakes are refused before
     from ragen.training.trainer import train
 
     return _watch_run(lambda watcher: train(config, options.out, watcher=watcher), options)
@@ -294,8 +294,8 @@ def _study(options: Namespace, _: Overrides) -> int:
 
         print("\n".join(plans(studies, options.scale, options.seeds, options.only)))
         return 0
-    last = "studies" if options.all else f"study-{options.study}"
-    out = options.out or Path("runs") / f"{last}-{options.scale}"
+    name = "studies" if options.all else f"study-{options.study}"
+    out = options.out or Path("runs") / f"{name}-{options.scale}"
     places = [(each, out / each.name if options.all else out) for each in studies]
     if not options.dry_run:
         return _run_studies(options, out, places)

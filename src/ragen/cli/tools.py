@@ -221,7 +221,7 @@ def _check_judge(runs: Sequence[str], num_groups: int) -> int:
 
 
 def _checked(name: str) -> str:
-    """What a name was found to be.
+    """Check what a name refers to; returns the result in words.
 
     Raises:
         RagenError: It cannot be loaded, or does not pass.

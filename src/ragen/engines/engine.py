@@ -47,7 +47,7 @@ class Engine(Protocol):
 
     `policy` samples with the weights of the last `publish`, and `version` counts the publications.
     Every method but `forget` and `metrics` may wait for other processes. If one of these is lost
-    and cannot be replaced, the method raises `ragen.core.errors.EngineLost`, and the run goes on
+    and cannot be replaced, the method raises `ragen.core.errors.EngineLost`, and the run continues
     from its last checkpoint with a new engine.
     """
 
@@ -119,16 +119,16 @@ class Engine(Protocol):
     def end_late(self) -> list[Late]:
         """End the processes that have been silent for `engine.timeout_s` with a call open.
 
-        What waits for them goes on as if they had been killed: their work is given to others, or
-        raises `EngineLost`. The watchdog calls this each second from a thread of its own, which
-        nothing else may keep waiting. Once closed, an engine has none.
+        The effect is that of a kill: other processes take over their work, or the calls that wait
+        for it raise `EngineLost`. The watchdog calls this every second from its own thread, so it
+        may not block. A closed engine returns an empty list.
         """
 
     def take_events(self) -> list[tuple[str, dict[str, Any]]]:
-        """What happened to its processes since the last call, each as a text with its data.
+        """The events of its processes since the last call, each as a text with its data.
 
         The data have the keys ``process`` and ``what``: lost, left or joined.
         """
 
     async def close(self) -> None:
-        """Free its memory and its processes, even while the engine itself is still referenced."""
+        """Free its memory and end its processes, even while the engine is still referenced."""

@@ -66,7 +66,7 @@ def verify(microbatches: Sequence[Batch]) -> Metrics:
     without `born_BK`: demonstrations, which were not sampled.
 
     Raises:
-        RagenError: The first difference, with the turn it is in.
+        RagenError: They differ; the message names the first turn that does.
     """
     sampled: dict[TurnId, int] = {}
     trained: dict[TurnId, int] = {}

@@ -1,4 +1,4 @@
-"""Making what a run needs from its config: model, tokenizer, adapters, chat and sampler."""
+"""Builds what a run needs from its config: model, tokenizer, adapters, chat, sampler, learner."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ On a CPU float32 agrees to 1e-5; on a GPU its products may be rounded to the 10 
 summation changes it, or a competing logit, by a few of these multiples."""
 
 ONE_ARITHMETIC_TOLERANCE = 1e-3
-"""As `TOLERANCES`, for a sampler that computes as the learner does, at temperatures from 1 on. The
-worst of 50,000 tokens of a trained model differs by 1.1e-4; a lower temperature divides the logits,
-and their rounding with them."""
+"""As `TOLERANCES`, for a sampler that computes as the learner does, at temperatures of 1 and above.
+The worst of 50,000 tokens of a trained model differs by 1.1e-4. A lower temperature divides the
+logits, and their rounding errors with them."""
 
 
 def make_sampler(
@@ -74,7 +74,7 @@ def make_sampler(
         tensor_parallel=config.engine.tensor_parallel,
     )
     sampler = VllmSampler(vllm, end_ids, decode, max_length=max_length, control_ids=control_ids)
-    if is_adapter(path):  # it has loaded the base alone
+    if is_adapter(path):  # vLLM has loaded only the base
         sampler.push(model)
     return sampler
 
@@ -85,7 +85,7 @@ def make_policy(config: Config, path: str) -> tuple[WeightedPolicy, Chat]:
     A server belongs to the run that trains with it, so the local sampler takes its place here.
 
     Raises:
-        RagenError: As `Engine`.
+        RagenError: As `load_model` and `make_sampler`.
     """
     model, tokenizer = load_model(config, path)
     chat = make_chat(config, tokenizer)
@@ -100,9 +100,9 @@ def make_policy(config: Config, path: str) -> tuple[WeightedPolicy, Chat]:
 def load_model(
     config: Config, path: str, device: str = ""
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and tokenizer that a config names; for a PEFT folder the base with the adapter.
+    """The model at `path` under a config, with its tokenizer; a PEFT folder gives base and adapter.
 
-    They are on the device that can be used, if none is given.
+    Without a `device`, the model is on that of `usable_device`.
 
     Raises:
         RagenError: As `load_policy` and `put_on`, or a run's checkpoint is damaged.
@@ -117,7 +117,7 @@ def load_model(
     )
     if is_adapter(path):
         put_on(model, Path(path))
-        if (Path(path) / "tokenizer_config.json").is_file():  # its template may be another
+        if (Path(path) / "tokenizer_config.json").is_file():  # its chat template may differ
             tokenizer = load_tokenizer(Path(path), path, model)
     if settings.gradient_checkpointing:
         recompute_layers(model)
@@ -129,7 +129,8 @@ def prepare_model(
 ) -> PreTrainedModel:
     """A model of `load_model` made ready for training: with adapters for LoRA, else without.
 
-    An adapter that it has is trained further, or merged if LoRA is off.
+    An adapter that the model already has is trained further, or merged if LoRA is off. `critic`
+    says whether a critic is trained: unless it is shared, it gets an adapter of its own.
 
     Raises:
         RagenError: As `ragen.models.lora.attach`.

@@ -1,8 +1,8 @@
 """The model that a run began with, which its adapter or its KL reference needs until the end.
 
-A run that begins with another run's policy begins with one checkpoint of it. The config names that
-checkpoint, not the run, whose newest one changes. Where the new run needs the weights later, the
-checkpoint is held: the other run drops it no more.
+A run that begins with another run's policy begins with one of its checkpoints. The config names
+this checkpoint, because the newest checkpoint of the other run changes. If the new run needs the
+weights later, it holds the checkpoint, and the other run does not delete it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ragen.storage.checkpoint import folders, held, hold, is_checkpoint, is_inta
 
 
 def pin_first(config: Config) -> Config:
-    """The config with the checkpoint in the place of the run that it names.
+    """The config with a run in `model.path` replaced by its newest checkpoint.
 
     Raises:
         RagenError: The run has no checkpoint.
@@ -35,8 +35,10 @@ def pin_first(config: Config) -> Config:
 def hold_first(config: Config, path: str, note: Callable[[str], None]) -> None:
     """Keep the checkpoint that a run began with, if the run needs its weights later.
 
+    `note` gets a warning if the checkpoint cannot be kept.
+
     Raises:
-        RagenError: The other run has dropped it.
+        RagenError: The other run has deleted it.
     """
     if not (is_checkpoint(Path(path)) and _is_needed(config, path)):
         return
@@ -45,22 +47,23 @@ def hold_first(config: Config, path: str, note: Callable[[str], None]) -> None:
     except OSError as error:
         if not Path(path).is_dir():
             raise RagenError(
-                f"{path} is gone: its run has gone on; begin with a later checkpoint"
+                f"{path} is gone: its run has deleted it; begin with a later checkpoint"
             ) from None
         note(
-            f"{path} cannot be kept ({error.strerror}): this run cannot be resumed once that one "
-            "drops it; to be safe, begin with a copy (ragen export)"
+            f"{path} cannot be kept ({error.strerror}): once its run deletes it, this run cannot "
+            "be resumed; to be safe, begin with a copy (ragen export)"
         )
 
 
 def find_first(config: Config, checkpoint: Path, engine_state: dict[str, Any]) -> str:
     """The folder or hub id of the model that a run began with, to continue from its `checkpoint`.
 
-    If it is another run's checkpoint, any that has the same weights will do. Where the weights do
-    not matter, because the checkpoint replaces them all, any of that run will do.
+    If the run began with another run's checkpoint, any of that run's checkpoints with the same
+    weights serves. If `checkpoint` replaces all weights, any intact one serves. `engine_state` is
+    the state that the engine saved with `checkpoint`.
 
     Raises:
-        RagenError: It is gone.
+        RagenError: No such checkpoint is left.
     """
     name = Path(config.model.path)
     run = run_of(name)
@@ -68,13 +71,15 @@ def find_first(config: Config, checkpoint: Path, engine_state: dict[str, Any]) -
         return resolve_model(config.model.path, config.env.name)
     others = [*reversed(folders(run)), *held(run)]
     candidates = [path for path in dict.fromkeys([name, *others]) if path in others]
-    expected = _recorded(config, checkpoint, engine_state)
+    expected = _expected_hash(config, checkpoint, engine_state)
     if expected is None:
-        is_any = name == run or not _is_needed(config, str(candidates[0] if candidates else name))
-        intact = (path for path in candidates if path == name or (is_any and is_intact(path)))
-        first = next(intact, None)
+        any_serves = name == run or not _is_needed(
+            config, str(candidates[0] if candidates else name)
+        )
+        serving = (path for path in candidates if path == name or (any_serves and is_intact(path)))
+        first = next(serving, None)
     else:
-        first = next((path for path in candidates if _identity(config, path) == expected), None)
+        first = next((path for path in candidates if _hash_of(config, path) == expected), None)
     if first is None:
         raise RagenError(
             f"the model that this run began with is lost: no checkpoint of {run} has its weights; "
@@ -88,16 +93,16 @@ def _is_needed(config: Config, path: str) -> bool:
     return config.may_use_kl or (config.lora.rank > 0 and not is_adapter(path))
 
 
-def _recorded(config: Config, checkpoint: Path, engine_state: dict[str, Any]) -> str | None:
-    """What identifies the model that a run began with; ``None`` if its weights do not matter."""
+def _expected_hash(config: Config, checkpoint: Path, engine_state: dict[str, Any]) -> str | None:
+    """The recorded hash of the model that a run began with; ``None`` if any weights serve."""
     known: str | None = engine_state["reference"] if config.may_use_kl else None
     if is_adapter(checkpoint) and (checkpoint / BASE).exists():
         known = read_object(checkpoint / BASE).get("fingerprint")
     return known
 
 
-def _identity(config: Config, path: Path) -> str | None:
-    """The same of another run's checkpoint; ``None`` if it is damaged."""
+def _hash_of(config: Config, path: Path) -> str | None:
+    """The hash of another run's checkpoint, as a run would record it; ``None`` if damaged."""
     if not is_intact(path):
         return None
     model, _ = load_model(config, str(path))

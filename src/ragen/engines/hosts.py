@@ -1,4 +1,4 @@
-"""What runs in the processes of an engine: learners and samplers, and signs of their life."""
+"""The code that runs in an engine's processes: learners, samplers, and their signs of life."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from ragen.rollout.setup import make_chat
 T = TypeVar("T")
 
 LOOK_S = 0.25
-"""Seconds from one look at the stacks of a process to the next."""
+"""Seconds between two looks at the stacks of a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Pulse:
         self._thread.start()
 
     def move(self) -> None:
-        """Note that the process works, where the stacks cannot show it."""
+        """Note that the process works, although its stacks may not change."""
         self._moved = time.monotonic()
 
     def on_signal(self, *_: Any) -> None:
@@ -192,7 +192,11 @@ class LearnerHost(Host):
     def start(
         self, config: Config, path: str, threads: int, rank: int = 0, num: int = 1, store: str = ""
     ) -> Any:
-        """Load the weights and return the tokenizer."""
+        """Load the weights and return the tokenizer, or a `Failure`.
+
+        `threads` is the number of threads to use, and `store` the address where `num` learners
+        meet.
+        """
 
         def work() -> Any:
             use_threads(threads)
@@ -229,7 +233,10 @@ def own_address() -> str:
 
 
 class Client:
-    """A client that sends requests to a `ServingHost`: its open requests, and what is finished."""
+    """A client of a `ServingHost`: the tasks of its open requests, and its finished answers.
+
+    `news` is set when `collect` has something to return. `gone` is true for a lost client.
+    """
 
     __slots__ = ("finished", "gone", "news", "tasks")
 
@@ -271,11 +278,11 @@ class ServingHost(Host):
             if era > self._era:
                 self._era = era
                 self._forget()
-            asks = self._client(client)
-            for number, what in () if asks.gone else requests:
-                task = self._loop.create_task(_answer(self, asks, number, what))
-                task.add_done_callback(partial(self._ended, asks, number))
-                asks.tasks[number] = task
+            asker = self._client(client)
+            for number, what in () if asker.gone else requests:
+                task = self._loop.create_task(_answer(self, asker, number, what))
+                task.add_done_callback(partial(self._ended, asker, number))
+                asker.tasks[number] = task
 
         self._run(work())
 
@@ -283,13 +290,13 @@ class ServingHost(Host):
         """See `Remote.collect`."""
 
         async def work() -> Answers:
-            asks = self._client(client)
-            await asks.news.wait()
-            await asyncio.sleep(0)  # so that what the same forward finished comes too
-            asks.news.clear()
+            asker = self._client(client)
+            await asker.news.wait()
+            await asyncio.sleep(0)  # lets the other answers of the same forward arrive
+            asker.news.clear()
             if self._bug is not None:
                 raise self._bug
-            finished, asks.finished = asks.finished, []
+            finished, asker.finished = asker.finished, []
             return Answers(finished, self._told(), self._pulse.leaves)
 
         return self._run(work())
@@ -298,11 +305,11 @@ class ServingHost(Host):
         """See `Remote.drop`."""
 
         async def work() -> None:
-            asks = self._client(client)
+            asker = self._client(client)
             for number in numbers:
-                if number in asks.tasks:
-                    asks.tasks[number].cancel()
-            asks.news.set()  # `collect` returns, so its caller sees if anything is left
+                if number in asker.tasks:
+                    asker.tasks[number].cancel()
+            asker.news.set()  # `collect` returns, and its caller sees whether requests are left
 
         self._run(work())
 
@@ -310,27 +317,27 @@ class ServingHost(Host):
         """Give up the requests of a client that is lost, also those that arrive later."""
 
         async def work() -> None:
-            asks = self._client(client)
-            asks.gone = True
-            for task in asks.tasks.values():
+            asker = self._client(client)
+            asker.gone = True
+            for task in asker.tasks.values():
                 task.cancel()
-            asks.news.set()
+            asker.news.set()
 
         self._run(work())
 
     def _forget(self) -> None:
-        """Begin a new era."""
+        """Begin a new era: forget what the earlier one remembered."""
         raise NotImplementedError
 
     def _told(self) -> Any:
-        """What the process tells clients about itself; see `Pool`."""
+        """What the process reports to clients about itself; see `Pool`."""
         raise NotImplementedError
 
     def _client(self, name: str) -> Client:
         return self._clients.setdefault(name, Client())
 
     def _count(self, more: int) -> None:
-        """Count one open request more or less, and the time with at least one."""
+        """Add `more` to the count of open requests, and count the time with at least one."""
         now = time.monotonic()
         if self._open:
             self._busy_s += now - self._since
@@ -347,7 +354,7 @@ class ServingHost(Host):
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-# This is a function, because Ray runs a class that has coroutines as methods in another way.
+# A function, not a method: a coroutine method would make Ray run the whole class as asynchronous.
 async def _answer(host: ServingHost, client: Client, number: int, what: Any) -> None:
     host._count(1)
     try:
@@ -356,12 +363,12 @@ async def _answer(host: ServingHost, client: Client, number: int, what: Any) -> 
         answer = Failure.of(error)
     finally:
         host._count(-1)
-    client.finished.append((number, answer))  # looked up only now: `collect` replaces the list
+    client.finished.append((number, answer))  # read the attribute now: `collect` replaces the list
     client.news.set()
 
 
 class SamplerHost(ServingHost):
-    """A sampler process: the plain sampler or vLLM."""
+    """A sampler process: the local sampler or vLLM."""
 
     def start(self, config: Config, path: str, threads: int) -> Failure | None:
         """Load the model; the learner's weights come with `load`."""
@@ -382,7 +389,7 @@ class SamplerHost(ServingHost):
         return or_failure(work)
 
     def load(self, block: Block, version: int) -> dict[str, int] | Failure:
-        """Sample with these weights from now on; returns the checksums of what it then holds."""
+        """Sample with these weights from now on; returns the checksums of the weights then held."""
 
         async def work() -> dict[str, int]:
             if not isinstance(self._sampler, VllmSampler):
@@ -391,7 +398,8 @@ class SamplerHost(ServingHost):
                 return held
             weights = dict(block.tensors())
             refuse_other_names(self._names, weights)
-            await self._sampler.publish(self._model, version, weights)  # which compares them
+            # It compares what vLLM holds with these weights, so the checksums are those of both.
+            await self._sampler.publish(self._model, version, weights)
             return checksums(weights.items())
 
         return or_failure(lambda: self._run(work()))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,19 @@ IMPORTANCE_CAP = 2.0
 """Largest weight that corrects for a sampler whose arithmetic is not the learner's."""
 
 
+class _Passed(NamedTuple):
+    """What the passes of one update have computed, besides the gradients.
+
+    `losses` and `critic_losses` are scalars, one for each microbatch. `compared` are the ids of a
+    microbatch's tokens, their sampled and their recomputed logprobs, (N,) each.
+    """
+
+    metrics: list[Mapping[str, Metric | Measured]]
+    losses: list[Tensor]
+    critic_losses: list[Tensor]
+    compared: list[tuple[Tensor, ...]]
+
+
 class Learner:
     """The weights of policy, critic and reference, and their optimisers.
 
@@ -79,19 +92,32 @@ class Learner:
     copies: all three are `model`, with the policy's adapter, no adapter, or the critic's, and only
     the adapters and the value head are trained.
 
-    With LoRA `model` comes with its adapters, including the critic's unless it is `shared`. Trained
-    weights that are not float32 get a float32 master (`ragen.models.precision.Masters`). With
-    `reference` the initial policy is kept. The learning rate decays over `steps`, the whole run.
-    All logprobs are computed at the sampling temperature. `longest` is the most sampled tokens that
-    an episode can have. `mismatch_bound` is the largest difference, in nats, of a sampled and a
-    recomputed logprob at equal weights that is rounding; with `refuses_mismatch` a larger one is an
-    error. Unless the samples are `on_policy`, earlier weights may have sampled them, so that a
-    difference is no mismatch. With `muon_lr` above 0, Muon trains the weight matrices at that rate;
-    `weight_decay` is that of both optimisers.
+    Trained weights that are not float32 get a float32 master (`ragen.models.precision.Masters`).
+    All logprobs are computed at the sampling temperature.
 
     With several `ranks` each process has a learner of its own, which keeps a part of every weight
     and of its optimiser's state (`ragen.models.sharding`) and computes its share of a batch. All
-    call the same methods at the same time with the same arguments, and get the same results.
+    processes call the same methods at the same time with the same arguments, and get the same
+    results.
+
+    Args:
+        model: The policy; with LoRA it has its adapters, including the critic's unless `shared`.
+        update: The settings of updates.
+        loss: The settings of the loss.
+        critic: Whether to train a critic.
+        shared: Whether the critic reads the policy's own backbone.
+        reference: Whether to keep the initial policy.
+        steps: The length of the run, over which the learning rate decays, as in `Config.budget`.
+        temperature: The sampling temperature.
+        longest: The most sampled tokens that an episode can have.
+        mismatch_bound: The largest difference, in nats, of a sampled and a recomputed logprob at
+            equal weights that rounding explains.
+        refuses_mismatch: Whether a larger difference is an error.
+        on_policy: Whether the present weights have sampled what is trained on. If earlier weights
+            may have, a difference is no mismatch.
+        muon_lr: The learning rate of Muon, which then trains the weight matrices; 0 for AdamW only.
+        weight_decay: That of both optimisers.
+        ranks: This process's place among those that train together.
     """
 
     def __init__(
@@ -143,7 +169,7 @@ class Learner:
 
     @property
     def _samples_now(self) -> bool:
-        """Whether the present weights have sampled what is trained on."""
+        """Whether the present weights sampled the tokens that are trained on."""
         return self.synced and self._on_policy
 
     def _split(self, modules: Sequence[nn.Module], apart: Sequence[nn.Module] = ()) -> None:
@@ -240,11 +266,13 @@ class Learner:
             per_token = ‖∇ Σ_t ℓ_t‖ ÷ tokens      per_sample = ‖∇ Σ_t ℓ_t‖ ÷ samples
 
         The terms: ``task``, the policy loss (a KL penalty in the reward is part of it);
-        ``entropy``; ``kl``, by k2, whose on-policy gradient is that of the reverse KL. Weights,
-        their stored gradients, optimisers and random generators are not touched. Returns
-        ``<bucket>/<term>_per_token`` and ``…_per_sample``, where `bucket_B` says which bucket each
-        row belongs to. The batch has old logprobs and advantages, and reference logprobs for
-        ``kl``.
+        ``entropy``; ``kl``, by k2, because its on-policy gradient is that of the reverse KL. The
+        batch has old logprobs and advantages, and reference logprobs for ``kl``. `bucket_B` is the
+        bucket of each row. Weights, their stored gradients, optimisers and random generators are
+        not changed.
+
+        Returns:
+            ``<bucket>/<term>_per_token`` and ``<bucket>/<term>_per_sample``.
         """
         batch = replace(batch, weight_BT=batch.mask_BT.float())
         metrics: Metrics = {}
@@ -257,7 +285,7 @@ class Learner:
 
     def _term_norms(self, batch: Batch) -> dict[str, float]:
         if self._units:
-            return self._term_norms_of_all(batch)
+            return self._term_norms_if_split(batch)
         trained = [p for p in self.trained.parameters() if p.requires_grad]
         sums: dict[str, Sequence[Tensor]] = {}
         for rows in self._microbatches(batch):
@@ -270,10 +298,10 @@ class Learner:
                 sums[term] = [a + b for a, b in zip(known, new, strict=True)] if known else new
         return {term: float(nn.utils.get_total_norm(total)) for term, total in sums.items()}
 
-    def _term_norms_of_all(self, batch: Batch) -> dict[str, float]:
-        """`_term_norms` of weights that are split, whose gradients appear at the weights only.
+    def _term_norms_if_split(self, batch: Batch) -> dict[str, float]:
+        """`_term_norms` of split weights: their gradients can only be read where they are stored.
 
-        None are stored there between updates, so they are dropped again.
+        No gradients are stored between updates, so these are dropped afterwards.
         """
         norms = {}
         own, idle = self._passes(batch)
@@ -320,7 +348,7 @@ class Learner:
         fields = []
         for field in zip(*pieces, strict=True):
             field_BT = torch.zeros_like(batch.weight_BT)
-            field_BT[row_N, column_N] = torch.cat(field).cpu()  # a GPU is waited for only here
+            field_BT[row_N, column_N] = torch.cat(field).cpu()  # the only wait for a GPU
             fields.append(self.ranks.sum(field_BT))
         return tuple(fields)
 
@@ -329,10 +357,10 @@ class Learner:
         return self._splits(batch)[self.ranks.rank]
 
     def _passes(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
-        """The rows of each microbatch of this process, and of those that it computes idly.
+        """The rows of each microbatch of this process, and of those that it computes in vain.
 
-        Each process computes equally many, for they gather weights for each other. One with fewer
-        repeats the shortest row, without an effect.
+        All processes compute the same number of microbatches, because they gather weights for each
+        other. A process with fewer computes the shortest row again, without an effect.
         """
         splits = self._splits(batch)
         own = splits[self.ranks.rank]
@@ -376,45 +404,22 @@ class Learner:
             MismatchError: With the weights that sampled them, they get other logprobs.
         """
         weights_BT = token_weights(batch, self._loss.aggregation, self._longest)
-        batch = replace(batch, weight_BT=weights_BT)
-        own, idle = self._passes(batch)
-        microbatches = [take(batch, rows) for rows in own]
-        parts: list[Mapping[str, Metric | Measured]] = [self._verify(batch, microbatches)]
-        losses, critic_losses = list[Tensor](), list[Tensor]()
-        compared = list[tuple[Tensor, ...]]()
-        if own and not self._shares_prompts:  # with shared prompts rows are not padded
-            parts.append(padding(microbatches))
-        num_passes = len(own) + len(idle)
-        for number, part in enumerate(chain(microbatches, (take(batch, rows) for rows in idle)), 1):
-            is_own = number <= len(own)
-            self._units.begin_pass(number == num_passes)
-            tokens = flatten(part).to(self._device)
-            loss, logprobs_N = self._policy_backward(part, tokens, float(is_own))
-            if is_own:
-                losses.append(loss.value.detach())
-                parts.append(loss.metrics)
-                compared.append((tokens.token_ids_N, tokens.sampled_logprobs_N, logprobs_N))
-            if self.critic is not None and not self.critic.shared:
-                loss = self._critic_backward(part, tokens, float(is_own))
-                if is_own:
-                    critic_losses.append(loss.value.detach())
-                    parts.append(loss.metrics)
-        self._units.rest()
-        trained = [("policy", self.optimizers, self.masters, losses)]
+        passed = self._compute_gradients(replace(batch, weight_BT=weights_BT))
+        trained = [("policy", self.optimizers, self.masters, passed.losses)]
         if self.critic is not None:
-            losses = losses if self.critic.shared else critic_losses
+            losses = passed.losses if self.critic.shared else passed.critic_losses
             trained.append(("critic", self.critic_optimizers, self.critic_masters, losses))
         norms = [
             whole(nn.utils.clip_grad_norm_(masters.trained.values(), MAX_GRAD_NORM))
             for _, _, masters, _ in trained
         ]
         finite = [torch.stack(losses or [norms[0]]).isfinite().all() for *_, losses in trained]
-        # Here alone a GPU is waited for, when all gradients are computed and no weight is changed.
-        read_parts, numbers = read(parts, *norms, *finite)
+        # The only wait for a GPU: all gradients are computed, and no weight is changed yet.
+        read_parts, numbers = read(passed.metrics, *norms, *finite)
         every = self.ranks.gather((merge(read_parts), numbers))
         metrics = merge(part for part, _ in every)
         numbers = [min(each) for each in zip(*(found for _, found in every), strict=True)]
-        self._refuse_mismatch(metrics, compared)
+        self._refuse_mismatch(metrics, passed.compared)
         scale = self._learning_rate(step)
         for side, norm, is_finite in zip(
             trained, numbers[: len(norms)], numbers[len(norms) :], strict=True
@@ -422,6 +427,36 @@ class Learner:
             metrics |= self._apply(*side[:3], scale, norm, bool(is_finite))
         self.synced = False
         return metrics | {"update/lr": last(self._update.lr * scale), "update/count": total(1)}
+
+    def _compute_gradients(self, batch: Batch) -> _Passed:
+        """Add up the gradients of a minibatch, microbatch by microbatch.
+
+        Raises:
+            RagenError: As `update`.
+        """
+        own, idle = self._passes(batch)
+        microbatches = [take(batch, rows) for rows in own]
+        passed = _Passed([self._verify(batch, microbatches)], [], [], [])
+        if own and not self._shares_prompts:  # with shared prompts rows are not padded
+            passed.metrics.append(padding(microbatches))
+        num_passes = len(own) + len(idle)
+        for number, part in enumerate(chain(microbatches, (take(batch, rows) for rows in idle)), 1):
+            is_own = number <= len(own)
+            self._units.begin_pass(number == num_passes)
+            tokens = flatten(part).to(self._device)
+            loss, logprobs_N = self._policy_backward(part, tokens, float(is_own))
+            if is_own:
+                passed.losses.append(loss.value.detach())
+                passed.metrics.append(loss.metrics)
+                compared = tokens.token_ids_N, tokens.sampled_logprobs_N, logprobs_N
+                passed.compared.append(compared)
+            if self.critic is not None and not self.critic.shared:
+                loss = self._critic_backward(part, tokens, float(is_own))
+                if is_own:
+                    passed.critic_losses.append(loss.value.detach())
+                    passed.metrics.append(loss.metrics)
+        self._units.rest()
+        return passed
 
     def _verify(self, batch: Batch, microbatches: list[Batch]) -> Metrics:
         """Verify the microbatches of all processes, in each of them; the first counts them."""
@@ -485,10 +520,9 @@ class Learner:
         return Loss(value, metrics)
 
     def _refuse_mismatch(self, metrics: Metrics, compared: list[tuple[Tensor, ...]]) -> None:
-        """Refuse a ``mismatch/max_abs`` that is more than rounding, if this learner refuses that.
+        """Refuse a ``mismatch/max_abs`` that is more than rounding, if this learner refuses any.
 
-        `compared` are the ids of each microbatch's tokens, their sampled and their recomputed
-        logprobs.
+        `compared` are those of `_Passed`.
 
         Raises:
             MismatchError: It names the token of the largest difference.

@@ -29,7 +29,7 @@ from ragen.rollout.chat import Chat
 from ragen.rollout.setup import make_chat
 
 NUM_TOKENS = 16
-"""Most tokens that are compared."""
+"""Most tokens that `check_parity` samples and compares."""
 
 
 class LocalEngine:
@@ -157,13 +157,15 @@ def check_parity(
 ) -> Metrics:
     """Sample a short completion and score it with the learner, whose weights the policy has.
 
-    A sampler with weights of its own may keep old ones, or load new ones wrongly, without an error:
-    the run would learn from samples of another policy, corrected by importance weights that hide
-    it. Both use the run's temperature and compute in `dtype`. Returns
-    ``publish/logprob_difference``: max |sampled logprob − learner's|.
+    A sampler with weights of its own may keep old ones, or load new ones wrongly, without an error.
+    The run would then learn from samples of another policy, and importance weights would hide it.
+    Both use the run's temperature and compute in `dtype`.
+
+    Returns:
+        ``publish/logprob_difference``: max |sampled logprob − learner's|, in nats.
 
     Raises:
-        RagenError: It exceeds `TOLERANCES`.
+        RagenError: The difference exceeds `TOLERANCES`.
     """
     num_tokens = min(NUM_TOKENS, policy.max_length // 2)
     ids = chat.open([{"role": "user", "content": QUESTION}])[0][: policy.max_length - num_tokens]

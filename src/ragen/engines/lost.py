@@ -11,21 +11,21 @@ from ragen.core.errors import EngineLost, RagenError
 from ragen.engines.pool import ProcessLost
 
 GRACE_S = 30.0
-"""Seconds for which a failed call waits for the others. The loss of a process is noticed in this
-time, also if the processes that talk to it fail first."""
+"""Seconds for which a failed call waits for the others. Within this time the loss of a process is
+noticed, even if the processes that talk to it fail first."""
 
 ADDRESS = re.compile(r"\bip(?:v4)?: ?(\d+\.\d+\.\d+\.\d+)", re.IGNORECASE)
 
 CAUSES: tuple[tuple[str, str], ...] = (
-    ("running low on memory", "was killed by Ray, for its machine runs out of memory"),
+    ("running low on memory", "was killed by Ray, because its machine ran out of memory"),
     ("node has died", "is gone with its machine, or cut off from it"),
     ("creation task", "could not be started"),
     ("`ray.kill`", "was ended"),
     ("worker process has died", "was killed, perhaps for lack of memory, or has crashed"),
     ("unavailable", "does not answer: it was killed, or its machine or the network to it is gone"),
 )
-"""For each cause, a part of Ray's text and what happened. The order is that of the search, and it
-matters: a text about a process that was killed also speaks of memory."""
+"""For each cause, a part of Ray's text and what happened. They are searched in this order, which
+matters: Ray's text about a killed process also mentions memory."""
 
 
 def what_happened(name: str, address: str, text: str) -> str:

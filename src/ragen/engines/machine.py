@@ -1,6 +1,6 @@
-"""What this machine offers: a GPU, the fastest number of threads, by measurement, and free memory.
+"""What this machine offers: a GPU, the number of threads that is measured as fastest, free memory.
 
-torch is loaded where it is needed, which takes seconds.
+Functions that need torch import it themselves, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PROBE_ROWS = 2048
 PROBE_WIDTH = 256
 PROBE_ROUNDS = 12
 CLEARLY_SLOWER = 1.5
-"""Times one thread's seconds: a probe of several threads that takes longer is not repeated."""
+"""A probe of several threads is not repeated if it takes this many times as long as one thread."""
 
 DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")))
 """Device files of GPUs that torch can use on Linux: of NVIDIA, of AMD, within Windows."""
@@ -45,9 +45,9 @@ def use_threads(count: int) -> int:
 
     NumPy gets one thread: its products are small.
 
-    With a count of 0 it is measured, since on a busy machine two threads may lose to one: all of
-    this process's cores if they multiply the embedded model's shapes at least 10 % faster than one,
-    else one.
+    A count of 0 is replaced by a measured one, because two threads may be slower than one on a busy
+    machine: all cores of this process, at most 8, if they multiply the embedded model's shapes at
+    least 10 % faster than one core, else one.
     """
     import torch
     from threadpoolctl import threadpool_limits
@@ -62,10 +62,10 @@ def use_threads(count: int) -> int:
 def _choose_products(threads: int) -> None:
     """Let oneDNN compute float32 products where MKL is slow: on AMD processors with AVX-512.
 
-    There MKL stays at AVX2's rate, half of the processor's. With several threads it is the faster
-    one for small models, and stays. torch gives float32 products to oneDNN only if that may round
-    their factors to bfloat16. It does so with AMX alone, which no AMD processor has; a product that
-    would show it is tried all the same.
+    There MKL uses AVX2, at half of the processor's rate. With several threads MKL is faster for
+    small models, so it stays. torch gives float32 products to oneDNN only if oneDNN may round their
+    factors to bfloat16. oneDNN does so only with AMX, which no AMD processor has. One product that
+    would show the rounding is computed as a check.
     """
     import torch
 
@@ -75,7 +75,7 @@ def _choose_products(threads: int) -> None:
     if threads > 1 or not is_amd() or libraries.cpu.get_cpu_capability() != "AVX512":
         return
     products.fp32_precision = "bf16"
-    fine = torch.full((64, 64), 1 + 2.0**-12)  # bfloat16 would make it 1
+    fine = torch.full((64, 64), 1 + 2.0**-12)  # rounded to 1 in bfloat16
     if not torch.equal(fine @ torch.eye(64), fine):
         products.fp32_precision = "none"
 

@@ -1,7 +1,7 @@
 """How much memory a run needs, computed before weights are loaded or anything is written.
 
-Parameters are counted by the headers of the weights: gradients, optimisers and the sampler's cache
-are exact; logits and activations are estimates. Loads no torch.
+Parameters are counted from the headers of the weights' files, so that gradients, optimisers and the
+sampler's cache are exact. Logits and activations are estimates. Loads torch only for a GPU.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Plan:
     the weights, `sampler` is its cache of keys and values. `gathered` is the memory of the weights
     that are whole while learners with split weights compute, `published` that of a publication.
     `libraries` is the program itself, on a CPU; it counts as taken when free memory is read.
-    `available` is ``None`` if this machine does not report it. `whose` names the processes, if
-    there are several.
+    `available` is ``None`` if this machine does not report it. `processes` names the processes that
+    the plan is for, if there are several.
     """
 
     weights: int
@@ -90,7 +90,7 @@ class Plan:
     published: int = 0
     device: str = "cpu"
     available: int | None = None
-    whose: str = ""
+    processes: str = ""
 
     @property
     def certain(self) -> int:
@@ -118,10 +118,10 @@ class Plan:
               and at most, estimated: sampler 341 MiB, activations 341 MiB
         """
         there = "" if self.available is None else f", where {size(self.available)} are free"
-        whose = f" for {self.whose}" if self.whose else ""
+        for_them = f" for {self.processes}" if self.processes else ""
         listed = _listed(self, *CERTAIN), _listed(self, *ESTIMATED)
         return [
-            f"memory: up to {size(self.total)}{whose} on the {self.device}{there}",
+            f"memory: up to {size(self.total)}{for_them} on the {self.device}{there}",
             *(f"  {parts}" for parts in listed[:1] if parts),
             *(f"  and at most, estimated: {parts}" for parts in listed[1:] if parts),
         ]
@@ -164,23 +164,23 @@ def plans(config: Config) -> list[Plan]:
     sampler = sampler_plan(config, sizes, device)
     learners = f"{engine.learners} learner{'s' * (engine.learners > 1)}"
     samplers = f"{engine.samplers} sampler{'s' * (engine.samplers > 1)}"
-    learner = replace(learner, whose=f"each of {learners}")
-    sampler = replace(sampler, whose=f"each of {samplers}")
+    learner = replace(learner, processes=f"each of {learners}")
+    sampler = replace(sampler, processes=f"each of {samplers}")
     if engine.address:
         return [learner, sampler]
     free = available(device)
     if device == "cpu":
         driver = replace(NOTHING, libraries=LIBRARIES, published=published_bytes(config, sizes))
         parts = (1, driver), (engine.learners, learner), (engine.samplers, sampler)
-        return [replace(_sum(*parts), available=free, whose=f"{learners} and {samplers}")]
+        return [replace(_sum(*parts), available=free, processes=f"{learners} and {samplers}")]
     if _num_gpus() < engine.learners + engine.samplers * engine.tensor_parallel:
         shared = _sum((1, learner), (1, sampler))
-        return [replace(shared, available=free, whose="a learner and a sampler on each GPU")]
+        return [replace(shared, available=free, processes="a learner and a sampler on each GPU")]
     return [replace(each, available=free) for each in (learner, sampler)]
 
 
 def learner_plan(config: Config, sizes: Sizes, device: str, split: int) -> Plan:
-    """The memory of the first of the learners among which all weights are split."""
+    """The memory of the first of `split` learners, among which all weights are split."""
     width, adapter = ITEM[config.model.dtype], adapter_shapes(config, sizes)
     weights, adapters = _parts(sizes.weights.values(), split), _parts(adapter, split)
     base = width * _numbers(weights)
@@ -205,7 +205,7 @@ def learner_plan(config: Config, sizes: Sizes, device: str, split: int) -> Plan:
 
 
 def sampler_plan(config: Config, sizes: Sizes, device: str) -> Plan:
-    """The memory of a sampler in a separate process; on a GPU, its share holds all of vLLM."""
+    """The memory of a sampler in a separate process; vLLM's share of a GPU includes its weights."""
     learner = learner_plan(config, sizes, device, 1)
     own = 0
     if device == "cpu" or config.rollout.sampler != "vllm":
@@ -226,8 +226,8 @@ def sampler_plan(config: Config, sizes: Sizes, device: str) -> Plan:
 def gathered_bytes(sizes: Sizes, config: Config, device: str) -> int:
     """Estimate for weights and gradients that are whole while a learner computes (`sharding`).
 
-    On the fast path these are all weights. Elsewhere they are those outside of layers and those of
-    two layers: one computes, and the next is fetched.
+    On the fast path these are all weights. Elsewhere they are those outside of the layers and those
+    of two layers: one layer computes while the next is fetched.
     """
     item, adapter = ITEM[config.model.dtype], adapter_shapes(config, sizes)
     if _is_fast(sizes, config, device):
@@ -325,21 +325,21 @@ def critic_bytes(config: Config, sizes: Sizes, adapters: list[Shape], split: int
 
 
 def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
-    """Refuse a run whose weights and optimiser cannot fit; `tell` the plan of a large one.
+    """Refuse a run if its weights and optimiser cannot fit; `tell` gets the plan of a large run.
 
     Episodes may be shorter than the settings allow. So a run that fits only with short episodes is
     not refused, but `tell` gets a warning.
 
     Raises:
-        RagenError: They need more than is free, and the message names the smallest change that
-            fits; or the model cannot be trained.
+        RagenError: They need more than is free, and the message names the smallest change with
+            which they fit; or the model cannot be trained.
     """
     planned = plans(config)
     for each in planned:
         if each.available is not None and each.certain > each.available:
-            whose = f" of {each.whose}" if each.whose else ""
+            of_them = f" of {each.processes}" if each.processes else ""
             need = (
-                f"weights, gradients and optimiser{whose} take {size(each.certain)}, and "
+                f"weights, gradients and optimiser{of_them} take {size(each.certain)}, and "
                 f"{size(each.available)} are free on the {each.device}"
             )
             change = smallest_change(config, each.available)
@@ -453,11 +453,11 @@ def activations_bytes(sizes: Sizes, config: Config, device: str) -> int:
 
         6 D + 2 H d + 2 K d + 4 I
 
-    plus 2 D in bfloat16, whose norms compute in float32, plus 2 H times the length if attention
-    stores its scores (eager). In float32, an adapted linear layer has a temporary with as many
-    numbers as the layer has outputs, and later, larger tensors cannot use its place in the heap. In
-    bfloat16 the layer keeps that and its input. With gradient checkpointing it is D per layer and
-    one full layer. For a model of the fast path see `fast_activations_bytes`.
+    plus 2 D in bfloat16, because its norms compute in float32, plus 2 H times the length if
+    attention stores its scores (eager). In float32, an adapted linear layer has a temporary with as
+    many numbers as the layer has outputs; larger tensors cannot use its place in the heap later. In
+    bfloat16 the layer keeps that temporary and its input. With gradient checkpointing D per layer
+    and one full layer are kept. For a model of the fast path see `fast_activations_bytes`.
     """
     item, width = ITEM[config.model.dtype], sizes.width
     tokens = max(config.update.microbatch_tokens, config.model.max_length)
@@ -509,6 +509,6 @@ def size(number: int) -> str:
 
 
 def _listed(plan: Plan, *names: str) -> str:
-    """The parts that are not empty, with their sizes."""
+    """The parts that are not empty, with their sizes and in British spelling: optimiser."""
     parts = ((name, getattr(plan, name)) for name in names)
     return ", ".join(f"{name.replace('z', 's')} {size(number)}" for name, number in parts if number)

@@ -19,7 +19,11 @@ def optimizers(
     muon_lr: float = 0.0,
     weight_decay: float = WEIGHT_DECAY,
 ) -> list[Optimizer]:
-    """AdamW for everything, or, with `muon_lr`, Muon for matrices and AdamW for the rest."""
+    """AdamW for everything, or, with `muon_lr`, Muon for matrices and AdamW for the rest.
+
+    `trained` are the weights by name. Each parameter group keeps its learning rate as ``full_lr``,
+    because a schedule scales ``lr``. `weight_decay` is that of both optimisers.
+    """
     matrices = [p for name, p in trained.items() if muon_lr and is_matrix(name, p)]
     matrix_ids = {id(p) for p in matrices}
     others = [p for p in trained.values() if id(p) not in matrix_ids]

@@ -24,8 +24,8 @@ from ragen.rollout.setup import Setup, make_chat, open_setups, open_stages
 class PlayerHost(ServingHost):
     """A player process: it has the environments of a run, and plays episodes in them.
 
-    Its loop is not in the main thread, where alone a call of user code has a limit of time, so
-    `env.isolate` has to stop environments that hang.
+    Calls of user code have a time limit only in the main thread, and the event loop of this process
+    runs in another one. So only `env.isolate` stops environments that hang.
     """
 
     def start(self, config: Config, tokenizer: Any) -> Failure | None:
@@ -48,7 +48,7 @@ class PlayerHost(ServingHost):
         return or_failure(lambda: self._run(work()))
 
     def meet(self, name: str, sampler: Remote) -> None:
-        """Sample with a sampler from now on, in place of one of the same name."""
+        """Sample with a sampler from now on; it replaces one of the same name."""
 
         async def work() -> None:
             self._remove(name, f"{name} was replaced")
@@ -57,7 +57,7 @@ class PlayerHost(ServingHost):
         self._run(work())
 
     def part(self, name: str, loss: str) -> None:
-        """Give what a sampler that is lost had to others."""
+        """Give the requests of a lost sampler to others; `loss` says what happened to it."""
 
         async def work() -> None:
             self._remove(name, loss)
@@ -65,7 +65,7 @@ class PlayerHost(ServingHost):
         self._run(work())
 
     def avoid(self, name: str) -> None:
-        """Send no more to a sampler that is asked to end."""
+        """Send no more requests to a sampler that is asked to end."""
 
         async def work() -> None:
             if (seat := self._samplers.seat_of(name)) is not None:
@@ -78,7 +78,7 @@ class PlayerHost(ServingHost):
             self._samplers.remove(seat, ProcessLost(loss))
 
     def _tick(self) -> None:
-        """Show life while it only waits for samplers."""
+        """Show life regularly, because the stacks do not change while it waits for samplers."""
         self._pulse.move()
         self._loop.call_later(LOOK_S, self._tick)
 
@@ -91,8 +91,8 @@ class PlayerHost(ServingHost):
         return PlayerTold(time.process_time() - self._began + env_s, env_s, told)
 
 
-class _From:
-    """The samplers as the policy of an episode that one of them should sample."""
+class _PreferredSampler:
+    """The samplers as the policy of an episode, which prefers the sampler of a name."""
 
     def __init__(self, samplers: SamplerPool, name: str) -> None:
         self._samplers, self._name = samplers, name
@@ -108,4 +108,4 @@ async def _play(
     """Play an episode as the driver would."""
     setup = replace(setups[order.env, order.stage], temperature=order.temperature)
     with own_states():
-        return await play_episode(_From(samplers, order.sampler), setup, order.spec)
+        return await play_episode(_PreferredSampler(samplers, order.sampler), setup, order.spec)

@@ -1,8 +1,8 @@
-"""The players of an engine as one policy that plays whole episodes: which of them plays what.
+"""The players of an engine as one policy that plays whole episodes.
 
 A player is a process that plays episodes: it has the environments, and talks to the samplers
-itself. Each player, and each sampler, is given about as many episodes as any other, in runs, so
-that the members of a group stay together.
+itself. The episodes are divided about equally among the players, and among the samplers, each time
+into consecutive pieces, so that the members of a group stay together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ragen.engines.sampler_pool import SamplerPool, SamplerTold
 from ragen.rollout.setup import EpisodeSpec, Setup
 
 MOST_LOSSES = 3
-"""Players that may be lost with the same episode open: it may be the episode that ends them."""
+"""An episode fails once this many players were lost while it was open: it may be what ends them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class PlayerTold:
-    """What a player tells of itself, and what the samplers have told it, by their names.
+    """What a player reports about itself, and what the samplers reported to it, by their names.
 
     `busy_s` are the seconds in which it computed or waited for environments, `env_s` those in
     environments.
@@ -121,7 +121,7 @@ class PlayerPool(Pool):
         return zip(seats, divided(requests, [len(seat.open) for seat in seats]), strict=True)
 
     def _sample_at(self, request: Request, name: str) -> None:
-        """Count the episode where its completions are sampled; nowhere, once it has ended."""
+        """Count an episode at the sampler of this name; after its end, at an empty name."""
         self._at[request.work.sampler] -= 1
         self._at[name] += 1
         request.work = replace(request.work, sampler=name)

@@ -1,8 +1,8 @@
 """A pool of processes that answers requests like one process, and that handles losses.
 
-The pool decides which process gets a request. The requests that a lost process had not answered go
-to another one. An answer counts only if it comes from the process that was asked last. So no answer
-is lost, and none comes twice.
+The pool decides which process gets a request. Requests that a lost process has not answered go to
+another one. An answer counts only if it comes from the process that was asked last. So no answer is
+lost, and none comes twice.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Remote(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request whose answer someone waits for.
+    """A request with the future of its answer.
 
-    `at` is the name of the process that should answer, if it matters. `losses` is the number of
+    `at` is the name of the process that should answer; empty if any may. `losses` is the number of
     processes that were lost while they had the request.
     """
 
@@ -118,7 +118,7 @@ def divided(items: Sequence[T], loads: Sequence[int]) -> list[Sequence[T]]:
 
 
 class Pool:
-    """A pool of processes of one kind, whose name is `kind`.
+    """A pool of processes of one kind; `kind` is its name in messages.
 
     If the pool is empty for `timeout_s` seconds, all waiting requests fail. `on_end` is called with
     a seat that has left the pool and the loss of its process, or with ``None`` if the process was
@@ -148,11 +148,11 @@ class Pool:
         self._measured = time.monotonic()
 
     async def ask(self, work: Any, at: str = "") -> Any:
-        """The answer of one process: the one of the name `at`, if that is possible.
+        """The answer of one process, if possible of the one with the name `at`.
 
         Raises:
             EngineLost: There has been no process for too long.
-            RagenError: The process raised it.
+            RagenError: The process raised it, or too many processes were lost with the request.
         """
         self._enter(asyncio.get_running_loop())
         if self._error is not None:
@@ -180,7 +180,7 @@ class Pool:
         self._send_soon([])
 
     def leave(self, seat: Seat) -> None:
-        """Send it no more requests; it leaves the pool once it has answered those it has."""
+        """Send a process no more requests; it leaves the pool once it has answered those it has."""
         seat.leaves = True
         if seat in self.seats and not seat.open:
             self.remove(seat, None)

@@ -1,7 +1,7 @@
 """The processes that train together: what each one computes, and how their results are combined.
 
-A batch is split by whole episodes into shares of about as many tokens. The episodes of a group stay
-neighbours, so that few prompts are computed twice where a model computes a shared one once.
+A batch is split by whole episodes into shares with about the same number of tokens. The episodes of
+a group stay neighbours, so that few of the prompts that they share are computed in two processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """This process's place, `rank`, among `size` processes; alone it needs no others.
+    """This process's place, `rank`, among `size` processes; a single one needs no communication.
 
     All processes call `sum`, `gather` and `together` at the same time.
     """
@@ -45,10 +45,10 @@ class Ranks:
         return values
 
     def together(self, work: Callable[[], T]) -> T:
-        """What `work` returns here, once it is done in all processes.
+        """Do `work` in all processes; returns the result of this one once all have finished.
 
         Raises:
-            RagenError, OSError: It failed here, or in another process in this way.
+            RagenError, OSError: The work failed here, or in another process with such an error.
         """
         if self.size == 1:
             return work()
@@ -58,18 +58,18 @@ class Ranks:
                 result = work()
         except (RagenError, OSError) as raised:
             error = raised
-        about: tuple[type[OSError | RagenError], str] | None = None
+        failure: tuple[type[OSError | RagenError], str] | None = None
         if isinstance(error, NotFiniteError):
-            about = NotFiniteError, error.numbers
+            failure = NotFiniteError, error.numbers
         elif error is not None:
-            about = OSError if isinstance(error, OSError) else RagenError, str(error)
-        found = self.gather(about)
+            failure = OSError if isinstance(error, OSError) else RagenError, str(error)
+        failures = self.gather(failure)
         if error is not None:
             raise error
-        for each in found:
+        for each in failures:
             if each is not None:
-                raised_there, text = each
-                raise raised_there(text)
+                kind, text = each
+                raise kind(text)
         return result
 
     def shares(self, batch: Batch) -> list[Tensor]:

@@ -30,15 +30,15 @@ CONNECT_S = 10.0
 class Rooms:
     """The room that a cluster has reserved for the processes of an engine, by their names.
 
-    A sampler shares its GPU with a learner where there are too few for both. The rooms of an engine
-    that replaces another one are like those `before`.
+    A sampler shares its GPU with a learner if there are too few GPUs for both. An engine that
+    replaces another one gets rooms of the same kind as `before`.
 
     Attributes:
         shares_gpus: Whether learners and samplers share GPUs.
         uses_gpus: Whether they use GPUs.
 
     Raises:
-        MachineAway: The cluster is too small for what was there `before`.
+        MachineAway: The cluster is too small for the processes of `before`.
         RagenError: The cluster is too small, or others use it.
     """
 
@@ -74,7 +74,11 @@ class Rooms:
         return who
 
     def _plan(self, before: Rooms | None) -> list[dict[str, float]]:
-        """The parts to reserve; also notes which process has which part, or refuses."""
+        """The parts to reserve; also notes the part of each process.
+
+        Raises:
+            MachineAway, RagenError: As `Rooms`.
+        """
         settings = self._settings
         learners, samplers = settings.learners, settings.samplers
         each = settings.tensor_parallel  # workers of a sampler
@@ -155,8 +159,8 @@ class Rooms:
     def threads(self, name: str) -> int:
         """The number of threads of a process.
 
-        It is that of its node, divided among all processes there that work at the same time. The
-        driver's node has the threads of this process to divide, any other node all of its CPUs.
+        The threads of its node are divided among all processes there that work at the same time. On
+        the driver's node these are the threads of this process, on any other node all of its CPUs.
         """
         nodes = self.nodes()
         kinds = ("learner", "sampler") if self._settings.max_staleness else (name.split()[0],)
@@ -229,7 +233,10 @@ def connect(address: str, num_processes: int) -> bool:
                 f"engine.address = {address!r}: there is no Ray cluster that answers ({text}); "
                 "start one with `ray start --head`, or leave engine.address out"
             ) from error
-        raise RagenError(f"Ray could not be started on this machine: {text}") from error
+        raise RagenError(
+            f"Ray could not be started on this machine: {text}; leave engine.name out to train in "
+            "one process"
+        ) from error
     return True
 
 

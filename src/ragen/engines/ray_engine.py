@@ -68,7 +68,7 @@ class RayEngine:
         self._weights: tuple[Any, dict[str, int], int] | None = None
         self._published_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._publishing = asyncio.Lock()
+        self._publishing = asyncio.Lock()  # so that a sampler that joins misses no publication
         self._measured = time.monotonic()
         self._health = threading.Thread(target=self._watch, name="engine-health", daemon=True)
         self._learners: list[Process] = []
@@ -176,7 +176,8 @@ class RayEngine:
             self._join(self.samplers, process)
         for process in self._players.values():
             for seat in self.samplers.seats:
-                self._wait(process, process.actor.meet.remote(*self._met(seat, process)))
+                known = self._known_as(seat, process)
+                self._wait(process, process.actor.meet.remote(*known))
             assert self._player_pool is not None
             self._join(self._player_pool, process)
 
@@ -212,13 +213,14 @@ class RayEngine:
         return [answers[ref] for _, ref in asked]
 
     def _wait(self, process: Process, ref: Any, timeout_s: float | None = None) -> Any:
-        """The answer of a call while the engine is made, when it has no event loop yet."""
+        """The answer of a call during the engine's construction, before there is an event loop."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
             answer = ray.get(ref, timeout=timeout_s)
         except GetTimeoutError as error:
             raise EngineLost(
-                f"{process.name} has not started within engine.timeout_s = {self._timeout_s:g} s"
+                f"{process.name} has not started within engine.timeout_s = {self._timeout_s:g} s; "
+                "set it higher if the model takes longer to load"
             ) from error
         except LOST as error:
             loss = process.lost(error)
@@ -247,7 +249,7 @@ class RayEngine:
         try:
             return await answers_of(calls, self._end_learners)
         except EngineLost:
-            self._raise_failure()  # for which they were ended
+            self._raise_failure()  # the reason for which the learners were ended
             raise
 
     def _end_learners(self) -> None:
@@ -355,10 +357,10 @@ class RayEngine:
         if pool is self.samplers:
             process.serves = True
             for player in self._player_pool.seats:
-                about = self._met(seat, self._process_of(player))
-                self._begin(self._tell(self._player_pool, player, "meet", *about))
+                known = self._known_as(seat, self._process_of(player))
+                self._begin(self._tell(self._player_pool, player, "meet", *known))
 
-    def _met(self, sampler: Seat, player: Process) -> tuple[str, RemoteProcess]:
+    def _known_as(self, sampler: Seat, player: Process) -> tuple[str, RemoteProcess]:
         """The name and the `Remote` by which a player knows a sampler."""
         process = self._process_of(sampler)
         return sampler.name, RemoteProcess(process, "sampling", player.client)
@@ -431,10 +433,10 @@ class RayEngine:
             self._begin(self._revive(place, is_player))
 
     async def _revive(self, place: int, is_player: bool = False) -> None:
-        """Start a process in a place once there is room, and repeat it until one has joined."""
-        if self._closed:  # since this was asked for
+        """Start a process in a place once there is room; repeat this until one has joined."""
+        if self._closed:  # since this task was begun
             return
-        start, pause_s, told = time.monotonic(), BEAT_S, set[str]()
+        start, pause_s, reported = time.monotonic(), BEAT_S, set[str]()
         while True:
             process = self._spawn_player(place) if is_player else self._spawn_sampler(place)
             (self._players if is_player else self._samplers)[place] = process
@@ -449,8 +451,8 @@ class RayEngine:
                 ray.kill(process.actor)
                 text = f"before it could join, the new {failure}; another one takes its place"
                 about = {"process": process.name, "what": "lost", "details": failure.details}
-                if text not in told:
-                    told.add(text)
+                if text not in reported:
+                    reported.add(text)
                     self._events.append((text, about))
                 if not is_player and self.rooms.is_further(place):
                     del self._samplers[place]
@@ -474,8 +476,8 @@ class RayEngine:
         assert self._player_pool is not None
         await process.call("start", self._config, self._tokenizer)
         self._join(self._player_pool, process)
-        for seat in list(self.samplers.seats):  # `_join` tells it of later ones
-            await process.call("meet", *self._met(seat, process))
+        for seat in list(self.samplers.seats):  # `_join` introduces later ones
+            await process.call("meet", *self._known_as(seat, process))
 
     # Signs of life.
 
@@ -503,8 +505,8 @@ class RayEngine:
                 raise
 
     def _end_watch(self, error: Exception) -> None:
-        """Let the run fail, because no process that hangs would be noticed any more."""
-        self._error = error  # also where nobody has sampled yet
+        """Let the run fail, because nothing would notice a process that hangs any more."""
+        self._error = error  # also if nothing was sampled yet, so that there is no event loop
         self._in_loop(self._fail, error)
 
     def _look_at_nodes(self) -> None:
@@ -579,7 +581,7 @@ class RayEngine:
                 pool.leave(seat)
 
     def end_late(self) -> list[Late]:
-        """See `Engine.end_late`; the engine's own thread ends them, even without a watchdog."""
+        """See `Engine.end_late`; the engine's own thread has ended them already."""
         late, self._late = self._late, []
         return late
 

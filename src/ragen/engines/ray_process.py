@@ -46,7 +46,7 @@ LOST: tuple[type[Exception], ...] = (
     if ray is not None
     else ()
 )
-"""What a call raises if its process is gone, or if an object that it was given is gone."""
+"""What a call raises if its process is gone, or if one of its arguments is gone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +66,7 @@ class Process:
         serves: Other processes call it, too, so it may owe an answer without an open call here.
         client: Its name as a client of samplers, which no later process has.
         drained: Its node is about to be taken away.
+        numbers: Numbers the calls.
     """
 
     name: str
@@ -83,7 +84,7 @@ class Process:
     numbers: count[int] = field(default_factory=count)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process has calls of its own."""
+        """Send only the name and the handle to another process, which has calls of its own."""
         return Process, (self.name, self.actor)
 
     async def call(self, method: str, *arguments: Any, phase: str = "") -> Any:

@@ -1,11 +1,11 @@
 """The local sampler: many completions at once, one token of each per forward.
 
-Requests occupy slots of a key–value cache. All slots step together; one that ends is refilled
-before the next forward. A prompt that extends what a slot remembers reads only what is new; a
-prompt that several requests share is read once (`ragen.engines.slots`).
+Requests occupy slots of a key–value cache. All slots step together. A slot that becomes free is
+filled again before the next forward. If a prompt extends what a slot remembers, only the new tokens
+are read. A prompt that several requests share is read once (`ragen.engines.slots`).
 
-The order of everything follows from the order of the requests, and every request draws from its own
-generator: the same requests in the same order give the same tokens and logprobs, bit for bit.
+The order of all work follows from the order of the requests, and every request draws from its own
+generator. So the same requests in the same order give the same tokens and logprobs, bit for bit.
 
 Axes: **N** rows of a forward, **V** vocabulary.
 """
@@ -30,7 +30,7 @@ from ragen.models.device import to_device
 from ragen.models.graphs import GraphDecoder, recorder
 
 PREFILL_TOKENS = 2048
-"""Most new prompt tokens that one forward reads, which bounds its scores of attention."""
+"""Most new prompt tokens that one forward reads, which bounds the memory of attention scores."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class Sampler(QueuedPolicy):
 
     `model` is any causal language model of transformers with a key–value cache. Its weights are
     read in place; call `publish` after changing them. `slots` completions are sampled at once.
-    `fast` uses the fast path where the architecture has one, `graphs` CUDA graphs on a GPU.
+    `fast` uses the fast path if the architecture has one, `graphs` CUDA graphs on a GPU.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Sampler(QueuedPolicy):
     def push(self, model: PreTrainedModel) -> None:
         """Drop the cache; the weights are read in place.
 
-        Completions that are being sampled go on with the new weights after the keys and values of
-        the earlier ones, as in PipelineRL (arXiv:2509.19128). Nothing is read from these again.
+        Open completions continue with the new weights on the keys and values of the earlier ones,
+        as in PipelineRL (arXiv:2509.19128). No later request reads these keys and values.
         """
         self.forget()
 
@@ -116,7 +116,7 @@ class Sampler(QueuedPolicy):
                 return
 
     async def _settle(self) -> None:
-        """Wait until no episode sends another request at once."""
+        """Wait until no episode sends another request right away."""
         quiet = 0
         while quiet < QUIET_ROUNDS:
             before = len(self._waiting)
@@ -295,7 +295,7 @@ def draw(
     Logits are float32, and −∞ excludes a token. Each row is divided by its temperature; 0 takes the
     most likely token. The uniforms are in [0, 1), one for each row. Returns token ids and their
     logprobs under the distribution drawn from (temperature 1 for greedy rows). A row without a
-    distribution, because it has a NaN or ∞, gives any token with the logprob NaN.
+    distribution, because it has a NaN or ∞, gives an arbitrary token with the logprob NaN.
 
     Example:
         >>> logits = torch.tensor([[0.25, 0.75]]).log()
@@ -312,7 +312,7 @@ def draw(
     total_N1 = cdf_NV[:, -1:]
     below_N1 = to_device(torch.from_numpy(uniforms_N), device)[:, None] * total_N1
     below_N1 = torch.minimum(below_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
-    # The clamp matters where all is NaN: an index past the end would be an error of the device.
+    # The clamp matters if a row is all NaN: an index past the end would be an error of the device.
     tokens_N1 = torch.searchsorted(cdf_NV, below_N1, right=True).clamp_(max=cdf_NV.shape[1] - 1)
     if greedy_N.any():
         best_N1 = logits_NV.argmax(dim=-1, keepdim=True)

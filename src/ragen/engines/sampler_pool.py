@@ -1,7 +1,7 @@
-"""The samplers of an engine as one policy: which of them samples what.
+"""The samplers of an engine as one policy.
 
-A conversation stays with the sampler that holds its keys and values. All else goes to the sampler
-that is asked for, or to the one with the fewest open requests.
+A conversation stays with the sampler that holds its keys and values. Any other request goes to the
+sampler that it names, or else to one with few open requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ragen.engines.slots import TAIL, Tokens
 
 @dataclass(frozen=True, slots=True)
 class SamplerTold:
-    """What a sampler tells of itself: how long it has sampled, and its token counts in this era.
+    """What a sampler reports about itself: its seconds of work, and its token counts in an era.
 
     Example:
         >>> SamplerTold(0.5, 2, Stats(sampled=3)).stats.sampled
@@ -70,7 +70,7 @@ class SamplerPool(Pool):
         super().remove(seat, loss)
 
     def metrics(self) -> Metrics:
-        """Metrics since the last call: samplers, their idle share, what their caches held."""
+        """Metrics since the last call: samplers, their idle share, their caches' share of hits."""
         stats, idle = Stats(), self.idle_fraction()
         for seat in self.seats:
             stats.prefilled += seat.stats.prefilled
@@ -81,7 +81,7 @@ class SamplerPool(Pool):
         return found
 
     def hear(self, name: str, told: SamplerTold) -> None:
-        """Take what a sampler has told another client, unless something later is known."""
+        """Take what a sampler has reported to another client, unless a later report is known."""
         seat = self.seat_of(name)
         if seat is not None and told.busy_s >= seat.busy_s:
             self._heard(seat, told)
@@ -94,10 +94,10 @@ class SamplerPool(Pool):
 
     @override
     def _shares(self, requests: Sequence[Request]) -> Iterable[tuple[Seat, Sequence[Request]]]:
-        """What each sampler gets.
+        """The requests that each sampler gets.
 
-        What is not for a known one is divided into runs, so that equal prompts, which come one
-        after the other, are read once by a sampler.
+        Requests that belong to no sampler are divided into consecutive pieces. Equal prompts are
+        neighbours, so that a sampler reads most of them only once.
         """
         seats = self._taking
         shares: dict[int, list[Request]] = {id(seat): [] for seat in seats}
@@ -120,7 +120,7 @@ class SamplerPool(Pool):
         if prompt.token_ids and answer.token_ids:
             self._remember(prompt.token_ids + answer.token_ids, seat)
 
-    # Who knows what.
+    # Which sampler knows which conversation.
 
     def _remember(self, tokens: Tokens, seat: Seat) -> None:
         if tokens in self._order:

@@ -33,7 +33,7 @@ from ragen.models.lora import has_adapters
 from ragen.rollout.endpoint import MAX_SHOWN, check_address
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
-"""Seconds before the server counts as lost: completions queue for long, connections do not."""
+"""Seconds before the server counts as lost; a completion may wait in its queue for minutes."""
 
 
 class VllmServer(WeightedPolicy):
@@ -96,7 +96,7 @@ class VllmServer(WeightedPolicy):
         """Drop all keys and values."""
         if not self._json(self._post("/reset_prefix_cache")).get("success"):
             raise RagenError(
-                f"the vLLM server at {self.url} samples for somebody else while it is trained; "
+                f"the vLLM server at {self.url} samples for another client, too; "
                 "use one server per run"
             )
 
@@ -162,7 +162,7 @@ class VllmServer(WeightedPolicy):
         if not exact or not ids or len(ids) != len(logprobs):
             raise self._strange("a completion of other tokens")
         if not all(0 <= token < 2**31 for token in ids) or not all(map(math.isfinite, logprobs)):
-            raise self._strange("a token or a logprob that cannot be")
+            raise self._strange("an impossible token or logprob")
         return self._completion(ids, logprobs), num_cached
 
     def _model_of(self) -> str:
@@ -192,7 +192,7 @@ class VllmServer(WeightedPolicy):
             response = self._http.post(path, json=body)
         if response.status_code in (404, 405):
             raise RagenError(
-                f"the vLLM server at {self.url} lets nobody push weights ({path} is missing): "
+                f"the vLLM server at {self.url} takes no weights ({path} is missing): "
                 "start it with VLLM_SERVER_DEV_MODE=1, and for adapters with "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
             )
@@ -201,7 +201,11 @@ class VllmServer(WeightedPolicy):
         return response
 
     def _json(self, response: httpx.Response) -> dict[str, Any]:
-        """A server's answer; an error if it is none or not a JSON object."""
+        """The JSON object in a server's answer.
+
+        Raises:
+            RagenError: The answer is an error, or has no JSON object.
+        """
         answer: Any = None
         with suppress(ValueError, RecursionError):
             answer = response.json()
@@ -213,7 +217,7 @@ class VllmServer(WeightedPolicy):
             first = reason.strip().partition("\n")[0][:MAX_SHOWN] or f"HTTP {response.status_code}"
             raise RagenError(
                 f"the vLLM server at {self.url} refuses: {first}; "
-                "does it serve the model that is trained? If so, start it anew"
+                "does it serve the model that is trained? If so, restart it"
             )
         return answer
 

@@ -30,11 +30,9 @@ Weights = Mapping[str, Tensor]
 class VllmSampler(QueuedPolicy):
     """A `WeightedPolicy` over an engine of vLLM.
 
-    Logprobs are those of the distribution drawn from, as with the local sampler. A request's seed
-    decides its random numbers, but the composition of a batch changes the last digits of its
-    logits; so sampling is not reproducible bit for bit.
-
-    `vllm` has the learner's weights.
+    `vllm` has the learner's weights. Logprobs are those of the distribution drawn from, as with the
+    local sampler. A request's seed decides its random numbers, but the composition of a batch
+    changes the last digits of its logits, so sampling is not reproducible bit for bit.
     """
 
     def __init__(
@@ -73,8 +71,8 @@ class VllmSampler(QueuedPolicy):
     ) -> None:
         """See `WeightedPolicy.publish`; it waits until the open completions are finished.
 
-        vLLM would keep their keys and values for later requests, and those of the first weights
-        are not told from those of the last.
+        vLLM would keep the keys and values of an open completion for later requests, although
+        earlier weights computed a part of them.
         """
         self._accepts.clear()
         try:
@@ -97,7 +95,7 @@ class VllmSampler(QueuedPolicy):
         self._vllm.wake()
         weights = {name: each.detach() for name, each in (weights or published(model)).items()}
         if has_adapters(model):
-            folders = MEMORY if os.access(MEMORY, os.W_OK) else None  # else where Python's are
+            folders = MEMORY if os.access(MEMORY, os.W_OK) else None  # None: Python's own place
             with tempfile.TemporaryDirectory(prefix="ragen-adapter-", dir=folders) as folder:
                 save_adapter(model, Path(folder), tensors=weights)
                 scale = scale_of(model)

@@ -25,7 +25,6 @@ QUIET_ROUNDS = 4
 An episode whose environment answers at once sends its next request within them, through the
 rollout's own awaits."""
 
-
 STOP_IDS = 128
 """Most tokens at which vLLM can stop a completion."""
 
@@ -55,12 +54,12 @@ class Stats:
 class WeightedPolicy:
     """A `Policy` whose weights are published to it: the local sampler, vLLM, a server.
 
-    `end_ids` end a completion, which includes the one drawn; so do the other `control_ids` of the
-    chat, after which nothing may be sampled. Without any, every completion has
-    `Prompt.max_tokens` tokens. `decode` turns token ids, without the end token, into text. A prompt
-    and its completion have at most `max_length` tokens together, which the caller respects.
+    A completion ends at the first token of `end_ids` or of the chat's other `control_ids`, which it
+    includes: nothing may be sampled after a control token. Otherwise it has `Prompt.max_tokens`
+    tokens. `decode` turns token ids, without the end token, into text. The caller makes sure that a
+    prompt and its completion have at most `max_length` tokens together.
     `version` is the policy version of the weights, which completions carry. `stats` count tokens
-    since they were last reset. `source` is where the first weights are from, for messages.
+    since they were last reset. `source` names the origin of the first weights in messages.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ from ragen.storage.checkpoint import Damaged
 QUESTION = "Count from one to ten, then say which of the numbers you like best."
 
 Like = Callable[[str], Tensor | None]
-"""The weight whose parts a tensor of a name has, ``None`` for a tensor that is not split."""
+"""From a tensor's name to the weight that it is split like; ``None`` if it is not split."""
 
 
 def save_learner(
@@ -99,10 +99,12 @@ def load_learner(learner: Learner, folder: Path, base: str | None) -> None:
 
 
 def refuse_another_first(first: str | None, saved: str | None, learner: Learner) -> str | None:
-    """The hash of the weights that a run began with; `first` is that of those loaded now.
+    """The hash of the weights that a run began with, by the checkpoint if it `saved` one.
+
+    `first` is the hash of the weights that are loaded now.
 
     Raises:
-        RagenError: They differ, and the KL reference is a copy of them.
+        RagenError: The hashes differ, and the KL reference is a copy of the loaded weights.
     """
     if saved is None or saved == first:
         return first
@@ -235,6 +237,6 @@ def _restore(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], folde
         if here != there:
             raise RagenError(
                 f"the checkpoint {folder} is of another model: {name} is {there} in it and {here} "
-                "here"
+                "here; restore the model that the run began with"
             )
     fill(weights, tensors)

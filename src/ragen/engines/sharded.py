@@ -8,7 +8,7 @@ them, and takes the answer of rank 0.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,11 @@ from ragen.rollout.setup import make_chat
 
 
 class Rank:
-    """This process's part of `num_ranks` learners; alone it needs no others.
+    """This process's part of `num_ranks` learners; a single one needs no communication.
 
-    Every method is called in all processes at once with the same arguments, among them whole
-    batches, of which each process computes its share. All raise the same error if one does, but a
-    process that dies leaves the others waiting, for `engine.timeout_s` at most.
+    Every method is called in all processes at once with the same arguments. A batch is given whole,
+    and each process computes its share. If one process raises an error, all raise it. If one dies,
+    the others wait for it, at most for `engine.timeout_s`.
 
     `path` is the folder or hub id of the policy's first weights, which each process reads.
     `store_address` is ``host:port`` on the machine of rank 0, where the processes meet.
@@ -89,26 +89,22 @@ class Rank:
         return self.learner.gradient_norms(batch, bucket_B)
 
     def weights(self) -> list[tuple[str, Tensor]]:
-        """The policy's weights by name, or its adapter's, on the CPU; none but in rank 0.
+        """The policy's weights by name, or its adapter's, on the CPU; empty except in rank 0.
 
-        One at a time is whole on a GPU. Alone, a rank on a CPU returns the weights themselves.
-        """
-        return [(name, weight.cpu()) for name, weight in self.stream_weights()]
-
-    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """`weights` one after another, on the learner's device.
-
-        All processes take all of them; the others than rank 0 get none.
+        All processes gather them together, one at a time, so that a GPU holds only one whole
+        weight. A rank that is alone on a CPU returns the weights themselves, not copies.
         """
         tensors = (
             lora.adapter_tensors(self.model).items()
             if lora.has_adapters(self.model)
             else self.model.named_parameters()
         )
+        found = []
         for name, weight in tensors:
             full = whole(weight.detach())
             if self.ranks.rank == 0:
-                yield name, full
+                found.append((name, full.cpu()))
+        return found
 
     def published(self) -> None:
         """Note that the samplers have these weights, so that the next samples are on-policy."""

@@ -48,7 +48,7 @@ class Sampled(NamedTuple):
 
 
 class Vllm:
-    """An engine of vLLM in this process; with `tensor_parallel` above 1 so many others compute.
+    """An engine of vLLM in this process; with `tensor_parallel` above 1, that many others compute.
 
     It pins no threads, sends no usage statistics, and ignores the model's ``generation_config``.
     Its first weights are those of the folder or hub id `path`. It takes the share `gpu_memory` of
@@ -118,7 +118,7 @@ class Vllm:
                 '"local", or lower rollout.gpu_memory, model.max_length or engine.tensor_parallel'
             ) from error
         if self._is_parallel:
-            torch.set_num_threads(threads)  # vLLM lowers it, as if this process only scheduled
+            torch.set_num_threads(threads)  # vLLM lowers it, because its workers compute elsewhere
 
     def add(self, name: str, prompt: Prompt, stop_ids: Sequence[int]) -> None:
         """Request a completion; `step` returns it under `name`."""
@@ -189,9 +189,9 @@ class Vllm:
     def _in_workers(
         self, work: Callable[..., list[str]], weights: Iterable[tuple[str, Tensor]], *more: Any
     ) -> list[str]:
-        """The names that `work` returns in any of the workers, to which weights are given.
+        """The names that `work` returns in any of the workers, each of which gets the weights.
 
-        vLLM carries no tensors to other processes, so they find them in shared memory.
+        vLLM sends no tensors to other processes, so these read them from shared memory.
         """
         call = self._engine.collective_rpc
         if self._is_parallel:
@@ -203,7 +203,7 @@ class Vllm:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Tell of a worker that has ended; vLLM says only that its executor failed."""
+        """Report a worker that has ended; vLLM says only that its executor failed."""
         try:
             yield
         except RuntimeError as error:

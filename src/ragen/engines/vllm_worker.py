@@ -1,8 +1,8 @@
-"""What RAGEN lets vLLM's own workers do: take weights over, and say what differs afterwards.
+"""The functions that RAGEN calls in vLLM's workers: they take weights over and compare them.
 
-A worker is in the process of its engine, or with tensor parallelism one of several processes, each
-with a part of most weights. vLLM fuses some of a checkpoint's weights (queries, keys and values;
-gate and up). Here every weight is compared, bit for bit, with its part of what vLLM computes with.
+A worker runs in the process of its engine, or with tensor parallelism in one of several processes,
+each with a part of most weights. vLLM fuses some of a checkpoint's weights (queries, keys and
+values; gate and up). Here every weight is compared, bit for bit, with what vLLM computes with.
 """
 
 from __future__ import annotations
@@ -53,10 +53,9 @@ def _pack_output_layer(model: Any) -> None:
 
 @torch.no_grad()
 def differing(model: Any, tensors: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """The names of weights of which a worker's model holds something else.
+    """The names of the weights that a worker's model holds with other values.
 
-    Weights of layers that vLLM lays out in a way of their own, such as a mixture's experts, are not
-    compared.
+    Weights of layers with a special layout in vLLM, such as a mixture's experts, are not compared.
     """
     modules = dict(model.named_modules())
     packed = getattr(model, "packed_modules_mapping", {})
@@ -108,7 +107,7 @@ def _held(module: Any, kind: str) -> Iterator[Tensor]:
 
 
 Part = tuple[slice, Tensor]
-"""Rows of what a module holds, and the tensor that they should be."""
+"""The rows of a module's tensor, and the tensor that they should equal."""
 
 
 def _part(module: Any, kind: str, number: int, tensor: Tensor) -> Part:
@@ -165,16 +164,8 @@ def differing_adapter(worker: Any, weights: Weights, scale: float) -> list[str]:
             if matrix == "B":
                 dtype = every[0].dtype
                 given = [each if each is None else each.to(dtype) * scale for each in given]
-            if module.tp_size > 1:
-                cut = module.slice_lora_a if matrix == "A" else module.slice_lora_b
-                given = (
-                    cut(given)
-                    if len(paths) > 1
-                    else [cut(given[0])]
-                    if given[0] is not None
-                    else given
-                )
-            for name, part, held in zip(names, given, every, strict=True):
+            parts = _adapter_parts(module, matrix, given)
+            for name, part, held in zip(names, parts, every, strict=True):
                 own = held[slot, 0]
                 expected = torch.zeros_like(own)
                 if part is not None:
@@ -182,3 +173,13 @@ def differing_adapter(worker: Any, weights: Weights, scale: float) -> list[str]:
                 if not torch.equal(own, expected):
                     found.append(name)
     return sorted(set(found))
+
+
+def _adapter_parts(module: Any, matrix: str, given: Any) -> Any:
+    """A worker's parts of a layer's matrices A or B, one for each layer that vLLM has fused."""
+    if module.tp_size == 1:
+        return given
+    cut = module.slice_lora_a if matrix == "A" else module.slice_lora_b
+    if len(given) > 1:
+        return cut(given)
+    return given if given[0] is None else [cut(given[0])]

@@ -111,12 +111,12 @@ def offered(block: Block) -> Iterator[Shared]:
 
 
 def published(model: PreTrainedModel) -> Mapping[str, Tensor]:
-    """The weights that a publication sends: the adapter's where there is one, else all."""
+    """The weights that a publication sends: those of the adapter if there is one, else all."""
     return adapter_tensors(model) if has_adapters(model) else dict(model.named_parameters())
 
 
 def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """The CRC-32 of each tensor's bytes, which finds all single faults of up to 32 bits.
+    """The CRC-32 of each tensor's bytes, which detects every single burst error of up to 32 bits.
 
     Example:
         >>> sums = checksums([("w", torch.ones(2)), ("v", torch.ones(2))])
@@ -138,10 +138,10 @@ def some(names: Sequence[str]) -> str:
 
 
 def refuse_other_names(own: Iterable[str], given: Iterable[str]) -> None:
-    """Refuse weights of another model than one whose `published` weights have the names `own`.
+    """Refuse weights of another model: `own` are the names of a sampler's, `given` those sent.
 
     Raises:
-        RagenError: See above.
+        RagenError: The names differ.
     """
     if other := sorted({*own} ^ {*given}):
         raise RagenError(

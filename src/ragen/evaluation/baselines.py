@@ -34,13 +34,14 @@ from ragen.envs.registry import closing_env, env_class, make
 from ragen.rollout.players import Player, has_random_play, random_player, solver
 
 VERSION = 1
-"""Part of the cache key, with the sources of the environment. Raise it when results change here."""
+"""Part of the cache key, as are the environment's sources. Raise it when this module's results
+change."""
 
 CALL_S = 60.0
 """Time limit in seconds of one level's exact answer and of one episode."""
 
 FEW = 4
-"""Failures that are borne before anything has worked."""
+"""`_most` gives up once its failures outnumber its successes by more than this."""
 
 Result = TypeVar("Result")
 
@@ -66,9 +67,9 @@ def measure_baselines(
     """Mean baselines over `levels`, from the cache if they were computed before.
 
     They are exact for environments with `Env.baselines` (all of RAGEN's). In others, both players
-    play `draws` episodes per level, without those in which the environment fails. `name` and
-    `params` are those of `make`, `levels` are seeds, and `build` makes the instance to play in a
-    worker process, by default `make` in this one.
+    play `draws` episodes per level, and episodes in which the environment fails are left out.
+    `name` and `params` are those of `make`, and `levels` are seeds. `build` makes the environment
+    to play, for example in a worker process; by default, `make` makes it in this process.
 
     Raises:
         RagenError: The environment cannot be made, or mostly fails when it is played.
@@ -92,7 +93,7 @@ def measure_baselines(
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=repr).encode()).hexdigest()
     path = cache_folder() / "baselines" / f"{digest[:32]}.json"
-    # Missing or unreadable: again.
+    # A file that is missing or cannot be read is computed again.
     with suppress(OSError, ValueError, TypeError, RecursionError, UserCodeError):
         known = answers.baselines(Baselines(**json.loads(path.read_text(encoding="utf-8"))))
         if known is not None:
@@ -251,7 +252,7 @@ def sources(cls: type[Env]) -> list[str]:
 
 
 def _imported_envs(modules: set[str]) -> set[str]:
-    """Those of the modules that are in `ragen.envs`, and what they import from there, in turn."""
+    """The given modules that are in `ragen.envs`, and all modules that they import from there."""
     seen: set[str] = set()
     while new := {name for name in modules - seen if name.startswith("ragen.envs.")}:
         seen |= new
@@ -262,5 +263,5 @@ def _imported_envs(modules: set[str]) -> set[str]:
 
 @cache
 def _unknown_code(_: type[Env]) -> str:
-    """So that nothing is taken from the cache that other code of the same name has left there."""
+    """A random hash for a class without readable code, so that the cache never matches it."""
     return secrets.token_hex(16)

@@ -149,7 +149,7 @@ def branch(
 
 
 def stage_of(run: Path, recorded: Recorded) -> int:
-    """The stage of the curriculum in which an episode was played; 0 for that of an evaluation.
+    """The stage of the curriculum in which an episode was played; 0 for an evaluated episode.
 
     Raises:
         RagenError: The run's database cannot be read.
@@ -171,7 +171,7 @@ def weights(run: Path, config: Config, checkpoint: int | None) -> tuple[int, str
     if step == 0 and checkpoint_of(run, 0) is None:
         if run_of(config.model.path) == Path(config.model.path):
             raise RagenError(
-                f"an earlier version began {run}, and did not write down which checkpoint of "
+                f"an earlier version began {run}, and did not record which checkpoint of "
                 f"{config.model.path} it began with: name another --checkpoint"
             )
         began = {"guard": {"changes": {}}, "loop": {"threads": config.threads}}
@@ -184,7 +184,10 @@ def weights(run: Path, config: Config, checkpoint: int | None) -> tuple[int, str
 def _refuse_out_of_range(request: Request, recorded: Recorded, config: Config) -> None:
     num_turns = len(recorded.episode.turns)
     if num_turns == 0:
-        raise RagenError(f"episode {recorded.id} ended before its first turn: nothing to branch")
+        raise RagenError(
+            f"episode {recorded.id} ended before its first turn, so it has no branches: choose "
+            "another one"
+        )
     if not 0 <= request.turn < num_turns:
         raise RagenError(
             f"turn = {request.turn}: episode {recorded.id} has turns 0 to {num_turns - 1}"

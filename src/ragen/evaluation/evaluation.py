@@ -35,7 +35,7 @@ from ragen.rollout.setup import EpisodeSpec, Setup, by_env, make_setup
 from ragen.storage.checkpoint import run_of
 
 EVALS = Path(FOLDER)
-"""The folder of evaluations whose target is no run."""
+"""The folder of evaluations of targets that are no run."""
 
 CONCURRENCY = 16
 """Default number of concurrent episodes through an endpoint."""
@@ -143,7 +143,7 @@ def evaluate_target(
 
 
 class _Store:
-    """What an evaluation stores, if anything, and a reply that was not valid, if one is known."""
+    """What an evaluation stores, if it stores anything, and one invalid reply, if there was one."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -170,7 +170,7 @@ class _Store:
             self._outcomes.add(outcome)
 
     def finished(self, evaluation: Evaluation, prefill: str, again: bool) -> Evaluation:
-        """Store the result, whose replies begin with `prefill`; `again` as `OutcomeStore.finish`.
+        """Store the result; `prefill` begins every reply, and `again` is as in `OutcomeStore`.
 
         Returns:
             The result with an invalid reply, if most were invalid, and the episodes' folder.
@@ -210,8 +210,8 @@ async def play_episodes(
 ) -> list[Episode]:
     """Play a target's episodes, then release its connections and memory.
 
-    Without a temperature, the target plays at that of its own settings. `on_episode` is called as
-    each episode ends, with the chat that has the texts of its tokens.
+    Without a `temperature`, the target's own settings give it. `on_episode` is called when an
+    episode ends, with the chat that has the texts of its tokens.
     """
     policy, setup = load_target(target, config, server)
     if temperature is not None:
@@ -259,8 +259,8 @@ async def evaluate_envs(
 ) -> tuple[Evaluation, list[Group]]:
     """`evaluate_policy` in each environment of a run, on the same levels as in a run of it alone.
 
-    The evaluation of a mixture is that of all episodes together, with those of the environments as
-    its `parts`. The groups of all environments are numbered on.
+    The evaluation of a mixture covers all episodes together, and its `parts` are the evaluations of
+    the environments. The groups are numbered through all environments.
 
     Raises:
         RagenError: As `evaluate_policy`.

@@ -23,6 +23,7 @@ from ragen.core.types import Completion, Prompt, Turn
 from ragen.core.user_code import UserCodeError
 from ragen.engines.memory import GIB, plan
 from ragen.envs.registry import try_env
+from ragen.evaluation.outcomes import outcome_of
 from ragen.evaluation.targets import Overrides, config_for
 from ragen.models.names import base_of, local_config, resolve_model
 from ragen.models.sizes import read_sizes
@@ -43,7 +44,7 @@ LEVELS = 8
 REPLIES, TOKENS = 8, 16
 """The short decode: replies at the same time, and tokens of each."""
 REPLY_S = 20.0
-"""About how long a reply may be sampled; at the measured speed the rest is cut off."""
+"""About how many seconds a reply is sampled; at the measured speed, the rest is cut off."""
 METHODS = {"GRPO": "starpo-s/grpo", "PPO": "starpo-s/ppo"}
 DTYPES = "float32", "bfloat16"
 RANK = 64
@@ -66,7 +67,7 @@ class Memory:
     """The memory of one method of training, in GiB.
 
     `certain` is what weights, gradients and optimiser take, `peak` the most if episodes are as long
-    as the settings allow. `verdict` is one of `FITS`, or empty where free memory is not known.
+    as the settings allow. `verdict` is one of `FITS`, or empty if free memory is not known.
     """
 
     method: str
@@ -135,7 +136,7 @@ class Inspection:
 
 
 def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection:
-    """Load a model, a run or ``base``, and find out what training it would be like.
+    """Load a model, a run or ``base``, and measure what training it on this machine takes.
 
     `overrides` are as for `evaluate_target`; without an environment it is the run's, or `ENV`.
 
@@ -168,16 +169,7 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
         prompt, names = opening(setup, spec)
         samples, why = samples_of(turns, setup, chat)
         speeds, completion = run_async(sample(policy, prompt))
-    most = min(setup.actions_per_turn, setup.actions)
-    try:
-        parsed = read_reply(setup, completion, names, most)
-    except UserCodeError as failure:
-        raise RagenError(f"prompt.tool_parser failed: {failure.reason}") from failure
-    count = len(completion.token_ids or ())
-    problem = parsed.problem
-    if completion.finish_reason == "length" and count < prompt.max_tokens:
-        problem = f"It was cut off here after {count} of {prompt.max_tokens} tokens, to save time."
-    reply = Reply(setup.prefill + completion.text, count, problem, parsed.actions)
+    reply = _parsed(setup, prompt, completion, names)
     pad, written = tokenizer.pad_token_id, local_config(path)
     return Inspection(
         target=target,
@@ -201,10 +193,35 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
     )
 
 
-def conversation(setup: Setup, chat: Chat) -> tuple[tuple[Turn, ...], EpisodeSpec]:
-    """The first `TURNS` turns of an episode of random play, one action a turn, and which it was.
+def _parsed(
+    setup: Setup, prompt: Prompt, completion: Completion, names: tuple[str, ...] | None
+) -> Reply:
+    """A reply as the parser reads it; `names` are those of the environment's actions.
 
-    Of `LEVELS` levels, it is the first with so many turns, or else one with most.
+    Raises:
+        RagenError: The parser of calls fails.
+    """
+    most = min(setup.actions_per_turn, setup.actions)
+    try:
+        parsed = read_reply(setup, completion, names, most)
+    except UserCodeError as failure:
+        raise RagenError(
+            f"prompt.tool_parser failed: {failure.reason}; run `ragen check` on it"
+        ) from failure
+    count = len(completion.token_ids or ())
+    problem = parsed.problem
+    if completion.finish_reason == "length" and count < prompt.max_tokens:
+        problem = f"It was cut off here after {count} of {prompt.max_tokens} tokens, to save time."
+    return Reply(setup.prefill + completion.text, count, problem, parsed.actions)
+
+
+def conversation(setup: Setup, chat: Chat) -> tuple[tuple[Turn, ...], EpisodeSpec]:
+    """The first `TURNS` turns of an episode of random play with one action a turn, and its spec.
+
+    The episode is the first on `LEVELS` levels with that many turns, or else one with the most.
+
+    Raises:
+        RagenError: The environment failed.
     """
 
     def first_action(seed: int) -> Player:
@@ -227,7 +244,10 @@ def conversation(setup: Setup, chat: Chat) -> tuple[tuple[Turn, ...], EpisodeSpe
     most: tuple[tuple[Turn, ...], EpisodeSpec] = (), specs[0]
     for episode, spec in played:
         if episode.failed:
-            raise RagenError(f"the environment {setup.env!r} failed: {episode.error}")
+            raise RagenError(
+                f"the environment {setup.env!r} failed: {outcome_of(episode).reason}; run "
+                "`ragen check` on it"
+            )
         most = max(most, (episode.turns[:TURNS], spec), key=lambda each: len(each[0]))
         if len(most[0]) == TURNS:
             break
@@ -306,7 +326,7 @@ async def sample(policy: WeightedPolicy, prompt: Prompt) -> tuple[tuple[float, f
         sampled = sum(len(reply.token_ids or ()) for reply in replies)
         return sampled / (time.perf_counter() - start)
 
-    await speed(1, 1)  # the prompt is read
+    await speed(1, 1)  # reads the prompt, which is not timed
     together, alone = await speed(REPLIES), await speed(1)
     most = min(prompt.max_tokens, max(TOKENS, int(REPLY_S * alone)))
     return (together, alone), await policy.complete(replace(prompt, max_tokens=most))

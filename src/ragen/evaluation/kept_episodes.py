@@ -1,7 +1,7 @@
 """The episodes of an evaluation, in a folder like that of a run without steps.
 
-`ragen view` shows the folder, and `ragen export --episodes` exports it. Folders are numbered; an
-evaluation that goes on, after a kill or with more levels, goes on in its own.
+`ragen view` shows the folder, and `ragen export --episodes` exports it. Folders are numbered. An
+evaluation that continues, after a kill or with more levels, uses its earlier folder.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ FOLDER = "evals"
 """The folder of evaluations: in the working folder, or in the run that is evaluated."""
 
 EVENT = "evaluation"
-"""The kind of the first event, whose data hold the key of the outcomes."""
+"""The kind of the first event. Its data hold the key of the outcomes."""
 
 MOST = 10_000
-"""Episodes that are kept of an evaluation: the first ones that end."""
+"""Most episodes that are kept of an evaluation: those that end first."""
 
 LONGEST = 100_000
-"""Characters that are kept of a reply; a server's answer may have 4 MB."""
+"""Most characters that are kept of a reply; a server's answer may have 4 MB."""
 
 MOST_ACTIONS = 1000
-"""Actions that are kept of an answer."""
+"""Most actions that are kept of a reply."""
 
 
 class KeptEpisodes:
@@ -68,7 +68,7 @@ class KeptEpisodes:
     def _found(self) -> Path | None:
         """The folder of an earlier part of this evaluation."""
         for folder in sorted(self._root.glob(f"{self._name}-*")):
-            with suppress(RagenError):  # it is no run, or damaged: a new folder is made
+            with suppress(RagenError):  # the folder is no run, or damaged: a new one is made
                 query = "SELECT data ->> 'key' FROM events WHERE kind = ?"
                 if (folder / DATABASE).is_file() and (self._key,) in read(folder, query, (EVENT,)):
                     return folder

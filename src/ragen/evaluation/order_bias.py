@@ -36,8 +36,8 @@ class OrderBias:
         groups: Groups that got scores in both orders.
         failed: Groups that did not.
         pairs: Pairs of episodes that differ.
-        changed: Share of the pairs whose order by score changes; a tie in one order alone is half a
-            change.
+        changed: Share of the pairs that change their order by score; a tie in only one of the
+            orders is half a change.
         earlier: What the earlier place adds to a score: the mean difference of an episode's scores
             in its two places.
     """
@@ -77,11 +77,14 @@ def measure_order_bias(run: Path, num_groups: int = 20) -> OrderBias:
     if JUDGE not in config.reward.terms or config.judge.mode != "group":
         raise RagenError(
             f'{run} has no judge that compares groups (reward.terms.judge, judge.mode = "group"), '
-            "so no order is to be checked"
+            "so there is no order to check"
         )
     groups = deque(_groups(run, config.seed), maxlen=num_groups)
     if not groups:
-        raise RagenError(f"{run} recorded no group with different episodes (record.episodes_every)")
+        raise RagenError(
+            f"{run} recorded no group with different episodes: train with record.episodes_every "
+            "above 0"
+        )
 
     async def ask() -> list[tuple[Scores, Scores] | None]:
         async with open_judge(config, run) as judge:
@@ -91,7 +94,10 @@ def measure_order_bias(run: Path, num_groups: int = 20) -> OrderBias:
     answers = run_async(ask())
     scored = [answer for answer in answers if answer is not None]
     if not scored:
-        raise RagenError(f"the judge {config.judge.model} gave no score for any of the groups")
+        raise RagenError(
+            f"the judge {config.judge.model} gave no score for any of the groups; check the rubric "
+            "and the server of the run's judge"
+        )
     return order_bias(scored, len(answers) - len(scored))
 
 
@@ -120,7 +126,7 @@ async def _in_two_orders(judge: Judge, step: int, texts: list[str]) -> tuple[Sco
 
 
 def order_bias(answers: list[tuple[Scores, Scores]], failed: int = 0) -> OrderBias:
-    """What the order changes in groups that were scored in an order and in its opposite.
+    """What the order changes, for groups that were scored in one order and in its opposite.
 
     Example:
         >>> forth, back = {"a": 0.75, "b": 0.5}, {"b": 0.75, "a": 0.5}  # the first one is better

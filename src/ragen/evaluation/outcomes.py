@@ -34,7 +34,7 @@ def phase_of(temperature: float) -> str:
 
 
 def check_sampling(seed: int, temperature: float, sampler: str) -> None:
-    """Refuse a seed or a temperature that cannot be sampled with.
+    """Refuse a seed or a temperature with which nothing can be sampled.
 
     Raises:
         RagenError: It is out of its range, or vLLM cannot sample exactly at the temperature.
@@ -54,11 +54,11 @@ def check_sampling(seed: int, temperature: float, sampler: str) -> None:
 class Outcome:
     """One evaluated episode in numbers.
 
-    `sample` numbers the episodes of a level. Token counts are sums over turns; a server's own
-    counts are used where it gives them. `thought_words` counts words, so that targets with
-    different tokenizers compare. `valid_turns` had a valid reply, `effective_actions` changed the
-    environment. `error` is the traceback of a failed environment or the last error of a failed
-    server; such an episode is no success.
+    `sample` numbers the episodes of a level. Token counts are sums over turns, by the server's own
+    counts if it gives them. `thought_words` counts words, so that targets with different tokenizers
+    compare. `valid_turns` counts turns with a valid reply, `effective_actions` actions that changed
+    the environment. `error` is the traceback of a failed environment or the last error of a failed
+    server; such an episode counts as no success.
 
     Example:
         >>> lost = Outcome("bandit", 123, 0, False, 0.0, 1, 1, 1, 1, 7, 90, 12, "failed")
@@ -182,8 +182,8 @@ class OutcomeStore:
         try:
             self._connection = open_database(folder, make=True)
         except RagenError as error:
-            is_said = "--out" in str(error)
-            remedy = "" if is_said else "; or keep the results elsewhere with --out DIR"
+            has_remedy = "--out" in str(error)
+            remedy = "" if has_remedy else "; or keep the results elsewhere with --out DIR"
             raise RagenError(f"{error}{remedy}") from None
         # A killed process loses nothing with this setting; a crashed machine loses some episodes.
         self._connection.execute("PRAGMA synchronous = NORMAL")

@@ -52,7 +52,7 @@ class Evaluation:
         invalid_reply: The beginning of a reply that was not valid, if most were not.
         invalid_reason: What was wrong with it.
         folder: Where the episodes are kept; empty if they are not. No database has this field.
-        parts: Those of each environment of a mixture; its own numbers are of all episodes.
+        parts: The evaluations of a mixture's environments; the other fields cover all episodes.
 
     Example:
         >>> from ragen.evaluation.evaluation import evaluate_target

@@ -26,10 +26,11 @@ Overrides = Mapping[str, Any]
 """Values by config key."""
 
 TARGETS = "base, random, solver"
-"""The targets that are no run and no model folder, as messages offer them."""
+"""The targets besides runs and model folders, as messages name them."""
 
 VERSION = 1
-"""Incremented when equal settings begin to give other episodes; environment sources are hashed."""
+"""Raise it when equal settings give other episodes, except by an environment's sources: these are
+hashed."""
 
 ENDPOINT_DEFAULTS: Mapping[str, Any] = {
     "prompt.style": "paper",
@@ -127,7 +128,9 @@ def resolve_target(target: str, overrides: Overrides, server: Server | None = No
         of_env.pop("env.params.observation", None)
         config = resolve(None, {**of_env, **ENDPOINT_DEFAULTS, **given})
         if config.prompt.prefill:
-            raise RagenError("prompt.prefill: a chat endpoint cannot continue a pre-filled reply")
+            raise RagenError(
+                "prompt.prefill: a chat endpoint cannot continue a pre-filled reply; leave it out"
+            )
         return Resolved(config)
     if config is None:
         config = resolve(None, given, saved={**flatten(recipe), **brought})
@@ -143,9 +146,9 @@ def resolve_target(target: str, overrides: Overrides, server: Server | None = No
 
 
 def _config_in(run: Path, env: str | None) -> Config:
-    """The config of a run, of a mixture as of a run in `env` alone.
+    """The config of a run; a mixture has the config that a run in `env` alone would have.
 
-    In an environment that the mixture does not have, it has the prompts of the first one.
+    If the mixture does not have `env`, its first environment gives the prompts.
 
     Raises:
         RagenError: It is a mixture, and no environment is given.
@@ -186,9 +189,9 @@ def shared_settings(
     first = (runs or targets)[0]
     config = config_for(first, overrides)
     try_env(config.env.name, config.env.params)
-    task = _task_settings(config)
+    task = task_settings(flatten(config))
     for run in runs:
-        own = _task_settings(config_for(run, overrides))
+        own = task_settings(flatten(config_for(run, overrides)))
         for key in sorted(task | own, key=lambda key: (key != "env.name", key)):
             if task.get(key) != own.get(key):
                 raise RagenError(
@@ -212,9 +215,8 @@ def shared_settings(
     return {target: settings(target) for target in targets}
 
 
-def _task_settings(config: Config) -> dict[str, Any]:
-    """The keys that determine the task: levels, events and budgets."""
-    keys = flatten(config)
+def task_settings(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some settings that determine the task: levels, events and budgets."""
     return {k: v for k, v in keys.items() if k.startswith("env.") and k not in DISPLAY_KEYS}
 
 

@@ -33,7 +33,7 @@ PHASE = "branch"
 checkpoint's."""
 
 MOST = 64
-"""Most branches of one request: they fit on a screen, and a small model plays them in a minute."""
+"""Most branches of a request: they fit on a screen, and a small model plays them in a minute."""
 
 _SCHEMA = f"""
 {PLAYED}

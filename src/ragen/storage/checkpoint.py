@@ -38,7 +38,7 @@ IN_USE = "in-use"
 
 
 class Damaged(RagenError):
-    """A file of a checkpoint is unreadable or was changed; `reason` says which and why."""
+    """A file of a checkpoint cannot be read or was changed; `reason` says which and why."""
 
     def __init__(self, path: Path, error: object, remedy: str = "restore it") -> None:
         super().__init__(f"{path} is damaged ({error}); {remedy}")
@@ -56,8 +56,8 @@ def folders(run: Path, complete: bool = True) -> list[Path]:
         RagenError: Their folder cannot be read.
     """
     inside = run / CHECKPOINTS
-    readable = "make it a folder that can be read, and what it holds"
-    with file_errors("read", inside, readable), suppress(FileNotFoundError):
+    remedy = "make the folder and its contents readable"
+    with file_errors("read", inside, remedy), suppress(FileNotFoundError):
         named = [path for path in inside.iterdir() if re.fullmatch(r"step-\d+", path.name)]
         whole = [path for path in named if not complete or (path / STATE).exists()]
         return sorted(whole, key=step_of)
@@ -157,7 +157,7 @@ def hold(folder: Path) -> None:
 
 def held(run: Path) -> list[Path]:
     """Checkpoints of abandoned attempts that other runs began with, newest first."""
-    return sorted((run / "checkpoints").glob("held-step-*"), reverse=True)
+    return sorted((run / CHECKPOINTS).glob("held-step-*"), reverse=True)
 
 
 # Reading and writing the state.
@@ -180,7 +180,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise Damaged(folder / STATE, "not an object")
     if state.pop(SEAL, None) != _seal(json.dumps(state)):
-        raise Damaged(folder / STATE, "it is not what was written, or by an older RAGEN")
+        raise Damaged(folder / STATE, "it is not what was written, or an older RAGEN wrote it")
     return upgrade_state(state)
 
 
@@ -189,7 +189,7 @@ def verified_state(folder: Path, patterns: Sequence[str] = ("*",)) -> dict[str, 
 
     Raises:
         Damaged: A file is missing, was changed, or cannot be read from the disk.
-        RagenError: A file must not be read.
+        RagenError: The permission to read a file is missing.
     """
     state = read_state(folder)
     for name, expected in state[FILES].items():
@@ -206,7 +206,7 @@ def verified_state(folder: Path, patterns: Sequence[str] = ("*",)) -> dict[str, 
 
 @contextmanager
 def _read_errors(path: Path) -> Iterator[None]:
-    """A file that must not be read may be good; one that the disk does not give is damaged."""
+    """Report a file that cannot be read as `Damaged`, unless only the permission is missing."""
     try:
         yield
     except PermissionError as error:
@@ -230,7 +230,7 @@ def sound(folder: Path, patterns: Sequence[str] = ("*",)) -> dict[str, Any]:
         remedy = f"no other checkpoint of {run} is intact: restore the file"
         if intact:
             steps = ", ".join(str(step_of(path)) for path in intact)
-            remedy = f"intact are those of steps {steps}, the last in {intact[-1]}: take one"
+            remedy = f"those of steps {steps} are intact, the last in {intact[-1]}: take one"
             if step_of(intact[-1]) < step_of(folder):
                 remedy += f", or train this one again: ragen resume {shlex.quote(str(run))}"
         raise Damaged(error.path, error.error, remedy) from error
@@ -308,7 +308,7 @@ def writing(
     Raises:
         RagenError: The disk is full or cannot be written; earlier checkpoints are untouched.
     """
-    target = run / "checkpoints" / f"step-{step}"
+    target = run / CHECKPOINTS / f"step-{step}"
     shutil.rmtree(target, ignore_errors=True)  # at most an incomplete one
     try:
         with whole_folder(target) as folder:
@@ -322,7 +322,7 @@ def writing(
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to fill; it gets its name once it is complete, and is removed if that fails.
 
-    What a killed process has left of this folder is removed, too.
+    If a killed process left a part of this folder, that is removed, too.
 
     Raises:
         RagenError: `target` exists already, or the disk is full or cannot be written.
@@ -369,15 +369,15 @@ def drop_old(run: Path, keep: int, others: Collection[int | None] = (), every: i
     for path in folders(run):
         if path not in kept and step_of(path) not in others and not (path / IN_USE).exists():
             shutil.rmtree(path)
-    for path in (run / "checkpoints").glob(".step-*"):  # left by a process that was killed
+    for path in (run / CHECKPOINTS).glob(".step-*"):  # left by a process that was killed
         shutil.rmtree(path, ignore_errors=True)
 
 
 def drop_after(run: Path, step: int) -> None:
-    """Remove the checkpoints later than `step`, whose attempt is abandoned.
+    """Remove the checkpoints later than `step`, which belong to an abandoned attempt.
 
-    The newest goes first: after a kill in between, the newest that is left leads here again. One
-    that another run began with gives up its name only.
+    The newest one is removed first: after a kill in between, the run resumes from the newest one
+    left, and comes here again. One that another run began with only gets another name.
     """
     for path in reversed(folders(run)):
         if step_of(path) > step and (path / IN_USE).exists():
@@ -389,9 +389,9 @@ def drop_after(run: Path, step: int) -> None:
 
 
 def remove_leftovers(run: Path) -> None:
-    """Remove the temporary files of a writer of this run that was killed; the caller is the writer.
+    """Remove the temporary files that a killed writer of this run left; only a new writer may.
 
-    Others, such as a report's, may be another process's that is at work.
+    Other temporary files, such as those of a report, may belong to a process at work.
     """
     for name, folder in ((CONFIG, run), *((STATE, path) for path in folders(run, complete=False))):
         for path in folder.glob(f".*.{name}"):

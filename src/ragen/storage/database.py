@@ -41,7 +41,7 @@ UNWRITTEN = (
     *(sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL),
     *(sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PERM),
 )
-"""Codes of SQLite's errors when the system gives or takes no file; `UNREAD` are exceptions."""
+"""Codes of SQLite's errors if the system refuses a file; those of `UNREAD` are damage instead."""
 
 CLAIM_S = 0.1
 """Seconds that `claim` waits for the lock, which `is_claimed` holds for some microseconds."""
@@ -166,8 +166,8 @@ def close_database(connection: sqlite3.Connection) -> None:
 
 def connect(database: Path) -> sqlite3.Connection:
     """A connection for writing, in WAL mode, with explicit transactions."""
-    # Created in the caller's thread and used in the event loop's (in a notebook), never in both at
-    # once.
+    # One thread makes the connection, and another one may use it (in a notebook, or the recorder's
+    # writer), but never both at once.
     connection = sqlite3.connect(
         database, isolation_level=None, timeout=WRITERS_S, check_same_thread=False
     )
@@ -201,7 +201,7 @@ def connect_to_read(database: Path) -> sqlite3.Connection:
 
     Raises:
         sqlite3.OperationalError: The file does not exist.
-        RagenError: The database has the previous schema and cannot be upgraded.
+        RagenError: The database has an earlier schema and cannot be upgraded.
     """
     _bring_up_to_date(database)
     return _connect_to_read(database)
@@ -244,7 +244,7 @@ def reading_database(folder: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _bring_up_to_date(database: Path) -> None:
-    """Upgrade a database of the previous schema, and one that was not closed to the end.
+    """Upgrade a database of an earlier schema, and finish closing one if that was interrupted.
 
     Raises:
         sqlite3.OperationalError: The file does not exist.
@@ -271,13 +271,15 @@ def _bring_up_to_date(database: Path) -> None:
             f"{error}; make it writable, or copy the run to a writable folder"
         ) from None
     except ValueError as error:
-        raise RagenError(f"{database} is damaged and cannot be upgraded: {error}") from None
+        raise RagenError(
+            f"{database} is damaged and cannot be upgraded: {error}; restore it"
+        ) from None
 
 
 def _finish_closing(database: Path) -> None:
-    """Undo the last write of a writer that was killed, or found the disk full, as it closed.
+    """Undo the last write of a writer that was killed, or found the disk full, while it closed.
 
-    Until then no read-only connection can be made.
+    Before this, no read-only connection is possible.
 
     Raises:
         RagenError: The database cannot be written.
@@ -329,7 +331,7 @@ def transaction(
             yield
     except sqlite3.DatabaseError as error:
         if type(error) not in (sqlite3.OperationalError, sqlite3.DatabaseError):
-            raise  # of a statement that is wrong
+            raise  # a wrong statement: a bug
         raise _interrupted(folder, error, file) from None
 
 
@@ -397,7 +399,7 @@ def cannot_write(folder: Path, error: sqlite3.Error | OSError, file: str = DATAB
 
 
 def free_run(folder: Path) -> str:
-    """The remedy where a run's folder cannot be written."""
+    """The remedy if a run's folder cannot be written."""
     run = shlex.quote(str(folder))
     return (
         f"free space there or make {run} writable, or work in a copy "
@@ -415,7 +417,7 @@ def check_run_folder(folder: Path, file: str = CONFIG) -> None:
         return
     if file == CONFIG and (folder / DATABASE).is_file() and (folder / CHECKPOINTS).is_dir():
         raise RagenError(
-            f"{folder / CONFIG} is missing or no file; it is written again by: "
+            f"{folder / CONFIG} is missing or no file; to write it again: "
             f"ragen resume {shlex.quote(str(folder))}"
         )
     if file == DATABASE and (folder / CHECKPOINTS).is_dir():
@@ -439,13 +441,13 @@ def unreadable(database: Path, error: sqlite3.Error | OSError) -> RagenError:
 
 
 def _is_refused(error: sqlite3.Error) -> bool:
-    """Whether the system refused to give or take a file: that says nothing bad about it."""
+    """Whether the system refused to read or write a file, which may itself be good."""
     code: int = getattr(error, "sqlite_errorcode", 0)
     return code & 0xFF in UNWRITTEN and code not in UNREAD
 
 
 def _without_database(folder: Path) -> str:
-    """The remedy where a run's database is lost."""
+    """The remedy if a run's database is lost."""
     run = shlex.quote(str(folder))
     return f"restore it, or train the run's policy further: ragen train RECIPE --model {run}"
 

@@ -89,7 +89,7 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_successes(folder: Path) -> dict[tuple[str, int], dict[tuple[str, int], float]]:
-    """Success in a run's own evaluations that still count, as far as their episodes are recorded.
+    """Success by level in a run's own evaluations that still count, if episodes are recorded.
 
     Returns:
         By phase (``eval`` or ``eval greedy``) and step: by environment and level, 1.0 or 0.0.

@@ -130,7 +130,8 @@ class Recorder:
     ) -> None:
         """Write an event at once: an alarm, an action of the guard, a resume.
 
-        Events are never deleted, so one that a resumed run comes to again is written only `once`.
+        Events are never deleted. With `once`, an event that is recorded already is not repeated,
+        for example by a resumed run.
 
         Raises:
             RagenError: The database cannot be written.
@@ -147,7 +148,7 @@ class Recorder:
             insert(self._connection, "events", [_event(self.attempt, step, kind, text, data)])
 
     def keep_settings(self, text: str) -> None:
-        """Keep a text of `config.toml`, which holds from now on.
+        """Store a new text of `config.toml`, which is valid from now on.
 
         Raises:
             RagenError: The database cannot be written.
@@ -235,7 +236,7 @@ class Recorder:
         self._step(step).rows["evaluations"].append(row)
 
     def commit(self) -> None:
-        """Write the collected step in one transaction; a checkpoint must follow, not precede it.
+        """Write the collected step in one transaction, before any checkpoint of this step.
 
         Raises:
             RagenError: The disk is full or read-only; nothing of the step is written.
@@ -252,7 +253,7 @@ class Recorder:
         pending = self._pending
         self.discard()
         self._drain()
-        if not pending.empty:
+        if not pending.is_empty:
             self._written = self._writer.submit(self._write, pending)
 
     def _drain(self) -> None:
@@ -360,7 +361,7 @@ class Recorder:
 
     def _step(self, step: int) -> _Step:
         if (self.attempt, step) != (self._pending.attempt, self._pending.step):
-            if not self._pending.empty:
+            if not self._pending.is_empty:
                 self.commit()
             self._pending = _Step(self.attempt, step)
         return self._pending
@@ -377,7 +378,7 @@ class _Step:
         self.rows: dict[str, list[Row]] = {"samples": [], "cross_scores": [], "evaluations": []}
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         return not any((self.metrics, self.episodes, *self.rows.values()))
 
 

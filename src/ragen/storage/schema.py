@@ -183,7 +183,7 @@ CREATE VIRTUAL TABLE thoughts_fts USING fts5 (thought, content='turns', content_
 """The tables of episodes, turns, token texts, and the search index of thoughts."""
 
 SETTINGS = "CREATE TABLE IF NOT EXISTS settings (id INTEGER PRIMARY KEY, text TEXT NOT NULL);"
-"""The table of every text that ``config.toml`` was given; the last one holds.
+"""The table of every text that ``config.toml`` has had; the last one is valid.
 
 Runs of an earlier version have no such table until they are resumed."""
 

@@ -1,8 +1,8 @@
 """A run's settings: `config.toml`, and the copy in the database that it is compared with.
 
-Every text that `config.toml` was given is a row of the table `settings`, and the last one holds.
-The state of a checkpoint has the hash of the text that held when it was saved. So a file that was
-cut, damaged or edited is never taken for the settings of the run.
+Every text that `config.toml` has had is a row of the table `settings`, and the last one is valid.
+The state of a checkpoint has the hash of the text that was valid when it was saved. So a file that
+was cut, damaged or edited is never taken for the settings of the run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Settings:
         run: The run's folder.
         config: The settings.
         text: As `config.toml` has to say them.
-        damage: What is wrong with `config.toml`, if it has to be written again.
+        damage: What is wrong with `config.toml`, which is then written again; empty if nothing is.
         is_kept: Whether the database has the text. A run of an earlier version has none.
     """
 
@@ -64,8 +64,8 @@ class Settings:
     ) -> list[str]:
         """Write the settings file and the events before the run continues with `config`.
 
-        The file comes first: if the process is killed in between, the same command has the same
-        result. A damaged file and changes are recorded as events.
+        The file is written first, so that the same command has the same result if the process is
+        killed in between. A damaged file and changes are recorded as events.
 
         Args:
             recorder: The run's recorder.
@@ -148,21 +148,21 @@ def run_config(run: Path) -> Config:
     config = parse_config(texts[-1], f"{run}'s settings")
     damage, edits = _compared(run, texts[-1], config)
     if damage:
-        raise RagenError(f"{damage}; it is written again by: ragen resume {_word(run)}")
+        raise RagenError(f"{damage}; to write it again: ragen resume {_word(run)}")
     if edits:
         raise RagenError(_differs(run, config, edits))
     return config
 
 
 def differing(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
-    """The keys whose values differ, with both; that of a missing entry is ``None``."""
+    """The keys with different values in two configs, with both; a missing entry is ``None``."""
     one, other = flatten(a), flatten(b)
     pairs = {key: (one.get(key), other.get(key)) for key in {**one, **other}}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _texts(run: Path) -> list[str]:
-    """Every text that `config.toml` was given; none if there is no database, or an older one."""
+    """Every text that `config.toml` has had; none if there is no database, or an older one."""
     if not (run / DATABASE).is_file():
         return []
     with reading_database(run) as connection:
@@ -180,8 +180,7 @@ def _text_of_file(run: Path) -> str:
 def _compared(run: Path, text: str, config: Config) -> tuple[str, Flat]:
     """What is wrong with `config.toml`, and its values that are not the run's.
 
-    A file that nobody can have meant as it is (missing, cut off, no valid config) is damaged. Any
-    other difference is an edit.
+    A file that is missing, cut off or no valid config is damaged. Any other difference is an edit.
     """
     path = run / CONFIG
     if not path.is_file():

@@ -194,7 +194,9 @@ def read_episode(run: Path, episode: int) -> Recorded:
     """
     recorded = next(map(_recorded, records(run, episode)), None)
     if recorded is None:
-        raise RagenError(f"{run} has no episode {episode} in its {DATABASE}")
+        raise RagenError(
+            f"{run} has no episode {episode} in its {DATABASE}; choose one that `ragen view` lists"
+        )
     return recorded
 
 

@@ -1,10 +1,10 @@
-"""From schemas 3 to 5 to schema 6, in place and in one transaction.
+"""Upgrades of schemas 3 to 5 to schema 6, in place and in one transaction.
 
-Schema 6 adds to turns what calls of tools returned. Schema 5 adds what was wrong with a reply, the
-seconds of its completion, and the messages of prompts without token ids. Schema 4 says `env` where
-3 said `world`, `optimal` where it said `best`, and has no column `bootstrap`, which was false in
-every episode. Settings of evaluations get the present names of their keys
-(`ragen.config.old_keys`), and events of the guard the action that only their text named.
+Schema 6 adds the results of tool calls to turns. Schema 5 adds what was wrong with a reply, the
+seconds of its completion, and the messages of prompts without token ids. Schema 4 renames `world`
+to `env` and `best` to `optimal`, and drops the column `bootstrap`, which was false in every
+episode. Settings of evaluations get the present names of their keys (`ragen.config.old_keys`).
+Events of the guard get their action as data, which only their text had.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RECORD_KEYS: Mapping[str, str] = MappingProxyType(
 GUARD_KEYS: Mapping[str, str] = MappingProxyType(
     {"looked": "checked_step", "troubled": "last_held"}
 )
-"""Keys of the guard's state in a checkpoint of that time, and their present names."""
+"""Keys of the guard's state in a checkpoint of an earlier version, and their present names."""
 
 
 def upgrade_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def upgrade_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def upgrade(connection: sqlite3.Connection) -> None:
-    """Bring a database to the present schema; one that another process has brought there stays.
+    """Bring a database to the present schema, unless another process has just done so.
 
     Args:
         connection: To the run's database or to that of its branches, in autocommit mode.

@@ -1,4 +1,7 @@
-"""What was begun for later steps: their plays, and episodes that groups closed without."""
+"""What is under way for later steps: the plays of their groups, and late episodes.
+
+An episode is late if its group closed without it (`engine.min_members`).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class Start(NamedTuple):
 class Played:
     """The groups of a step, played from `starts` in this `stage` of the curriculum in `seconds`.
 
-    The last `late` groups are the episodes that earlier groups closed without.
+    The last `late` groups have the late episodes of earlier groups.
     """
 
     starts: Sequence[Start]
@@ -36,7 +39,7 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """The episodes of a group that closed without them; they play on, from `start`.
+    """The late episodes of a group, which are still played, from `start`.
 
     `step` and `group` are the group's, and `stage` that of the curriculum. `tasks` are by member.
     """
@@ -49,7 +52,7 @@ class Rest:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """Where they are played, as JSON."""
+        """What is needed to play them again, as JSON values."""
         env, level = self.start.setup.env, self.start.level
         about = {"step": self.step, "group": self.group, "stage": self.stage}
         return about | {"env": env, "level": level, "members": [*self.tasks]}
@@ -58,8 +61,8 @@ class Rest:
 class Overlap(NamedTuple):
     """How collections share the samplers, and when groups close without their last episodes.
 
-    `gate` lets the episodes of all collections in, in the order in which they were asked for, so
-    that a later collection takes what an earlier one leaves. `rests` take the last episodes.
+    `gate` admits the episodes of all collections in the order in which they ask for a slot, so that
+    a later collection takes what an earlier one leaves. `rests` gets the late episodes.
     """
 
     gate: asyncio.Semaphore
@@ -74,9 +77,9 @@ class Ahead:
     """A bounded queue between rollout and update; without staleness it is always empty.
 
     Attributes:
-        plans: What each step of `plays` starts from, in order.
-        plays: The next steps, the first of them first.
-        rests: What earlier steps left.
+        plans: The starts of each step of `plays`.
+        plays: The plays of the next steps, in their order.
+        rests: The late episodes of earlier steps.
         gate: See `Overlap`.
     """
 
@@ -86,19 +89,19 @@ class Ahead:
     gate: asyncio.Semaphore | None = None
 
     def overlap(self, slots: int, engine: EngineConfig, stage: int) -> Overlap:
-        """How collections overlap of which `slots` episodes are played at once."""
+        """How collections overlap if `slots` episodes are played at once."""
         self.gate = self.gate or asyncio.Semaphore(slots)
         return Overlap(self.gate, stage, engine.min_members, engine.close_after_s, self.rests)
 
     def saved(self, step: int) -> list[dict[str, Any]]:
-        """What a checkpoint after `step` steps needs so that rests can be played again.
+        """The late episodes for a checkpoint after `step` steps: a resumed run plays them again.
 
-        Those of later steps are played again with these.
+        Those of later steps are left out, because the resumed run plays these steps again anyway.
         """
         return [rest.saved for rest in self.rests if rest.step < step]
 
     async def drop(self) -> None:
-        """Give up all of it: the weights or the levels are to be others."""
+        """Cancel all of it, because the weights or the levels will change."""
         tasks = [*self.plays, *(task for rest in self.rests for task in rest.tasks.values())]
         self.plans.clear()
         self.plays.clear()

@@ -1,7 +1,7 @@
-"""Evaluations beside training: a process of their own plays with the weights that a run has saved.
+"""Evaluations in the background: a second process plays with the weights that a run has saved.
 
-The run alone writes its database. It takes an answer where its steps say so, however early it comes
-(`training.loop`): the answer's time decides nothing.
+Only the run writes its database. It takes an answer at a fixed step, even if the answer comes much
+earlier (`training.loop`), so that timing decides nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ragen.storage.checkpoint import sound
 from ragen.storage.database import CHECKPOINTS
 from ragen.storage.settings import run_config
 
-Played = tuple[Evaluation, list[Group]]
+Evaluated = tuple[Evaluation, list[Group]]
 """An evaluation and its episodes."""
 
 EPISODE, ANSWER = b".", b"\n"
@@ -49,19 +49,19 @@ PROGRAM = (
 class Background:
     """A process that evaluates a run's checkpoints, one at a time.
 
-    It starts with the first one, and ends with `end`, or with this process if that is killed.
+    The process starts with the first one. It ends with `end`, or when this process is killed.
     """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader = ThreadPoolExecutor(1, "evaluation")
-        self._answer: Future[Played | str] | None = None
+        self._answer: Future[Evaluated | str] | None = None
 
     def ask(self, folder: Path, step: int, beat: Callable[[], None]) -> None:
-        """Begin with a run's checkpoint of `step`; `beat` is called after each episode."""
+        """Begin to evaluate a run's checkpoint of `step`; `beat` is called after each episode."""
         process = self._process
         if process is None or process.poll() is not None:
-            # Of a session of its own: Ctrl-C is for the run, which ends it.
+            # In a session of its own, so that Ctrl-C reaches only the run, which ends it.
             process = self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", PROGRAM],
                 stdin=subprocess.PIPE,
@@ -69,12 +69,12 @@ class Background:
                 start_new_session=True,
             )
         assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has just died, as reading its answer tells
+        with suppress(BrokenPipeError):  # the process has just died; `_read` reports it
             os.write(process.stdin.fileno(), json.dumps([step, str(folder)]).encode() + b"\n")
         self._answer = self._reader.submit(_read, process, folder, step, beat)
 
-    async def answer(self) -> Played:
-        """What was asked for last; where this is cancelled, it can be asked for again.
+    async def answer(self) -> Evaluated:
+        """The evaluation that `ask` has begun; a cancelled call can be repeated.
 
         Raises:
             RagenError: The policy could not be evaluated, or the process was killed.
@@ -86,7 +86,7 @@ class Background:
         return answer
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, even in the middle of an evaluation."""
         if self._process is not None:
             self._process.kill()
             self._reader.shutdown()
@@ -96,17 +96,18 @@ class Background:
 
 def _read(
     process: subprocess.Popen[bytes], folder: Path, step: int, beat: Callable[[], None]
-) -> Played | str:
+) -> Evaluated | str:
+    """An answer of the process, or the text of its error."""
     assert process.stdout is not None
     try:
         while process.stdout.read(1) == EPISODE:
             beat()
-        answer: Played | str = pickle.load(process.stdout)
+        answer: Evaluated | str = pickle.load(process.stdout)
     except (EOFError, pickle.UnpicklingError):
         run = shlex.quote(str(folder))
         return (
-            f"the process that evaluates step {step} ended with code {process.wait()}; go on with: "
-            f"ragen resume {run} (--eval.background false leaves this evaluation out)"
+            f"the process that evaluates step {step} ended with code {process.wait()}; resume "
+            f"with: ragen resume {run} (--eval.background false leaves this evaluation out)"
         )
     return answer
 
@@ -114,7 +115,7 @@ def _read(
 def serve() -> None:
     """Evaluate the checkpoints that are named on standard input, until it ends."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # where the environment's own output goes
+    os.dup2(2, 1)  # what an environment prints goes to standard error
     asked = SimpleQueue[tuple[int, Path]]()
     Thread(target=_listen, args=(asked,), daemon=True).start()
 
@@ -125,7 +126,7 @@ def serve() -> None:
     while True:
         step, folder = asked.get()
         try:
-            answer: Played | str = run_async(evaluate_checkpoint(folder, step, tell))
+            answer: Evaluated | str = run_async(evaluate_checkpoint(folder, step, tell))
         except RagenError as error:
             answer = str(error)
         answers.write(ANSWER)
@@ -142,8 +143,8 @@ def _listen(asked: SimpleQueue[tuple[int, Path]]) -> None:
 
 async def evaluate_checkpoint(
     folder: Path, step: int, on_episode: Callable[[Episode], None]
-) -> Played:
-    """Evaluate the checkpoint of a step as the run itself would have, bit for bit.
+) -> Evaluated:
+    """Evaluate the checkpoint of a step exactly as the run itself would have, bit for bit.
 
     Raises:
         RagenError: The checkpoint is damaged, the environment's code has changed, or every episode

@@ -57,7 +57,7 @@ WON = replace(LOST, member=1, turns=(TURN,), stop_reason="solved", success=True)
 def check_function(name: str) -> str:
     """Check a function that a config may name, such as ``path/to/file.py:name``.
 
-    The kind of an entry point is that of its group. Otherwise it follows from the parameters: an
+    The kind of an entry point is that of its group. Otherwise the parameters show the kind: an
     estimator names some of `ESTIMATOR_INPUTS`, a loss takes ``(logprobs_N, tokens)``, a filter
     score ``(group)``, a reward term ``(turn)``, ``(episode)`` or ``(episodes)``, a detector
     ``(history)``, a tool parser ``(reply)``. The function is then called with an example.
@@ -220,9 +220,9 @@ def load_code(config: Config) -> Config:
 
     Raises:
         RagenError: A name cannot be loaded, a signature is wrong, or an estimator that compares the
-            episodes of a group would have one only.
+            episodes of a group would have only one.
     """
-    load.cache_clear()  # What runs is what is recorded, also where a file was edited.
+    load.cache_clear()  # A file may have been edited: what is recorded is what runs.
     found = changed(config, {"sources": sources(config)})
     estimator = find_estimator(config.advantage.name)
     if compares_group(estimator) and config.rollout.group_size < 2:

@@ -54,7 +54,7 @@ async def collect_groups(
 
     `starts` are those of the first groups (`first_starts`); a group is replaced by one of the same
     environment. `step` is the number of finished steps. `on_episode` is called as each episode
-    ends. `overlap` says how it shares the samplers with other collections.
+    ends. `overlap` says how this collection shares the samplers with others.
     """
     engine.forget()
     groups: list[Group] = []
@@ -103,8 +103,8 @@ async def make_batch(
 ) -> Batch:
     """The samples as a batch with all that the loss needs: logprobs, values and advantages.
 
-    `samples` and `episodes` are what `to_samples` made of the kept groups, `group_weights` as in
-    `credit`. Not to `score` leaves old logprobs that the learner must recompute to its update.
+    `samples` and `episodes` are what `to_samples` made of the kept groups, `group_weights` are as
+    in `credit`. Without `score` the batch gets no old logprobs: the update computes them.
     """
     batch = with_fingerprints(collate(samples), episodes)
     if config.one_arithmetic:
@@ -131,10 +131,10 @@ async def gradient_norms(engine: Engine, groups: Sequence[Group], config: Config
 
 
 def needs_scores(config: Config, step: int, num_episodes: int) -> bool:
-    """Whether old logprobs are needed before the update, which computes them anyhow.
+    """Whether old logprobs are needed before the first update, which computes them anyway.
 
-    They are if a KL term compares them, if a second update does, if earlier weights may have
-    sampled, or if they are recorded at the end of `step`, which is counted from 1.
+    They are needed by a KL term, by a second update, if earlier weights may have sampled, and to
+    record them at the end of `step`, which is counted from 1.
     """
     update = config.update
     return (
@@ -150,7 +150,7 @@ def split_batch(batch: Batch, update: UpdateConfig, seed: int) -> list[Batch]:
     """The minibatches of a step, one for each optimiser step.
 
     Raises:
-        RagenError: An episode was lost or doubled on the way.
+        RagenError: An episode is missing or occurs twice.
     """
     parts = minibatches(batch, update.minibatch_episodes, update.epochs, seed)
     verify_split(batch, parts, update.epochs)

@@ -1,4 +1,4 @@
-"""The curriculum: training goes on to harder levels once the agent succeeds on the present ones."""
+"""The curriculum: training moves to harder levels once the agent succeeds on the present ones."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ragen.diagnostics.collapse import STAGE
 from ragen.training.running import LoopState, Run
 
 STEPS = 5
-"""Steps over which success is averaged; all of them were played in the stage."""
+"""Steps over which success is averaged, all of which were played in the present stage."""
 
 
-def learn_stage(run: Run, success: float, played: int) -> Metrics:
-    """Let the success of a finished step count, and begin the next stage where it is enough.
+def update_stage(run: Run, success: float, played: int) -> Metrics:
+    """Count the success of a finished step, and begin the next stage if it is high enough.
 
-    The moving averages begin anew with a stage. The success of a step that was `played` in an
+    The moving averages restart with each stage. The success of a step that was `played` in an
     earlier stage does not count.
 
     Returns:

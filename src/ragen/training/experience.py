@@ -1,10 +1,10 @@
 """The groups that steps train on, played when a step asks for them or ahead of it.
 
-With ``engine.max_staleness = k`` the groups of the next k steps are played while one trains. The
-play of step n + k begins once step n begins to train, as soon as the plays before it leave room,
-and so with the weights of the publication before at the earliest: what step n + k trains on is at
-most k publications behind, but for episodes that groups closed without. Levels and seeds are those
-of the step itself.
+With ``engine.max_staleness = k`` the groups of the next k steps are played while one step trains.
+The play of step n + k begins when step n begins to train and earlier plays leave room, so at the
+earliest with the weights that step n begins with. Its samples are therefore at most k publications
+behind when step n + k trains on them, except for late episodes (`ragen.training.ahead`). Levels and
+seeds are those of step n + k itself.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from ragen.training.running import Run, in_stage
 
 
 async def next_groups(run: Run) -> Played:
-    """What the next step trains on; the plays of the steps after it begin.
+    """The groups that the next step trains on; the plays of the steps after it begin.
 
-    In a mixture or a curriculum, a step that is played ahead starts from what is known then.
+    In a mixture or a curriculum, the starts of a step that is played ahead follow from the counts
+    and the stage at the time when its play begins.
 
     Raises:
         UnplayableError: Every episode failed, or no first prompt leaves room for a reply.
@@ -39,7 +40,7 @@ async def next_groups(run: Run) -> Played:
     if not run.config.engine.max_staleness:
         run.env_time.seconds = 0.0
         if run.judge is not None:
-            run.judge.metrics()  # of a step that was given up
+            run.judge.metrics()  # drops those of an abandoned step
     _resume_rests(run)
     _begin(run)
     run.ahead.plans.popleft()
@@ -49,7 +50,7 @@ async def next_groups(run: Run) -> Played:
 
 
 def _begin(run: Run) -> None:
-    """Begin the plays that may begin now."""
+    """Begin the plays of the next step and of those that `engine.max_staleness` allows."""
     config, state, ahead = run.config, run.state, run.ahead
     while len(ahead.plays) <= config.engine.max_staleness:
         step = state.step + len(ahead.plays)
@@ -82,7 +83,7 @@ def _episode_ended(run: Run, episode: Episode) -> None:
 
 
 def _resume_rests(run: Run) -> None:
-    """Play again what groups had closed without when the checkpoint was written."""
+    """Play the late episodes again that the checkpoint of a resumed run names."""
     rests, run.state.rests = run.state.rests, []
     config, ended = run.config, partial(_episode_ended, run)
     for each in rests:
@@ -100,15 +101,14 @@ def _resume_rests(run: Run) -> None:
 
 
 async def _ended(run: Run, first: int) -> list[Group]:
-    """The episodes that groups closed without and that have ended since, as groups of their own.
+    """The late episodes that have ended, as groups of their own, numbered from `first` on.
 
-    A group's are taken when all of them have ended, after the step of the group. They are numbered
-    from `first` on.
+    Those of a group are taken together, after the step of the group.
     """
     tasks = [task for rest in run.ahead.rests for task in rest.tasks.values()]
     for task in tasks:
         if task.done():
-            task.result()  # raises what it raised
+            task.result()  # raises the task's exception
     ended = [
         rest
         for rest in run.ahead.rests
@@ -132,7 +132,7 @@ def staleness(group: Group, version: int) -> int:
 
 
 def fresh(run: Run, groups: Sequence[Group]) -> list[int]:
-    """The indices of the groups that are not too stale to be trained on; others are recorded."""
+    """The indices of the groups that are not too stale to train on; an event lists the others."""
     version, most = run.engine.version, run.config.engine.max_staleness
     found = [index for index, group in enumerate(groups) if staleness(group, version) <= most]
     if len(found) < len(groups):
@@ -144,7 +144,7 @@ def fresh(run: Run, groups: Sequence[Group]) -> list[int]:
 
 
 def parts_of(run: Run) -> dict[str, float]:
-    """The seconds that environments and a judge took of a play for which the step waited."""
+    """The seconds of the rollout that environments and a judge took; empty if steps overlap."""
     if run.config.engine.max_staleness:
         return {}
     judge = {} if run.judge is None else {"judge": run.judge.seconds}
@@ -152,10 +152,11 @@ def parts_of(run: Run) -> dict[str, float]:
 
 
 def overlap_metrics(run: Run, played: Played, kept: Sequence[int], version: int) -> Metrics:
-    """What playing ahead made of a step; empty where nothing is played ahead.
+    """Metrics of a step that was played ahead; empty if no step is.
 
-    `version` is that of the weights that the step began to train, `kept` the groups it trained on.
-    ``engine/queue`` are the steps that wait to be trained on.
+    `version` is that of the weights with which the step began to train, and `kept` are the indices
+    of the groups it trained on. ``engine/queue`` is the number of steps that have been played and
+    wait for training.
     """
     if not run.config.engine.max_staleness:
         return {}

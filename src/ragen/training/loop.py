@@ -33,7 +33,7 @@ from ragen.training.collection import (
     record_step,
     split_batch,
 )
-from ragen.training.curriculum import learn_stage
+from ragen.training.curriculum import update_stage
 from ragen.training.experience import fresh, next_groups, overlap_metrics, parts_of
 from ragen.training.recovery import recover, restore, run_guard, update
 from ragen.training.running import (
@@ -95,7 +95,7 @@ async def loop(run: Run) -> None:
         metrics |= run.judge.metrics() if run.judge is not None else {}
         averages = state.averages = smooth(state.averages, metrics)
         if config.curriculum.stages:
-            metrics |= learn_stage(run, metrics["success/mean"].value, played.stage)
+            metrics |= update_stage(run, metrics["success/mean"].value, played.stage)
         recorded = metrics | averaged(averages, metrics)
         record_events(run)
         run.recorder.log(state.step, recorded)
@@ -113,7 +113,7 @@ async def loop(run: Run) -> None:
 async def diagnose(
     run: Run, groups: Sequence[Group], clock: Clock
 ) -> tuple[Metrics, list[CrossScores]]:
-    """The diagnostics that are due in this step, by the weights that played the groups."""
+    """The diagnostics that are due in this step, with the weights before its updates."""
     config, step = run.config, run.state.step
     metrics, matrices = Metrics(), list[CrossScores]()
     if config.prompt.think and is_due(step, config.diagnose.information_every):
@@ -136,7 +136,7 @@ def count_step(state: LoopState, groups: Sequence[Group], rollout: RolloutConfig
     episodes = [episode for group in groups for episode in group.episodes]
     state.step += 1
     state.episodes += len(episodes)
-    for group in groups[: rollout.num_groups]:  # those of refilling have levels of their own
+    for group in groups[: rollout.num_groups]:  # groups of a refill have levels of their own
         state.groups[group.env] = state.groups.get(group.env, 0) + 1
     state.tokens += sum(
         len(turn.completion.token_ids or ()) for episode in episodes for turn in episode.turns
@@ -149,7 +149,7 @@ def count_step(state: LoopState, groups: Sequence[Group], rollout: RolloutConfig
 
 
 async def run_to_the_end(run: Run) -> None:
-    """Evaluate, train and evaluate again; a new engine goes on where one is lost.
+    """Evaluate, train and evaluate again; if the engine is lost, a new one continues.
 
     Raises:
         GuardStop: The run is in trouble and `config.guard` asks to stop, or the policy is broken.
@@ -182,12 +182,12 @@ async def run_to_the_end(run: Run) -> None:
     finally:
         run.background.end()
         run.watcher.end()
-        if run.engine is not first:  # whoever made that one closes it
+        if run.engine is not first:  # the caller closes the first one
             await run.engine.close()
 
 
 async def evaluate_and_loop_or_recover(run: Run) -> bool:
-    """Whether the run came to its end; else the guard rolled a broken policy back.
+    """Whether the run is complete; if not, the guard has rolled a broken policy back.
 
     Raises:
         EngineLost: A process of the engine is lost.
@@ -202,7 +202,7 @@ async def evaluate_and_loop_or_recover(run: Run) -> bool:
 
 
 async def evaluate_and_loop(run: Run) -> None:
-    """Do what the run has not done yet, from its evaluation before training to the one after it.
+    """Do all that is left to do, from the evaluation before training to the one after it.
 
     Raises:
         EngineLost: A process of the engine is lost.
@@ -225,7 +225,7 @@ async def evaluate_and_loop(run: Run) -> None:
         await evaluate_missing(run, *both)
         await save(run)
     except (StopRequested, UnplayableError) as reason:
-        # Only work that changes no weights is interrupted: they are the last step's.
+        # Only work that changes no weights is interrupted: the weights are those of the last step.
         run.recorder.discard()
         await save(run)
         done = f"stopped after {run.state.step} steps; resume with: ragen resume {run.folder}"
@@ -235,7 +235,7 @@ async def evaluate_and_loop(run: Run) -> None:
 
 
 async def evaluate_due(run: Run) -> None:
-    """Evaluate; in the background, take the evaluation before, for this one begins once it can.
+    """Evaluate; in the background, take the previous evaluation, so that this one can begin.
 
     Raises:
         StopRequested: As `run_to_the_end`.
@@ -247,10 +247,10 @@ async def evaluate_due(run: Run) -> None:
 
 
 async def catch_up(run: Run) -> None:
-    """Do what the step that a run was resumed after has left to do.
+    """Do what the last finished step of a resumed run has left to do.
 
-    It may have stopped between the step and its evaluation or the guard, and in the middle of an
-    evaluation in the background. That one is made again: what was recorded of it came later.
+    The run may have stopped between this step and its evaluation or guard, or during an evaluation
+    in the background. Such an evaluation is repeated: its rows are later than the checkpoint.
 
     Raises:
         GuardStop, StopRequested: As `run_to_the_end`.
@@ -268,7 +268,7 @@ async def catch_up(run: Run) -> None:
     if not is_due(state.step, settings.every) or state.evaluating == state.step:
         return
     if settings.background:
-        # It was evaluated where the run was rolled back to this step.
+        # A run that was rolled back to this step has evaluated it already.
         if not (run.is_complete or evaluated(run.folder, state, state.step)):
             await run.stop.or_finish(take_evaluation(run))
             if not await run_guard(run):

@@ -35,7 +35,7 @@ def share_out(shares: Mapping[str, float], counts: Mapping[str, int], num_groups
     """The environments of a step's groups.
 
     Each group goes to the environment that is furthest below its share of all groups so far, this
-    one included; among equals, to the first. So the shares hold over the steps, also where a step
+    one included; among equals, to the first. So the shares hold over many steps, even if one step
     has too few groups for them. The environments of a step come in the order of the shares.
 
     Args:

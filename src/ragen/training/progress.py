@@ -40,7 +40,7 @@ SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {
 }
 """The metrics that are shown, each with its label and format."""
 FAILED = "episodes/failed"
-"""Shown where there are any: the environment or its server is in trouble."""
+"""Shown if it is not 0: the environment or its server is in trouble."""
 
 
 class Watcher:
@@ -125,8 +125,9 @@ class LiveTable(Watcher):
     def __init__(self, console: Console) -> None:
         self._config = Config()
         self._step = self._episodes = 0
-        # How much of the budget is used, and since when and from which share on steps are timed. A
-        # resumed run with a budget of updates knows its share only after its first step.
+        # `_used` is the used part of the budget, and `_timed` the time and the used part when the
+        # timing of steps began. A resumed run with a budget of updates knows its used part only
+        # after its first step.
         self._used = 0.0
         self._timed: tuple[float, float] | None = None
         self._history: dict[str, list[float]] = {name: [] for name in SHOWN}

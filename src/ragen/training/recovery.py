@@ -62,13 +62,13 @@ from ragen.training.running import (
 )
 
 MOST_LOSSES = 3
-"""How often an engine may be lost without a new checkpoint in between."""
+"""How many engines a run may lose without a new checkpoint in between."""
 
 AWAY_S = 120.0
-"""Most seconds for which a new engine waits for a machine that the old one had."""
+"""Most seconds that a new engine waits for a machine of the old one to come back."""
 
 RETRY_S = 5.0
-"""Seconds from one look to the next at a cluster that lacks a machine."""
+"""Seconds between two looks at a cluster that lacks a machine."""
 
 
 async def run_guard(run: Run) -> bool:
@@ -78,7 +78,7 @@ async def run_guard(run: Run) -> bool:
         Whether the run was rolled back.
 
     Raises:
-        GuardStop: The response is to stop, or to roll back where that is impossible.
+        GuardStop: The response is to stop, or to roll back and that is impossible.
     """
     state, config = run.state, run.config
     if state.step <= run.guard.checked_step:  # a resumed run: the guard has seen this step
@@ -100,10 +100,10 @@ async def run_guard(run: Run) -> bool:
 
 
 async def recover(run: Run, failure: NotFiniteError) -> None:
-    """Roll a run back whose policy is broken, or stop it as it was before the policy broke.
+    """Roll back a run whose policy is broken, or stop it in its state before the policy broke.
 
-    The step whose updates broke the policy is the last finished one at the latest. So it counts as
-    the onset, and no checkpoint from then on stays.
+    The updates of the last finished step or of an earlier one have broken the policy. So that step
+    counts as the onset, and no checkpoint from then on is kept.
 
     Raises:
         GuardStop: `config.guard` does not ask for a rollback, or none is possible.
@@ -129,7 +129,7 @@ async def recover(run: Run, failure: NotFiniteError) -> None:
 
 
 def stop_before(run: Run, onset: int, reason: str) -> NoReturn:
-    """Stop a run whose policy is broken since the step `onset`: the checkpoint before it is left.
+    """Stop a run whose policy is broken from the step `onset` on; earlier checkpoints stay.
 
     Raises:
         GuardStop: Always.
@@ -195,9 +195,9 @@ async def stop(run: Run, reason: str) -> NoReturn:
 async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
     """Continue from the newest checkpoint before the alarm's onset, with one setting changed.
 
-    This is a resume in another attempt. The rows of the attempt that is given up stay, its later
+    This is a resume in another attempt. The rows of the abandoned attempt stay, but its later
     checkpoints are deleted. If the process is killed in between, the resumed run raises the same
-    alarm again. If the policy `is_broken`, its weights are not saved where no rollback is possible.
+    alarm again. If the policy `is_broken` and no rollback is possible, its weights are not saved.
 
     Raises:
         GuardStop: There is no such checkpoint, or all rollbacks are used up.
@@ -210,7 +210,7 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
         if is_broken:
             stop_before(run, alarm.onset, f"{alarm}; {why}")
         await stop(run, f"{alarm}; {why}")
-    await take_evaluation(run)  # so that none is missing of the steps that still count
+    await take_evaluation(run)  # so that every step that still counts has its evaluation
     checkpoint = good[-1]
     saved = verified_state(checkpoint)
     attempt, began, step = run.state.attempt + 1, step_of(checkpoint), run.state.step
@@ -236,13 +236,13 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
     data = {"action": "rollback", "to": began, "attempt": attempt, "changes": changes}
     run.recorder.event(step, "guard", text, data)
     run.watcher.alarm(step, text)
-    await go_on_from(run, checkpoint, saved, state, guard)
+    await continue_from(run, checkpoint, saved, state, guard)
 
 
 async def restore(run: Run, loss: EngineLost) -> None:
-    """Go on from the newest intact checkpoint with a new engine, for a process of the old is lost.
+    """Continue from the newest intact checkpoint with a new engine, after the loss of the old one.
 
-    This is a resume within the process and the attempt. A run without a checkpoint begins anew: it
+    This is a resume within the process and the attempt. A run without a checkpoint starts again: it
     has not recorded anything.
 
     Raises:
@@ -257,18 +257,18 @@ async def restore(run: Run, loss: EngineLost) -> None:
     record_events(run)
     text = f"after step {step}, the engine is lost: {loss}"
 
-    def tell(follows: str) -> None:
-        told = f"{text}; {follows}"
-        run.recorder.event(step, "engine", told, {"what": "lost", "details": loss.details})
-        run.watcher.alarm(step, told)
+    def report(follows: str) -> None:
+        line = f"{text}; {follows}"
+        run.recorder.event(step, "engine", line, {"what": "lost", "details": loss.details})
+        run.watcher.alarm(step, line)
 
     try:
         run.stop.check()
     except StopRequested as stop:
-        tell("the run stops")
+        report("the run stops")
         raise StopRequested(stop.signal_number, f"stopped, and {text}; {then}") from None
     run.losses += 1
-    tell("the run ends" if run.losses > MOST_LOSSES else "a new one takes the last checkpoint")
+    report("the run ends" if run.losses > MOST_LOSSES else "a new one takes the last checkpoint")
     if run.losses > MOST_LOSSES:
         raise RagenError(f"{text}, for the {run.losses}th time since the last checkpoint; {then}")
     run.beat()
@@ -278,7 +278,7 @@ async def restore(run: Run, loss: EngineLost) -> None:
             state, guard = states_of(run.folder, checkpoint, saved)
             state.seconds = run.state.seconds
             forget_later(run.recorder, run.watcher, checkpoint, state, damaged)
-            await go_on_from(run, checkpoint, saved, state, guard)
+            await continue_from(run, checkpoint, saved, state, guard)
         else:
             await run.engine.close()
             run.engine = await another_engine(run)
@@ -288,7 +288,7 @@ async def restore(run: Run, loss: EngineLost) -> None:
         raise RagenError(f"{text}; no new one could be made: {error}; {then}") from error
     run.beat()
     seconds = time.monotonic() - start
-    text = f"a new engine goes on after step {run.state.step}; it took {seconds:.1f} s"
+    text = f"a new engine continues after step {run.state.step}; it took {seconds:.1f} s"
     data = {"what": "restored", "from": step, "to": run.state.step, "seconds": seconds}
     run.recorder.event(step, "engine", text, data)
     run.watcher.alarm(step, text)
@@ -297,7 +297,7 @@ async def restore(run: Run, loss: EngineLost) -> None:
 def states_of(
     folder: Path, checkpoint: Path, saved: Mapping[str, Any]
 ) -> tuple[LoopState, GuardState]:
-    """The states of the loop and of the guard to go on with from a checkpoint.
+    """The states of the loop and of the guard with which a run continues from a checkpoint.
 
     Raises:
         RagenError: It was written by another version of RAGEN.
@@ -306,7 +306,7 @@ def states_of(
         state, guard = LoopState(**saved["loop"]), GuardState(**saved["guard"])
     except (KeyError, TypeError) as error:
         raise RagenError(
-            f"{checkpoint} was written by another version of RAGEN ({error})"
+            f"{checkpoint} was written by another version of RAGEN ({error}); use that version"
         ) from error
     guard.leave(changed_on_purpose(folder))
     return state, guard
@@ -319,7 +319,10 @@ def forget_later(
     state: LoopState,
     damaged: Mapping[Path, str],
 ) -> None:
-    """Delete the rows later than a checkpoint, and rename the later checkpoints: all `damaged`."""
+    """Delete the rows later than a checkpoint, and set the later checkpoints aside.
+
+    `damaged` says for each of these what is wrong with it.
+    """
     remove_leftovers(recorder.folder)
     recorder.forget_after(state.attempt, state.step)
     for later, reason in damaged.items():
@@ -330,7 +333,7 @@ def forget_later(
         watcher.alarm(state.step, text)
 
 
-async def go_on_from(
+async def continue_from(
     run: Run, checkpoint: Path, saved: Mapping[str, Any], state: LoopState, guard: GuardState
 ) -> None:
     """Give the run a new engine with the weights of a checkpoint, and these states."""
@@ -349,8 +352,8 @@ async def go_on_from(
 async def another_engine(run: Run, path: str | None = None) -> Engine:
     """An engine in place of the run's, which is closed.
 
-    A machine that is away may come back for `AWAY_S` seconds, or `engine.timeout_s` if that is
-    less. Afterwards, the engine has to do with the machines that are there.
+    A machine that is away has `AWAY_S` seconds to come back, or `engine.timeout_s` if that is less.
+    Afterwards, the engine uses the machines that are there.
 
     Raises:
         MachineAway: The user has requested a stop meanwhile.
@@ -365,5 +368,5 @@ async def another_engine(run: Run, path: str | None = None) -> Engine:
             try:
                 await run.stop.or_finish(asyncio.sleep(RETRY_S))
             except StopRequested:
-                raise away from None  # `restore` stops the run: it has no engine to save
+                raise away from None  # a stop would save the run, which has no engine now
     return make_engine(run.config, path)

@@ -93,14 +93,14 @@ class LoopState:
         began: The step after which the present attempt began.
         best_step: Of the evaluated steps with a regular checkpoint, the one with most success.
         best_success: Its success; −1 before the first evaluation.
-        evaluating: The step whose evaluation runs in the background; its answer was not taken yet.
+        evaluating: The step whose evaluation runs in the background, until its answer is taken.
         seconds: Time of the steps, those that were rolled back included.
         threads: Of torch; a resumed run takes the same number.
         averages: Moving averages of the metrics.
         stage: Of the curriculum, counted from 1.
         stage_success: Success of the stage's last steps.
         groups: Groups so far by environment, without those of refilling.
-        rests: Episodes that groups closed without, to be played again by a run that is resumed.
+        rests: Late episodes (`Rest.saved`), which a resumed run plays again.
 
     Example:
         >>> LoopState(step=3, updates=6).updates
@@ -146,8 +146,8 @@ class Run:
         stages: The set-up of each stage of the curriculum but the last, which has the full task.
         history: The metrics so far, by name and step; empty until the guard reads the database.
         background: Evaluates beside the run.
-        judge: Judges episodes, where a reward term asks for it.
-        ahead: What was begun for later steps.
+        judge: Judges episodes, if a reward term asks for it.
+        ahead: What is under way for later steps.
         stop: The user's request to stop.
         beat: Tells the watchdog that the run is alive.
         losses: How often its engine was lost since it wrote a checkpoint.
@@ -187,13 +187,13 @@ class Run:
 
     @property
     def env_time(self) -> Stopwatch:
-        """The time spent in environments, whose set-ups share it."""
+        """The time spent in environments; all set-ups share it."""
         return next(iter(self.setups.values())).env_time
 
     def remember(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Add what was recorded of a step to a history that the guard has read."""
+        """Add the recorded metrics of a step to the history, if the guard has read it."""
         for name in sorted(numbers) if self.history else ():
-            if not math.isnan(numbers[name]):  # as the database, which has none
+            if not math.isnan(numbers[name]):  # the database has no NaN either
                 self.history.setdefault(name, {})[step] = numbers[name]
 
     @property
@@ -215,7 +215,7 @@ def in_stage(
 
 
 class Clock:
-    """Seconds of a step by phase; `beat` is called where a phase begins and ends."""
+    """Seconds of a step by phase; `beat` is called when a phase begins and ends."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
         self._seconds: dict[str, float] = {}
@@ -292,7 +292,7 @@ async def evaluate(run: Run, temperature: float) -> None:
 
 
 def record_evaluation(run: Run, step: int, evaluation: Evaluation, groups: Sequence[Group]) -> None:
-    """Record an evaluation of a step, and let it count."""
+    """Record and show an evaluation of a step, and compare it with the best one."""
     config, temperature = run.config, evaluation.temperature
     run.recorder.evaluation(step, evaluation.record())
     if config.record.episodes_every:
@@ -337,7 +337,7 @@ def is_best(
 
 
 def evaluated(folder: Path, state: LoopState, step: int) -> dict[float, float]:
-    """The success of a step by temperature, of the evaluations that still stand."""
+    """The success of a step by temperature, in the evaluations that still count."""
     attempt, began = state.attempt, state.began
     return {
         each["temperature"]: each["success"]
@@ -359,18 +359,18 @@ def is_finished(folder: Path, config: Config, state: LoopState) -> bool:
 
 
 async def evaluate_missing(run: Run, *temperatures: float) -> None:
-    """Evaluate at each temperature for which this step has no evaluation that still stands."""
+    """Evaluate at each temperature for which this step has no evaluation that still counts."""
     run.recorder.commit()
     done = evaluated(run.folder, run.state, run.state.step)
     for temperature in temperatures:
-        if temperature in done:  # the run may have been killed before it compared
+        if temperature in done:  # the run may have been killed before the comparison
             compare_with_best(run.config, run.state, run.state.step, temperature, done[temperature])
         else:
             await evaluate(run, temperature)
 
 
 async def save_and_evaluate(run: Run) -> None:
-    """Save, and evaluate what is saved in the background, if this is due."""
+    """Save the step, and begin its evaluation in the background if it is due."""
     settings, step = run.config.eval, run.state.step
     evaluates = settings.background and settings.episodes > 0 and is_due(step, settings.every)
     await save(run, evaluates)
@@ -382,8 +382,8 @@ async def save_and_evaluate(run: Run) -> None:
 async def save(run: Run, evaluates: bool = False) -> None:
     """Write a checkpoint of the last finished step.
 
-    Where that step has a checkpoint, its weights are the same and only the loop's state is written,
-    which says whether its evaluation begins now.
+    If that step has a checkpoint already, its weights are the same, so only the states of loop and
+    guard are written. `evaluates` says that an evaluation of the step begins in the background.
 
     Raises:
         RagenError: The disk does not take it.
@@ -420,7 +420,7 @@ def kept_checkpoints(run: Run) -> int:
         late = 2 + run.config.eval.background
         evaluations = late * run.config.eval.every * (responses.get("reward_drop") == "rollback")
         keep = max(keep, 1 + math.ceil(max(ROLLBACK_REACH, evaluations) / run.spacing))
-    # A stop may come before the guard has looked at the step, and pushes none out.
+    # A run may stop before the guard has checked the step: its checkpoint must push no other out.
     return keep + (run.guard.checked_step < run.state.step)
 
 

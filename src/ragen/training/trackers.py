@@ -1,9 +1,9 @@
 """Experiment trackers: TensorBoard, Weights & Biases, trackio.
 
 Each is written through its own library, which is imported only if `record.trackers` names it. The
-metrics have the names of the run's database. A resumed run continues the same tracker run. Steps
-may be logged twice, after a kill or a rollback. TensorBoard hides the replaced ones. The other two
-can only append: their own step counter continues, and curves are drawn against the metric
+metrics have the names of the run's database. A resumed run continues the same tracker run. After a
+kill or a rollback, steps are logged again. TensorBoard hides the replaced ones. The other two can
+only append: their own step counter continues, and curves are drawn against the metric
 ``progress/step``.
 """
 
@@ -97,7 +97,8 @@ class TensorBoard(Tracker):
     @override
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         last, named = self._last, self._named
-        self._last, self._named = step, set[str]()  # of an earlier step: nothing was rolled back
+        # An evaluation in the background is of an earlier step, without a rollback.
+        self._last, self._named = step, set[str]()
         super().evaluated(step, evaluation)
         self._last, self._named = last, named
 

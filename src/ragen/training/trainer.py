@@ -114,7 +114,7 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
 def resume(
     folder: Path, watcher: Watcher | None = None, overrides: Mapping[str, Any] | None = None
 ) -> Result:
-    """Continue a run from its newest complete checkpoint, as if it had never stopped.
+    """Continue a run from its newest intact checkpoint, as if it had never stopped.
 
     Database rows later than the checkpoint are deleted first. Later checkpoints that are damaged
     are renamed. A `config.toml` that is damaged or missing is written again. A finished run is left
@@ -123,11 +123,11 @@ def resume(
     Args:
         folder: The run's folder.
         watcher: Shows progress; by default nothing does.
-        overrides: Settings that change from here on, by key. They are recorded as an event.
+        overrides: Settings that change from this step on, by key. They are recorded as an event.
 
     Raises:
-        RagenError: There is no run or no complete checkpoint, the model it began with is gone, or
-            `config.toml` has other values than the run.
+        RagenError: There is no run or no intact checkpoint, the model it began with is gone,
+            `config.toml` has other values than the run, or a change is impossible or has no effect.
         GuardStop, StopRequested: As `train`.
     """
     check_run_folder(folder, DATABASE)
@@ -151,14 +151,14 @@ def resume(
             "more --steps, too"
         )
 
-    def settle(recorder: Recorder) -> None:
+    def write_settings(recorder: Recorder) -> None:
         for line in settings.write(recorder, state.step, original, changes):
             watcher.alarm(state.step, line)
 
     if is_over:
         if settings.damage:
             with Recorder.open(folder, state.attempt) as recorder:
-                settle(recorder)
+                write_settings(recorder)
         watcher.note(
             f"the run is finished at step {state.step}; to train its model further: "
             f"ragen train RECIPE --model {folder}"
@@ -178,7 +178,7 @@ def resume(
                         f"{folder / CONFIG} is taken as it is: an earlier version began the run, "
                         "and kept no copy of its settings"
                     )
-                settle(recorder)
+                write_settings(recorder)
                 text, data = f"resumed after step {state.step}", {"checkpoint": checkpoint.name}
                 recorder.event(state.step, "resume", text, data)
                 forget_later(recorder, watcher, checkpoint, state, damaged)
@@ -261,7 +261,7 @@ def examine(folder: Path) -> dict[str, float]:
 async def opened(
     engine: Engine, config: Config
 ) -> AsyncIterator[tuple[dict[str, Setup], list[Setup]]]:
-    """`Run.setups` and `Run.stages`; it closes them and the engine, which may hold a GPU."""
+    """`Run.setups` and `Run.stages`; at the end, closes them and the engine (it may hold a GPU)."""
     try:
         if JUDGE in config.reward.terms:
             server_of(config.judge)  # a wrong address is refused before the run's folder is made

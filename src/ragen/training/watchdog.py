@@ -23,15 +23,14 @@ STALLED_S = 1800.0
 
 
 class Watchdog:
-    """Calls `on_stall` once when no beat came for `limit` seconds, and `look` each second.
+    """Calls `on_stall` if no beat comes for `limit` seconds, and `look` every second.
 
-    It also looks at the end, for what came since. Both are called in a thread of their own.
+    `on_stall` gets the seconds. It is called once until the next beat, and never with a `limit` of
+    0. `look` is called once more at the end, for what happened since its last call.
 
-    The thread also runs while the event loop is blocked, but not while other code holds the
-    interpreter's lock. It counts its own waking time, not the clock: a process that was suspended
-    has not stalled.
-
-    With a `limit` of 0 no silence is too long. `on_stall` is called with the seconds.
+    Both are called in a thread of their own. It also runs while the event loop is blocked, but not
+    while other code holds the interpreter's lock. It counts its own waking time instead of reading
+    the clock, so that a suspended process does not count as stalled.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Watchdog:
             if self._limit and self._silent >= self._limit and not self._called:
                 self._called = True
                 self._on_stall(self._silent)
-        self._look()  # at what came since it last looked
+        self._look()  # for what happened since the last call
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -69,9 +68,9 @@ class Watchdog:
 
 
 def end_late(run: Run) -> None:
-    """End the processes of the engine that are late, and say which, in what, and where they hang.
+    """End the late processes of the engine, and report each with its phase and its stacks.
 
-    The watchdog calls it from its own thread. The run goes on without them.
+    The watchdog calls it from its own thread. The run continues without them.
     """
     state, file = run.state, run.folder / STACKS  # recovering replaces the state
     for late in run.engine.end_late():
@@ -88,10 +87,10 @@ def end_late(run: Run) -> None:
 
 
 def report_stall(run: Run, seconds: float) -> None:
-    """Say where a run hangs, and end the process if the guard's response is to stop.
+    """Report where a run hangs, and end the process if the guard's response is to stop.
 
-    The watchdog calls it from its own thread. Anything may be what hangs, so the file with the
-    stacks of all threads comes first, then the database, then the screen.
+    The watchdog calls it from its own thread. The database or the terminal may be what hangs, so
+    the file with the stacks of all threads is written first, then the database, then the terminal.
     """
     state, file = run.state, run.folder / STACKS
     alarm = Alarm("stalled", state.step, state.step, seconds, 0.0)

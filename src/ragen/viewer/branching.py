@@ -48,7 +48,7 @@ class Branching:
         Raises:
             Unanswered: There is no such episode, or a database cannot be read.
         """
-        # The queue first: a job that finishes in between is then in both, not in neither.
+        # The queue is read first: a job that finishes in between is then in both, not in neither.
         queued = self._queue.of_episode(folder, episode)
         finished = _finished(folder, episode)
         known = {job["id"] for job in finished}

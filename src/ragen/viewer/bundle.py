@@ -152,7 +152,7 @@ def _function(file: Path, names: Mapping[Path, str]) -> str:
 
     forms = ((_IMPORT, imports), (_LATER, later), (_EXPORT, declared), (_EXPORTED, listed))
     parts = _COMMENT.split(file.read_text("utf-8"))
-    for place in range(0, len(parts), 2):  # comments stand at odd places, and stay: licences
+    for place in range(0, len(parts), 2):  # odd places are comments, such as licences: they stay
         for form, rewritten in forms:
             parts[place] = form.sub(rewritten, parts[place])
         left = _LEFT.search(parts[place])

@@ -1,7 +1,7 @@
 """Comparison of two sets of episodes: a run at two steps, or two runs.
 
-Only recorded evaluations are compared; nothing is played. Where both sets hold the same levels of
-the same game, success is compared level by level: a paired comparison shows smaller differences
+Only recorded evaluations are compared; nothing is played. If both sets have the same levels of the
+same task, success is compared level by level, because a paired comparison shows smaller differences
 than two separate rates do. `level` gives the episodes of one level, so that their texts can be read
 side by side.
 """
@@ -22,13 +22,13 @@ from ragen.core.statistics import (
     smallest_detectable,
 )
 from ragen.evaluation.outcomes import how_sampled
-from ragen.evaluation.targets import DISPLAY_KEYS
+from ragen.evaluation.targets import task_settings
 from ragen.viewer.episode_page import detail
 from ragen.viewer.reading import Answer, Question, RunReader, loaded
 from ragen.viewer.run_list import evaluations, read_settings, with_parts
 
 MOST_OF_LEVEL = 400
-"""Episodes of one level that are sent at once: more than a run evaluates it."""
+"""Most episodes of one level that are sent at once; a run records fewer."""
 
 
 class EpisodeSet(NamedTuple):
@@ -66,7 +66,7 @@ def compare(asked: Question) -> Answer:
         with asked.reading("other") as reader:
             found = list(_two_runs(run, _evaluated(reader)))
         found.sort(key=lambda each: (each["env"], each["how"]))
-    for each in found:  # random and optimal play, where they are of the same levels
+    for each in found:  # random and optimal play, if they were measured on the same levels
         rate = run.rates.get((each["env"], each["how"]), {}) if each["won"] is not None else {}
         each |= {"random": rate.get("random"), "optimal": rate.get("optimal")}
     return {"comparisons": found}
@@ -114,15 +114,15 @@ class _Evaluated(NamedTuple):
     """What one run has evaluated.
 
     Attributes:
-        game: Settings that decide what is played: levels, events, budgets.
+        task: The settings that determine what is played (`task_settings`).
         temperature: That of the run's own evaluations.
         rates: The last evaluation by environment and way of sampling, with its interval.
-        recorded: The run's own evaluations whose episodes are recorded.
-        stored: Evaluations by ``ragen eval``, by game and way of sampling. Of several agents in one
-            game, the last counts.
+        recorded: The run's own evaluations that have recorded episodes.
+        stored: Evaluations by ``ragen eval``, by task and way of sampling. Of several agents in one
+            task, the last counts.
     """
 
-    game: Mapping[str, Any]
+    task: Mapping[str, Any]
     temperature: float
     rates: Mapping[tuple[str, str], Answer]
     recorded: Recorded
@@ -136,7 +136,7 @@ class _Evaluated(NamedTuple):
 def _evaluated(run: RunReader) -> _Evaluated:
     settings = read_settings(run.folder)
     return _Evaluated(
-        _game(settings),
+        task_settings(settings),
         settings.get("eval.temperature", 1.0),
         {
             (each["env"], each["how"]): each
@@ -148,14 +148,6 @@ def _evaluated(run: RunReader) -> _Evaluated:
     )
 
 
-def _game(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in settings.items()
-        if key.startswith("env.") and key not in DISPLAY_KEYS
-    }
-
-
 def _has_interval(evaluation: Answer) -> bool:
     """Whether its interval and its levels are known; a record of another version may lack them."""
     known = (*evaluation["success"].values(), evaluation.get("episodes"))
@@ -163,7 +155,7 @@ def _has_interval(evaluation: Answer) -> bool:
 
 
 def _recorded(run: RunReader) -> Recorded:
-    """The phases of a run's own evaluations play the same levels each time."""
+    """A run's own evaluations that count; those of a phase play the same levels each time."""
     found: dict[tuple[str, str], list[EpisodeSet]] = {}
     for phase, env, step, attempt, seed, share, count in run.rows(
         "SELECT phase, env, step, attempt, level_seed, avg(success), count(*) FROM episodes"
@@ -179,14 +171,14 @@ def _recorded(run: RunReader) -> Recorded:
 
 
 def _stored(run: RunReader) -> Iterator[tuple[tuple[str, str], EpisodeSet]]:
-    """Evaluations by ``ragen eval`` in order, by game and way of sampling."""
+    """Evaluations by ``ragen eval`` in order, by task and way of sampling."""
     for key, env, settings in run.rows(
         "SELECT key, env, settings FROM evaluations WHERE key IS NOT NULL"
         " AND id IN (SELECT max(id) FROM evaluations GROUP BY key) ORDER BY id"
     ):
         every = loaded(settings)
         more = {name: every[name] for name in ("seed", "temperature", "sources") if name in every}
-        game = json.dumps(_game(every) | more, sort_keys=True)
+        task = json.dumps(task_settings(every) | more, sort_keys=True)
         how = how_sampled(every.get("temperature", 1.0))
         played = run.rows(
             "SELECT level_seed, avg(success), count(*) FROM outcomes WHERE key = ?"
@@ -194,7 +186,7 @@ def _stored(run: RunReader) -> Iterator[tuple[tuple[str, str], EpisodeSet]]:
             key,
         )
         levels = {seed: (share, count) for seed, share, count in played}
-        yield (game, how), EpisodeSet(env, None, levels)
+        yield (task, how), EpisodeSet(env, None, levels)
 
 
 def _first_and_last(run: _Evaluated) -> Iterator[Answer]:
@@ -208,11 +200,11 @@ def _two_runs(run: _Evaluated, other: _Evaluated) -> Iterator[Answer]:
     for found in _two_runs_paired(run, other):
         compared.add((found["env"], found["how"]))
         yield found
-    keys = sorted(run.game.keys() | other.game.keys(), key=lambda key: (key != "env.name", key))
-    differing = next((key for key in keys if run.game.get(key) != other.game.get(key)), None)
+    keys = sorted(run.task.keys() | other.task.keys(), key=lambda key: (key != "env.name", key))
+    differing = next((key for key in keys if run.task.get(key) != other.task.get(key)), None)
     why = "no levels that both played are recorded"
     if differing is not None:
-        why = f"the games differ in {differing}"
+        why = f"the tasks differ in {differing}"
     for key in run.rates.keys() & other.rates.keys() - compared:
         yield _unpaired(run.rates[key], other.rates[key], why)
 
@@ -221,7 +213,7 @@ def _two_runs_paired(run: _Evaluated, other: _Evaluated) -> Iterator[Answer]:
     for key in run.stored.keys() & other.stored.keys():
         note = "last evaluations by ragen eval"
         yield from _paired(run.stored[key], other.stored[key], key[1], note)
-    if run.game != other.game:
+    if run.task != other.task:
         return
     for key in run.recorded.keys() & other.recorded.keys():
         how = run.how(key[0])

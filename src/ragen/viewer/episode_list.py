@@ -31,8 +31,8 @@ MOST, USUAL = 200, 50
 """Episodes on a page: at most, and by default."""
 
 FOLLOWING = 500
-"""Rows in which a page of a common search is looked for first; filtering more of them takes as long
-as going through all hits."""
+"""Rows that are filtered first for a page of a search with many hits; filtering more of them takes
+as long as going through all hits."""
 
 COLUMNS = (
     *("id", "attempt", "step", "phase", "group", "member", "kept", "group_score", "env"),

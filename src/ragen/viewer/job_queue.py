@@ -30,7 +30,7 @@ MOST_EACH = 10
 """How many running or waiting requests may come from one address."""
 
 MOST_FAILED = 50
-"""Failed requests that are kept; then the oldest is forgotten."""
+"""Failed requests that are kept; beyond these, the oldest is dropped."""
 
 LONGEST_S = 3600.0
 """How long a process may run. One that hangs would hold its slot for ever."""

@@ -43,11 +43,11 @@ class _Progress(NamedTuple):
 
 
 def run_news(runs: Runs, folder: Path) -> Iterator[list[Event]]:
-    """News of one run at each look: steps, evaluations, alarms, the begin and end of its process.
+    """News of one run at each look: steps, evaluations, alarms, the start and end of its process.
 
-    Each look gives what happened since the last one, the first look nothing. A begin or an end is
-    also given if a page was told the opposite meanwhile: a process may end and be resumed between
-    two looks.
+    Each look gives what happened since the last one; the first look gives nothing. A start or an
+    end is also given if a page was told the opposite meanwhile: a process may end and be resumed
+    between two looks.
     """
     written, stamps, progress = is_claimed(folder), signature(folder), _Progress()
     with contextlib.suppress(RagenError), reading(folder) as run:
@@ -72,8 +72,8 @@ def run_news(runs: Runs, folder: Path) -> Iterator[list[Event]]:
 def _since(before: _Progress, run: RunReader, changed: float) -> tuple[list[Event], _Progress]:
     """News since an earlier progress, and the present one."""
     now = _progress(run)
-    told = events(run, before.event)
-    found: list[Event] = [("alarm", event) for event in told if event["kind"] in ALARM_KINDS]
+    later = events(run, before.event)
+    found: list[Event] = [("alarm", event) for event in later if event["kind"] in ALARM_KINDS]
     # An evaluation ends after its step was written: it is news of the same step.
     if now[:3] != before[:3]:
         found.append(("step", {"attempt": now.attempt, "step": now.step, "time": changed}))

@@ -10,8 +10,8 @@ from typing import TypeVar
 from ragen.viewer.reading import Answer, Question, RunReader, Unanswered
 
 MOST_STEPS, MOST_EPISODES = 40, 128
-"""Steps that are counted, evenly over the run, and episodes of each: more would take long and
-change no share visibly."""
+"""Steps that are counted, evenly over the run, and episodes of each: more would take longer without
+a visible change of any share."""
 
 MOST_PHRASES = 30
 """Phrases in an answer."""

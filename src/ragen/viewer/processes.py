@@ -1,4 +1,4 @@
-"""The processes of a run's engine, as its events tell of them."""
+"""The processes of a run's engine, as its events report them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ STATES = {
 """The state of a process after an event, by what happened."""
 
 MOST = 4096
-"""Most processes of a kind that a config allows; one that another program wrote may say more."""
+"""Most processes of a kind that a config allows; another program may have written a larger number
+into it."""
 
 KINDS = {
     "learner": ("engine.learners", 1),
     "sampler": ("engine.samplers", 1),
     "player": ("engine.players", 0),
 }
-"""The kinds of processes of an engine on Ray: the setting that says how many it starts with, and
-how many these are where it does not."""
+"""The kinds of processes of an engine on Ray, each with the setting of the number that it starts
+with, and the default of this setting."""
 
 
 def engine_of(
@@ -42,7 +43,7 @@ def engine_of(
         events: Its events, in order.
 
     Returns:
-        ``None`` if nothing is recorded of the engine, as of a run in one process.
+        ``None`` if nothing is recorded of the engine, as in a run with one process.
 
     Example:
         >>> data = {"process": "sampler 1", "what": "lost"}
@@ -51,8 +52,8 @@ def engine_of(
         >>> [(each["process"], each["state"], each["step"]) for each in found]
         [('sampler 1', 'lost', 3)]
     """
-    told = [each for each in events if each["kind"] == ENGINE]
-    if not told and not any(name.startswith(f"{ENGINE}/") for name in names):
+    about_engine = [each for each in events if each["kind"] == ENGINE]
+    if not about_engine and not any(name.startswith(f"{ENGINE}/") for name in names):
         return None
     found: dict[str, Answer] = {}
     if config.get("engine.name") == "ray":
@@ -60,7 +61,7 @@ def engine_of(
             count = config.get(key)
             for number in range(min(count, MOST) if isinstance(count, int) else default):
                 _row(found, f"{kind} {number}")
-    for event in told:
+    for event in about_engine:
         data = event["data"] if isinstance(event["data"], dict) else {}
         process, what = data.get("process"), data.get("what")
         if isinstance(process, str):
@@ -68,7 +69,7 @@ def engine_of(
             row["losses"] += what == "lost"
             row["state"] = STATES.get(str(what), row["state"])
             row |= {"step": event["step"], "text": event["text"]}
-        elif what == "restored":  # a new engine, all of whose processes are new
+        elif what == "restored":  # a new engine with new processes
             for row in found.values():
                 row["state"] = "left" if row["state"] == "left" else "running"
     return sorted(found.values(), key=_order)

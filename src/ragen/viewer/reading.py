@@ -34,7 +34,7 @@ Answer = dict[str, Any]
 """The answer to a request: JSON values."""
 
 DEEPEST = 5
-"""Levels of folders that are searched for runs; those of a study are two levels deep, and the
+"""Levels of folders that are searched for runs; the runs of a study are two levels deep, and the
 evaluations of a run two more."""
 
 NO_RUNS_INSIDE = ("checkpoints", "__pycache__", "node_modules")
@@ -82,8 +82,8 @@ class Runs:
 
     Attributes:
         root: The folder.
-        summaries: The rows of `run_list`, each with the signature of the files that it is of.
-        told: What pages were told since the last look of `live`: whether a process writes the run.
+        summaries: The rows of `run_list`, each with the signature of the files it was made from.
+        told: Whether a process writes a run, as pages were told since the last look of `live`.
     """
 
     root: Path
@@ -112,7 +112,7 @@ class Runs:
             NotFound: There is no such run, or it lies outside the root.
         """
         path = PurePosixPath(run)
-        # Too long a name, a zero byte and links in a circle are errors of the system.
+        # A name that is too long or has a zero byte and a circle of links are errors of the system.
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             if str(path) == run and ".." not in path.parts and "\\" not in run:
                 folder = (self.root / path).resolve()
@@ -289,7 +289,7 @@ def _folders(folder: Path) -> list[Path]:
                 and entry.name not in NO_RUNS_INSIDE
             ]
     except OSError:
-        return []  # removed meanwhile, or not readable for us
+        return []  # removed meanwhile, or not readable
 
 
 def _is_run(folder: Path) -> bool:

@@ -106,7 +106,7 @@ def read_settings(folder: Path) -> Flat:
         return present_values(raw_values(tomllib.loads((folder / CONFIG).read_text("utf-8"))))
     except OSError as error:
         raise Unreadable(f"config.toml cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # thousands of brackets
+    except (ValueError, RecursionError) as error:  # a recursion by thousands of brackets
         raise Unreadable(f"config.toml is damaged: {error}") from None
 
 

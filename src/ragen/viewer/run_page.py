@@ -40,14 +40,14 @@ def about(asked: Question) -> Answer:
         found = run.histories([name for name in names if name.startswith(("time/", *EXACT))])
         evaluated = evaluations(run)
         steps = run.rows("SELECT DISTINCT attempt, step FROM episodes")
-        told = events(run)
+        happened = events(run)
     own = [each.get("seconds", 0) for each in evaluated if each["step"] is not None]
     config = read_settings(folder)
     return summary | {
         "config": config,
         "differences": _differences(folder),
-        "events": told,
-        "engine": engine_of(config, names, told),
+        "events": happened,
+        "engine": engine_of(config, names, happened),
         "evaluations": with_parts(evaluated),
         "names": names,
         "labels": SIGNALS | {name: name for name in names if name.startswith(TERMS)},
@@ -76,8 +76,9 @@ def events(run: RunReader, after: int = 0) -> list[Answer]:
 def _differences(folder: Path) -> list[Answer] | None:
     """The settings in which a run differs from its recipe, or from its preset without that recipe.
 
-    ``None`` if the config is of another version, which cannot be compared. If the run has another
-    algorithm than the recipe, the preset of that algorithm is the standard: one change, not many.
+    ``None`` if the config is of another version, which cannot be compared. A run with another
+    algorithm than its recipe is compared with the recipe under that algorithm, so that the
+    algorithm counts as one change.
     """
     try:
         config = run_config(folder)

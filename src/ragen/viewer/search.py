@@ -10,7 +10,7 @@ from ragen.storage.schema import TURNS_AN_EPISODE
 from ragen.viewer.reading import RunReader
 
 COMMON = 5000
-"""Number of hits from which on they are no longer counted."""
+"""A search with this many hits or more does not count them."""
 
 HITS = f"rowid / {TURNS_AN_EPISODE} FROM thoughts_fts WHERE thoughts_fts MATCH ?"
 """The episode of each turn that matches, as the rest of a SELECT."""

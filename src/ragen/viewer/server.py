@@ -63,7 +63,7 @@ ROUTES: Mapping[str, Callable[[Question], Answer]] = MappingProxyType(
 STATIC = Path(__file__).parent / "static"
 
 COMPRESSED = 2000
-"""Bytes from which on an answer is compressed."""
+"""Answers of this many bytes or more are compressed."""
 
 LARGEST_BODY = 10_000
 """Largest body of a POST request, in bytes; it holds a few numbers."""

@@ -37,7 +37,7 @@ OUR_TEXTS = frozenset(
         *("recipe", "error", "problem", "reason", "engine"),
     }
 )
-"""Keys of texts by this program or Python, which may contain paths of this machine."""
+"""Keys of texts that this program or Python wrote, which may contain paths of this machine."""
 
 _PART = r"""[^\s\\/'"`:,;()<>|\[\]{}]+"""
 _ROOT = r"(?:~?/|[A-Za-z]:\\|\\\\)"
@@ -201,9 +201,8 @@ class Anonymizer:
             >>> anonymizer.text("Qwen/Qwen2.5 reward/mean C:\\Users\\me\\w.py:Environment /home/me")
             'Qwen/Qwen2.5 reward/mean w.py:Environment ~'
         """
-        if _WHOLE.fullmatch(
-            text
-        ):  # a whole path may contain spaces; in a sentence, a space ends it
+        # A text that is one path may contain spaces; within a sentence, a space ends a path.
+        if _WHOLE.fullmatch(text):
             return re.split(r"[/\\]", text.rstrip("/\\"))[-1]
         for place, name in self._known.items():
             text = text.replace(place, name)
