@@ -141,28 +141,38 @@ def predicted(found: Mapping[str, float], costs: Costs, cluster: Cluster, groups
 
 
 def compared(args: argparse.Namespace) -> Iterator[str]:
-    """Lines of Markdown, one for each size."""
+    """Lines of Markdown, one for each size; the costs are measured just before each."""
     use_threads(1)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        costs = scaling_costs.engine_costs(folder, args.model, args.repeat, 0, TURNS)
-        costs |= scaling_costs.driver_costs(folder / "driver", step.Work(), step.TURN_TOKENS)
-    yield f"costs: {json.dumps({name: float(f'{each:.3g}') for name, each in costs.items()})}\n"
     names = ("learners", "samplers", "staleness", "groups", "clock, s", "driver", "slowest sampler")
     names += ("slowest learner", "own cores, s", "simulated, s", "driver's share")
     yield f"| {' | '.join(names)} |"
     yield "|---" * len(names) + "|"
     for learners, samplers, staleness, groups in args.sizes:
+        costs = measured(args)
         command = [sys.executable, os.path.abspath(__file__), "--run", args.engine, args.model]
         command += [str(learners), str(samplers), str(staleness), str(groups), str(args.steps)]
         found = last_line(command)
-        parts = [found["driver"], slowest(found, "sampler"), slowest(found, "learner")]
-        own = sum(parts)
+        seconds = [found["driver"], slowest(found, "sampler"), slowest(found, "learner")]
+        own = sum(seconds)
         here = Cluster(learners, samplers, args.engine == "local", staleness)
-        expected = predicted(found, Costs(**costs), here, groups)
-        cells = [f"{each:.2f}" for each in (found["step_s"], *parts, own, expected)]
+        expected = predicted(found, costs, here, groups)
+        cells = [f"{each:.2f}" for each in (found["step_s"], *seconds, own, expected)]
         sizes = f"{learners} | {samplers} | {staleness} | {groups}"
-        yield f"| {sizes} | {' | '.join(cells)} | {100 * parts[0] / own:.0f} % |"
+        yield f"| {sizes} | {' | '.join(cells)} | {100 * seconds[0] / own:.0f} % |"
+
+
+def measured(args: argparse.Namespace) -> Costs:
+    """What the parts cost in this process."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        found = scaling_costs.engine_costs(folder, args.model, args.repeat, 0, TURNS)
+        found |= scaling_costs.driver_costs(folder / "driver", step.Work(), step.TURN_TOKENS)
+    if args.engine == "ray":
+        parts = scaling_costs.publication_costs(args.model, args.repeat)
+        found["publish_s"] = parts["pack_s"] + parts["checksums_s"] + parts["copy_s"]
+        found["publish_sampler_s"] = parts["take_over_s"]
+    print(json.dumps({name: float(f"{each:.3g}") for name, each in found.items()}), file=sys.stderr)
+    return Costs(**found)
 
 
 def last_line(command: list[str]) -> dict[str, float]:
