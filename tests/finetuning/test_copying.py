@@ -63,7 +63,7 @@ def test_the_spellings_of_a_word_are_alike_and_not_trained() -> None:
 
 
 def test_a_model_continues_a_passage_that_it_has_seen_before_any_training() -> None:
-    """Random words, twice: four in five of the second half are foreseen."""
+    """Random words, twice: seven in ten of the second half are foreseen."""
     tokenizer = build(words_for(WORDS, 1))
     model = new_model(tokenizer, 3, 0, theta=ROPE_THETA)
     write_words(model, tokenizer)
@@ -79,4 +79,4 @@ def test_a_model_continues_a_passage_that_it_has_seen_before_any_training() -> N
 
     assert foreseen() < 0.05
     write_induction(model)
-    assert foreseen() > 0.8
+    assert foreseen() > 0.7
