@@ -15,6 +15,7 @@ The other lesson replies with random play and without a thought::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +66,8 @@ def write_words(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> N
     What the model learns about copying one spelling so holds for the other. Embeddings that are
     trained drift apart, and copies become guesses.
     """
-    rows = model.get_input_embeddings().weight
+    rows: Any = model.get_input_embeddings().weight
+    norm: Any = model.model.norm.weight
     with torch.no_grad():
         rows.copy_(EMBEDDING * torch.randn(rows.shape))
         space = SPELLING * EMBEDDING * torch.randn(rows.shape[1])
@@ -73,7 +75,7 @@ def write_words(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> N
         for word, row in numbers.items():
             if word[0] == " " and len(word) > 2 and word[1:] in numbers:
                 rows[row] = rows[numbers[word[1:]]] + space
-        model.model.norm.weight.mul_(NORM)
+        norm.mul_(NORM)
     rows.requires_grad_(False)
 
 
@@ -86,7 +88,8 @@ def write_induction(model: PreTrainedModel) -> None:
     they have seen. In the heads, half of the frequencies of the rotary embedding tell places and
     half tell words.
     """
-    config = model.config
+    config: Any = model.config
+    layers: Any = model.model.layers
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     width, each = config.hidden_size // heads, heads // groups
     half, theta = width // 2, config.rope_parameters["rope_theta"]
@@ -100,7 +103,7 @@ def write_induction(model: PreTrainedModel) -> None:
 
     subspaces = torch.linalg.qr(torch.randn(config.hidden_size, config.hidden_size))[0].T
     word, last, earlier = subspaces.reshape(-1, width, config.hidden_size)[:3]
-    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    first, second = (layer.self_attn for layer in layers[:2])
     with torch.no_grad():
         first.q_proj.weight[: each * width] = 0.0
         first.k_proj.weight[:width] = 0.0

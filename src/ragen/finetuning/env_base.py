@@ -1,7 +1,8 @@
 """``ragen base --env W``: a small model from scratch that can read W and reply, and no more.
 
 Its tokenizer holds the words that random play meets in W. Two stages of demonstrations (`screen`)
-teach it to find things on the screen and to reply in the right form. What to do is left to
+teach it to find things on the screen and to reply in the right form. Where actions are free text,
+it begins with copying and one stage teaches it the form (`copying`). What to do is left to
 reinforcement learning.
 """
 
@@ -141,11 +142,9 @@ def _episodes(met: Survey, chat: Chat) -> int:
     return max(FEWEST, min(MOST, round(STEP_TOKENS / (1 + tokens / met.episodes))))
 
 
-def stages_of(
-    reader: Reader, make: Callable[[], Screen], env: EnvConfig, episodes: int, window: int
-) -> tuple[Stage, ...]:
-    """The stages: where things are, then short thoughts and random play."""
-    lesson = partial(
+def _lesson(make: Callable[[], Env], env: EnvConfig, window: int) -> Callable[..., Lesson]:
+    """Lessons with the environment's budgets; a teacher and a share are left to say."""
+    return partial(
         Lesson,
         make=make,
         turns=(env.max_turns,),
@@ -154,6 +153,13 @@ def stages_of(
         window=window,
         held_out=False,
     )
+
+
+def stages_of(
+    reader: Reader, make: Callable[[], Screen], env: EnvConfig, episodes: int, window: int
+) -> tuple[Stage, ...]:
+    """The stages: where things are, then short thoughts and random play."""
+    lesson = _lesson(make, env, window)
     find, read = lesson(reader.look_up, share=0.8), lesson(reader.read, share=0.2)
     look_up = Stage("look-up", 300, (find, read), episodes, context_weight=0.1)
     find, read = lesson(reader.look_up, share=0.2), lesson(reader.read, share=0.8)
@@ -165,15 +171,7 @@ def copying_stages(
     copier: Copier, make: Callable[[], Env], env: EnvConfig, episodes: int, window: int
 ) -> tuple[Stage, ...]:
     """The stage of free text: to repeat words, and random play."""
-    lesson = partial(
-        Lesson,
-        make=make,
-        turns=(env.max_turns,),
-        actions=env.max_actions,
-        actions_per_turn=env.actions_per_turn,
-        window=window,
-        held_out=False,
-    )
+    lesson = _lesson(make, env, window)
     lessons = lesson(copier.repeat, share=0.1), lesson(copier.act, share=0.9)
     rates = {"lr": 2e-3, "muon_lr": 0.006, "lr_end": 0.02}
     return (Stage("copying", 600, lessons, episodes, context_weight=0.03, **rates),)
@@ -186,7 +184,8 @@ def card(env: EnvConfig, made: EnvBase, teacher: Reader | Copier, met: Survey, s
     skill = "no plan and no skill" if is_random else "the solver's actions, without a reason"
     shown = next(filter(None, met.screens), "")
     if isinstance(teacher, Copier):
-        taught, habits = "to repeat words", ""
+        taught = "to repeat words"
+        habits = "\nHeads that copy were written into its attention before."
         seen = f"A screen:\n\n```\n{shown}\n```"
     else:
         taught, count = "to say what is where on the screen", len(teacher.habits)
