@@ -391,13 +391,14 @@ def test_with_one_turn_left_the_solver_buys_what_it_has(env):
     assert env.solve(1, 5, 1) == ["click[buy now]"] != env.solve(2, 5, 1)
 
 
-def test_random_play_searches_in_words_of_the_instruction_and_clicks_what_is_there(env):
+def test_random_play_searches_for_the_beginning_of_the_instruction_and_clicks_what_is_there(env):
     generator = np.random.Generator(np.random.PCG64(0))
-    observation, _ = env.reset(seed=123)
-    name, argument = parse_action(env.random_action(generator))
-    assert name == "search" and set(argument.split()) <= set(
-        env.catalogue.goals[123].instruction.lower().replace(".", "").replace(",", "").split()
-    )
+    env.reset(seed=123)
+    instruction = env.catalogue.goals[123].instruction.lower()
+    searches = {parse_action(env.random_action(generator)) for _ in range(300)}
+    assert {name for name, _ in searches} == {"search"}
+    assert all(instruction.startswith(words) for _, words in searches)
+    assert len(searches) == len(instruction.split()), "up to each of its words"
     observation = play(env, "search[dog bed]")[0]
     drawn = {parse_action(env.random_action(generator)) for _ in range(300)}
     assert {element for name, element in drawn if name == "click"} == set(clickable(observation))
@@ -418,6 +419,43 @@ def test_fewer_results_on_a_page_are_the_same_results(env):
     assert compute_baselines(small, Budget(6, 1, 6), range(123, 143)).optimal == 1
     with pytest.raises(RagenError, match="on_page"):
         make("webshop", on_page=11)
+
+
+def test_numbered_products_and_options_are_the_same_called_by_their_place(env):
+    shops = make("webshop", on_page=3, numbered=True), make("webshop", on_page=3)
+    numbered, coded = shops
+    assert "the number of a product" in numbered.rules and "the code of a product" in coded.rules
+    pages = []
+    for shop in shops:
+        shop.reset(seed=123)
+        pages.append(play(shop, "search[dog bed]", "click[next >]")[0])
+    names, codes = (clickable(page)[-3:] for page in pages)
+    assert names == ["1", "2", "3"], "numbers begin again on each page"
+    in_numbers = pages[1]
+    for name, code in zip(names, codes, strict=True):
+        in_numbers = in_numbers.replace(code, name)
+    assert pages[0] == in_numbers
+    state = numbered.get_state()
+    assert not numbered.step(f"click[{codes[1]}]")[4]["possible"]
+    pages = [play(numbered, "click[2]")[0], play(coded, f"click[{codes[1]}]")[0]]
+    color, size = coded._product.options.values()
+    values = [*color, *size]
+    numbers = [str(number) for number in range(1, len(values) + 1)]
+    buttons = len(clickable(pages[1])) - len(values)
+    assert clickable(pages[0])[buttons:] == numbers and clickable(pages[1])[buttons:] == values
+    without = re.sub(r"\[\d+\] ", "", pages[0])
+    assert without.splitlines()[:-1] == pages[1].splitlines()[:-1]
+    chosen = play(numbered, f"click[{numbers[-1]}]")[0]
+    assert f"size (chosen: {size[-1]}): [{len(color) + 1}] {size[0]}" in chosen
+    play(coded, f"click[{size[-1]}]")
+    assert numbered.get_state() == coded.get_state()
+    numbered.set_state(state)
+    assert numbered.state_key() == in_numbers
+    budget, levels = Budget(6, 1, 6), range(123, 143)
+    found = compute_baselines(numbered, budget, levels)
+    assert found.optimal == found.optimal_return == 1
+    assert found == compute_baselines(coded, budget, levels)
+    check(numbered)
 
 
 def test_baselines_are_near_zero_and_one_within_the_budget(env):

@@ -184,6 +184,7 @@ def test_a_base_is_deterministic_says_what_it_was_shown_and_trains_without_a_rec
         "at most 2 turns",
         "no plan and no skill",
         "The word is",
+        "Heads that copy were written",
     ):
         assert words in card
     assert is_embedded("one") and taught_style("one") == "compact"

@@ -22,7 +22,6 @@ from ragen.envs.webshop_catalogue import (
     Catalogue,
     Goal,
     Product,
-    content_words,
     same_option,
     score,
 )
@@ -71,8 +70,8 @@ class WebShop(Env):
 
     Actions:
         Free text: ``search[keywords]`` (on every page) or ``click[element]``, in any case.
-        Anything else does nothing. Random play searches for words of the instruction or clicks
-        something on the page.
+        Anything else does nothing. Random play searches for the beginning of the instruction, up
+        to a random word, or clicks something on the page.
 
     Reward:
         For a purchase, from 0 to 1: the share of the attributes, options and price limit that it
@@ -92,6 +91,8 @@ class WebShop(Env):
         path: The folder with the original files, or one ``items_shuffle*.json`` in it.
         goals: With `path`, the human instructions or the synthetic ones.
         on_page: Products on a page of results; fewer make shorter prompts for small models.
+        numbered: A page calls its products, or the values of its options, 1, 2, 3 and so on, since
+            a small model cannot copy codes and values.
 
     Example:
         >>> env = WebShop()
@@ -116,9 +117,10 @@ class WebShop(Env):
         path: str = "",
         goals: Literal["human", "synthetic"] = "human",
         on_page: Annotated[int, Field(ge=1, le=ON_PAGE)] = ON_PAGE,
+        numbered: bool = False,
     ) -> None:
         self.name = "webshop"
-        self._on_page = on_page
+        self._on_page, self._numbered = on_page, numbered
         self._source = (products, catalogue_seed, path, goals)
         self._split = split
         if products or path:  # the default shop takes half a second: it waits for the first episode
@@ -128,13 +130,16 @@ class WebShop(Env):
 
     @property
     def rules(self) -> str:
+        names = "code of a product, the value of an option"
+        if self._numbered:
+            names = "number of a product, the number of the value of an option"
         return (
             "You are shopping in a web shop. Find a product that fits the instruction, choose its "
             "options and buy it.\n"
             "An action is search[keywords], which lists the best products for your keywords, or "
             "click[element], where element is one of those that the page lists as clickable: the "
-            "code of a product, the value of an option, or a button. Click the value of every "
-            "option that the instruction names before you click buy now.\n"
+            f"{names}, or a button. Click the value of every option that the instruction names "
+            "before you click buy now.\n"
             "When you buy, your reward is the share of what the instruction asks for that you got: "
             "attributes, options and the price limit. It is lower for a product of another type. "
             "Buying ends the episode; only a reward of 1 is a success."
@@ -187,13 +192,17 @@ class WebShop(Env):
             if place.page != "item":
                 return [f"click[{PREVIOUS}]"]
             if missing and min(turns_left, actions_left) > 1:
-                return [f"click[{missing[0][1]}]"]
+                value = plain(missing[0][1])
+                called = (name for name, each in self._values().items() if plain(each) == value)
+                return [f"click[{next(called)}]"]
             return [f"click[{BUY}]"]
-        if (key := plain(wanted.key)) in self._elements:
-            return [f"click[{key}]"]
+        at, on_results = self.catalogue.places[plain(wanted.key)], place.page == "results"
+        for name, product in self._shown().items() if on_results else ():
+            if product == at:
+                return [f"click[{name}]"]
         keywords = _keywords(self.catalogue, self._goal, self._on_page)
-        later = self._results()[self._on_page * place.number :] if place.page == "results" else ()
-        if place.keywords == keywords and self.catalogue.places[key] in later:
+        later = self._results()[self._on_page * place.number :] if on_results else ()
+        if place.keywords == keywords and at in later:
             return [f"click[{NEXT}]"]  # no search has it among the first results
         return [f"search[{keywords}]"]
 
@@ -208,9 +217,9 @@ class WebShop(Env):
         element = pick(generator, [SEARCH, *self._elements])
         if element != SEARCH:
             return f"click[{element}]"
-        words = content_words(self._wanted.instruction) or ("",)
-        count = 1 + int(generator.random() * 4)
-        return f"search[{' '.join(pick(generator, words) for _ in range(count))}]"
+        words = self._wanted.instruction.split() or [""]
+        count = 1 + int(generator.random() * len(words))
+        return f"search[{' '.join(words[:count]).rstrip('.,;?')}]"
 
     def _play(self, budget: int, draw: int | None) -> tuple[float, float]:
         """Success and reward from here of random play, or without a draw of `solve`."""
@@ -235,6 +244,23 @@ class WebShop(Env):
 
     def _results(self) -> tuple[int, ...]:
         return self.catalogue.search(self._place.keywords)
+
+    def _shown(self) -> dict[str, int]:
+        """The products on the page of results, by what they are called there."""
+        last = self._on_page * self._place.number
+        shown = self._results()[last - self._on_page : last]
+        if self._numbered:
+            return {str(number): product for number, product in enumerate(shown, 1)}
+        return {plain(self.catalogue.products[product].key): product for product in shown}
+
+    def _values(self) -> dict[str, str]:
+        """The values of the product's options, by what they are called on its page."""
+        options = self._product.options.values()
+        values = dict.fromkeys(value for values in options for value in values)
+        named: dict[str, str] = {}
+        for number, value in enumerate(values, 1):
+            named.setdefault(str(number) if self._numbered else plain(value), value)
+        return named
 
     def _goal_index(self, seed: int) -> int:
         """The goal of a level.
@@ -280,39 +306,37 @@ class WebShop(Env):
             return {}
         found = {BACK: Place()}
         if place.page == "results":
-            results, start = self._results(), self._on_page * (place.number - 1)
-            if start:
+            if place.number > 1:
                 found[PREVIOUS] = place._replace(number=place.number - 1)
-            if start + self._on_page < len(results):
+            if self._on_page * place.number < len(self._results()):
                 found[NEXT] = place._replace(number=place.number + 1)
-            for product in results[start : start + self._on_page]:
-                key = plain(self.catalogue.products[product].key)
-                found[key] = place._replace(page="item", product=product)
+            for name, product in self._shown().items():
+                found[name] = place._replace(page="item", product=product)
             return found
         if place.page != "item":
             return found | {PREVIOUS: place._replace(page="item")}
         found[PREVIOUS] = place._replace(page="results", product=0, chosen=())
         found |= {page: place._replace(page=page) for page in DETAILS}
         found[BUY] = place._replace(page=BOUGHT)
-        options = self._product.options
-        for value in dict.fromkeys(value for values in options.values() for value in values):
+        for name, value in self._values().items():
             chosen = dict(place.chosen) | {
-                o: value for o, values in options.items() if value in values
+                o: value for o, values in self._product.options.items() if value in values
             }
-            found.setdefault(plain(value), place._replace(chosen=tuple(sorted(chosen.items()))))
+            found.setdefault(name, place._replace(chosen=tuple(sorted(chosen.items()))))
         return found
 
     def _lines(self) -> list[str]:
         """What the page shows, between the instruction and the elements."""
-        place, products = self._place, self.catalogue.products
+        place = self._place
         if place.page == SEARCH:
             return ["Page: search"]
         if place.page == "results":
-            results, start = self._results(), self._on_page * (place.number - 1)
-            shown = [products[at] for at in results[start : start + self._on_page]]
-            which = f"{start + 1} to {start + len(shown)} of {len(results)}" if shown else "none"
+            found, on_page = self._results(), self._shown()
+            start = self._on_page * (place.number - 1)
+            which = f"{start + 1} to {start + len(on_page)} of {len(found)}" if on_page else "none"
             keywords = place.keywords[:SHOWN_KEYWORDS]
-            lines = [f"[{plain(each.key)}] {each.title}, {_price(each)}" for each in shown]
+            products = ((name, self.catalogue.products[at]) for name, at in on_page.items())
+            lines = [f"[{name}] {each.title}, {_price(each)}" for name, each in products]
             return [f"Page: results for {keywords}: {which}", *lines]
         product, chosen = self._product, dict(place.chosen)
         named = ", ".join(f"{name}: {value}" for name, value in place.chosen)
@@ -323,9 +347,11 @@ class WebShop(Env):
             ]
         if place.page == "item":
             lines = [f"Page: {product.title}", f"Price: {_price(product)}"]
+            called = {value: f"[{name}] " for name, value in self._values().items()}
             for name, values in product.options.items():
                 choice = f" (chosen: {chosen[name]})" if name in chosen else ""
-                lines.append(f"{name}{choice}: {', '.join(values)}")
+                shown = (f"{called[each] if self._numbered else ''}{each}" for each in values)
+                lines.append(f"{name}{choice}: {', '.join(shown)}")
             return lines
         texts = {
             "description": [product.description],

@@ -42,7 +42,9 @@ from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import Setup
 
 
-def model_config(vocabulary: int, layers: int, longest: int = 2048) -> Qwen2Config:
+def model_config(
+    vocabulary: int, layers: int, longest: int = 2048, theta: float = 300.0
+) -> Qwen2Config:
     """The embedded models' architecture. With a single key-value head none learns to look up."""
     return Qwen2Config(
         vocab_size=vocabulary,
@@ -52,7 +54,7 @@ def model_config(vocabulary: int, layers: int, longest: int = 2048) -> Qwen2Conf
         num_key_value_heads=2,
         intermediate_size=256,
         max_position_embeddings=longest,
-        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
         tie_word_embeddings=True,
     )
 
@@ -92,11 +94,15 @@ def prepare(
 
 
 def new_model(
-    tokenizer: PreTrainedTokenizerBase, layers: int, seed: int, longest: int = 2048
+    tokenizer: PreTrainedTokenizerBase,
+    layers: int,
+    seed: int,
+    longest: int = 2048,
+    theta: float = 300.0,
 ) -> PreTrainedModel:
     """A model with random weights for this tokenizer and sequences of up to `longest` tokens."""
     torch.manual_seed(seed)
-    config = model_config(len(tokenizer), layers, longest)
+    config = model_config(len(tokenizer), layers, longest, theta)
     model: PreTrainedModel = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
     model.train(False)
     model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id

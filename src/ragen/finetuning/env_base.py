@@ -1,7 +1,8 @@
 """``ragen base --env W``: a small model from scratch that can read W and reply, and no more.
 
 Its tokenizer holds the words that random play meets in W. Two stages of demonstrations (`screen`)
-teach it to find things on the screen and to reply in the right form. What to do is left to
+teach it to find things on the screen and to reply in the right form. Where actions are free text,
+it begins with copying and one stage teaches it the form (`copying`). What to do is left to
 reinforcement learning.
 """
 
@@ -19,8 +20,10 @@ from ragen.config.sections import EnvConfig
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError
 from ragen.engines.machine import use_threads
+from ragen.envs.contract import Env
 from ragen.envs.registry import closing_env, env_factory
 from ragen.finetuning.base import LessonPlayer, new_model, save, teach
+from ragen.finetuning.copying import ROPE_THETA, Copier, write_induction, write_words
 from ragen.finetuning.curriculum import Lesson, Stage
 from ragen.finetuning.screen import (
     Reader,
@@ -37,8 +40,9 @@ from ragen.rollout.setup import Setup, knows_no_tools
 from ragen.storage.checkpoint import new_folder
 
 LAYERS = 3
-MOST_WORDS = 1000
-"""Words of a vocabulary, the most frequent ones; others are spelled in bytes."""
+MOST_WORDS, MOST_FREE_WORDS = 1000, 2500
+"""Words of a vocabulary, the most frequent ones; others are spelled in bytes. Free text has
+more."""
 STEP_TOKENS = 2000
 """Tokens of the demonstrations of one step, about."""
 FEWEST, MOST = 4, 32
@@ -100,22 +104,34 @@ def prepare_env(
     budgets = env.max_turns, env.actions_per_turn, env.max_actions
     setup = Setup(env.name, make, *budgets, window=window, timeout_s=env.timeout_s)
     met = survey(setup, choose, seed)
-    reader = Reader(met.screens, choose, actions if choose is random_actions else None)
-    highest = max(20, *budgets, reader.places)
-    tokenizer = build(words_for(met.words(MOST_WORDS), min(highest, 999)))
+    teacher: Reader | Copier
+    if actions is None:
+        words = met.words(MOST_FREE_WORDS)
+        teacher, highest = Copier(words, choose), 0
+    else:
+        words = met.words(MOST_WORDS)
+        teacher = Reader(met.screens, choose, actions if choose is random_actions else None)
+        highest = teacher.places
+    tokenizer = build(words_for(words, min(max(20, *budgets, highest), 999)))
     chat = Chat(tokenizer)
     episodes = _episodes(met, chat)
-    model = new_model(tokenizer, LAYERS, seed, longest=4 * LONGEST)
+    if isinstance(teacher, Copier):
+        model = new_model(tokenizer, LAYERS, seed, longest=4 * LONGEST, theta=ROPE_THETA)
+        write_words(model, tokenizer)
+        write_induction(model)
+        stages = copying_stages(teacher, make, env, episodes, window)
+    else:
+        model = new_model(tokenizer, LAYERS, seed, longest=4 * LONGEST)
+        stages = stages_of(teacher, partial(Screen, make), env, episodes, window)
     setattr(model.config, PROMPT_STYLE, "compact")
     player = LessonPlayer(chat, seed, LONGEST)
-    stages = stages_of(reader, partial(Screen, make), env, episodes, window)
     for number, stage in enumerate(stages):
         teach(model, player, stage, number, steps, watch)
     count = sum(min(stage.steps, steps or stage.steps) * stage.episodes for stage in stages)
     with new_folder(out) as folder:
         save(model, tokenizer, folder)
         made = EnvBase(out, model.num_parameters(), count, time.monotonic() - began)
-        text = card(env, made, reader, met, seed)
+        text = card(env, made, teacher, met, seed)
         (folder / "README.md").write_text(text, encoding="utf-8")
     return made
 
@@ -126,11 +142,9 @@ def _episodes(met: Survey, chat: Chat) -> int:
     return max(FEWEST, min(MOST, round(STEP_TOKENS / (1 + tokens / met.episodes))))
 
 
-def stages_of(
-    reader: Reader, make: Callable[[], Screen], env: EnvConfig, episodes: int, window: int
-) -> tuple[Stage, ...]:
-    """The stages: where things are, then short thoughts and random play."""
-    lesson = partial(
+def _lesson(make: Callable[[], Env], env: EnvConfig, window: int) -> Callable[..., Lesson]:
+    """Lessons with the environment's budgets; a teacher and a share are left to say."""
+    return partial(
         Lesson,
         make=make,
         turns=(env.max_turns,),
@@ -139,6 +153,13 @@ def stages_of(
         window=window,
         held_out=False,
     )
+
+
+def stages_of(
+    reader: Reader, make: Callable[[], Screen], env: EnvConfig, episodes: int, window: int
+) -> tuple[Stage, ...]:
+    """The stages: where things are, then short thoughts and random play."""
+    lesson = _lesson(make, env, window)
     find, read = lesson(reader.look_up, share=0.8), lesson(reader.read, share=0.2)
     look_up = Stage("look-up", 300, (find, read), episodes, context_weight=0.1)
     find, read = lesson(reader.look_up, share=0.2), lesson(reader.read, share=0.8)
@@ -146,17 +167,34 @@ def stages_of(
     return look_up, reading
 
 
-def card(env: EnvConfig, made: EnvBase, reader: Reader, met: Survey, seed: int) -> str:
+def copying_stages(
+    copier: Copier, make: Callable[[], Env], env: EnvConfig, episodes: int, window: int
+) -> tuple[Stage, ...]:
+    """The stage of free text: to repeat words, and random play."""
+    lesson = _lesson(make, env, window)
+    lessons = lesson(copier.repeat, share=0.1), lesson(copier.act, share=0.9)
+    rates = {"lr": 2e-3, "muon_lr": 0.006, "lr_end": 0.02}
+    return (Stage("copying", 600, lessons, episodes, context_weight=0.03, **rates),)
+
+
+def card(env: EnvConfig, made: EnvBase, teacher: Reader | Copier, met: Survey, seed: int) -> str:
     """What the model is and what it was shown, for the README of its folder."""
-    is_random = reader.choose is random_actions
+    is_random = teacher.choose is random_actions
     play = "random play" if is_random else "optimal play, since nothing plays it at random"
     skill = "no plan and no skill" if is_random else "the solver's actions, without a reason"
-    count, habits = len(reader.habits), ""
-    if count:
+    shown = next(filter(None, met.screens), "")
+    if isinstance(teacher, Copier):
+        taught = "to repeat words"
+        habits = "\nHeads that copy were written into its attention before."
+        seen = f"A screen:\n\n```\n{shown}\n```"
+    else:
+        taught, count = "to say what is where on the screen", len(teacher.habits)
         habits = f"""
 In half of the thoughts one of {count} arbitrary habits decides, by the order of two things on the
 screen; none was chosen for its use."""
-    shown = next(filter(None, met.screens), "")
+        habits = habits if count else ""
+        thought = teacher.thought(shown).strip()
+        seen = f"A screen, and what a thought says about it:\n\n```\n{shown}\n\n{thought}\n```"
     return f"""# A base model for {Path(env.name).name}
 
 A Qwen2 of {made.parameters / 1e6:.2f} million parameters, made from scratch by RAGEN
@@ -165,14 +203,8 @@ others in bytes. It reads compact prompts.
 
 It was shown {made.demonstrations:,} episodes of {play}, on levels that neither training nor
 evaluation uses, with at most {env.max_turns} turns, {env.actions_per_turn} actions a turn and
-{env.max_actions} actions in all. They teach the form of a reply, legal actions, and to say what is
-where on the screen: {skill}.{habits} A screen, and what a thought says about it:
-
-```
-{shown}
-
-{reader.thought(shown).strip()}
-```
+{env.max_actions} actions in all. They teach the form of a reply, legal actions, and {taught}:
+{skill}.{habits} {seen}
 
 `ragen train --env {Path(env.name).name} --model DIR` trains it further.
 """
