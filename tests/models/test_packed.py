@@ -265,8 +265,8 @@ def assert_equals_the_general_decoder(decoder: Any) -> None:
 
 def test_a_shared_beginning_is_held_once() -> None:
     store = KeyStore(3, 8)
-    one = torch.ones(1, 1, 4)
-    store.write(0, (torch.tensor([0]), torch.tensor([0])), one, one)
+    one, first = torch.ones(1, 1, 4), torch.tensor([0])
+    store.write(0, store.reach(first, first, torch.tensor([1])).places, one, one)
     store.share(0, 1, 1)
     store.share(1, 2, 1)
     keys, values = store.layers[0]
