@@ -48,8 +48,8 @@ class KeyStore:
     A layer's first write makes room for it. The caller says where new tokens are written. Nothing
     is ever cleared: what lies at or beyond a sequence's length is masked.
 
-    The longest sequence so far decides how far apart the rows of keys are in memory, because a
-    product reads close rows in two thirds of the time.
+    Rows of keys are as long as the longest sequence so far needs, because sums read whole rows, and
+    products read rows that are close together in two thirds of the time.
     """
 
     def __init__(self, num_slots: int, max_length: int, dtype: torch.dtype = torch.float32) -> None:
@@ -57,7 +57,7 @@ class KeyStore:
         self.dtype = dtype
         self.length = 0  # positions that there is room for in the present layout
         self.layers: list[Stored] = []
-        self._memory: list[Stored] = []  # of the layers, for the greatest length
+        self.memory: list[Stored] = []  # of the layers, for the greatest length
         self.clear()
 
     def clear(self) -> None:
@@ -78,7 +78,7 @@ class KeyStore:
             num_slots, max_length = self.shape
             keys = _zeros((num_slots, *k_FKD.shape[1:], max_length), torch.float32)
             values = _zeros((num_slots, v_FKD.shape[1], max_length, v_FKD.shape[2]), self.dtype)
-            self._memory.append((keys, values))
+            self.memory.append((keys, values))
             self.layers.append((_part(keys, 3, self.length), _part(values, 2, self.length)))
         slots_F, positions_F = places
         keys, values = self.layers[layer]
@@ -99,7 +99,7 @@ class KeyStore:
     def _lay_out(self, length: int) -> None:
         self.length = length
         self.layers = [
-            (_part(keys, 3, length), _part(values, 2, length)) for keys, values in self._memory
+            (_part(keys, 3, length), _part(values, 2, length)) for keys, values in self.memory
         ]
 
     def share(self, source: int, target: int, length: int) -> None:
