@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from ragen.config.reading import resolve
-from ragen.engines import exactness, learner, sampler
+from ragen.engines import exactness, learner, sampling
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import train
 
-PLACES = {"sampler_s": (sampler, "fingerprint"), "batch_s": (exactness, "verify")}
+PLACES = {"sampler_s": (sampling, "fingerprint"), "batch_s": (exactness, "verify")}
 PLACES["update_s"] = (learner, "verify")
 SETTINGS = {"threads": 1, "eval.episodes": 0, "checkpoint.every": 0, "record.tokens_every": 0}
 

@@ -176,7 +176,7 @@ def test_the_plan_of_the_sampler_is_exact() -> None:
     decoder = engine.policy._decoder  # type: ignore[attr-defined]
     assert isinstance(decoder, Qwen2Decoder)
     decoder.prefill([0], [0], [[1]])
-    fused, stored = map(chain.from_iterable, (decoder.weights, decoder.store.layers))
+    fused, stored = map(chain.from_iterable, (decoder.weights, decoder.store.memory))
     copied = held((*stored, *fused, decoder.head, decoder.embedding))
     planned = plan(config)
     assert planned.sampler + planned.copies == copied
@@ -195,7 +195,7 @@ def test_the_plan_of_the_cache_is_exact_for_any_model(
     model = llama(num_hidden_layers=3)
     sampler = Sampler(model, {0}, TOKENIZER.decode, slots=5, max_length=40)
     asyncio.run(sampler.complete(Prompt((), (1, 2), 0, 2, 1.0, 0)))
-    stored = sampler._decoder.store.layers  # type: ignore[union-attr]
+    stored = sampler._decoder.store.memory  # type: ignore[union-attr]
     # 5 slots · 40 tokens · 3 layers · 2 heads · 16 wide · 2 · 4 bytes
     assert held(chain.from_iterable(stored)) == 153_600
     save_model(model, TOKENIZER, tmp_path)

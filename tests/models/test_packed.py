@@ -7,18 +7,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ragen.models import decoder as decoder_module
+from ragen.models import key_store, packed
 from ragen.models import model as ragen_model
-from ragen.models import packed
 from ragen.models import packing as packing_module
 from ragen.models.decoder import FlatDecoder, HFDecoder, make_decoder
 from ragen.models.key_store import KeyStore
 from ragen.models.loading import recompute_layers
 from ragen.models.model import backbone, cross_scores, hidden_states, padded_hidden_states
-from tests.tolerance import GRADIENT, assert_close
+from tests.tolerance import GRADIENT, assert_close, rounding
 
 SIZE: dict[str, Any] = {
     "vocab_size": 40,
@@ -265,11 +267,51 @@ def assert_equals_the_general_decoder(decoder: Any) -> None:
 
 def test_a_shared_beginning_is_held_once() -> None:
     store = KeyStore(3, 8)
-    one = torch.ones(1, 1, 4)
-    store.write(0, (torch.tensor([0]), torch.tensor([0])), one, one)
+    one, first = torch.ones(1, 1, 4), torch.tensor([0])
+    store.write(0, store.reach(first, first, torch.tensor([1])).places, one, one)
     store.share(0, 1, 1)
     store.share(1, 2, 1)
     keys, values = store.layers[0]
     assert not keys[1:].any() and not values[1:].any()
     store.begin(torch.tensor([0]), torch.tensor([0]))  # slot 0 is used anew: slot 1 inherits
     assert keys[1, :, :, 0].all() and not keys[2].any()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    data=st.data(),
+    kv_heads=st.integers(1, 3),
+    shared=st.integers(1, 3),
+    sums=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_stored_keys_give_plain_attention(
+    data: st.DataObject, kv_heads: int, shared: int, sums: bool, seed: int
+) -> None:
+    """One new token in some slots, again and again, while the store grows under them."""
+    random = torch.Generator().manual_seed(seed)
+    slots, longest, width = 5, 12, 4
+    store = KeyStore(slots, longest)
+    told = torch.full((2, slots, kv_heads, longest, width), torch.nan, dtype=torch.float64)
+    lengths = torch.zeros(slots, dtype=torch.long)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_store, "ROOM", 3)
+        if not sums:
+            patch.setattr(key_store, "HAVE_BAGS", ())
+        for _ in range(longest):
+            chosen = data.draw(st.sets(st.integers(0, slots - 1), min_size=1))
+            slots_N = torch.tensor(sorted(chosen))
+            starts_N = lengths[slots_N]
+            reach = store.reach(slots_N, starts_N, torch.ones_like(slots_N))
+            k, v = torch.randn(2, len(chosen), kv_heads, width, generator=random)
+            q = torch.randn(len(chosen), kv_heads * shared, width, generator=random)
+            found = reach.attend(q, store.write(0, reach.places, k, v)).view(q.shape)
+            told[:, slots_N, :, starts_N] = torch.stack((k, v), 1).double()
+            lengths[slots_N] += 1
+            for row, slot in enumerate(slots_N.tolist()):
+                keys, values = told[:, slot, :, : lengths[slot]].repeat_interleave(shared, dim=1)
+                scores = (keys @ q[row].double()[:, :, None])[:, :, 0]
+                expected = (scores.softmax(-1)[:, None] @ values)[:, 0]
+                largest = max(1.0, float(scores.abs().max()), float(values.abs().max()))
+                bound = rounding(longest * width, largest**2)
+                assert (found[row].double() - expected).abs().max() <= bound

@@ -70,6 +70,8 @@ class Qwen2Decoder:
     @torch.no_grad()
     def refresh(self, is_idle: bool = True) -> None:
         """Copy the weights."""
+        if is_idle:
+            self.store.clear()
         for name in ("weights", "head", "embedding"):
             vars(self).pop(name, None)  # or there would be two copies for a while
         self.rope_T1R = rope_table(self.model.model, self.max_length)

@@ -19,6 +19,7 @@ from math import prod
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ragen.models.precision import bfloat16_products, mkl_products
 
@@ -31,6 +32,12 @@ Stored = tuple[Tensor, Tensor]
 each is read along its rows by the products of few queries."""
 
 
+HAVE_BAGS = ("AVX2", "AVX512")
+"""Instructions for which torch has fast sums of rows (FBGEMM)."""
+
+ROOM = 64
+"""Positions by which the layout of stored keys and values grows."""
+
 MANY = 16
 """Queries of a row from which oneDNN is faster, and bfloat16 in products with float32 keys."""
 
@@ -40,17 +47,23 @@ class KeyStore:
 
     A layer's first write makes room for it. The caller says where new tokens are written. Nothing
     is ever cleared: what lies at or beyond a sequence's length is masked.
+
+    Rows of keys are as long as the longest sequence so far needs, because sums read whole rows, and
+    products read rows that are close together in two thirds of the time.
     """
 
     def __init__(self, num_slots: int, max_length: int, dtype: torch.dtype = torch.float32) -> None:
         self.shape = num_slots, max_length
         self.dtype = dtype
+        self.length = 0  # positions that there is room for in the present layout
         self.layers: list[Stored] = []
+        self.memory: list[Stored] = []  # of the layers, for the greatest length
         self.clear()
 
     def clear(self) -> None:
-        """Forget which slots share their beginnings."""
+        """Forget all sequences."""
         num_slots, _ = self.shape
+        self._lay_out(0)
         self._source = torch.arange(num_slots)  # the slot that holds each one's beginning
         self._shared = torch.zeros(num_slots, dtype=torch.long)  # tokens of that beginning
 
@@ -65,12 +78,29 @@ class KeyStore:
             num_slots, max_length = self.shape
             keys = _zeros((num_slots, *k_FKD.shape[1:], max_length), torch.float32)
             values = _zeros((num_slots, v_FKD.shape[1], max_length, v_FKD.shape[2]), self.dtype)
-            self.layers.append((keys, values))
+            self.memory.append((keys, values))
+            self.layers.append((_part(keys, 3, self.length), _part(values, 2, self.length)))
         slots_F, positions_F = places
         keys, values = self.layers[layer]
         keys[slots_F, :, :, positions_F] = k_FKD.float()
         values[slots_F, :, positions_F] = v_FKD.to(values.dtype)
         return self.layers[layer]
+
+    def _make_room(self, width: int) -> None:
+        """Let sequences have `width` tokens; the stored ones stay."""
+        if width <= self.length:
+            return
+        before, old = self.length, self.layers
+        self._lay_out(min(-width // ROOM * -ROOM, self.shape[1]))
+        for (old_keys, old_values), (keys, values) in zip(old, self.layers, strict=True):
+            keys[..., :before] = old_keys.clone()  # the same memory
+            values[:, :, :before] = old_values.clone()
+
+    def _lay_out(self, length: int) -> None:
+        self.length = length
+        self.layers = [
+            (_part(keys, 3, length), _part(values, 2, length)) for keys, values in self.memory
+        ]
 
     def share(self, source: int, target: int, length: int) -> None:
         """Let `target` begin with the first `length` tokens of `source`."""
@@ -118,7 +148,10 @@ class KeyStore:
         """
         source_N, shared_N = self._source[slots_N], self._shared[slots_N]
         alone_N = (source_N == slots_N) & (torch.bincount(source_N)[source_N] == 1)
-        return Reach(slots_N, starts_N, counts_N, source_N, shared_N.masked_fill(alone_N, 0))
+        shared_N = shared_N.masked_fill(alone_N, 0)
+        reach = Reach(slots_N, starts_N, counts_N, source_N, shared_N)
+        self._make_room(reach.width)
+        return reach
 
 
 class Reach:
@@ -154,6 +187,7 @@ class Reach:
             rows_N = slots_N - first
         self.dense = self.most == 1 and self.num_rows == len(slots_N)
         self.flat = rows_N[rows_F], columns_F
+        self._bags: dict[torch.Size, tuple[Bags, Bags]] = {}  # by the shape of the keys
         last_R = torch.zeros(self.num_rows, dtype=torch.long)
         last_R[rows_N] = starts_N
         last_RT = last_R[:, None] + torch.arange(self.most)
@@ -169,6 +203,9 @@ class Reach:
         """Attention of the flat queries, which are already scaled, (F, H · D of the values)."""
         heads, width = q_FHD.shape[1:]
         kv_heads = stored[0].shape[1]
+        single = self.most == 1 and self.prefix is None and stored[1].dtype == torch.float32
+        if single and torch.backends.cpu.get_cpu_capability() in HAVE_BAGS:
+            return self._attend_singly(q_FHD, stored)
         if self.dense:
             q_RTHD = q_FHD
         else:
@@ -191,6 +228,33 @@ class Reach:
         out_RKGTD = out_RKQD.view(self.num_rows, kv_heads, -1, self.most, v_RKWD.shape[3])
         out_RTE = out_RKGTD.permute(0, 3, 1, 2, 4).reshape(self.num_rows, self.most, -1)
         return out_RTE[self.flat]
+
+    def _attend_singly(self, q_FHD: Tensor, stored: Stored) -> Tensor:
+        """Attention of one query a row to its own keys, in about 0.6 of the time of products.
+
+        Scores are sums of the rows of keys, weighted by the query, and results are sums of values,
+        weighted by the scores. torch has such sums for bags of embeddings; they read memory ahead,
+        in place, wherever the rows are.
+        """
+        keys, values = stored
+        if keys.shape not in self._bags:
+            self._bags[keys.shape] = self._find_bags(q_FHD.shape[1], keys.shape)
+        for_keys, for_values = self._bags[keys.shape]
+        scores_FHL = for_keys.sum(keys, q_FHD).view(*q_FHD.shape[:2], -1)
+        mask_R1W = self.mask_R1TW[:, :, 0]
+        mask_F1W = mask_R1W if self.dense else mask_R1W[self.flat[0]]
+        weights_FHW = torch.softmax(scores_FHL[:, :, self.low : self.width] + mask_F1W, dim=-1)
+        return for_values.sum(values, weights_FHW).view(len(q_FHD), -1)
+
+    def _find_bags(self, heads: int, shape: torch.Size) -> tuple[Bags, Bags]:
+        """The rows of keys and values that each query head sums."""
+        _, kv_heads, width, length = shape
+        own_head_H = torch.arange(heads) // (heads // kv_heads)
+        heads_FH1 = (self.places[0][:, None] * kv_heads + own_head_H)[:, :, None]
+        return (
+            Bags(heads_FH1 * width + torch.arange(width)),
+            Bags(heads_FH1 * length + torch.arange(self.low, self.width)),
+        )
 
     def _attend_alone(self, q_RKQD: Tensor, k_RKDW: Tensor, v_RKWD: Tensor) -> Tensor:
         """Attention to the rows' own keys."""
@@ -221,6 +285,28 @@ class Reach:
         shape = scores_RKQW.shape
         scores_RHTW = scores_RKQW.view(shape[0], -1, self.most, shape[3])
         return torch.softmax(scores_RHTW.add_(mask_R1TW), dim=-1).view(shape)
+
+
+class Bags:
+    """Weighted sums of rows of a memory, one for each query head; the rows (F, H, N) are numbered.
+
+    Example:
+        >>> memory = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+        >>> Bags(torch.tensor([[[0, 2]]])).sum(memory, torch.tensor([[[1.0, 0.5]]]))
+        tensor([[3.5000, 5.0000]])
+    """
+
+    def __init__(self, rows_FHN: Tensor) -> None:
+        self._rows = rows_FHN.flatten().int()
+        self._starts = torch.arange(0, len(self._rows), rows_FHN.shape[2], dtype=torch.int32)
+
+    def sum(self, memory: Tensor, weights_FHN: Tensor) -> Tensor:
+        """The sums, (F · H, length of a row)."""
+        rows = memory.view(-1, memory.shape[-1])
+        weights = weights_FHN.reshape(-1)
+        return functional.embedding_bag(
+            self._rows, rows, self._starts, mode="sum", per_sample_weights=weights
+        )
 
 
 class _Prefix:
@@ -289,3 +375,10 @@ def matmul(a_RKQA: Tensor, b_RKAB: Tensor) -> Tensor:
     rows, heads = a_RKQA.shape[:2]
     product = torch.bmm(a_RKQA.flatten(0, 1), b_RKAB.flatten(0, 1))
     return product.view(rows, heads, *product.shape[1:])
+
+
+def _part(memory: Tensor, dim: int, length: int) -> Tensor:
+    """The start of a tensor's memory as a tensor with this length in one dimension."""
+    shape = [*memory.shape]
+    shape[dim] = length
+    return memory.view(-1)[: prod(shape)].view(shape)
