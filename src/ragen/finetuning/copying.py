@@ -63,8 +63,8 @@ class Copier:
 def write_words(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Let the spellings of a word be alike, with a space before it or not, and fix the embeddings.
 
-    What the model learns about copying one spelling so holds for the other. Embeddings that are
-    trained drift apart, and copies become guesses.
+    So the model copies one spelling as it learned to copy the other. Embeddings that are trained
+    drift apart, and copies become guesses.
     """
     rows: Any = model.get_input_embeddings().weight
     norm: Any = model.model.norm.weight
@@ -83,10 +83,9 @@ def write_induction(model: PreTrainedModel) -> None:
     """Let the attention of two layers begin as heads that copy (arXiv:2209.11895).
 
     Two heads of the first layer look at the last token and the one before it, and write their
-    embeddings into subspaces. Heads of the second layer look for places after the present token, or
-    after the last one, and add the embedding of what stands there: they continue a passage that
-    they have seen. In the heads, half of the frequencies of the rotary embedding tell places and
-    half tell words.
+    embeddings into subspaces. Heads of the second layer look for earlier places of the same tokens
+    and add the embedding of what followed there, so the model continues a passage that it has seen.
+    In a head, half of the frequencies of the rotary embedding encode places, and half words.
     """
     config: Any = model.config
     layers: Any = model.model.layers
