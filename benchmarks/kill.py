@@ -77,7 +77,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 IDENTICAL = "identical"
 PLACES: dict[str, tuple[Any, str]] = {
-    "rollout": (loop, "play"),
+    "rollout": (loop, "next_groups"),
     "score": (loop, "make_batch"),
     "update": (LocalEngine, "update"),
     "record": (loop, "record_step"),

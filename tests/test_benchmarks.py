@@ -182,3 +182,13 @@ def test_floors_of_foreign_environments_are_those_of_the_bare_library(
     assert floors.agrees(ours.success, theirs.success)
     assert ours.reward.low <= theirs.reward.high and theirs.reward.low <= ours.reward.high
     assert floors.row(name, ours, theirs).startswith(f"| {name} | {ours.success.value:.1%} (")
+
+
+@pytest.mark.slow
+def test_killed_runs_are_resumed_without_a_difference() -> None:
+    """Two trials of the benchmark that counts them: GRPO, and PPO with its critic."""
+    command = [sys.executable, str(FOLDER / "kill.py"), "2"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["trials"] == found["identical"] == 2
+    assert found["kills"]
