@@ -95,7 +95,7 @@ class Learner:
     Trained weights that are not float32 get a float32 master (`ragen.models.precision.Masters`).
     All logprobs are computed at the sampling temperature.
 
-    With several `ranks` each process has a learner of its own, which keeps a part of every weight
+    With several `ranks` each process has its own learner, which keeps a part of every weight
     and of its optimiser's state (`ragen.models.sharding`) and computes its share of a batch. All
     processes call the same methods at the same time with the same arguments, and get the same
     results.
@@ -490,7 +490,7 @@ class Learner:
         return loss, logprobs_N.detach()
 
     def _critic_backward(self, part: Batch, tokens: TokenFields, scale: float) -> Loss:
-        """Gradients of the loss of a critic with weights of its own."""
+        """Gradients of the loss of a critic that has its own weights."""
         with acting(self.model, "critic"):
             loss = value_loss(self._critic_values(part), tokens, value_clip=VALUE_CLIP)
             _backward(loss, scale)

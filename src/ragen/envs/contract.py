@@ -167,7 +167,7 @@ class Env(gymnasium.Env[str, str], ABC):
         return None
 
     def random_action(self, generator: np.random.Generator) -> str | None:
-        """An action of random play, where `actions` is ``None``; ``None`` if there is no such play.
+        """An action of random play, where `actions` is ``None``; ``None`` without random play.
 
         It follows from `generator` and the present state, and changes neither the environment nor
         its other generators. Play of named actions draws from `actions` and never calls it.

@@ -64,7 +64,8 @@ def evaluate(text: str, numbers: Sequence[int]) -> Value:
     """The value of an expression that uses each of `numbers` at most once.
 
     Raises:
-        ValueError: It is no such expression, or divides by zero. The message holds nothing of it.
+        ValueError: The text is not such an expression, or divides by zero. The message does not
+            quote the text.
 
     Example:
         >>> evaluate("(3 + 25) × 7 / 2", [2, 3, 7, 25]), evaluate("3 / 2", [2, 3])
@@ -230,7 +231,7 @@ def chances(numbers: tuple[int, ...], target: int) -> tuple[float, float]:
 
 
 def _ratios(first: Ratio, second: Ratio) -> list[tuple[float, Ratio]]:
-    """What random play makes of two values in either order, and how likely; not division by 0."""
+    """The results of random play on two values, and their probabilities; none by division by 0."""
     (a, b), (c, d) = first, second
     made = [(0.25, a * d + c * b, b * d), (0.25, a * c, b * d)]
     made += [(0.125, a * d - c * b, b * d), (0.125, c * b - a * d, b * d)]

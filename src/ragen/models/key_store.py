@@ -26,11 +26,9 @@ from ragen.models.precision import bfloat16_products, mkl_products
 SCORES = 2**20
 """Attention scores that are in memory at once (4 MB)."""
 
-
 Stored = tuple[Tensor, Tensor]
 """The keys of a layer, (slots, K, D, length), and its values, (slots, K, length, D): in this order
 each is read along its rows by the products of few queries."""
-
 
 HAVE_BAGS = ("AVX2", "AVX512")
 """Instructions for which torch has fast sums of rows (FBGEMM)."""
@@ -45,8 +43,8 @@ MANY = 16
 class KeyStore:
     """Slots of keys and values for `num_slots` sequences of at most `max_length` tokens.
 
-    A layer's first write makes room for it. The caller says where new tokens are written. Nothing
-    is ever cleared: what lies at or beyond a sequence's length is masked.
+    A layer's first write makes room for it. The caller says where new tokens are written.
+    Memory is never zeroed: what lies at or beyond a sequence's length is masked.
 
     Rows of keys are as long as the longest sequence so far needs, because sums read whole rows, and
     products read rows that are close together in two thirds of the time.

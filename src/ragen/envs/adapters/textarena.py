@@ -20,7 +20,7 @@ from ragen.envs.adapters.randomness import GlobalRandomness
 from ragen.envs.contract import generators, pick
 
 MOST_TURNS = 30
-"""Turns of an episode at most, and where a game has no limit of its own."""
+"""The most turns of an episode; games without a limit get this many."""
 IN_A_ROW = 100
 """Moves that an opponent may make before the player's next one."""
 MOVES = re.compile(r"(?:available|valid) (?:moves?|actions?): *(.+)", re.IGNORECASE)
@@ -109,7 +109,7 @@ class TextArenaEnv(Adapted):
         return hashlib.blake2b("\n".join(self._told[0]).encode(), digest_size=16).hexdigest()
 
     def _listen(self) -> str:
-        """Read what the game has said to the player; returns it as one text."""
+        """Read the game's new messages to the player; returns them as one text."""
         state = self._game.state
         messages, state.observations[0] = state.observations[0], []
         import textarena
@@ -185,7 +185,7 @@ def _seats(name: str, game: Any) -> int:
     """How many players a game has.
 
     Raises:
-        RagenError: It is for neither one nor two.
+        RagenError: The game has neither one player nor two.
     """
     import textarena
 

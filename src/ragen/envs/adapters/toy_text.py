@@ -14,7 +14,7 @@ Cells = list[list[str]]
 
 @dataclass(frozen=True, slots=True)
 class ToyText:
-    """How one of them is told to a player; `show` writes an observation of the environment."""
+    """The texts of one environment; `show` writes an observation as text."""
 
     goal: str
     rules: str
