@@ -19,6 +19,7 @@ from ragen.core.errors import RagenError
 from ragen.core.metrics import values
 from ragen.core.types import Episode
 from ragen.rollout import endpoint
+from ragen.rollout.endpoint import ChatEndpoint
 from ragen.rollout.judge import (
     KEY_ENV,
     Failure,
@@ -53,6 +54,10 @@ def settings(server: FaultyServer, **more: Any) -> JudgeConfig:
     return JudgeConfig(url=server.url, model="some/judge", rubric="Be brief.", **more)
 
 
+def endpoint_of(server: FaultyServer) -> ChatEndpoint:
+    return ChatEndpoint(server_of(settings(server)), "some/judge", think=False)
+
+
 def ask(
     server: FaultyServer,
     *groups: Sequence[Episode],
@@ -64,7 +69,7 @@ def ask(
     """The scores of groups and what they cost."""
 
     async def run() -> tuple[list[list[float | Failure]], dict[str, float]]:
-        judge = Judge(settings(server, **more), folder)
+        judge = Judge(settings(server, **more), endpoint_of(server), folder)
         try:
             scores = await judge.scores(groups, step, range(seed, seed + len(groups)))
             assert judge.seconds > 0
@@ -198,7 +203,7 @@ def test_a_server_that_fails_once_costs_its_question_alone(monkeypatch: pytest.M
         return answer([0.5]) if number == 0 else api_error(500, "broken")
 
     async def run(server: FaultyServer) -> list[list[float | Failure]]:
-        judge = Judge(settings(server))
+        judge = Judge(settings(server), endpoint_of(server))
         try:
             return [(await judge.scores([[said(text)]], 0, [0]))[0] for text in "ab"]
         finally:

@@ -288,10 +288,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c: (
-            JUDGE in c.reward.terms
-            and not all(text.strip() for text in (c.judge.url, c.judge.model, c.judge.rubric))
+            JUDGE in c.reward.terms and not (c.judge.model.strip() and c.judge.rubric.strip())
         ),
-        "reward.terms.judge asks a language model: set judge.url, judge.model and judge.rubric",
+        "reward.terms.judge asks a language model: set judge.model and judge.rubric, and judge.url "
+        "for a model behind a server",
     ),
     _for_groups(
         'judge.mode = "group"', lambda c: JUDGE in c.reward.terms and c.judge.mode == "group"

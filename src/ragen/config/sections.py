@@ -305,9 +305,9 @@ class JudgeConfig(Section):
 
     url: str = ""
     """An OpenAI-compatible endpoint, such as http://localhost:8000/v1. Its key is in
-    RAGEN_JUDGE_KEY."""
+    RAGEN_JUDGE_KEY. If empty, the model runs in the process of the run."""
     model: str = ""
-    """The model's name at that endpoint."""
+    """The model's name at that endpoint; without one, a folder, a hub id or base."""
     rubric: str = ""
     """What a good episode is, in words."""
     mode: Literal["group", "absolute"] = "group"
@@ -516,6 +516,12 @@ class Sections(Section):
         """Whether the run has a KL reference, or the guard may give it one."""
         adds_kl = self.guard.remedy == "kl" and "rollback" in self.guard.responses.values()
         return self.loss.kl > 0 or adds_kl
+
+    @property
+    def local_models(self) -> dict[str, str]:
+        """The names of models that run here, by key: the policy, and a judge without a server."""
+        judge = {} if self.judge.url or not self.judge.model else {"judge.model": self.judge.model}
+        return {"model.path": self.model.path} | judge
 
     @property
     def one_arithmetic(self) -> bool:

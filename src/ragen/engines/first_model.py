@@ -22,14 +22,14 @@ from ragen.storage.checkpoint import folders, held, hold, is_checkpoint, is_inta
 
 
 def pin_first(config: Config) -> Config:
-    """The config with a run in `model.path` replaced by its newest checkpoint.
+    """The config with its newest checkpoint in place of each run that is named as a model.
 
     Raises:
         RagenError: The run has no checkpoint.
     """
-    if run_of(config.model.path) is None:
-        return config
-    return changed(config, {"model.path": resolve_model(config.model.path, config.env.name)})
+    env, models = config.env.name, config.local_models
+    runs = {key: name for key, name in models.items() if run_of(name) is not None}
+    return changed(config, {key: resolve_model(name, env) for key, name in runs.items()})
 
 
 def hold_first(config: Config, path: str, note: Callable[[str], None]) -> None:

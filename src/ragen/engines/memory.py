@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from ragen.config.config import Config
-from ragen.config.extensions import ESTIMATOR, load
+from ragen.config.extensions import ESTIMATOR, JUDGE, load
 from ragen.config.reading import changed, flatten
 from ragen.config.rules import CRITIC
 from ragen.core.errors import RagenError
@@ -58,7 +58,7 @@ CHANGES: tuple[tuple[str, Any], ...] = (
 
 CERTAIN = (
     *("weights", "gradients", "optimizer", "reference", "critic", "copies"),
-    *("gathered", "published"),
+    *("gathered", "published", "judge"),
 )
 ESTIMATED = "sampler", "activations", "logits", "programs", "libraries"
 
@@ -69,7 +69,8 @@ class Plan:
 
     `critic` includes its weights, gradients and optimiser. `copies` are the sampler's own copies of
     the weights, `sampler` is its cache of keys and values. `gathered` is the memory of the weights
-    that are whole while learners with split weights compute, `published` that of a publication.
+    that are whole while learners with split weights compute, `published` that of a publication,
+    `judge` the weights of a judge in this process.
     `libraries` is the program itself, on a CPU; it counts as taken when free memory is read.
     `available` is ``None`` if this machine does not report it. `processes` names the processes that
     the plan is for, if there are several.
@@ -88,6 +89,7 @@ class Plan:
     libraries: int = 0
     gathered: int = 0
     published: int = 0
+    judge: int = 0
     device: str = "cpu"
     available: int | None = None
     processes: str = ""
@@ -143,6 +145,7 @@ def plan(config: Config) -> Plan:
         learner_plan(config, sizes, device, 1),
         copies=copied_bytes(sizes, config, device),
         sampler=sampler_bytes(sizes, config, device),
+        judge=judge_bytes(config),
         available=available(device),
     )
 
@@ -170,7 +173,8 @@ def plans(config: Config) -> list[Plan]:
         return [learner, sampler]
     free = available(device)
     if device == "cpu":
-        driver = replace(NOTHING, libraries=LIBRARIES, published=published_bytes(config, sizes))
+        published, judge = published_bytes(config, sizes), judge_bytes(config)
+        driver = replace(NOTHING, libraries=LIBRARIES, published=published, judge=judge)
         parts = (1, driver), (engine.learners, learner), (engine.samplers, sampler)
         return [replace(_sum(*parts), available=free, processes=f"{learners} and {samplers}")]
     if _num_gpus() < engine.learners + engine.samplers * engine.tensor_parallel:
@@ -248,6 +252,15 @@ def published_bytes(config: Config, sizes: Sizes) -> int:
     adapter = adapter_shapes(config, sizes)
     one = FLOAT * _numbers(adapter) if adapter else ITEM[config.model.dtype] * sizes.numbers
     return (3 + (config.engine.learners > 1)) * one
+
+
+def judge_bytes(config: Config) -> int:
+    """Bytes of the weights of a judge that is not behind a server."""
+    name = config.local_models.get("judge.model")
+    if name is None or JUDGE not in config.reward.terms:
+        return 0
+    path = base_of(resolve_model(name, config.env.name))
+    return ITEM[config.model.dtype] * read_sizes(path).numbers
 
 
 def _sizes_of(config: Config) -> Sizes:

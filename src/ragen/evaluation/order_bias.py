@@ -19,7 +19,7 @@ from ragen.core.statistics import Interval, bootstrap_mean
 from ragen.core.stopping import run_async
 from ragen.core.tables import Section
 from ragen.rollout.groups import together
-from ragen.rollout.judge import Failure, Judge, open_judge, shuffled
+from ragen.rollout.judge import Failure, Judge, shuffled
 from ragen.storage.database import check_run_folder
 from ragen.storage.settings import run_config
 from ragen.storage.stored_episodes import Recorded, read_episodes
@@ -85,6 +85,8 @@ def measure_order_bias(run: Path, num_groups: int = 20) -> OrderBias:
             f"{run} recorded no group with different episodes: train with record.episodes_every "
             "above 0"
         )
+
+    from ragen.engines.judges import open_judge
 
     async def ask() -> list[tuple[Scores, Scores] | None]:
         async with open_judge(config, run) as judge:

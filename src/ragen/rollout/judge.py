@@ -1,4 +1,4 @@
-"""A judge: a language model at an endpoint that scores episodes by a rubric.
+"""A judge: a language model that scores episodes by a rubric.
 
 One question shows the episodes of a group side by side, or one episode alone. A comparison asks
 less of a model than an absolute score does (RULER of OpenPipe's ART compares in this way). Equal
@@ -16,8 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -25,15 +24,13 @@ from time import perf_counter
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ragen.config.config import Config
-from ragen.config.extensions import JUDGE
 from ragen.config.sections import JudgeConfig
 from ragen.core.errors import RagenError, UnplayableError
 from ragen.core.metrics import Metrics, total
 from ragen.core.types import Episode, Message, Prompt, Usage
-from ragen.rollout.endpoint import ChatEndpoint, Server, check_address
+from ragen.rollout.endpoint import Server, check_address
 from ragen.rollout.groups import together
-from ragen.rollout.policies import NoCompletion
+from ragen.rollout.policies import Closable, NoCompletion, Policy
 from ragen.storage.judgements import Judgement, Judgements
 
 KEY_ENV = "RAGEN_JUDGE_KEY"
@@ -95,17 +92,24 @@ class UnreadableAnswer(Exception):
 class Judge:
     """Asks for scores, keeps the answers in a run's folder (or nowhere), and counts their cost.
 
+    `policy` answers the questions, and is closed with the judge.
+
     Attributes:
         attempt: The run's attempt that asks; the guard begins another one with a rollback.
         seconds: Time of the questions since the last call of `metrics`.
 
     Raises:
-        RagenError: The address or the key is invalid, or the folder cannot be written.
+        RagenError: The folder cannot be written.
     """
 
-    def __init__(self, settings: JudgeConfig, folder: Path | None = None, attempt: int = 0) -> None:
-        self._settings = settings
-        self._endpoint = ChatEndpoint(server_of(settings), settings.model, think=False)
+    def __init__(
+        self,
+        settings: JudgeConfig,
+        policy: Policy,
+        folder: Path | None = None,
+        attempt: int = 0,
+    ) -> None:
+        self._settings, self._policy = settings, policy
         self._kept = Judgements(folder)
         self._gate = asyncio.Semaphore(CONCURRENCY)
         self._asked: dict[str, asyncio.Task[Judgement]] = {}
@@ -113,10 +117,11 @@ class Judge:
         self.attempt = attempt
 
     async def close(self) -> None:
-        """Close the connections and the database."""
+        """Close the policy and the database."""
         for task in self._asked.values():
             task.cancel()
-        await self._endpoint.close()
+        if isinstance(self._policy, Closable):
+            await self._policy.close()
         self._kept.close()
 
     async def scores(
@@ -205,7 +210,7 @@ class Judge:
             seed = int(key[:15], 16) + attempt
             prompt = Prompt(messages, None, 0, MAX_TOKENS, 0.0, seed)
             try:
-                completion = await self._endpoint.complete(prompt)
+                completion = await self._policy.complete(prompt)
             except RagenError as error:  # the run is saved, and can be resumed once it is back
                 raise UnplayableError(f"the judge: {error}") from None
             text, usage = completion.text, completion.usage or Usage(0, 0)
@@ -239,19 +244,6 @@ def server_of(settings: JudgeConfig) -> Server:
     """
     check_address("judge.url", settings.url, f"put the key into {KEY_ENV}")
     return Server(settings.url, default_key_env=KEY_ENV)
-
-
-@asynccontextmanager
-async def open_judge(
-    config: Config, folder: Path | None, attempt: int = 0
-) -> AsyncIterator[Judge | None]:
-    """The judge of a run, if a reward term asks for it; its answers are kept in `folder`."""
-    judge = Judge(config.judge, folder, attempt) if JUDGE in config.reward.terms else None
-    try:
-        yield judge
-    finally:
-        if judge is not None:
-            await judge.close()
 
 
 def shuffled(episodes: Sequence[Episode], seed: int) -> list[str]:

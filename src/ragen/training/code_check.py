@@ -199,13 +199,14 @@ _CHECKS: tuple[tuple[Kind, Iterable[str], Check], ...] = (
 
 
 def resolve_paths(config: Config) -> Config:
-    """The config with absolute paths to the model and to files of code.
+    """The config with absolute paths to models and to files of code.
 
     The run can then be resumed from any working directory.
     """
     changes: dict[str, Any] = {}
-    if config.model.path != "base" and Path(config.model.path).exists():
-        changes["model.path"] = str(Path(config.model.path).resolve())
+    for key, path in config.local_models.items():
+        if path != "base" and Path(path).exists():
+            changes[key] = str(Path(path).resolve())
     for key in KINDS:
         value = value_of(config, key)
         if isinstance(value, str):

@@ -11,7 +11,7 @@ from typing import Any
 from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
-from ragen.config.extensions import JUDGE, load, short_name
+from ragen.config.extensions import load, short_name
 from ragen.config.reading import changed, dump, with_preset
 from ragen.config.sources import refuse_changed
 from ragen.core.errors import RagenError
@@ -22,12 +22,12 @@ from ragen.diagnostics.guard import REMEDIES
 from ragen.diagnostics.information import measure_envs
 from ragen.engines.engine import Engine
 from ragen.engines.first_model import find_first, hold_first, pin_first
+from ragen.engines.judges import check_judge, open_judge
 from ragen.engines.machine import use_threads
 from ragen.engines.memory import refuse_too_large
 from ragen.evaluation.targets import is_measured
 from ragen.models.prompting import advice
 from ragen.rollout.episode import require_room
-from ragen.rollout.judge import open_judge, server_of
 from ragen.rollout.setup import Setup, open_setups, open_stages
 from ragen.storage.checkpoint import SETTINGS_HASH, newest, newest_intact, sound
 from ragen.storage.database import (
@@ -263,8 +263,7 @@ async def opened(
 ) -> AsyncIterator[tuple[dict[str, Setup], list[Setup]]]:
     """`Run.setups` and `Run.stages`; at the end, closes them and the engine (it may hold a GPU)."""
     try:
-        if JUDGE in config.reward.terms:
-            server_of(config.judge)  # a wrong address is refused before the run's folder is made
+        check_judge(config)  # before the run's folder is made
         with ExitStack() as stack:
             setups = open_setups(config, engine.chat, stack)
             env_time = next(iter(setups.values())).env_time

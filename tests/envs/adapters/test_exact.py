@@ -32,7 +32,7 @@ NEEDS = {
     "reasoning_gym": {"reasoning-gym:leg_counting": {}},
     "textarena": {"textarena:GuessTheNumber-v0": {}, "textarena:TicTacToe-v0": {}},
     "verifiers": {VERIFIERS: {"kind": "guess"}, f"{VERIFIERS} with tools": {"kind": "tools"}},
-    "openenv": {f"openenv:{TESTS / 'openenv_walk.py'}:app": {}},
+    "openenv": {f"openenv:{TESTS / f'openenv_{name}.py'}:app": {} for name in ("walk", "shop")},
     "mcp": {"mcp": {}},
     "gymnasium": {"gymnasium:FrozenLake-v1": {}, "gymnasium:Blackjack-v1": {}},
 }

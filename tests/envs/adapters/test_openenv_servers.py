@@ -18,7 +18,9 @@ from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs.adapters import openenv_servers
 from ragen.envs.adapters.openenv import OpenEnvEnv
+from ragen.envs.checker import check
 from ragen.envs.registry import env_class, make
+from ragen.envs.tools import write_call
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, random_player
 from ragen.rollout.setup import Setup
@@ -27,6 +29,7 @@ pytest.importorskip("openenv", reason="needs the package openenv")
 pytest.importorskip("websockets", reason="needs the extra openenv")
 FILE = Path(__file__).parents[2] / "openenv_walk.py"
 NAME = f"openenv:{FILE}:app"
+SHOP = f"openenv:{FILE.with_name('openenv_shop.py')}:app"
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +87,46 @@ def test_episodes_are_played_beside_each_other() -> None:
     groups = asyncio.run(run_groups(policy, setup, [1, 2], 3, (0, "eval")))
     episodes = [episode for group in groups for episode in group.episodes]
     assert len(episodes) == 6 and all(each.terminated and not each.failed for each in episodes)
+
+
+def test_the_tools_of_an_mcp_environment_are_the_agents() -> None:
+    """They are listed once, and a call is an action; what is no call does not reach the server."""
+    env = make(SHOP)
+    about = [each["function"] for each in env.tools]
+    assert [each["name"] for each in about] == ["price", "pay"] and env.actions is None
+    assert about[0]["parameters"]["properties"] == {"fruit": {"type": "string"}}
+    assert env.reset(seed=1)[0] == "Pay for 2 kg of plums."
+    assert env.step(write_call("price", fruit="plums"))[:4] == ("5", 0.0, False, False)
+    for wrong, said in [
+        (write_call("price", fruit="x"), "Error: Error calling tool 'price'"),
+        (write_call("price"), "Error: 1 validation error for call"),
+        (write_call("steal"), "Error: Unknown tool: 'steal'"),
+        ("10", "Error: call a tool; there are price, pay"),
+    ]:
+        observation, *rest, _ = env.step(wrong)
+        assert observation.startswith(said) and rest == [0.0, False, False]
+    state = env.get_state()
+    paid = env.step(write_call("pay", euros=10))
+    assert paid == ("You pay 10.", 1.0, True, False, {"success": True, "effective": True})
+    env.set_state(state)
+    assert env.step(write_call("pay", euros=5))[1:] == (
+        *(0.0, True, False),
+        {"success": False, "effective": True},
+    )
+    env.close()
+
+
+def test_an_mcp_environment_keeps_the_contract() -> None:
+    check(make(SHOP))
+
+
+def test_an_environment_with_neither_fields_nor_tools_is_refused_in_one_line(
+    tmp_path: Path,
+) -> None:
+    code = FILE.with_name("openenv_shop.py").read_text("utf-8").replace("@server.tool", "")
+    (tmp_path / "empty.py").write_text(code, "utf-8")
+    with pytest.raises(RagenError, match="an action has no field, and there are no tools"):
+        make(f"openenv:{tmp_path / 'empty.py'}:app")
 
 
 def test_the_server_ends_with_a_process_that_is_killed() -> None:

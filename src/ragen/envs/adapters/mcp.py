@@ -277,7 +277,8 @@ class _Session:
             if error.error.code in (INVALID_PARAMS, METHOD_NOT_FOUND):
                 return error.error.message, True
             raise RuntimeError(f"{self._address}: {error.error.message}") from None
-        return _text_of(answer), bool(answer.isError)
+        content = [part.model_dump() for part in answer.content]
+        return text_of(content, answer.structuredContent), bool(answer.isError)
 
     async def _end(self) -> None:
         self._closing.set()
@@ -327,15 +328,19 @@ def _log() -> IO[str]:
     return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
 
 
-def _text_of(answer: Any) -> str:
-    """The content of an answer as text; a part that is not text is named by its kind."""
+def text_of(content: Sequence[Mapping[str, Any]], structured: Any) -> str:
+    r"""What a tool returned as text; a part that is not text is named by its kind.
+
+    Example:
+        >>> text_of([{"type": "text", "text": "4 apples"}, {"type": "image", "data": "…"}], None)
+        '4 apples\n[image]'
+    """
     parts = []
-    for part in answer.content:
-        inside = getattr(part, "resource", part)
-        text = getattr(inside, "text", None)
-        parts.append(f"[{part.type}]" if text is None else text)
-    if not parts and answer.structuredContent is not None:
-        return json.dumps(answer.structuredContent, ensure_ascii=False)
+    for part in content:
+        text = part.get("resource", part).get("text")
+        parts.append(f"[{part['type']}]" if text is None else text)
+    if not parts and structured is not None:
+        return json.dumps(structured, ensure_ascii=False)
     return "\n".join(parts)
 
 

@@ -4,8 +4,9 @@ A server is named by its URL, or is started here (`openenv_servers`). It describ
 ``/metadata`` and ``/schema``. An episode is one session at ``/ws``,
 which is opened again after a call that failed. A server that is slow or gone fails the episode.
 
-A server by `ragen serve` says more (`ragen.serving.sessions`), so that its environment plays as in
-this process.
+A server whose actions are calls of tools (OpenEnv's `MCPEnvironment`) lists them in a step. A
+server by `ragen serve` says more (`ragen.serving.sessions`), so that its environment plays as it
+does in this process.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ import httpx
 from ragen.config.keys import BUDGETS
 from ragen.core.errors import RagenError
 from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
+from ragen.envs.adapters.mcp import text_of
 from ragen.envs.adapters.openenv_servers import address_of, code_of, is_url
 from ragen.envs.contract import Schema
+from ragen.envs.tools import read_call
 
 CALL_S = 60.0
 """Seconds that a server may take to answer, where the limit of the call is not shorter."""
@@ -38,7 +41,8 @@ class About(NamedTuple):
     """What a server says of itself: a description, and the schemas of fields.
 
     `fields` are those of an action, `state` those of a state. `tools` are as chat templates take
-    them; only a server by `ragen serve` says them. `digest` changes with any of them.
+    them. Where there are tools and no `fields`, every action is a call. `digest` changes with any
+    of them.
     """
 
     name: str
@@ -55,8 +59,9 @@ class OpenEnvEnv(Adapted):
     Observation: the only text of the server's observation, or all its fields by name. Actions: the
     names of an enumeration, else free text, which becomes the action's field; where an action has
     several fields, a JSON object with that one is the whole action. An environment with tools takes
-    their calls, too. Reward, Ends when: the server's. Success is what the metadata of the last
-    observation say, else an end with a positive last reward. The level seed is the seed of the
+    their calls, too. If every action is a call, any other answer has an error as its result, and
+    the server does not see it. Reward, Ends when: the server's. Success is what the metadata of the
+    last observation say, else an end with a positive last reward. The level seed is the seed of the
     server's ``reset``. Random events follow from it, too, unless a state of the server has a
     ``noise_seed``: then its reset takes one. There is random play for an enumeration only.
 
@@ -67,9 +72,10 @@ class OpenEnvEnv(Adapted):
         about = _about(address_of(self.target), self.target)
         self._token = token_here()
         self._fields = about.fields.keys()
-        self._field = _field(self.name, about.fields, field)
-        self._schema = about.fields.get(self._field, {})
         self._tools, self._rules = about.tools, about.description
+        self._only_calls = bool(self._tools and not self._fields)
+        self._field = "" if self._only_calls else _field(self.name, about.fields, field)
+        self._schema = about.fields.get(self._field, {})
         self.goal = self._rules.partition("\n")[0]
         names = self._schema.get("enum")
         self._actions = tuple(map(str, names)) if names and isinstance(names, list) else None
@@ -108,7 +114,11 @@ class OpenEnvEnv(Adapted):
         return _shown(answer["observation"])
 
     def play(self, action: str) -> Played:
-        answer = self._ask("step", self._message(action))
+        message = self._call(action) if self._only_calls else self._message(action)
+        if message is None:
+            names = ", ".join(each["function"]["name"] for each in self._tools)
+            return Played(f"Error: call a tool; there are {names}", 0.0, False, False, False)
+        answer = self._ask("step", message)
         reward, done = float(answer.get("reward") or 0.0), bool(answer.get("done"))
         told = _metadata(answer)
         truncated = done and told.get("truncated") is True
@@ -122,6 +132,13 @@ class OpenEnvEnv(Adapted):
         session, self._session = self._session, None
         if session is not None:
             session.close()
+
+    def _call(self, action: str) -> dict[str, Any] | None:
+        """The call that an action is, as the server reads it."""
+        call = read_call(action)
+        if call is None:
+            return None
+        return {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
 
     def _message(self, action: str) -> dict[str, Any]:
         """The action as the server reads it."""
@@ -243,9 +260,14 @@ def _about(url: str, target: str) -> About:
         RagenError: There is no such server, or it refuses the token.
     """
     try:
-        metadata, schema = (_get(url, part) for part in ("metadata", "schema"))
+        metadata, schema = (_fetch(url, part) for part in ("metadata", "schema"))
+        action = schema.get("action", {})
+        if "tools" not in schema and _takes_calls(action.get("properties", {})):
+            listed = _fetch(url, "step", {"action": {"type": "list_tools"}})
+            action["properties"] = {}
+            schema["tools"] = [_tool_of(each) for each in listed["observation"]["tools"]]
         return _about_of(target, metadata, schema)
-    except (AttributeError, TypeError, RecursionError):
+    except (AttributeError, KeyError, TypeError, RecursionError):
         raise RagenError(f"openenv:{target}: what answers there is no OpenEnv server") from None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 401:
@@ -266,6 +288,8 @@ def _about_of(target: str, metadata: dict[str, Any], schema: dict[str, Any]) -> 
     properties = schema.get("state", {}).get("properties", {})
     state = {name: dict(each) for name, each in properties.items()}
     tools = tuple(schema.get("tools") or ())
+    if not (fields or tools):
+        raise RagenError(f"openenv:{target}: an action has no field, and there are no tools")
     told = json.dumps([name, description, fields, state, *tools], sort_keys=True)
     digest = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
     return About(name, description, digest, fields, state, tools)
@@ -283,10 +307,35 @@ def _whole(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     return field if found is None else dict(found)
 
 
-def _get(url: str, part: str) -> dict[str, Any]:
+def _takes_calls(fields: dict[str, Any]) -> bool:
+    """Whether an action of these fields is a call of a tool, or of no kind in particular.
+
+    Example:
+        >>> _takes_calls({"metadata": {}, "type": {}, "tool_name": {}, "arguments": {}})
+        True
+        >>> _takes_calls({"metadata": {}, "text": {}})
+        False
+    """
+    return fields.keys() - {"metadata"} in ({"type", "tool_name", "arguments"}, set())
+
+
+def _tool_of(listed: dict[str, Any]) -> Schema:
+    """A tool that a server lists, as chat templates take it."""
+    about = {"name": listed["name"], "description": listed["description"]}
+    return {"type": "function", "function": {**about, "parameters": listed["input_schema"]}}
+
+
+def _fetch(url: str, part: str, message: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a server answers outside of a session; with a message, it is posted."""
     address, token = f"{url.rstrip('/')}/{part}", token_here()
-    headers = _credentials(token)
-    answer = httpx.get(address, headers=headers, timeout=CALL_S, follow_redirects=True)
+    answer = httpx.request(
+        "GET" if message is None else "POST",
+        address,
+        json=message,
+        headers=_credentials(token),
+        timeout=CALL_S,
+        follow_redirects=True,
+    )
     found: dict[str, Any] = _read(answer.raise_for_status().content, token)
     return found
 
@@ -332,7 +381,7 @@ def _field(name: str, fields: dict[str, Any], chosen: str | None) -> str:
 
 
 def _shown(observation: Any) -> str:
-    r"""An observation as text.
+    r"""An observation as text. One without a field of its own is what its metadata say.
 
     Example:
         >>> _shown({"text": "You win.", "metadata": {}}), _shown({"row": 1, "legal": [0, 2]})
@@ -340,7 +389,10 @@ def _shown(observation: Any) -> str:
     """
     if not isinstance(observation, dict):
         return str(observation)
+    if "tool_name" in observation:
+        return _result(observation)
     fields = {key: each for key, each in observation.items() if key != "metadata"}
+    fields = fields or observation.get("metadata") or {}
     texts = [each for each in fields.values() if isinstance(each, str)]
     if len(fields) == len(texts) == 1:
         return texts[0]
@@ -349,3 +401,21 @@ def _shown(observation: Any) -> str:
         for key, each in fields.items()
         if each is not None
     )
+
+
+def _result(observation: dict[str, Any]) -> str:
+    """What a call of a tool returned, as text.
+
+    Example:
+        >>> content = [{"type": "text", "text": "4"}]
+        >>> _result({"tool_name": "add", "result": {"content": content}, "error": None})
+        '4'
+        >>> _result({"tool_name": "add", "error": {"message": "unknown tool"}})
+        'Error: unknown tool'
+    """
+    if error := observation.get("error"):
+        return f"Error: {error['message']}"
+    result = observation.get("result")
+    if isinstance(result, dict) and isinstance(result.get("content"), list):
+        return text_of(result["content"], result.get("structured_content"))
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)

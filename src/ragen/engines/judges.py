@@ -1,0 +1,119 @@
+"""Who answers a judge's questions: the model of an endpoint, or one on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from ragen.config.config import Config
+from ragen.config.extensions import JUDGE
+from ragen.config.reading import changed
+from ragen.core.types import Completion, Prompt, Usage
+from ragen.engines.factory import load_model
+from ragen.engines.sampler import Sampler
+from ragen.models.hub import model_folder
+from ragen.models.names import base_of, resolve_model
+from ragen.models.pretrained import model_config
+from ragen.rollout.chat import Chat
+from ragen.rollout.endpoint import ChatEndpoint
+from ragen.rollout.judge import Judge, server_of
+from ragen.rollout.policies import NoCompletion
+
+MAX_LENGTH = 8192
+"""Most tokens of a question and its answer for a model on this machine."""
+
+
+class LocalModel:
+    """A `Policy` that answers messages with a model on this machine, as a chat endpoint does.
+
+    `path` is a folder or a hub id; `config` gives the dtype. One completion is made at a time, and
+    nothing is left of the one before. So an answer depends on its question alone, and a resumed run
+    gets it again, bit for bit.
+
+    Raises:
+        RagenError: As `load_model` and `Chat`.
+    """
+
+    def __init__(self, config: Config, path: str) -> None:
+        about = model_config(model_folder(base_of(path)), path).get_text_config()
+        length = min(getattr(about, "max_position_embeddings", MAX_LENGTH), MAX_LENGTH)
+        of_model = {"model.dtype": config.model.dtype, "model.max_length": length}
+        model, tokenizer = load_model(
+            changed(Config(), {**of_model, "rollout.max_tokens": 1}), path
+        )
+        self._chat = chat = Chat(tokenizer, think=False)
+        self._sampler = Sampler(
+            *(model, chat.end_ids, chat.decode),
+            slots=1,
+            max_length=length,
+            control_ids=chat.control_ids,
+        )
+        self._turn = asyncio.Lock()
+
+    async def complete(self, prompt: Prompt) -> Completion:
+        """The answer to the messages of a prompt.
+
+        Raises:
+            NoCompletion: They leave no room for an answer.
+            NotFiniteError: The logits are not finite.
+        """
+        ids, _ = self._chat.open(prompt.messages)
+        room = self._sampler.max_length - len(ids)
+        if room < 1:
+            most = self._sampler.max_length
+            raise NoCompletion(f"a question of {len(ids)} tokens, of at most {most}", "context")
+        asked = replace(prompt, token_ids=ids, max_tokens=min(prompt.max_tokens, room))
+        async with self._turn:
+            self._sampler.forget()
+            found = await self._sampler.complete(asked)
+        return replace(found, usage=Usage(len(ids), len(found.token_ids or ())))
+
+    async def close(self) -> None:
+        """Free its resources."""
+        await self._sampler.close()
+
+
+def check_judge(config: Config) -> None:
+    """Refuse a judge that cannot be asked; no weights are read.
+
+    Raises:
+        RagenError: The address, the key or the model is invalid.
+    """
+    if JUDGE not in config.reward.terms:
+        return
+    if config.judge.url:
+        server_of(config.judge)
+    else:
+        model_config(model_folder(base_of(_path(config)), weights=False), config.judge.model)
+
+
+@asynccontextmanager
+async def open_judge(
+    config: Config, folder: Path | None, attempt: int = 0
+) -> AsyncIterator[Judge | None]:
+    """The judge of a run, if a reward term asks for it; its answers are kept in `folder`.
+
+    Raises:
+        RagenError: As `check_judge` and `LocalModel`, or the folder cannot be written.
+    """
+    if JUDGE not in config.reward.terms:
+        yield None
+        return
+    settings = config.judge
+    policy = (
+        ChatEndpoint(server_of(settings), settings.model, think=False)
+        if settings.url
+        else LocalModel(config, _path(config))
+    )
+    judge = Judge(settings, policy, folder, attempt)
+    try:
+        yield judge
+    finally:
+        await judge.close()
+
+
+def _path(config: Config) -> str:
+    return resolve_model(config.judge.model, config.env.name)

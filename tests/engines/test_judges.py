@@ -1,0 +1,127 @@
+"""A judge that is a model on this machine: its answers, its limits, and a run that it pays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ragen.config.config import Config
+from ragen.config.reading import resolve
+from ragen.config.sections import JudgeConfig
+from ragen.core.errors import RagenError
+from ragen.core.types import Completion, Message, Prompt
+from ragen.engines import judges
+from ragen.engines.judges import LocalModel, check_judge
+from ragen.engines.memory import plan
+from ragen.models.loading import save_model
+from ragen.models.sizes import read_sizes
+from ragen.rollout import judge
+from ragen.rollout.policies import NoCompletion
+from ragen.storage.reader import read_metrics
+from ragen.training.trainer import train
+from tests.bandit_model import settings
+from tests.tiny import tiny_model, tiny_tokenizer
+
+QUESTION = "Why was this the best of all?"
+RUBRIC = JudgeConfig(model="here", rubric="Dragon is best.", mode="absolute")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose answers nobody can read."""
+    tokenizer = tiny_tokenizer("chatml")
+    path = tmp_path_factory.mktemp("judge")
+    save_model(tiny_model(tokenizer, max_position_embeddings=8192), tokenizer, path)
+    return path
+
+
+def asked(text: str) -> Prompt:
+    messages: tuple[Message, ...] = ({"role": "user", "content": text},)
+    return Prompt(messages, None, 0, 12, 0.0, 1)
+
+
+def answers(folder: Path, prompts: Sequence[Prompt]) -> list[Completion]:
+    async def ask() -> list[Completion]:
+        model = LocalModel(Config(), str(folder))
+        found = await asyncio.gather(*map(model.complete, prompts))
+        await model.close()
+        return list(found)
+
+    return asyncio.run(ask())
+
+
+def test_an_answer_depends_on_its_question_alone(folder: Path) -> None:
+    """So a run that is resumed, and asks fewer questions at once, gets the same answers."""
+    prompts = [asked(text) for text in ("How good?", "How good was it?", "Why?")]
+    together = answers(folder, prompts)
+    alone = [answers(folder, [prompt])[0] for prompt in prompts]
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    assert [each.logprobs for each in together] == [each.logprobs for each in alone]
+
+
+def test_an_answer_has_the_rest_of_the_models_length(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (found,) = answers(folder, [asked(QUESTION)])
+    assert found.usage is not None and found.token_ids is not None
+    read = found.usage.prompt_tokens
+    assert found.usage.completion_tokens == len(found.token_ids) <= 12
+    monkeypatch.setattr(judges, "MAX_LENGTH", read + 2)
+    (cut,) = answers(folder, [asked(QUESTION)])
+    assert cut.token_ids == found.token_ids[:2]
+    monkeypatch.setattr(judges, "MAX_LENGTH", read)
+    with pytest.raises(NoCompletion, match=rf"a question of {read} tokens, of at most {read}"):
+        answers(folder, [asked(QUESTION)])
+
+
+def config_of(folder: Path, **more: object) -> Config:
+    terms = {"reward__terms": {"judge": 1.0}, "judge__model": str(folder)}
+    rubric = {"judge__rubric": RUBRIC.rubric, "judge__mode": RUBRIC.mode}
+    return resolve("bandit", settings(**terms, **rubric, **more))
+
+
+def test_a_run_with_a_judge_whose_answers_cannot_be_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "MAX_TOKENS", 8)
+    config = config_of(folder, steps=1, eval__episodes=0, judge__failed_score=0.25)
+    metrics = read_metrics(train(config, tmp_path / "run").run)
+    calls = metrics["judge/calls"][1]
+    assert 0 < metrics["judge/failed"][1] == calls - metrics["judge/cached"][1]
+    assert metrics["judge/defaulted"][1] == 8, "each episode of the step"
+    assert metrics["judge/prompt_tokens"][1] > 500 * calls
+    assert metrics["reward_terms/judge"][1] == 0.25
+
+
+def test_a_run_is_paid_by_the_scores(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the model says is scripted: it likes dragons."""
+    complete = LocalModel.complete
+
+    async def says(self: LocalModel, prompt: Prompt) -> Completion:
+        score = int('"agent": "Dragon' in prompt.messages[1]["content"])
+        text = f'{{"scores": [{{"id": 1, "why": "so", "score": {score}}}]}}'
+        return replace(await complete(self, replace(prompt, max_tokens=1)), text=text)
+
+    monkeypatch.setattr(LocalModel, "complete", says)
+    config = config_of(folder, steps=8, update__lr=3e-3, eval__episodes=0)
+    metrics = read_metrics(train(config, tmp_path / "run").run)
+    scores = [*metrics["reward_terms/judge"].values()]
+    assert not any(metrics["judge/failed"].values())
+    assert sum(scores[-2:]) > sum(scores[:2]) + 0.4
+
+
+def test_its_weights_are_a_part_of_the_memory(folder: Path) -> None:
+    config = config_of(folder)
+    assert plan(config).judge == 4 * read_sizes(str(folder)).numbers
+    assert plan(resolve("bandit", settings())).judge == 0
+
+
+def test_a_model_that_is_missing_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RagenError, match="there is no model or run"):
+        check_judge(config_of(tmp_path / "none"))
