@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ragen.config.sections import EnvConfig
-from ragen.core.errors import RagenError
+from ragen.core.errors import RagenError, last_line
 from ragen.core.seeding import EVAL_LEVELS, derive
 from ragen.core.types import Episode
 from ragen.core.user_code import UserCodeError
@@ -83,7 +83,7 @@ def show_episode(console: Console, episode: Episode) -> None:
         console.print(Text(f"> {actions}  ({turn.reward + turn.penalty:+g})", style="bold"))
         for result in turn.results or ():
             console.print(Text(result))
-    error = (episode.error or "").strip().rpartition("\n")[2]
+    error = last_line(episode.error)
     _ending(console, error, episode.stop_reason.replace("_", " "), episode.total_reward)
 
 

@@ -120,6 +120,16 @@ def printable(text: str) -> str:
     return "".join(map(_escaped, text))
 
 
+def last_line(text: str | None) -> str:
+    r"""The last line of an error's text, which says what went wrong; empty without a text.
+
+    Example:
+        >>> last_line("Traceback (most recent call last):\n  …\nValueError: no such move\n")
+        'ValueError: no such move'
+    """
+    return (text or "").strip().rpartition("\n")[2]
+
+
 def _escaped(character: str) -> str:
     if character in HARMLESS or category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
         return character

@@ -20,7 +20,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from ragen.core import process
-from ragen.core.errors import printable
+from ragen.core.errors import last_line, printable
 from ragen.core.process import (
     CALLS,
     REAL,
@@ -60,7 +60,7 @@ class UserCodeError(Exception):
     @property
     def reason(self) -> str:
         """The last line: what went wrong, without where."""
-        last = str(self).strip().rpartition("\n")[2]
+        last = last_line(str(self))
         return last if len(last) <= REASON_CHARS else f"{last[:REASON_CHARS]} …"
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ragen.config.rules import TEMPERATURES, vllm_refuses
-from ragen.core.errors import RagenError, UnplayableError
+from ragen.core.errors import RagenError, UnplayableError, last_line
 from ragen.core.types import Episode, StopReason, Turn, Usage
 from ragen.storage.database import DATABASE, cannot_write, close_database, open_database
 from ragen.storage.schema import storable
@@ -89,7 +89,7 @@ class Outcome:
     @property
     def reason(self) -> str:
         """The last line of the error, or an empty string."""
-        return (self.error or "").strip().rpartition("\n")[2]
+        return last_line(self.error)
 
 
 COLUMNS = ", ".join(field.name for field in fields(Outcome))

@@ -27,7 +27,7 @@ from transformers import (
 from ragen.algorithms.batch import collate
 from ragen.algorithms.samples import to_samples
 from ragen.config.sections import LossConfig, UpdateConfig
-from ragen.core.errors import RagenError
+from ragen.core.errors import RagenError, last_line
 from ragen.core.seeding import derive
 from ragen.core.stopping import run_async
 from ragen.core.types import Episode, Sample
@@ -183,7 +183,7 @@ class LessonPlayer:
         groups = run_async(run_groups(demonstrator, setup, levels, 1, path))
         errors = [e.error for group in groups for e in group.episodes if e.error is not None]
         if errors:
-            reason = errors[0].strip().rpartition("\n")[2]
+            reason = last_line(errors[0])
             raise RagenError(f"{setup.env} fails: {reason}; run `ragen check` on it")
         return mask_untrained(*to_samples(groups), demonstrator.trained)
 

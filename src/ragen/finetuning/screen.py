@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ragen.core.errors import RagenError
+from ragen.core.errors import RagenError, last_line
 from ragen.core.seeding import BASE_LEVELS
 from ragen.core.stopping import run_async
 from ragen.core.user_code import boundary
@@ -263,7 +263,7 @@ def survey(setup: Setup, choose: Choose, seed: int) -> Survey:
     episodes = [group.episodes[0] for group in groups]
     errors = [episode.error for episode in episodes if episode.error is not None]
     if len(errors) > EPISODES // 2:
-        reason = errors[0].strip().rpartition("\n")[2]
+        reason = last_line(errors[0])
         raise RagenError(f"the environment {setup.env!r} fails: {reason}; run `ragen check` on it")
     turns = [turn for episode in episodes for turn in episode.turns]
     screens = [turn.observation for turn in turns]

@@ -23,7 +23,7 @@ from typing import IO, Any, ClassVar, NamedTuple, TextIO, cast
 import httpx
 from anyio import BrokenResourceError, ClosedResourceError
 
-from ragen.core.errors import RagenError, printable
+from ragen.core.errors import RagenError, last_line, printable
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs.adapters.adapted import Played, Replayed, missing
 from ragen.envs.adapters.own_loop import OwnLoop
@@ -299,7 +299,7 @@ class _Session:
         else:
             said = "the session has ended" if error is None else f"{type(error).__name__}: {error}"
         self._log.seek(0)
-        last = self._log.read().strip().rpartition("\n")[2]
+        last = last_line(self._log.read())
         return printable(" ".join((f"{said} ({last[-SAID_CHARS:]})" if last else said).split()))
 
 

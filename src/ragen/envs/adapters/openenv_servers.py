@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from ragen.core.errors import RagenError, printable
+from ragen.core.errors import RagenError, last_line, printable
 from ragen.core.plugins import hash_code
 from ragen.envs.adapters.adapted import version_of
 
@@ -129,7 +129,7 @@ def _serve(target: str) -> Running:
         raise
     if not port.isdecimal():
         log.seek(0)
-        said = printable(log.read().strip().rpartition("\n")[2][-SAID_CHARS:])
+        said = printable(last_line(log.read())[-SAID_CHARS:])
         end()
         raise RagenError(f"openenv:{target} cannot be served: {said}")
     return Running(f"http://127.0.0.1:{port}", lambda: process.poll() is None, end)
