@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -39,8 +40,10 @@ FLOAT32 = {"gradient": 1e-5, "weight": 1e-3, "score": 1e-4, "norm": 1e-4}
 """Largest differences: of gradients relative to the largest, of weights after ten updates in
 absolute numbers, of logprobs and values, and of gradient norms, relative."""
 
-BFLOAT16 = {"gradient": 2e-2, "weight": 1e-2, "score": 0.1, "norm": 2e-2}
-"""As `FLOAT32`. A process sums its gradients in another order, and rounds each sum to 8 bits."""
+BFLOAT16 = {"gradient": 2e-2, "weights": 2e-2, "score": 0.1, "norm": 2e-2}
+"""As `FLOAT32`, but of all weights relative to their norm. A process sums its gradients in another
+order, and rounds each sum to 8 bits. Where a gradient is nearly 0, that decides its sign, and Adam
+moves this one weight by the whole learning rate: up to 1.2e-2 here, of 1e-2 for a critic."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,6 +52,21 @@ def recorded() -> Iterator[None]:
     collection()
     collection(groups=1, members=2)
     yield
+
+
+def assert_weights_agree(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], bound: dict[str, float]
+) -> None:
+    differences = {name: actual[name].float() - weight.float() for name, weight in expected.items()}
+    if "weights" in bound:
+        norm, whole = (
+            math.hypot(*(float(each.detach().float().norm()) for each in found))
+            for found in (differences.values(), expected.values())
+        )
+        assert norm <= bound["weights"] * whole
+    else:
+        for name, difference in differences.items():
+            assert difference.abs().max() <= bound["weight"], name
 
 
 def assert_agree(actual: Outcome, expected: Outcome, bound: dict[str, float]) -> None:
@@ -61,9 +79,7 @@ def assert_agree(actual: Outcome, expected: Outcome, bound: dict[str, float]) ->
     for found, wanted in zip(actual.gradients, expected.gradients, strict=True):
         assert relative(found, wanted) <= bound["gradient"]
     assert actual.weights.keys() == expected.weights.keys()
-    for name, weight in expected.weights.items():
-        difference = (actual.weights[name].float() - weight.float()).abs().max()
-        assert difference <= bound["weight"], name
+    assert_weights_agree(actual.weights, expected.weights, bound)
     for name, norm in expected.norms.items():
         assert actual.norms[name].value == pytest.approx(norm.value, rel=bound["norm"], abs=1e-9)
     torch.testing.assert_close(
@@ -258,21 +274,16 @@ def test_a_checkpoint_of_two_processes_goes_on_in_any_number(
     if recipe == "ppo" and dtype == "float32":
         exported = load_file(tmp_path / "model.safetensors")
         assert all(torch.equal(exported[name], weight) for name, weight in written.items())
-    bound = FLOAT32["weight"] if dtype == "float32" else BFLOAT16["weight"]
-
-    def assert_as_expected(weights: dict[str, Tensor]) -> None:
-        for name, weight in expected.items():
-            assert (weights[name].float() - weight.float()).abs().max() <= bound, name
-            if dtype == "float32":
-                assert (weights[name] - weight).abs().max() <= 1e-5, name
+    bound = {"weight": 1e-5} if dtype == "float32" else BFLOAT16
 
     for size in (2, 3):
         found = in_processes(
             size,
             lambda rank, at: go_on(config, tmp_path, state, range(3, 6), rank, size, at),  # noqa: B023
         )
-        assert_as_expected(found[0])
-    assert_as_expected(go_on(config, tmp_path, state, range(3, 6), 0, 1, ""))
+        assert_weights_agree(found[0], expected, bound)
+    alone = go_on(config, tmp_path, state, range(3, 6), 0, 1, "")
+    assert_weights_agree(alone, expected, bound)
 
 
 def test_checkpoints_travel_between_the_local_engine_and_two_processes(tmp_path: Path) -> None:

@@ -307,7 +307,7 @@ class JudgeConfig(Section):
     """An OpenAI-compatible endpoint, such as http://localhost:8000/v1. Its key is in
     RAGEN_JUDGE_KEY. If empty, the model runs in the process of the run."""
     model: str = ""
-    """The model's name at that endpoint; without one, a folder, a hub id or base."""
+    """The model's name at that endpoint; without one, a folder, a run, a hub id or base."""
     rubric: str = ""
     """What a good episode is, in words."""
     mode: Literal["group", "absolute"] = "group"
