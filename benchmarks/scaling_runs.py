@@ -14,9 +14,8 @@ cores of its own is put together from the CPU seconds of the processes,
 which is a synchronous step, since these wait for each other. A size names learners, samplers,
 staleness and the groups of a step, of 16 episodes each, of which there are 4 by default.
 
-No two processes can scale better than the cores: virtual ones may be two threads of one core, and
-cores share memory and power. So the first line says what two processes that only multiply matrices
-do at once, compared with one alone.
+The first line says how fast one thread multiplies few rows with the matrices of the 30M model. Two
+samplers have half of the rows each, and a product of fewer rows is slower for each of them.
 """
 
 # mypy: allow-untyped-calls
@@ -50,8 +49,6 @@ from ragen.training.progress import Watcher
 
 TURNS = 3
 WARM_UP = 1
-START_S = 15.0
-"""Seconds within which a process has imported what it needs, also on a busy machine."""
 TICKS = os.sysconf("SC_CLK_TCK")
 KINDS = {"learner": "Learner", "sampler": "Sampler"}
 """A part of the name of each kind of process of Ray."""
@@ -150,7 +147,8 @@ def predicted(found: Mapping[str, float], costs: Costs, cluster: Cluster, groups
 def compared(args: argparse.Namespace) -> Iterator[str]:
     """Lines of Markdown, one for each size; the costs are measured just before each."""
     use_threads(1)
-    yield f"Two processes at once do {100 * ceiling():.0f} % of twice the products of one.\n"
+    rates = ", ".join(f"{rows}: {product_rate(rows):.0f}" for rows in (16, 32, 64, 128))
+    yield f"GFLOP/s of a product by its rows: {rates}\n"
     names = ("learners", "samplers", "staleness", "groups", "clock, s", "driver", "slowest sampler")
     names += ("slowest learner", "own cores, s", "simulated, s", "driver's share")
     yield f"| {' | '.join(names)} |"
@@ -169,31 +167,14 @@ def compared(args: argparse.Namespace) -> Iterator[str]:
         yield f"| {sizes} | {' | '.join(cells)} | {100 * seconds[0] / own:.0f} % |"
 
 
-def products(begin: float, seconds: float) -> int:
-    """How many products of 64 rows with a matrix of the 30M model this process computes."""
-    rows, weights = torch.randn(64, 512), torch.randn(512, 1792)
-    time.sleep(max(0.0, begin - time.time()))
-    count = 0
-    while time.time() < begin + seconds:
-        for _ in range(100):
-            rows @ weights
-        count += 100
-    return count
-
-
-def ceiling(seconds: float = 3.0) -> float:
-    """Products of two processes at once, divided by twice those of one alone."""
-
-    def counts(processes: int) -> list[int]:
-        words = [sys.executable, os.path.abspath(__file__), "--products"]
-        words += [str(time.time() + START_S), str(seconds)]
-        started = [
-            subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(processes)
-        ]
-        return [int(each.communicate()[0]) for each in started]
-
-    (alone,) = counts(1)
-    return sum(counts(2)) / (2 * alone)
+def product_rate(rows: int, repeat: int = 200) -> float:
+    """GFLOP/s of products of some rows with matrices that together are more than caches hold."""
+    given, matrices = torch.randn(rows, 512), torch.randn(32, 1792, 512)
+    for each in range(repeat + 1):
+        if each == 1:  # behind the first product, which is slower
+            begun = time.perf_counter()
+        torch.nn.functional.linear(given, matrices[each % len(matrices)])
+    return 2e-9 * given.numel() * matrices.shape[1] * repeat / (time.perf_counter() - begun)
 
 
 def measured(args: argparse.Namespace) -> Costs:
@@ -238,12 +219,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps that are counted")
     parser.add_argument("--repeat", type=int, default=2, help="of the measured costs")
     parser.add_argument("--run", nargs=7, help=argparse.SUPPRESS)
-    parser.add_argument("--products", nargs=2, type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.products:
-        use_threads(1)
-        print(products(*args.products))
-        return
     if args.run:
         engine, model, *numbers = args.run
         print(json.dumps(run(engine, model, *map(int, numbers))))
