@@ -1,11 +1,11 @@
-"""What calls of an environment may return: each answer as a plain value, or refused by its reason.
+"""What calls of an environment may return: the checks of answers, and answers as plain values.
 
-An environment may return NumPy scalars, subclasses of `str` and any real number. RAGEN goes on with
-plain Python values, so a run does not depend on objects that user code can still change, and an
-environment in a worker process gives the same values as one in this process.
+An environment may return NumPy scalars, subclasses of `str` and any real number. RAGEN converts
+them to plain Python values. So a run does not depend on objects that user code can still change,
+and an environment in a worker process gives the same values as one in this process.
 
-All functions call methods of the values, which are user code: call them behind the boundary. They
-raise `UserCodeError`.
+These functions call methods of the values. Such methods are user code, so call the functions behind
+the boundary. They raise `UserCodeError` for a value that they refuse.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from ragen.core.user_code import UserCodeError
 from ragen.envs.contract import Baselines, Reading, Schema, is_picture
 
 MAX_CHARS = 100_000
-"""Length of a text that the key ``env.max_chars`` allows by default."""
+"""The default of the key ``env.max_chars``: the most characters of a text."""
 JSON_CHARS = 1_000_000
-"""Length of an info or a snapshot as JSON."""
+"""The most characters of an info, a snapshot or a tool as JSON."""
 PICTURE_CELLS = 100_000
-"""Cells of a picture."""
+"""The most cells of a picture."""
 MAX_REWARD = 1e30
-"""Size of a reward or an expected return: sums and squares of such numbers are finite."""
+"""The greatest size of a reward or an expected return: sums and squares of such numbers are finite
+in double precision."""
 DEPTH = 100
-"""Levels of lists and dicts in each other, in an info or a snapshot."""
+"""The most levels of nested lists and dicts in an info, a snapshot or a tool."""
 
 
 def text(value: Any, call: str, what: str, max_chars: int) -> str:
-    """A text that any tokenizer and any file takes, at most `max_chars` characters long."""
+    """A plain `str` of at most `max_chars` characters, without lone surrogates."""
     if type(value) is not str:
         if not isinstance(value, str):
             raise _unfit(call, value, what, "text is expected")
@@ -77,7 +78,7 @@ def tools(value: Any) -> tuple[Schema, ...]:
 
 
 def reward(value: Any) -> float:
-    """A real number of at most `MAX_REWARD`, also one of NumPy or an array of one."""
+    """A reward as a float: a real number of at most `MAX_REWARD`, or an array that holds one."""
     if type(value) is float and -MAX_REWARD <= value <= MAX_REWARD:
         return value
     return _number(value, "step", "reward")
@@ -99,7 +100,7 @@ def _number(value: Any, call: str, what: str) -> float:
 
 
 def baselines(value: Any) -> Baselines | None:
-    """Baselines in plain numbers: chances of success from 0 to 1, the optimal one the highest."""
+    """Baselines as plain numbers: probabilities from 0 to 1, `random` at most `optimal`."""
     if value is None:
         return None
     if not isinstance(value, Baselines):
@@ -126,7 +127,7 @@ def baselines(value: Any) -> Baselines | None:
 
 
 def flag(value: Any, call: str, what: str) -> bool:
-    """A bool, also one of NumPy."""
+    """A plain bool, from a bool or one of NumPy."""
     if type(value) is not bool:
         value = scalar_of(value)
         if type(value) is not bool:
@@ -135,13 +136,13 @@ def flag(value: Any, call: str, what: str) -> bool:
 
 
 def info(value: Any, call: str) -> dict[str, Any]:
-    """An info as JSON values; its ``success`` and ``effective`` are bools where it has them."""
+    """An info as JSON values. ``success`` and ``effective`` must be bools if it has them."""
     if not isinstance(value, dict):
         raise _unfit(call, value, "info", "a dict is expected")
     if type(value) is dict and all(
         type(key) is str and type(each) is bool and key.isascii() for key, each in value.items()
     ):
-        return dict(value)  # most environments: nothing to check
+        return dict(value)  # the infos of most environments need no further check
     plain: dict[str, Any] = json_copy(value, call, "info")
     for name in ("success", "effective"):
         if name in plain:
@@ -169,7 +170,7 @@ def json_copy(value: Any, call: str, what: str) -> Any:
 
 
 def picture(value: Any) -> tuple[str, ...] | None:
-    """A picture that the viewer can draw."""
+    """The rows of a picture that the viewer can draw, or ``None``."""
     if isinstance(value, list) and all(isinstance(row, str) for row in value):
         cells = sum(map(len, value))
         if cells > PICTURE_CELLS:
@@ -186,7 +187,7 @@ def picture(value: Any) -> tuple[str, ...] | None:
 
 
 def reading(value: Any, max_chars: int) -> Reading | None:
-    """What a thought says, in plain values."""
+    """What a thought says, in plain values, or ``None``."""
     if value is None:
         return None
     if not isinstance(value, Reading):
@@ -204,7 +205,7 @@ def reading(value: Any, max_chars: int) -> Reading | None:
 
 
 def scalar_of(value: Any) -> Any:
-    """The Python number in a NumPy scalar or an array of one; any other value itself."""
+    """The Python number in a NumPy scalar or an array of one element; any other value as it is."""
     item = None if isinstance(value, numbers.Real) else getattr(value, "item", None)
     if callable(item) and getattr(value, "size", None) == 1:
         return item()
@@ -212,7 +213,7 @@ def scalar_of(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """How JSON writes a value that it does not know."""
+    """A value that JSON can write, for one that it does not know."""
     number = scalar_of(value)
     if isinstance(number, bool | int | str):
         return number

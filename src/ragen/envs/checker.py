@@ -1,4 +1,4 @@
-"""The conformance checker: whether an environment keeps the contract."""
+"""The conformance checker, which tests whether an environment keeps the contract."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ Played = tuple[str, Result]
 
 
 def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
-    """Check an environment against the contract; run it on your own.
+    """Check an environment against the contract; run this on environments of your own.
 
-    Random actions are played on some levels, played again, played in two copies in turn, and played
-    from snapshots; the results are compared. An environment of free text (``actions`` is ``None``)
-    receives short words, which it must accept, and with tools random play and wrong calls, too. The
-    environment's state afterwards is undefined.
-    `steps` is the greatest number of actions on each of `levels` levels.
+    On each level, the same random actions are played twice, in two copies that take turns, and from
+    a snapshot. The results are compared. An environment of free text (``actions`` is ``None``)
+    receives short words, which it must accept. One with tools also receives random play and wrong
+    calls. A successful check closes the environment, and its state afterwards is undefined.
+
+    `levels` is the number of levels. An episode is cut after `steps` actions.
 
     Raises:
-        RagenError: The environment raises, or breaks a rule, which the message names.
+        RagenError: The environment raises or breaks a rule. The message names the rule.
 
     Example:
         >>> from ragen.envs.registry import make
@@ -76,7 +77,7 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
 
 
 def _check_threads(running: set[threading.Thread]) -> None:
-    """No other thread is left after `Env.close`: it would take time and memory from the run."""
+    """The environment's threads must end with `Env.close`: they take time and memory."""
     for thread in set(STARTED) - running:
         thread.join(1.0)
         _require(not thread.is_alive(), f"close must end the thread {thread.name!r}")
@@ -96,7 +97,7 @@ def _unchanged(env: Env, cause: str) -> Iterator[None]:
 
 
 def _check_level(env: Env, level: int, steps: int) -> None:
-    """The same seeds give the same episode, and the level does not depend on the noise seed."""
+    """Check a level: its seeds, copies, snapshots, baselines and random play."""
     first = _play_level(env, level, 1, steps)
     again = _play_level(env, level, 1, steps)
     _require(first == again, "the same seeds must give the same episode")
@@ -112,7 +113,10 @@ def _check_level(env: Env, level: int, steps: int) -> None:
 
 
 def _play_level(env: Env, level: int, noise_seed: int, steps: int) -> tuple[Result, list[Played]]:
-    """What a level shows at its start, and an episode of random actions that follow from it."""
+    """What a level shows at its start, and an episode of random actions.
+
+    The random choices follow from the level, not from the noise seed.
+    """
     observation, info = env.reset(seed=level, options={"noise_seed": noise_seed})
     _require(isinstance(observation, str), "reset must return its observation as a text")
     answers.text(observation, "reset", "observation", answers.MAX_CHARS)
@@ -127,7 +131,7 @@ def _chooser(level: int) -> np.random.Generator:
 
 
 def _play(env: Env, chooser: np.random.Generator, steps: int) -> list[Played]:
-    """Play random actions until the episode ends, at most so many."""
+    """Play random actions until the episode ends, at most `steps`."""
     played: list[Played] = []
     while len(played) < steps and not (played and _ended(played[-1])):
         action = _choose(env, chooser)
@@ -157,7 +161,7 @@ def _choose(env: Env, chooser: np.random.Generator) -> str:
 
 
 def _step(env: Env, action: str) -> Result:
-    """One step with checked results; returns them with the state key and the picture."""
+    """Take a step and check its results; returns them with the state key and the picture."""
     before = _key(env)
     result = env.step(action)
     whole = isinstance(result, tuple) and len(result) == 5
@@ -184,7 +188,7 @@ def _step(env: Env, action: str) -> Result:
 
 
 def _picture(env: Env) -> Any:
-    """The picture, if it is a valid one and drawing it changes nothing."""
+    """The picture, which must be valid; drawing it must change nothing."""
     if not env.draws:
         return None
     with _unchanged(env, "picture"):
@@ -195,7 +199,7 @@ def _picture(env: Env) -> Any:
 
 
 def _key(env: Env) -> str:
-    """The state key, if it is a text and computing it changes nothing."""
+    """The state key, which must be a text; computing it must change nothing."""
     with _unchanged(env, "state_key"):
         key = env.state_key()
     _require(isinstance(key, str), "state_key must return a text")
@@ -216,7 +220,7 @@ def _dump(value: Any, rule: str) -> str:
 
 
 def _check_twins(env: Env, level: int, played: list[Played]) -> None:
-    """Two copies played in turn do not disturb each other: a training step has hundreds of them."""
+    """Two copies that take turns must not affect each other: a training step has hundreds."""
     try:
         twin = copy.deepcopy(env)
     except TypeError:
@@ -231,7 +235,7 @@ def _check_twins(env: Env, level: int, played: list[Played]) -> None:
 
 
 def _check_baselines(env: Env, level: int) -> None:
-    """`solve` and `baselines` give possible answers and change nothing."""
+    """`solve` and `baselines` must give possible answers and change nothing."""
     env.reset(seed=level, options={"noise_seed": 1})
     with _unchanged(env, "solve and baselines"):
         plan, known = env.solve(3, 4, 2), env.baselines(3, 2, 4)
@@ -242,7 +246,7 @@ def _check_baselines(env: Env, level: int) -> None:
 
 
 def _check_random_action(env: Env, level: int) -> None:
-    """Random play of free text follows from its generator, and `step` accepts it."""
+    """Random play of free text must follow from its generator, and `step` must accept it."""
     env.reset(seed=level, options={"noise_seed": 1})
     if env.actions is not None:
         return
@@ -255,7 +259,7 @@ def _check_random_action(env: Env, level: int) -> None:
 
 
 def _check_snapshot(env: Env, level: int, steps: int) -> None:
-    """Leave an episode, play another level, restore the snapshot: the rest must be the same."""
+    """A snapshot must be exact: restored after another level, it must give the same results."""
     env.reset(seed=level, options={"noise_seed": level})
     chooser = _chooser(level)
     begun = _play(env, chooser, int(chooser.integers(3)))

@@ -1,7 +1,7 @@
 """The environment contract: what an environment offers, and helpers for writing one.
 
-An environment is a `gymnasium.Env` in text. `docs/environments.md` shows a complete one in one
-file.
+An environment is a `gymnasium.Env` whose observations and actions are texts.
+`docs/environments.md` shows a complete one in one file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import Field
 
 Item = TypeVar("Item")
 Probability: TypeAlias = Annotated[float, Field(ge=0, le=1)]
-"""A parameter of an environment; `registry.make` checks its bounds."""
+"""A probability as a parameter of an environment; `registry.make` checks its bounds."""
 Info: TypeAlias = dict[str, Any]
 """What `Env.step` returns besides the observation: ``success``, ``effective`` and details."""
 Options: TypeAlias = dict[str, Any] | None
@@ -36,7 +36,7 @@ class Baselines:
     `random` and `optimal` are probabilities of success, `random_return` and `optimal_return`
     expected returns. Optimal play has the highest probability of success. `optimal` and
     `optimal_return` are ``None`` where no solver is known. `draws` is the number of random
-    episodes behind `random`, ``None`` where it is exact.
+    episodes behind `random`, or ``None`` if `random` is exact.
 
     Example:
         >>> Baselines(0.5, 1.0, 0.2, 0.25).optimal
@@ -81,23 +81,24 @@ class Env(gymnasium.Env[str, str], ABC):
     """
 
     name: str
-    """The name that the environment is registered under; `make` sets it."""
+    """The name under which the environment is registered; `make` sets it. A class from a file or a
+    module may set its own; otherwise, `make` sets the name of the class."""
     goal: str
     """The environment in a few words: all that the compact prompt says about it."""
     max_turns: int = 5
-    """Turns that suit an episode. This and the next two are the budgets where no recipe for this
-    environment and no setting gives others."""
+    """The most turns of an episode. This and the next two are the default budgets; a recipe for
+    this environment or a setting may replace them."""
     actions_per_turn: int = 5
-    """Actions that suit a turn."""
+    """The most actions of a turn."""
     max_actions: int = 10
-    """Actions that suit an episode."""
+    """The most actions of an episode."""
     prompt_style: Literal["compact", "paper"] | None = None
-    """The style of prompts that suits it; ``None`` leaves the choice to the model."""
+    """The style of prompts that suits the environment; ``None`` leaves it to the model."""
 
     @property
     @abstractmethod
     def rules(self) -> str:
-        """What the player has to know, as plain text: the aim, the events and what symbols mean."""
+        """What the agent has to know, as plain text: the aim, the events and the symbols."""
 
     @property
     @abstractmethod
@@ -109,9 +110,9 @@ class Env(gymnasium.Env[str, str], ABC):
         """The tools that the agent may call, as JSON; `ragen.envs.tools.ToolEnv` makes them.
 
         Each is ``{"type": "function", "function": {"name": …, "description": …, "parameters":
-        JSON schema}}``. They are the same in every level, and `actions` is ``None``: `step`
-        receives each call as JSON text, ``{"name": …, "arguments": {…}}``, with any name and any
-        arguments, and an answer as any other text.
+        JSON schema}}``. The tools are the same in every level, and `actions` is ``None``. `step`
+        receives a call as JSON text, ``{"name": …, "arguments": {…}}``, with any name and any
+        arguments. Any other text is an answer.
         """
         return ()
 
@@ -119,17 +120,17 @@ class Env(gymnasium.Env[str, str], ABC):
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         """Begin a level.
 
-        Returns the observation and an info. ``options["noise_seed"]`` determines the random events,
-        which follow from `seed` without it; a seed of ``None`` draws a fresh level.
+        Returns the observation and an info. ``options["noise_seed"]`` determines the random events;
+        without it, `seed` determines them, too. A seed of ``None`` draws a fresh level.
         """
 
     @abstractmethod
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         """Carry out one action.
 
-        Returns observation, reward, terminated, truncated, and an info: its ``success`` says
-        whether this step solved the environment, its ``effective`` whether the observable state
-        changed.
+        Returns observation, reward, terminated, truncated, and an info. The info's ``success`` says
+        whether this step solved the environment, and its ``effective`` says whether the observable
+        state changed.
 
         Raises:
             ValueError: `action` is not one of `actions`.
@@ -151,7 +152,7 @@ class Env(gymnasium.Env[str, str], ABC):
         """
 
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str] | None:
-        """The actions of optimal play for this turn, at least one; ``None`` where unknown.
+        """The actions of optimal play for this turn, at least one; ``None`` if unknown.
 
         Optimal play has the highest probability of success within the budgets. It chooses all
         actions of a turn before it sees their effects, as an agent must, and observes between
@@ -160,31 +161,34 @@ class Env(gymnasium.Env[str, str], ABC):
         return None
 
     def baselines(self, turns: int, actions_per_turn: int, actions: int) -> Baselines | None:
-        """Exact baselines from the present state; ``None`` has them estimated from episodes.
+        """Baselines from the present state; if ``None``, RAGEN estimates them from episodes.
 
-        Chances lie between 0 and 1, the optimal one being the highest, and returns are finite.
+        They are exact unless `Baselines.draws` is set. Probabilities lie between 0 and 1, with
+        `random` at most `optimal`, and returns are finite.
         """
         return None
 
     def random_action(self, generator: np.random.Generator) -> str | None:
-        """An action of random play, where `actions` is ``None``; ``None`` without random play.
+        """An action of random play in free text; ``None`` if there is no random play.
 
-        It follows from `generator` and the present state, and changes neither the environment nor
-        its other generators. Play of named actions draws from `actions` and never calls it.
+        The action follows from `generator` and the present state. The call leaves the environment
+        and its other generators as they are. It is made only if `actions` is ``None``: random play
+        of named actions draws from `actions`.
         """
         return None
 
     def read_thought(self, thought: str) -> Reading | None:
         """What a thought says about the present state.
 
-        ``None`` means that it cannot be read with certainty. Such a thought is not measured.
+        ``None`` means that the thought cannot be read with certainty. Such a thought is not
+        measured.
         """
         return None
 
     def picture(self) -> list[str] | None:
         """The present state as a board for people to look at; ``None`` draws nothing.
 
-        All rows have one length, and a cell is one character, also if the observation uses other
+        All rows have one length, and a cell is one character, even if the observation uses other
         symbols. The viewer draws ``#`` wall, ``_`` floor, ``P`` player, ``X`` box, ``O`` target,
         ``√`` box on target, ``S`` player on target, ``H`` hole, ``G`` goal, ``@`` player in a hole
         and ``*`` player on the goal as pictures, and any other character as itself in a plain cell.
@@ -205,7 +209,7 @@ class Env(gymnasium.Env[str, str], ABC):
         """Position of `action` in `actions`.
 
         Raises:
-            ValueError: It is not one of them.
+            ValueError: `action` is not one of `actions`.
         """
         names = self.actions or ()
         if action not in names:
@@ -251,13 +255,14 @@ def generators(
 
 
 def fresh_seed() -> int:
-    """A seed that is different each time."""
+    """A random seed of 32 bits, drawn from the entropy of the system."""
     return int(np.random.SeedSequence().generate_state(1)[0])
 
 
 def pick(generator: np.random.Generator, items: Sequence[Item]) -> Item:
     """One of `items`, uniformly.
 
-    It uses only `random`, the one stream that NumPy keeps the same across versions.
+    It draws only by `Generator.random`, which scales the bits of the generator. NumPy keeps these
+    bits the same across versions.
     """
     return items[int(generator.random() * len(items))]

@@ -1,11 +1,11 @@
 """Environments in worker processes, so that one that hangs, leaks or dies harms nothing else.
 
 A worker process plays one environment at a time and answers one call after the other. The caller
-waits in the loop's thread, so the order of events is the same as without workers. Messages are
-lines of JSON, which the contract requires of infos and snapshots anyway.
+waits for each answer, so the order of events is the same as without workers. Messages are lines of
+JSON. The contract requires JSON values of infos and snapshots anyway.
 
 A worker is the leader of a process group, which is killed with it. A worker that sends anything but
-the answer that is waited for is killed, too.
+the expected answer is killed, too.
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ from ragen.envs.registry import build_env, env_factory
 START_S = 60.0
 """Seconds that a worker may take to start; the time limit of calls does not apply."""
 EPISODES = 500
-"""Episodes after which a worker is replaced, which frees what an environment leaked."""
+"""Environments that a worker makes before it is replaced, which frees what they leaked. A rollout
+makes one for each episode."""
 ANSWER_BYTES = 64 * 2**20
-"""Length of an answer; a worker that sends more is killed."""
+"""The most bytes of an answer; a worker that sends more is killed."""
 MEMORY_GB = 4.0
 """The default of `env.memory_gb`."""
 TEXTS = (
     *("name", "goal", "rules", "actions", "tools", "reads_thoughts", "draws"),
     *("max_turns", "actions_per_turn", "max_actions", "prompt_style"),
 )
-"""The attributes of an environment that its proxy keeps."""
+"""The attributes of an environment of which its proxy keeps a copy."""
 
 
 class Workers:
     """The worker processes of one run; they are started when needed and reused.
 
-    Where the platform can fork, Python's fork server starts a worker in milliseconds. It imports
-    the main module, so a script that trains with isolated environments must guard its entry point
-    with ``if __name__ == "__main__":``.
+    Where the platform can fork, Python's fork server starts a worker in milliseconds. A worker
+    imports the main module, so a script that trains with isolated environments must guard its entry
+    point with ``if __name__ == "__main__":``.
 
-    `env` and `params` are those of `ragen.envs.registry.make`. A call that takes longer than
-    `timeout_s` seconds kills its worker. A worker may use `memory_gb` GiB of memory of its own;
-    where it needs more, Python raises `MemoryError` in it, on Linux.
+    `env` and `params` are those of `ragen.envs.registry.make`. A worker is killed if a call takes
+    longer than `timeout_s` seconds. On Linux, a worker may use `memory_gb` GiB of memory of its
+    own; if it needs more, Python raises `MemoryError` in it.
 
     Example:
         >>> workers = Workers("bandit", {}, timeout_s=30.0)
@@ -81,7 +82,7 @@ class Workers:
         self._job = (env, dict(params), timeout_s, memory_gb)
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
-        self.can_close = True  # until an environment hangs in it
+        self.can_close = True  # until an environment hangs in `close`
 
     def make(self) -> Env:
         """An environment in a worker; closing it returns the worker.
@@ -100,9 +101,9 @@ class Workers:
         """An idle worker, or a new one; `give_back` returns it.
 
         Raises:
-            UserCodeError: No process can be started.
+            UserCodeError: No process can be started, or it does not answer in `START_S`.
         """
-        try:  # in one call, because sessions of a server do this in threads
+        try:  # a single call, because the sessions of a server do this in threads
             worker = self._idle.pop()
         except IndexError:
             worker = _Worker(self._context, self._job)
@@ -110,7 +111,7 @@ class Workers:
         return worker
 
     def give_back(self, worker: _Worker) -> None:
-        """Keep a living worker for the next environment."""
+        """Keep a worker for the next environment, unless it has died or made `EPISODES` of them."""
         worker.episodes += 1
         if worker.alive and worker.episodes < EPISODES:
             self._idle.append(worker)
@@ -126,13 +127,14 @@ class Workers:
 
 
 def _start_fork_server() -> None:
-    """Start it with `SIGNALS` blocked: one to the process group is for the run, not for workers.
+    """Start the fork server with `SIGNALS` blocked, because a signal to the group is for the run.
 
-    The workers end with the fork server, and the run would take that for the environment's fault.
+    A signal that ended the fork server would end its workers, too, and the run would blame their
+    environments.
     """
-    from multiprocessing import forkserver, resource_tracker  # which Windows does not have
+    from multiprocessing import forkserver, resource_tracker  # Windows has no fork server
 
-    resource_tracker.ensure_running()  # it would unblock them
+    resource_tracker.ensure_running()  # first, because its start unblocks some of the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         forkserver.ensure_running()
@@ -203,7 +205,7 @@ class _Worker:
         raise UserCodeError(str(value)) from (RagenError(value) if kind == "refusal" else None)
 
     def _read_line(self, call: str, timeout_s: float) -> bytes:
-        """What the process sends up to a line break; it may stop at any byte."""
+        """A whole line, within the time limit; the process may stop sending at any byte."""
         deadline = time.monotonic() + timeout_s
         line = bytearray()
         while not line.endswith(b"\n"):
@@ -233,7 +235,7 @@ class _Worker:
         if self.alive:
             self.alive = False
             if hasattr(os, "killpg") and self._process.pid is not None:
-                with suppress(ProcessLookupError, PermissionError):  # it had not begun, or ended
+                with suppress(ProcessLookupError, PermissionError):  # not begun yet, or ended
                     os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
             self._process.join()
@@ -242,7 +244,7 @@ class _Worker:
 
 
 def _forward(call: str, read: Callable[[Any], Any] = lambda answer: answer) -> Any:
-    """A method of `IsolatedEnv`: one call over the pipe."""
+    """A method of `IsolatedEnv`: one call over the connection."""
 
     def method(env: IsolatedEnv, *arguments: Any) -> Any:
         return read(env._worker.ask(call, *arguments))
@@ -258,11 +260,11 @@ def _reading(answer: Any) -> Reading | None:
 
 
 class IsolatedEnv(Env):
-    """A proxy of an environment in a worker: each method is one call over the pipe.
+    """A proxy of an environment in a worker: its methods are calls over the connection.
 
-    Its texts are the environment's own after it was made, reset or restored. Every method but
-    `close` raises `UserCodeError` where the environment raises, takes too long, or its process
-    dies. After its process has died, `reset` makes the environment again in another one.
+    The attributes `TEXTS` are copied after the environment is made, reset or restored. Every method
+    but `close` raises `UserCodeError` if the environment raises or takes too long, or if its
+    process dies. After its process has died, `reset` makes the environment again in another one.
     """
 
     rules: str = ""
@@ -314,9 +316,9 @@ class IsolatedEnv(Env):
         raise TypeError("an environment in a worker process cannot be copied; use get_state")
 
     def close(self) -> None:
-        """Close the environment and return its worker; a failure to close is no failure.
+        """Close the environment and return its worker; a failure to close is ignored.
 
-        After one hang in `close`, the process is ended instead.
+        After one hang in `close`, the workers are stopped instead.
         """
         if self._closed:
             return
@@ -328,7 +330,7 @@ class IsolatedEnv(Env):
                 self._worker.ask("close")
         except UserCodeError as failure:
             self._workers.can_close = not failure.timed_out
-        self._workers.give_back(self._worker)  # not where an interrupt leaves an answer to come
+        self._workers.give_back(self._worker)  # not after an interrupt: an answer may still come
 
 
 def _serve(
@@ -342,14 +344,14 @@ def _serve(
     _confine(memory_gb)
     try:
         connection.sendall(b'[0, "answer", null]\n')
-    except OSError:  # the run was killed meanwhile
+    except OSError:  # the run has been killed
         return
     env: Any = None
     with connection.makefile("rb") as messages:
         for message in messages:
             number, call, arguments = json.loads(message)
             try:
-                # The caller ends a call that takes too long; if the caller is gone, this does.
+                # The caller ends a call that takes too long; if it is gone, the boundary does.
                 with boundary(call, timeout_s + 5.0):
                     if call == "make":
                         env = build_env(env_factory(name, **params), name)
@@ -366,12 +368,12 @@ def _serve(
 
 def _confine(memory_gb: float) -> None:
     """Keep this process from harming the run: its prints, its children, its memory."""
-    multiprocessing.current_process().daemon = False  # it may have processes; they end with it
+    multiprocessing.current_process().daemon = False  # it may start processes; they end with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C and stops its workers
     os.dup2(2, 1)  # standard output is for results, also where C or another process writes
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
-        for number in SIGNALS[1:]:  # drop what was meant for the run's group
+        for number in SIGNALS[1:]:  # drop pending signals, which were for the run's group
             signal.signal(number, signal.SIG_IGN)
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

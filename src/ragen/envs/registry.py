@@ -97,7 +97,7 @@ ENVS: dict[str, EnvSpec] = {
 
 
 def registered_envs() -> dict[str, EnvSpec]:
-    """All environments with a name; RAGEN's own come before entry points of the same name."""
+    """All environments with a name; RAGEN's own take precedence over entry points of that name."""
     others = {
         name: EnvSpec(point.value, {}, f"from {point.dist.name}" if point.dist else "")
         for name, point in installed(GROUP).items()
@@ -108,8 +108,8 @@ def registered_envs() -> dict[str, EnvSpec]:
 def make(name: str, **params: Any) -> Env:
     """Build an environment.
 
-    The name is a registered one, ``LIBRARY:NAME`` of an environment of another library,
-    ``path/to/file.py:Class`` or ``package.module:Class``; `params` are parameters of the class and
+    The name is a registered one, ``LIBRARY:NAME`` for an environment of another library,
+    ``path/to/file.py:Class`` or ``package.module:Class``. `params` are parameters of the class and
     override those of the registered name.
 
     Raises:
@@ -124,7 +124,7 @@ def make(name: str, **params: Any) -> Env:
 
 
 def build_env(build: Callable[[], Built], name: str) -> Built:
-    """Call a function that builds the environment, or is a part of that, behind the boundary.
+    """Call a function that builds an environment, or does a part of that, behind the boundary.
 
     Raises:
         RagenError: The class refuses its parameters, raises, or takes too long.
@@ -140,7 +140,7 @@ def build_env(build: Callable[[], Built], name: str) -> Built:
 
 @contextmanager
 def closing_env(env: Env) -> Iterator[Env]:
-    """Close an environment after the body, behind the boundary; a failure to close is no failure.
+    """Close an environment after the body, behind the boundary; a failure to close is ignored.
 
     Example:
         >>> with closing_env(make("bandit")) as env:
@@ -154,9 +154,10 @@ def closing_env(env: Env) -> Iterator[Env]:
 
 
 def close_env(env: Env, timeout_s: float | None, stopwatch: Stopwatch | None = None) -> None:
-    """Close an environment behind the boundary; a failure to close is no failure.
+    """Close an environment behind the boundary; a failure to close is ignored.
 
-    After one hang, environments of this class are not closed: each would cost a time limit.
+    After one hang, environments of this class are no longer closed: each could take the whole time
+    limit.
     """
     if type(env) in _HANGING:
         return
@@ -173,7 +174,7 @@ _HANGING: set[type[Env]] = set()
 
 
 def try_env(name: str, params: Mapping[str, Any]) -> type[Env]:
-    """Make and close an environment, to show mistakes early, and return its class.
+    """Make and close an environment, to find mistakes early, and return its class.
 
     Raises:
         RagenError: As `make`.
@@ -183,7 +184,7 @@ def try_env(name: str, params: Mapping[str, Any]) -> type[Env]:
 
 
 def env_factory(name: str, **params: Any) -> Callable[[], Env]:
-    """A function that builds the environment; name and parameters are checked here, once.
+    """A function that builds the environment; the name and the parameters are checked once, here.
 
     Raises:
         RagenError: As `make`, except for what the class itself raises.
@@ -240,7 +241,7 @@ def parameter_names(name: str) -> list[str]:
 
 
 def _has_init(cls: type[Env]) -> bool:
-    """Whether an environment's class, or one that it is made of, takes parameters of its own."""
+    """Whether an environment's class, or one of its base classes, defines ``__init__``."""
     return any("__init__" in vars(base) for base in cls.__mro__ if issubclass(base, Env))
 
 
@@ -252,7 +253,7 @@ def _check_params(name: str, cls: type[Env], params: Mapping[str, Any]) -> None:
     signature = inspect.signature(cls).parameters.values()
     known = parameter_names(name)
     open_ended = any(p.kind == p.VAR_KEYWORD for p in signature) and _has_init(cls)
-    # An annotation may name what is imported for type checkers only.
+    # Only if needed, because an annotation may name what is imported for type checkers only.
     hints = get_type_hints(cls.__init__, include_extras=True) if params else {}
     for key, value in params.items():
         if key not in known and not open_ended:

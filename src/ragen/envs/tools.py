@@ -4,7 +4,7 @@ An action is then a call, as JSON text, or the agent's answer, as any other text
 
     {"name": "compare", "arguments": {"first": "A", "second": "B"}}
 
-So snapshots, replays, worker processes and recordings have texts as in every environment.
+So an action is a text here, too, in snapshots, replays, worker processes and recordings.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ragen.envs.contract import Env, Info, Schema
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 MOST_ERRORS = 3
-"""Wrong arguments that a result names."""
+"""The most wrong arguments that a result names."""
 MOST_LEVELS = 64
-"""Lists and objects that a call may nest; chat templates write it by recursion."""
+"""The most levels of nested lists and objects in a call; chat templates write it by recursion."""
 
 
 class ToolError(Exception):
@@ -54,8 +54,8 @@ def write_call(name: str, **arguments: Any) -> str:
 def read_call(action: str) -> Call | None:
     """The call that an action is; ``None`` for any other text, which is an answer.
 
-    Models write the key ``parameters`` in place of ``arguments``, too; numbers must be finite, and
-    at most `MOST_LEVELS` lists and objects nested.
+    The key may be ``parameters`` in place of ``arguments``, because some models write that. Numbers
+    must be finite, and at most `MOST_LEVELS` lists and objects may be nested.
 
     Example:
         >>> read_call('{"name": "add", "parameters": {"a": 1}}')
@@ -65,7 +65,7 @@ def read_call(action: str) -> Call | None:
     """
     try:
         found = json.loads(action, parse_constant=_no_number)
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # no half a surrogate pair
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # refuses lone surrogates
     except (ValueError, RecursionError):
         return None
     if _is_deeper(found, MOST_LEVELS):
@@ -79,7 +79,7 @@ def read_call(action: str) -> Call | None:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether more than so many lists and objects are nested."""
+    """Whether more than `levels` lists and objects are nested."""
     if not isinstance(value, dict | list):
         return False
     inside = value.values() if isinstance(value, dict) else value
@@ -94,8 +94,8 @@ def _no_number(name: str) -> float:
 class Tool:
     """A tool: its name, what it does, the JSON schema of its arguments, and the function itself.
 
-    `call` takes the arguments by name and returns the result as text; it raises `ToolError` where
-    the agent should read what was wrong.
+    `call` takes the arguments by name and returns the result as text. It raises `ToolError` if the
+    agent should read what was wrong.
     """
 
     name: str
@@ -123,7 +123,7 @@ def tool(function: Function) -> Function:
 class ToolEnv(Env):
     """An environment with tools: it defines `answer` instead of `step`, and marks methods `tool`.
 
-    A call returns its result as the observation and pays nothing. A call with wrong arguments
+    A call returns its result as the observation, with a reward of 0. A call with wrong arguments
     changes nothing, and its result says what is wrong with them. `docs/environments.md` shows a
     complete environment.
     """
