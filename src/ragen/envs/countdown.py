@@ -1,14 +1,14 @@
 """Countdown: reach a target with given numbers, each at most once (arXiv:2604.06268).
 
-An answer is an expression of free text. It is read by an own small grammar, in time linear in its
-length and without recursion, and computed with exact fractions:
+An answer is an expression in free text, with a small grammar of its own. It is read in time linear
+in its length, without recursion, and computed with exact fractions:
 
     expression = term { ("+" | "-") term }
     term       = factor { ("*" | "/") factor }
     factor     = number | "(" expression ")"
 
-``×``, ``÷`` and ``−`` stand for ``*``, ``/`` and ``-``. A number is one of the level's, as it is
-written there; there are no signs and no powers.
+``×``, ``÷`` and ``−`` stand for ``*``, ``/`` and ``-``. A number is one of the level's numbers,
+written in the same digits. There are no signs and no powers.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ RANKS = {"+": 1, "-": 1, "*": 2, "/": 2}
 OTHER_SIGNS = str.maketrans("×÷−", "*/-")
 TOKEN = re.compile(r"[0-9]+|[^ \t\r\n]")
 LONGEST = 1000
-"""Characters of an answer."""
+"""The most characters of an answer."""
 MOST_EXACT = 4
-"""Numbers of a level up to which the chances of random play are computed."""
+"""The most numbers of a level for which the `chances` of random play are computed."""
 LEGAL = 0.1
 """The reward of an expression that uses the numbers as allowed and misses the target."""
 Ratio: TypeAlias = tuple[int, int]
@@ -157,7 +157,7 @@ def generate(
 
 
 def _whole_results(a: int, b: int) -> list[tuple[str, int]]:
-    """The operators that make a positive integer of two, and what they make."""
+    """The operators that give a positive integer for two numbers, and the results."""
     results = [("+", a + b), ("*", a * b)]
     if a > b:
         results.append(("-", a - b))
@@ -167,7 +167,7 @@ def _whole_results(a: int, b: int) -> list[tuple[str, int]]:
 
 
 def _any_result(a: int, b: int) -> list[tuple[str, int]]:
-    """All operators, whatever their result."""
+    """All operators, with 0 for the results, which are not computed."""
     return [(operator, 0) for operator in OPERATIONS]
 
 
@@ -176,9 +176,9 @@ def _join(
     numbers: Sequence[int],
     results: Callable[[int, int], list[tuple[str, int]]],
 ) -> tuple[str, int]:
-    """A random expression of all numbers, and its value.
+    """A random expression of all numbers, and its value according to `results`.
 
-    Two random parts become one by one of their `results`, until one is left.
+    Two random parts are joined by one of their `results`, until one part is left.
     """
     parts = [(str(number), number) for number in numbers]
     while len(parts) > 1:
@@ -192,9 +192,10 @@ def _join(
 
 @lru_cache(maxsize=1024)
 def chances(numbers: tuple[int, ...], target: int) -> tuple[float, float]:
-    """The probabilities that an expression of random play has the target, or any, as its value.
+    """The probabilities that an expression of random play gives the target, and any value at all.
 
-    The recursion goes over all results of joining two values, exactly and each set of values once.
+    The recursion covers all results of joining two values and visits each set of values once. It is
+    exact, because values are fractions.
 
     Example:
         >>> chances((2, 2), 1)  # of four operators, division reaches it
@@ -231,7 +232,7 @@ def chances(numbers: tuple[int, ...], target: int) -> tuple[float, float]:
 
 
 def _ratios(first: Ratio, second: Ratio) -> list[tuple[float, Ratio]]:
-    """The results of random play on two values, and their probabilities; none by division by 0."""
+    """The probabilities and results of random play on two values; division by 0 gives no result."""
     (a, b), (c, d) = first, second
     made = [(0.25, a * d + c * b, b * d), (0.25, a * c, b * d)]
     made += [(0.125, a * d - c * b, b * d), (0.125, c * b - a * d, b * d)]

@@ -43,7 +43,7 @@ class Corridor(Env):
         self.reset(seed=0)
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
-        # The level follows from the seed, random events in the episode follow from the noise.
+        # The level follows from the seed, and random events follow from the noise seed.
         level, self.noise = generators(seed, options)
         self.goal_cell = 0 if level.random() < 0.5 else self.cells - 1
         self.player = 1 + int(level.random() * (self.cells - 2))
@@ -67,7 +67,7 @@ class Corridor(Env):
         info = {"success": success, "effective": self.player != before}
         return self.show(), float(success), terminated, False, info
 
-    # The state: a snapshot restores everything, and the key is what the player can tell apart.
+    # The state: a snapshot restores all of it, and states that look equal have equal keys.
 
     def get_state(self) -> State:
         noise = self.noise.bit_generator.state

@@ -28,13 +28,13 @@ from ragen.envs.contract import (
 from ragen.envs.grid import GridEnv, Observation, format_note
 
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
-"""Row and column change; neighbours in this order are perpendicular, so a slip adds ±1."""
+"""The change of row and column. Neighbours in this order are perpendicular, so a slip adds ±1."""
 ACTIONS, DELTAS = tuple(MOVES), tuple(MOVES.values())
 DRAWN = str.maketrans("OX√", "H@*")
 """From the map's symbols to those of `Env.picture`, where `O` is a target and not a hole."""
 Floats = npt.NDArray[np.float64]
 MOST_DRAWS = 10_000
-"""Maps that are drawn in search of a level whose distance lies within bounds."""
+"""The most maps that are drawn in search of a level whose distance lies within bounds."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,11 @@ def generate(
 ) -> Lake:
     """The level of a seed, drawn once for all episodes of a group.
 
-    Cells, start and goal are drawn again until they are connected, by a path of the given length.
+    Cells, start and goal are drawn again until a path of the given length leads from the start to
+    the goal.
 
     Raises:
-        RagenError: `MOST_DRAWS` maps had no such path, and its length is bounded.
+        RagenError: The length is bounded, and `MOST_DRAWS` maps had no such path.
     """
     level, _ = generators(seed, None)
     highest = math.inf if max_distance is None else max_distance + 1
@@ -121,7 +122,7 @@ class Planner:
     """Optimal play on one lake by dynamic programming over turns left, actions left and cells.
 
     The actions of a turn are chosen before the player sees whether any of them slips. With one
-    action per turn it sees every slip, which gives optimal play with feedback after each action.
+    action per turn, the player sees every slip before the next action.
     `discount` is a factor for each action and each turn. At 1, values are probabilities of success;
     a little below 1, the player prefers the shorter of two plans of equal probability.
     """
@@ -140,7 +141,7 @@ class Planner:
         return transition_matrices(self._lake, self._success_probability)
 
     def values(self, turns: int, actions: int, per_turn: int) -> Floats:
-        """Probability of success from every cell, shape (cells,)."""
+        """The value of optimal play from every cell, shape (cells,)."""
         value = np.zeros(len(self._ended))
         value[self._goal] = 1.0
         if turns:
@@ -150,7 +151,7 @@ class Planner:
         return value
 
     def best(self, cell: int, turns: int, actions: int, per_turn: int) -> list[int]:
-        """The optimal sequence of directions for this turn, and the shortest of several."""
+        """The optimal sequence of directions for this turn; of several, a shortest one."""
         worth = [
             self._by_length(turns - 1, actions - length, per_turn)[length - 1][cell]
             for length in range(1, min(per_turn, actions) + 1)
@@ -162,7 +163,7 @@ class Planner:
         return [code >> 2 * place & 3 for place in reversed(range(length))]
 
     def _by_length(self, turns_after: int, actions_after: int, per_turn: int) -> list[Floats]:
-        """Values of the best plans of each length that leave so many turns and actions."""
+        """For each length, the values of the best plans that leave so many turns and actions."""
         key = (turns_after, actions_after, per_turn)
         if key not in self._known:
             plans = self._plans(turns_after, actions_after, per_turn)
@@ -304,7 +305,7 @@ class FrozenLake(GridEnv):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         intended = self.action_index(action)
-        # Drawn without slipping, too, so that a level's noise does not depend on the parameter.
+        # Drawn even if nothing slips, so that a level's noise does not depend on the parameter.
         draw = self._noise.random()
         slip = (1 - self._success_probability) / 2
         turn = -1 if draw < slip else 1 if draw < 2 * slip else 0

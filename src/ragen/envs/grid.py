@@ -15,22 +15,22 @@ from typing import Literal, TypeAlias
 from ragen.envs.contract import Env, Reading
 
 Observation: TypeAlias = Literal["grid", "coord", "grid_coord", "named"]
-"""A map of symbols; sizes and (row, column) positions; both; every cell with its name."""
+"""A map of symbols; sizes and (row, column) positions; both; or every cell with its name."""
 Cell: TypeAlias = tuple[int, int]
 """Row and column, from 0 at the top left."""
 
 
 MOST_VIEWS = 256
-"""Observations that are kept of a level."""
+"""The most observations that are kept of a level."""
 
 
 class GridEnv(Env):
     """An environment whose state is a map.
 
     `marks` has three entries, and `letters` their names in thoughts, in the same order. `named`
-    observations leave out the outer wall, `border` cells wide, because it never changes.
-    `views` are the observations so far of the present level, by `moving`; all environments that
-    play the level in the same format share them.
+    observations leave out the outer wall, `border` cells wide, because it never changes. `views`
+    holds the observations of the present level so far, by `moving`. All environments that play the
+    level in the same format share it.
     """
 
     marks: Mapping[str, str]
@@ -77,8 +77,8 @@ def observe(
 ) -> str:
     r"""The observation of a map in one of the formats.
 
-    `coord` has the positions of each mark. `named` leaves out a border; the other cells keep the
-    names that they have on the whole map.
+    `coord` gives the positions of each mark. `named` leaves out the border; the other cells keep
+    the names that they have on the whole map.
 
     Example:
         >>> observe(["P_", "OG"], {"Player": "P", "Goal": "G"}, "named")

@@ -1,7 +1,7 @@
-"""Manor: a key that is chosen in the first turn decides an episode of up to 40 turns.
+"""Manor: the key that is chosen in the first turn decides the episode, of 40 turns by default.
 
-States are small and the rules are exact: best play is found by breadth-first search, and random
-play is computed.
+There are few states, and no event is random. So breadth-first search finds optimal play, and the
+success of random play is computed exactly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ragen.envs.contract import (
 )
 
 COMPASS = {"north": (-1, 0), "east": (0, 1), "south": (1, 0), "west": (0, -1)}
-"""Row and column change of each way."""
+"""The change of row and column by each way."""
 WAYS = tuple(COMPASS)
 METALS = ("brass", "copper", "iron", "silver", "steel", "tin")
 ROOMS = (
@@ -58,9 +58,9 @@ class Position(NamedTuple):
 class House:
     """The fixed parts of a level; rooms are numbered from the hall.
 
-    `doors` has for each room the rooms in the order of `WAYS`. `levers` are the rooms with a lever,
-    `vault` is the one with the vault, whose lock takes the key of number `right`. `views` are the
-    texts of positions.
+    `doors` has, for each room, the rooms behind its doors in the order of `WAYS`, or `NO_DOOR`.
+    `levers` are the rooms with a lever. `vault` is the room with the vault, and `right` is the
+    number of the key for its lock. `views` holds the texts of positions so far.
     """
 
     rooms: tuple[str, ...]
@@ -165,8 +165,8 @@ class House:
 def generate(seed: int, rooms: int, levers: int, keys: int, delay: int) -> House:
     """The level of a seed, drawn again until its shortest solution has the right length.
 
-    Between the first action, which takes the key, and the last, which unlocks the vault, lie
-    `delay` to ``delay + SLACK // 2`` turns.
+    The last action, which unlocks the vault, comes `delay` to ``delay + SLACK // 2`` turns after
+    the first, which takes the key.
 
     Raises:
         RagenError: A thousand attempts found no level.
@@ -193,7 +193,8 @@ def generate(seed: int, rooms: int, levers: int, keys: int, delay: int) -> House
 def _turns_after_the_key(house: House) -> int:
     """The length of a shortest solution without its first action.
 
-    It is the shortest walk through all rooms with a lever to the vault, and an action in each.
+    It is the shortest walk through all rooms with a lever to the vault, and one action in each of
+    these rooms.
     """
     steps = {room: _steps_from(house, room) for room in (HALL, *house.levers)}
     routes = ((HALL, *order, house.vault) for order in permutations(house.levers))
@@ -202,7 +203,7 @@ def _turns_after_the_key(house: House) -> int:
 
 
 def _steps_from(house: House, start: int) -> dict[int, int]:
-    """The number of doors on the way from a room to every other."""
+    """The number of doors on a shortest way from a room to every other."""
     steps, frontier = {start: 0}, [start]
     for room in frontier:
         for other in house.doors[room]:
@@ -217,7 +218,7 @@ def _shuffled(generator: np.random.Generator, items: Sequence[Item]) -> list[Ite
 
 
 def _floor_plan(level: np.random.Generator, rooms: int) -> tuple[tuple[int, ...], ...]:
-    """The doors of rooms that grow from the hall, and of some that happen to be neighbours."""
+    """The doors: one to each new room from an earlier one, and some between other neighbours."""
     cells = [(0, 0)]
     doors = [[NO_DOOR] * len(WAYS)]
     while len(cells) < rooms:
@@ -374,7 +375,7 @@ class Manor(Env):
 
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
         plan = shortest_solution(self._house, self._at)
-        if not plan:  # the wrong key, or the end: every action is as good
+        if not plan:  # the wrong key, or the end: all actions are equally good
             return [WAYS[0]]
         return list(plan[: min(actions_left, actions_per_turn)])
 

@@ -112,8 +112,9 @@ def generate(
 ) -> tuple[Room, Board]:
     """The level of a seed, generated once for all episodes of a group.
 
-    It is solvable by reverse play: boxes are pulled away from the solved board. It is drawn again
-    until a box can be pulled off its target, and the shortest solution has a given length.
+    The level is solvable, because reverse play makes it: boxes are pulled away from the solved
+    board. It is drawn again until reverse play moves every box off the targets, and the length of
+    the shortest solution lies within the bounds.
 
     Raises:
         RagenError: A thousand attempts found no level.
@@ -172,9 +173,10 @@ def _pull_away(room: Room, player: int, search_depth: int) -> tuple[Board, int]:
     """Depth-first search over pulls and walks for the hardest board.
 
     The score of a board is how often the pulled box changed on the way, the first pull included,
-    times the boxes' total Manhattan distance from their targets; it is 0 where a box or the player
-    covers a target. The first board with the highest score wins. Each board is visited once, in a
-    fixed order. Returns the board and the distance, which is 0 if no board has a score.
+    times the boxes' total Manhattan distance from the targets where they began. The score is 0 if a
+    box or the player covers a target. The first board with the highest score wins. Each board is
+    visited once, in a fixed order. Returns the board and the distance, which is 0 if no board has a
+    score above 0.
     """
     homes = tuple(_to_list(room.targets))
     best_score, best_board, best_displacement = 0, Board(player, room.targets), 0
@@ -212,7 +214,7 @@ def _pull_away(room: Room, player: int, search_depth: int) -> tuple[Board, int]:
 
 
 def _wander(level: np.random.Generator, room: Room, board: Board, chance: float) -> Board:
-    """With probability `chance`, move the player 1–3 free cells away from the box."""
+    """With probability `chance`, move the player up to three random steps over free cells."""
     if level.random() >= chance:
         return board
     player, visited = board.player, 1 << board.player
@@ -364,7 +366,7 @@ class Sokoban(GridEnv):
 
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
         plan = shortest_solution(self.room, self.board)
-        if not plan:  # unsolvable or solved: every action is as good
+        if not plan:  # unsolvable or solved: all actions are equally good
             return [ACTIONS[0]]
         return [ACTIONS[index] for index in plan[: min(actions_left, actions_per_turn)]]
 

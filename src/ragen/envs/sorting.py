@@ -1,7 +1,7 @@
 """Sorting: balls of hidden weights are compared on a scale, and then named in order.
 
-Nothing but the scale tells the weights, so the agent has to call a tool; and comparisons are
-scarce, so it has to choose them.
+Only the scale reveals the weights, so the agent has to call a tool. Comparisons are scarce, so the
+agent has to choose them well.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def best(
 ) -> tuple[int, tuple[str, ...]]:
     """Optimal play from the orders that are left, all equally likely.
 
-    Returns how many of them it names in the end, and the comparisons of this turn; none where it
-    answers. All comparisons of a turn are chosen before their results are seen.
+    Returns how many of these orders it answers correctly, and the comparisons of this turn, which
+    are none if it answers. All comparisons of a turn are chosen before their results are seen.
 
     Example:
         >>> orders = frozenset({"ABC", "ACB", "BAC", "BCA", "CAB", "CBA"})

@@ -29,11 +29,11 @@ from ragen.envs.contract import (
 
 BLANK = "."
 MOST_BLANKS = {4: 10, 9: 50}
-"""Blank cells, by the size of the board, that the generator reaches within a few boards."""
+"""The most blank cells, by the size of the board; the generator reaches them in a few boards."""
 LONGEST = 2000
-"""Characters of an answer."""
+"""The most characters of an answer."""
 SEPARATORS = re.compile(r"[;,\n]|\|\|")
-"""Between moves; `||` is what separates actions elsewhere."""
+"""What separates moves; `||` separates actions in other environments."""
 MOVE = re.compile(r"[ \t\r]*([1-9])[ \t]+([1-9])[ \t]+([1-9])[ \t\r]*")
 
 
@@ -90,7 +90,7 @@ def solutions(
 
 @lru_cache(maxsize=2)
 def _units(size: int) -> list[tuple[int, int, int]]:
-    """The row, the column and the box of each cell, all numbered in one row of numbers."""
+    """The row, column and box of each cell; rows are numbered first, then columns, then boxes."""
     box = isqrt(size)
     return [
         (row, size + column, 2 * size + row // box * box + column // box)
@@ -108,7 +108,7 @@ def generate(seed: int, size: int, blanks: int) -> Level:
     """The level of a seed: a random full board, and cells removed while its solution is unique.
 
     Raises:
-        RagenError: A hundred boards have no such level.
+        RagenError: A hundred full boards gave no such level.
     """
     level, _ = generators(seed, None)
     for _ in range(100):

@@ -35,7 +35,7 @@ TEST, VALIDATION = 500, 1000
 SMALL = 1000
 """Products of the papers' small shop; in a larger one an episode has 15 turns instead of 9."""
 DRAWS = 8
-"""Random episodes of a level behind its baselines."""
+"""The number of random episodes behind the baselines of a level."""
 
 SEARCH, BACK, NEXT, PREVIOUS, BUY = "search", "back to search", "next >", "< prev", "buy now"
 BOUGHT = "bought"
@@ -44,14 +44,15 @@ DETAILS = ("description", "features", "reviews")
 
 ACTION = re.compile(r"\s*(search|click)\s*\[(.*)\]\s*", re.IGNORECASE | re.DOTALL)
 SHOWN_KEYWORDS = 80
-"""Characters of a search that its results show."""
+"""The most characters of a search that its results show."""
 
 
 class Place(NamedTuple):
-    """Where the buyer is: all that changes in an episode.
+    """Where the buyer is: all that changes in an episode, except for the reward.
 
-    `page` is search, results, item, one of `DETAILS`, or bought. `number` is that of the page of
-    results, `product` a place in the catalogue, and `chosen` has a value for each chosen option.
+    `page` is search, results, item, one of `DETAILS`, or bought. `number` is the number of the page
+    of results, `product` the place of a product in the catalogue, and `chosen` has the name and the
+    value of each chosen option.
     """
 
     page: str = SEARCH
@@ -123,7 +124,7 @@ class WebShop(Env):
         self._on_page, self._numbered = on_page, numbered
         self._source = (products, catalogue_seed, path, goals)
         self._split = split
-        if products or path:  # the default shop takes half a second: it waits for the first episode
+        if products or path:  # the default shop takes half a second: the first episode makes it
             if len(self.catalogue.products) > SMALL:
                 self.max_turns = self.max_actions = 15
             self.reset(seed=0)
@@ -147,7 +148,7 @@ class WebShop(Env):
 
     @property
     def catalogue(self) -> Catalogue:
-        """The products and goals, which all instances of these parameters share."""
+        """The products and goals, which all instances with the same parameters share."""
         return _open_catalogue(*self._source)
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
@@ -222,7 +223,7 @@ class WebShop(Env):
         return f"search[{' '.join(words[:count]).rstrip('.,;?')}]"
 
     def _play(self, budget: int, draw: int | None) -> tuple[float, float]:
-        """Success and reward from here of random play, or without a draw of `solve`."""
+        """Success and reward from here of random play, or of `solve` if `draw` is ``None``."""
         twin = copy.copy(self)
         generator = np.random.Generator(np.random.PCG64([3, self._goal, draw or 0]))
         for left in range(budget, 0, -1):
@@ -366,7 +367,7 @@ class WebShop(Env):
 
 
 def parse_action(action: str) -> tuple[str, str]:
-    """The name and the argument of an action, in lower case; empty if it is none.
+    """The name and the argument of an action, in lower case; both are empty for any other text.
 
     Example:
         >>> parse_action(" Click[ Size [US] 9 ] "), parse_action("buy it")
@@ -386,7 +387,7 @@ def _price(product: Product) -> str:
 
 
 def _choices(goal: Goal) -> set[tuple[str, str]]:
-    """The options of a goal's product that the goal asks for, with their values."""
+    """The options of a goal's product that the goal asks for, by name and value."""
     offered = [(name, value) for name, values in goal.product.options.items() for value in values]
     choices: dict[str, str] = {}
     for asked in goal.options:
@@ -399,7 +400,7 @@ def _choices(goal: Goal) -> set[tuple[str, str]]:
 
 @lru_cache(maxsize=65_536)
 def _keywords(catalogue: Catalogue, index: int, on_page: int) -> str:
-    """A search with a goal's product on its first page, in words of the instruction if possible."""
+    """A search with a goal's product on its first page, or the product's title if none has it."""
     goal = catalogue.goals[index]
     product = goal.product
     tries = (" ".join((*goal.attributes, product.query)), goal.instruction, product.title)

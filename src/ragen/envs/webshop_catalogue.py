@@ -1,4 +1,4 @@
-"""What WebShop sells: products, goals, the search over them, and the score of a purchase."""
+"""WebShop's catalogue: products, goals, the search for products, and the score of a purchase."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ragen.core.errors import RagenError
 from ragen.envs.contract import pick
 
 RESULTS = 50
-"""Products that a search finds at most."""
+"""The most products that a search finds."""
 QUERY_WORDS = 20
-"""Words of a search that count; the rest is ignored."""
+"""The most words of a search that count; the rest is ignored."""
 SIMILAR = 85
 """Two phrases match if their similarity is above this."""
 NO_LIMIT = 1_000_000.0
@@ -79,8 +79,9 @@ def score(goal: Goal, bought: Product, chosen: Iterable[str]) -> float:
 
     reward = type · (attributes + options + price) / (attributes asked + options asked + 1)
 
-    `type` is `type_factor`. Attributes and options are the numbers of those asked for that the
-    product has and that were chosen; `price` is 1 if the price is at most the limit, else 0.
+    `type` is `type_factor`. `attributes` counts the attributes asked for that the product has, and
+    `options` the options asked for that were chosen. `price` is 1 if the price is at most the
+    limit, else 0.
 
     Example:
         >>> pillow = Product("B1", ("home", "bedding"), "pillow", "Soft Pillow", 30, ("soft",))
@@ -100,9 +101,9 @@ def type_factor(bought: Product, wanted: Product) -> float:
     """How far two products are of one type: 1, 0.5, 0.1 or 0.
 
     It depends on the share of the wanted title's words that the bought title has: 0 if none, 0.1 if
-    below 10 %. Otherwise it is 1 if the products are of one query, share two levels of their
+    below 10 %. Otherwise it is 1 if the products have the same query, share two levels of their
     categories, or share more than 20 % of the words, and 0.5 if not. The original counts nouns
-    found by a tagger; here these are all words except function words.
+    found by a tagger. Here, all words except function words count.
 
     Example:
         >>> pillow = Product("B1", ("home", "bedding"), "pillow", "Soft Pillow", 9)
@@ -121,7 +122,7 @@ def type_factor(bought: Product, wanted: Product) -> float:
 
 @lru_cache(maxsize=65_536)
 def title_words(title: str) -> frozenset[str]:
-    """The words of a title that its type is told by."""
+    """The words of a title that `type_factor` compares."""
     return frozenset(content_words(title))
 
 
@@ -137,7 +138,7 @@ def content_words(text: str) -> tuple[str, ...]:
 
 
 def has_attribute(product: Product, asked: str) -> bool:
-    """Whether a product has an attribute: in its list, or word for word in its texts."""
+    """Whether a product has an attribute: a similar one in its list, or the same in its texts."""
     if any(similarity(own, asked) > SIMILAR for own in product.attributes):
         return True
     texts = (product.title, " ".join(product.features), product.description)
@@ -160,7 +161,7 @@ def similarity(one: str, other: str) -> int:
 
     The words that both have are compared with each phrase, and the phrases with each other, by
     insertions and deletions; the best of the three counts. A phrase is fully similar to one that
-    adds words.
+    only adds words.
 
     Example:
         >>> similarity("cotton", "Cotton blend"), similarity("pack of 2", "pack of 3")
@@ -193,7 +194,7 @@ def _common(a: str, b: str) -> int:
 
 
 def price_limit(price: float, generator: np.random.Generator) -> float:
-    """A round price limit above a price; `NO_LIMIT` where the price is above 980.
+    """A round price limit above a price; `NO_LIMIT` for a price of 980 or more.
 
     Two of the next four multiples of ten are drawn, and the higher one is taken.
 
@@ -239,7 +240,8 @@ class Catalogue:
     def _search(self, keywords: str) -> tuple[int, ...]:
         """The places of the best products for some keywords, best first, at most `RESULTS`.
 
-        They are ranked by BM25. A product needs one of the words; any text is a valid search.
+        They are ranked by BM25. A product needs at least one of the words. Any text is a valid
+        search.
         """
         words = content_words(keywords)[:QUERY_WORDS]
         if not words:
@@ -252,6 +254,6 @@ class Catalogue:
 
 
 def _searchable(product: Product) -> str:
-    """The text that a search goes through."""
+    """The text of a product that a search looks through."""
     options = (value for values in product.options.values() for value in values)
     return " ".join((product.title, *product.features, product.description, *options))

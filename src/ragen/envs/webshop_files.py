@@ -27,11 +27,11 @@ def load_catalogue(path: str, num_products: int | None, seed: int, *, human: boo
 
     `path` is a folder or one ``items_shuffle*.json`` in it; of several, the smallest file is taken.
     Its attributes are in the ``items_ins_v2*.json`` of the same ending, and human goals in
-    ``items_human_ins.json``. The first `num_products` are taken, or all. A price within a range and
-    the limits follow from `seed`; the original draws them anew each time.
+    ``items_human_ins.json``. The first `num_products` records are read, or all. A price within a
+    range and the limits follow from `seed`; the original draws them anew each time.
 
     Raises:
-        RagenError: A file is missing, or is not in the format.
+        RagenError: A file is missing or not in the format, or there are no goals.
     """
     shop = _shop_file(Path(path).expanduser())
     generator = np.random.Generator(np.random.PCG64([2, seed]))
@@ -129,7 +129,7 @@ def _price(text: str, generator: np.random.Generator) -> tuple[float, str]:
 def _human_goals(
     product: Product, written: list[Mapping[str, Any]], limit: float
 ) -> Iterator[Goal]:
-    """The goals of a product that people wrote; without attributes they do not count."""
+    """The goals of a product that people wrote, except those without attributes."""
     for each in written:
         if each["instruction_attributes"]:
             yield Goal(

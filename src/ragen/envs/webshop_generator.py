@@ -23,8 +23,8 @@ MOST_PRODUCTS = 10_000
 class Department(NamedTuple):
     """Types of products that share their attributes and options.
 
-    `types` have a usual price each. `adjectives` say what a product is, `parts` what it has, and
-    `options` what the buyer chooses. No two of these phrases count as the same for the score.
+    `types` has the usual price of each type. `adjectives` say what a product is, `parts` what it
+    has, and `options` what the buyer chooses. The score takes no two of these phrases for the same.
     """
 
     category: str
@@ -238,11 +238,11 @@ INSTRUCTIONS = (
 def make_catalogue(num_products: int, seed: int) -> Catalogue:
     """Products of all types in turn, and about `GOALS` goals for each.
 
-    One product alone satisfies a goal fully: the one that it was written for. Goals are in random
-    order and all different.
+    Only the product that a goal was written for satisfies it fully. Goals are in random order and
+    all different.
 
     Raises:
-        RagenError: There are not so many different products.
+        RagenError: `num_products` is above `MOST_PRODUCTS`.
 
     Example:
         >>> goals = make_catalogue(1000, 0).goals
@@ -279,7 +279,7 @@ def make_catalogue(num_products: int, seed: int) -> Catalogue:
 
 
 def _codes(generator: np.random.Generator, count: int) -> list[str]:
-    """Different codes of four characters, such as K4M7: few tokens, as a page lists ten twice."""
+    """Different codes of four characters, such as K4M7: a page lists ten twice, in few tokens."""
     letters, digits = "BCDFGHJKLMNPQRSTVWXZ", "0123456789"
     codes: dict[str, None] = {}
     while len(codes) < count:
@@ -314,7 +314,7 @@ def _product(generator: np.random.Generator, place: Department, kind: str, code:
 
 
 def _goal(generator: np.random.Generator, product: Product) -> Goal:
-    """A goal without its instruction, which may have too few attributes."""
+    """A goal without its instruction; its attributes may be too few to single out the product."""
     attributes = _sample(generator, product.attributes, 1 + int(generator.random() * 3))
     names = _sample(generator, list(product.options), 1 + int(generator.random() * 2))
     options = tuple(pick(generator, product.options[name]) for name in names)
@@ -324,7 +324,7 @@ def _goal(generator: np.random.Generator, product: Product) -> Goal:
 def _is_shared(
     goal: Goal, at: int, products: Sequence[Product], holders: Mapping[str, set[int]]
 ) -> bool:
-    """Whether another product than the one at a place might satisfy a goal fully."""
+    """Whether a product other than the one at `at` might satisfy a goal fully."""
     others = set.intersection(*(holders[each] for each in goal.attributes)) - {at}
     cheap = (products[other] for other in others if products[other].price <= goal.price_limit)
     return any(score(goal, each, chain(*each.options.values())) == 1 for each in cheap)
@@ -356,6 +356,6 @@ def _and(words: Sequence[str]) -> str:
 
 
 def _sample(generator: np.random.Generator, items: Sequence[Item], count: int) -> tuple[Item, ...]:
-    """Different items in random order: so many, or all."""
+    """Different items in random order: `count` of them, or all if there are fewer."""
     order = sorted(range(len(items)), key=lambda _: generator.random())
     return tuple(items[at] for at in order[:count])

@@ -26,12 +26,12 @@ from ragen.envs.contract import Baselines, Env, Info, Options, State, fresh_seed
 SAMPLE = "word_problems.jsonl"
 """RAGEN's own problems, beside this file."""
 HELD_OUT = 4
-"""One problem of this many is for evaluation, unless there is a separate file for it."""
+"""One problem in this many is for evaluation, unless there is a separate file for it."""
 MOST_BYTES = 2**28
 LONGEST = 50
-"""Characters of an answer."""
+"""The most characters of a number."""
 MOST_NUMBERS = 8
-"""Numbers of a question that random play computes with."""
+"""The most numbers of a question that random play computes with."""
 MARK = "####"
 NUMBER = re.compile(
     r"(?P<sign>[-+−]?)\$?(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?P<rest>\.[0-9]+|/[0-9]+)?[.%]?"
@@ -76,7 +76,7 @@ def read_problems(path: Path) -> tuple[Problem, ...]:
     r"""The problems of a file, one per line; empty lines are skipped.
 
     Raises:
-        RagenError: The file cannot be read or holds no problem, or a line is none.
+        RagenError: The file cannot be read or holds no problem, or a line is not a problem.
 
     Example:
         >>> import tempfile
@@ -246,10 +246,10 @@ class WordProblems(Env):
 
 @lru_cache(maxsize=1024)
 def guesses(question: str) -> Sequence[Fraction]:
-    """What random play answers, all equally likely: without reading the question.
+    """The answers of random play, all equally likely.
 
     They are the numbers of the question, and each two of them added, subtracted, multiplied and
-    divided; 0 if it has no number.
+    divided. If the question has no number, the only answer is 0.
 
     Example:
         >>> [str(guess) for guess in guesses("Ann has 6 of the 12 pens.")]
