@@ -1,8 +1,8 @@
 """What the environments of all libraries share: their names, seeds, snapshots and infos.
 
-A snapshot is the two seeds and the actions since `reset`. `set_state` plays them again and compares
-what came back with what came back then. So it is exact for every library that follows its seeds,
-whatever its objects hold, and an environment that does not repeat itself cannot pass for one.
+A snapshot is the two seeds and the actions since `reset`. `set_state` plays the actions again and
+compares the results with the earlier ones. So a snapshot is exact for every library that follows
+its seeds, whatever its objects hold, and an environment that does not repeat itself is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ragen.envs.contract import Env, Info, Options, State, fresh_seed
 
 
 class Played(NamedTuple):
-    """What an action led to: `Env.step` without the info, and whether it solved the environment."""
+    """The result of an action: that of `Env.step`, with `success` in place of the info."""
 
     observation: str
     reward: float
@@ -31,7 +31,8 @@ class Played(NamedTuple):
 class Replayed(Env):
     """An environment whose snapshot is the two seeds and the actions since `reset`.
 
-    It defines `begin` and `play` in place of `reset`, `step` and the snapshot's methods.
+    A subclass defines `begin` and `play` in place of `reset`, `step`, `get_state`, `set_state` and
+    `state_key`.
     """
 
     _seeds: tuple[int, int]
@@ -42,7 +43,7 @@ class Replayed(Env):
 
     @abstractmethod
     def play(self, action: str) -> Played:
-        """Carry out an action, which is one of `actions` where there are such."""
+        """Carry out an action, which is one of `actions` unless they are ``None``."""
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         level = fresh_seed() if seed is None else seed
@@ -89,13 +90,15 @@ class Replayed(Env):
 class Adapted(Replayed):
     """An environment of another library, whose name is ``LIBRARY:TARGET``.
 
-    A library's adapter defines `find`, `begin` and `play` besides `rules` and `actions`.
+    A library's adapter defines `find`, `begin` and `play`. It sets `goal` and `_rules`, and
+    `_actions` if actions have names.
     """
 
     target: ClassVar[str]
-    """What the library calls it."""
+    """The library's own name of the environment."""
     versions: ClassVar[tuple[str, ...]] = ()
-    """The packages that play it, with their versions: a part of what identifies its code."""
+    """The packages that play it, with their versions. They are a part of what identifies its code,
+    and a library may add other parts."""
 
     _rules: str
     _actions: tuple[str, ...] | None = None
@@ -150,5 +153,5 @@ def version_of(module: str) -> str:
 
 
 def missing(name: str, package: str, extra: str) -> RagenError:
-    """The refusal of an environment whose library is not installed."""
+    """The error for `name` if the package that it needs is not installed."""
     return RagenError(f"{name} needs {package}: pip install 'ragen-rl[{extra}]'")

@@ -1,7 +1,7 @@
-"""Gymnasium's environments with discrete actions and with texts or discrete values to see.
+"""Gymnasium's environments with discrete actions, and with texts or discrete values to observe.
 
-Gymnasium draws level and random events from one generator. Here `reset` seeds it with the level
-and then replaces it (`Env.np_random`) by that of the noise seed.
+Gymnasium draws the level and the random events from one generator (`Env.np_random`). Here, `reset`
+seeds it with the level seed and then replaces it by the generator of the noise seed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from ragen.envs.contract import Baselines, generators
 DOCS = ("Description", "Rewards", "Reward")
 """Sections of a docstring that become rules."""
 DOCS_CHARS = 1500
-"""Length of the rules that are taken from a docstring."""
+"""The most characters of rules that are taken from a docstring."""
 
 
 class GymnasiumEnv(Adapted):
     """An environment that is registered with Gymnasium.
 
     Observation: the toy-text environments and MiniGrid in words and maps, any other as its values.
-    Actions: the names of the toy-text environments, of an enumeration `actions`, or numbers.
-    Reward, Ends when: as there. Success is an end with a positive last reward (`success="reward"`),
-    or any end that the environment brings about (`success="end"`, the default of CliffWalking).
+    Actions: the names of the toy-text environments, MiniGrid or an enumeration `actions`, else
+    numbers. Reward, Ends when: as in Gymnasium. Success is an end with a positive last reward
+    (`success="reward"`), or any end but a truncation (`success="end"`, the default of
+    CliffWalking).
 
     Parameters: `success`; `view` of MiniGrid, what the agent sees or the whole grid; any other
     keyword goes to `gymnasium.make`.
@@ -119,7 +120,7 @@ class GymnasiumEnv(Adapted):
         return int(self._env.unwrapped.s)  # type: ignore[attr-defined]
 
     def _within_limit(self, actions: int) -> int:
-        """So many actions, or as many as the environment's own limit leaves."""
+        """As many actions, or fewer if the environment's own limit leaves fewer."""
         return actions if self._limit is None else min(actions, self._limit - len(self._taken))
 
     def close(self) -> None:
@@ -140,7 +141,7 @@ class About:
 
 
 def _about(name: str, env: Any, view: str) -> About:
-    """What is known of an environment, or what its spaces and docstring say.
+    """What RAGEN knows of an environment, or what its spaces and its docstring say.
 
     Raises:
         RagenError: Its actions are not discrete, or its observations are no texts.
@@ -192,7 +193,7 @@ def _names(env: Any, count: int) -> tuple[str, ...]:
 
 
 def _documented(env: Any) -> str:
-    """The sections `DOCS` of an environment's docstring, without markup and shortened."""
+    """The sections `DOCS` of a docstring, or its beginning, without markup and shortened."""
     text = inspect.cleandoc(type(env).__doc__ or "")
     pieces = re.split(r"^#+ *(.+)$", text, flags=re.MULTILINE)
     sections = dict(zip(pieces[1::2], pieces[2::2], strict=True))
@@ -204,7 +205,7 @@ def _documented(env: Any) -> str:
 
 
 def _unshowable(space: Any) -> str:
-    """The kind of the first part of an observation space that cannot be written as a text."""
+    """The kind of the first part of a space that cannot be shown as text; empty if all can be."""
     if isinstance(space, spaces.Dict):
         return next(filter(None, map(_unshowable, space.values())), "")
     if isinstance(space, spaces.Tuple):

@@ -1,9 +1,9 @@
 """Tools of MCP servers, through the official client library.
 
-A server is a command, which is started and spoken to over its standard streams, or a URL of
-streamable HTTP. A session belongs to one environment and one episode. The first call of a tool
-opens it; the next `reset`, or closing the environment, closes it. So no state of a server passes
-from one episode to another, and a server that dies or hangs fails one episode.
+A server is a command, which is started and reached over its standard streams, or a URL, which is
+reached over streamable HTTP. A session belongs to one environment and one episode. The first call
+of a tool opens it, and the next `reset` or `close` of the environment closes it. So no state of a
+session passes from one episode to another, and a server that dies or hangs fails one episode.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CLOSE_S = 5.0
 INVALID_PARAMS, METHOD_NOT_FOUND = -32602, -32601
 """JSON-RPC's errors for a wrong call; the agent reads them, like errors of the tool."""
 SAID_CHARS = 300
-"""Most characters kept of the last line that a server wrote to its standard error."""
+"""The most characters kept of the last line that a server wrote to its standard error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,8 @@ class McpEnv(Replayed, ToolEnv):
     Each episode has sessions of its own.
 
     A snapshot is the seeds and the actions so far. Restoring it plays the actions again. If a
-    server then answers otherwise than before, the environment does not repeat itself: it cannot be
-    branched, and everything else works.
+    server then gives other answers than before, the environment does not repeat itself. It cannot
+    be branched, but everything else works.
     """
 
     servers: ClassVar[Sequence[str | McpServer]] = ()
@@ -162,7 +162,7 @@ class McpEnv(Replayed, ToolEnv):
 
 
 class _Session:
-    """An open session. A task holds it, in a loop of its own that runs only during calls.
+    """An open session. A task holds it, in its own event loop, which runs only during calls.
 
     Raises:
         RuntimeError: The server cannot be started or reached.
@@ -200,7 +200,7 @@ class _Session:
         self._log.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        with boundary("MCP"):  # which hides a loop that is already running
+        with boundary("MCP"):  # the boundary hides a loop that is already running
             return self._loop.run(self._within(coroutine))
 
     async def _within(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -228,7 +228,7 @@ class _Session:
             raise RuntimeError(f"{self._address}: {self._reason()}")
 
     async def _hold(self) -> None:
-        """Hold the session until it has to close; the library wants one task for all of it."""
+        """Hold the session until it has to close; the task that opens one has to close it, too."""
         from mcp import ClientSession
 
         async with self._streams() as (reads, writes), ClientSession(reads, writes) as client:
@@ -285,7 +285,7 @@ class _Session:
         if self._holder is not None:
             await asyncio.wait({self._holder}, timeout=CLOSE_S)
             if self._holder.done() and not self._holder.cancelled():
-                self._holder.exception()  # marks it as seen; `_reason` reports it where it matters
+                self._holder.exception()  # marks it as seen, so that asyncio does not report it
 
     def _reason(self) -> str:
         """Why the session has ended, in one line."""
@@ -305,7 +305,7 @@ class _Session:
 
 @lru_cache(maxsize=16)
 def _listed(address: Address) -> tuple[Listed, ...]:
-    """The tools of a server, which is asked for them in a session of their own.
+    """The tools of a server. It is asked for them in a separate session.
 
     Raises:
         RagenError: The server cannot be started or reached, or it has no tools.

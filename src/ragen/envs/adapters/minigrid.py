@@ -17,7 +17,7 @@ CELLS = {"unseen": "?", "empty": ".", "floor": ".", "wall": "#", "goal": "G", "l
 
 
 def register() -> bool:
-    """Let Gymnasium know MiniGrid's environments; whether the package is installed."""
+    """Register MiniGrid's environments with Gymnasium; returns whether the package is installed."""
     try:
         import minigrid  # noqa: F401 - its import registers them
     except ModuleNotFoundError:
@@ -57,7 +57,7 @@ def rules(described: str, num_actions: int, view: str) -> str:
 
 
 def show(env: Any, observation: Any, view: str) -> str:
-    """An observation as text; the whole grid is the environment's own, not the observation's."""
+    """An observation as text; the whole grid comes from the environment itself."""
     if view == "agent":
         image = observation["image"]
         size = len(image)
@@ -84,7 +84,7 @@ def show(env: Any, observation: Any, view: str) -> str:
 
 
 def _cell(encoded: Any) -> str:
-    """One cell: its kind, its colour and its state, as MiniGrid numbers them."""
+    """The symbol or the word of one cell, from MiniGrid's numbers of its kind, colour and state."""
     from minigrid.core.constants import IDX_TO_COLOR, IDX_TO_OBJECT, STATE_TO_IDX
 
     kind, color, state = map(int, encoded)

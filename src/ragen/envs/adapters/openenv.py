@@ -1,11 +1,11 @@
 """Environments on a server that speaks OpenEnv's protocol: JSON messages over a WebSocket.
 
 A server is named by its URL, or is started here (`openenv_servers`). It describes itself at
-``/metadata`` and ``/schema``. An episode is one session at ``/ws``,
-which is opened again after a call that failed. A server that is slow or gone fails the episode.
+``/metadata`` and ``/schema``. An environment has one session at ``/ws``. After a call that failed,
+the next `reset` opens a new session. A server that is slow or gone fails the episode.
 
-A server whose actions are calls of tools (OpenEnv's `MCPEnvironment`) lists them in a step. A
-server by `ragen serve` says more (`ragen.serving.sessions`), so that its environment plays as it
+A server whose actions are calls of tools (OpenEnv's `MCPEnvironment`) lists the tools in a step. A
+server of `ragen serve` says more (`ragen.serving.sessions`), so that its environment plays as it
 does in this process.
 """
 
@@ -30,11 +30,11 @@ from ragen.envs.contract import Schema
 from ragen.envs.tools import read_call
 
 CALL_S = 60.0
-"""Seconds that a server may take to answer, where the limit of the call is not shorter."""
+"""Seconds that a server may take to answer, unless the limit of the call is shorter."""
 TOKEN = "OPENENV_TOKEN"
 """The environment variable of the token that a server asks for."""
 MIN_TOKEN = 8
-"""Length of a token at least."""
+"""The least number of characters of a token."""
 
 
 class About(NamedTuple):
@@ -56,14 +56,14 @@ class About(NamedTuple):
 class OpenEnvEnv(Adapted):
     """An environment of an OpenEnv server, named by its URL, its application or its image.
 
-    Observation: the only text of the server's observation, or all its fields by name. Actions: the
-    names of an enumeration, else free text, which becomes the action's field; where an action has
-    several fields, a JSON object with that one is the whole action. An environment with tools takes
-    their calls, too. If every action is a call, any other answer has an error as its result, and
-    the server does not see it. Reward, Ends when: the server's. Success is what the metadata of the
-    last observation say, else an end with a positive last reward. The level seed is the seed of the
-    server's ``reset``. Random events follow from it, too, unless a state of the server has a
-    ``noise_seed``: then its reset takes one. There is random play for an enumeration only.
+    Observation: the text of the server's observation if that is its only field, else all fields by
+    name. Actions: the names of an enumeration, else free text, which becomes the action's field. If
+    an action has several fields, a JSON object with that field is the whole action. An environment
+    with tools takes calls of them, too. If every action is a call, the server does not see any
+    other answer, whose result is an error. Reward, Ends when: the server's. Success is what the
+    metadata of the last observation say, else an end with a positive last reward. The level seed is
+    the seed of the server's ``reset``. Random events follow from it, too, unless the server's state
+    has a ``noise_seed``: then its ``reset`` takes one. Only an enumeration has random play.
 
     Parameters: `field`, the action's field for the answer, where it has several.
     """
@@ -134,7 +134,7 @@ class OpenEnvEnv(Adapted):
             session.close()
 
     def _call(self, action: str) -> dict[str, Any] | None:
-        """The call that an action is, as the server reads it."""
+        """The call that an action is, as the server reads it; ``None`` for any other text."""
         call = read_call(action)
         if call is None:
             return None
@@ -148,7 +148,7 @@ class OpenEnvEnv(Adapted):
             value = json.loads(action)
         except ValueError:
             value = None
-        # An only field takes every answer, so that the server refuses none.
+        # A single field takes every answer as it is, so that the server refuses none.
         several = len(self._fields) > 1
         if several and isinstance(value, dict) and {self._field} <= value.keys() <= self._fields:
             return value
@@ -186,13 +186,13 @@ class OpenEnvEnv(Adapted):
         if session is None:
             raise RuntimeError(f"{self.name}: the session has ended in an earlier call")
         try:
-            with suppress(ConnectionClosed):  # why the server ended the session can be read still
+            with suppress(ConnectionClosed):  # the server's reason can still be read
                 session.send(json.dumps({"type": kind, "data": data}))
             answer = _read(session.recv(timeout=CALL_S), self._token)
             if answer["type"] == "error":
                 raise RuntimeError(f"{self.name}: {_said(answer['data'])}")
             found: dict[str, Any] = answer["data"]
-        except BaseException:  # the time limit, too: its answer would be taken for the next one
+        except BaseException:  # a time limit, too: a late answer would be taken for the next one
             session.close_socket()
             raise
         self._session = session
@@ -203,7 +203,7 @@ def token_here() -> str | None:
     """The token in the environment variable, ``None`` if there is none.
 
     Raises:
-        RagenError: It cannot be one.
+        RagenError: The variable holds no valid token.
     """
     token = os.environ.get(TOKEN, "").strip()
     if token and (len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable()):
@@ -229,15 +229,15 @@ def _read(text: str | bytes, token: str | None) -> Any:
     found = json.loads(text)
     if token is None:
         return found
-    # The server may escape any character of it; written again, it is escaped in one way only.
+    # The server may escape any character of the token; rewritten, it is escaped in one way only.
     return json.loads(_masked(json.dumps(found), json.dumps(token)[1:-1]))
 
 
 def _check_url(target: str) -> None:
-    """Refuse what is no address of a server, or holds a secret.
+    """Refuse a URL that cannot be that of a server, or that may hold a secret.
 
     Raises:
-        RagenError: It does.
+        RagenError: It is such a URL.
     """
     try:
         url = urlsplit(target)
@@ -296,7 +296,7 @@ def _about_of(target: str, metadata: dict[str, Any], schema: dict[str, Any]) -> 
 
 
 def _whole(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a field, also where it is defined elsewhere in the whole, as enums are.
+    """The schema of a field, even if it is defined elsewhere in the whole schema, as enums are.
 
     Example:
         >>> whole = {"$defs": {"Move": {"enum": ["left", "right"]}}}
@@ -308,7 +308,7 @@ def _whole(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _takes_calls(fields: dict[str, Any]) -> bool:
-    """Whether an action of these fields is a call of a tool, or of no kind in particular.
+    """Whether these fields of an action are those of a call of a tool, or none.
 
     Example:
         >>> _takes_calls({"metadata": {}, "type": {}, "tool_name": {}, "arguments": {}})
@@ -326,7 +326,7 @@ def _tool_of(listed: dict[str, Any]) -> Schema:
 
 
 def _fetch(url: str, part: str, message: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What a server answers outside of a session; with a message, it is posted."""
+    """What a server answers outside of a session. A message is posted."""
     address, token = f"{url.rstrip('/')}/{part}", token_here()
     answer = httpx.request(
         "GET" if message is None else "POST",
@@ -352,7 +352,7 @@ def _budget(schema: Any, otherwise: int) -> int:
 
 
 def _said(error: dict[str, Any]) -> str:
-    """An error of a server in words, with what was wrong with each field if it says so."""
+    """An error of a server in words, with the errors of each field if the server lists them."""
     details = f" {json.dumps(error['errors'])}" if error.get("errors") else ""
     return f"{error.get('message')}{details}"
 
@@ -368,7 +368,7 @@ def _field(name: str, fields: dict[str, Any], chosen: str | None) -> str:
     """The field of an action that holds the answer.
 
     Raises:
-        RagenError: There are several, or not the chosen one.
+        RagenError: There are several and none is chosen, or there is no field of the chosen name.
     """
     if chosen is None and len(fields) == 1:
         return next(iter(fields))
@@ -381,7 +381,7 @@ def _field(name: str, fields: dict[str, Any], chosen: str | None) -> str:
 
 
 def _shown(observation: Any) -> str:
-    r"""An observation as text. One without a field of its own is what its metadata say.
+    r"""An observation as text; if it has no field, its metadata as text.
 
     Example:
         >>> _shown({"text": "You win.", "metadata": {}}), _shown({"row": 1, "legal": [0, 2]})

@@ -27,7 +27,7 @@ def main(target: str) -> None:
     config = uvicorn.Config(
         target, log_level="warning", ws_ping_timeout=None, timeout_graceful_shutdown=1
     )
-    config.load()  # which ends the process with the reason where there is no such application
+    config.load()  # if there is no such application, this prints the reason and ends the process
     with socket.create_server(("127.0.0.1", 0)) as listening:
         print(listening.getsockname()[1], file=port, flush=True)
         uvicorn.Server(config).run(sockets=[listening])

@@ -1,7 +1,7 @@
 """Servers of OpenEnv's protocol that a run starts itself: a module's application, or an image.
 
-A process starts one server for a name, when an environment first needs it. It ends with the
-process. A server that has ended is started again by the next episode.
+A process starts one server for each name, when an environment first needs it. The server ends with
+the process. An application that has ended is started again for the next episode.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ READY_S = 60.0
 END_S = 10.0
 """Seconds that a server may take to end before it is killed."""
 SAID_CHARS = 300
-"""Length that is kept of what a server wrote to its standard error."""
+"""The most characters that are kept of the reason why a server did not start."""
 MODULE = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*:[A-Za-z_]\w*")
 """The name of an application in a module; that of an image may look the same."""
 IMAGE = re.compile(r"[a-z0-9][a-z0-9._/-]*(?::\w[\w.-]*)?(?:@sha256:[0-9a-f]{64})?")
@@ -53,7 +53,7 @@ def is_url(target: str) -> bool:
 
 
 def address_of(target: str) -> str:
-    """The URL of a target: itself, or that of a server which is started if it does not run.
+    """The URL of a target: itself, or the URL of its server, which is started if it does not run.
 
     Raises:
         RagenError: The server cannot be started.

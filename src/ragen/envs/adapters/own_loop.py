@@ -36,7 +36,7 @@ class OwnLoop:
         task = self._loop.create_task(coroutine)
         try:
             return self._loop.run_until_complete(task)
-        except BaseException:  # a time limit, too: a later call must not go on with it
+        except BaseException:  # a time limit, too: a later call must not resume the task
             task.cancel()
             raise
 
@@ -50,7 +50,7 @@ class OwnLoop:
         self._loop.set_default_executor(self._threads)
 
     def close(self) -> None:
-        """End the threads and what still runs in the loop, and the loop."""
+        """Cancel what still runs in the loop, end the threads and close the loop."""
         self._loop.run_until_complete(_cancel_others())
         self._threads.shutdown()
         self._loop.close()

@@ -35,7 +35,7 @@ class GlobalRandomness:
 
     @contextmanager
     def placed(self) -> Iterator[None]:
-        """Let the global generators have these states, and give them their own back at the end."""
+        """Put these states into the global generators, and at the end put back those before."""
         outside = random.getstate(), np.random.get_state()  # noqa: NPY002 - environments use it
         _place(*self._states)
         try:

@@ -1,7 +1,7 @@
 """The tasks of reasoning-gym: one question, one answer in free text, and the library's own score.
 
-Its datasets make item `i` of seed `s` from ``s + i``. Here level `l` is an item of the dataset
-whose seed makes that sum `l`, so that every level has an item of its own.
+Its datasets make item `i` of seed `s` from the sum ``s + i``. Here, level `l` is an item with the
+sum `l`, so every level has an item of its own.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class ReasoningGymEnv(Adapted):
     """A task of reasoning-gym.
 
     Observation: the question. Actions: free text, one answer. Reward: the library's score of the
-    answer, from 0 to 1; an answer on which its scorer raises has 0. Ends when: answered. Success is
-    the score 1. There is no random play.
+    answer, from 0 to 1; an answer on which its scorer raises has 0. Ends when: the question is
+    answered. Success is the score 1. There is no random play.
 
-    Parameters: those of the task's dataset, but for its seed and size.
+    Parameters: those of the task's dataset, except its seed and size.
 
     Example:
         >>> from ragen.envs.registry import make  # doctest: +SKIP

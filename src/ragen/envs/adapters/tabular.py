@@ -1,4 +1,4 @@
-"""Exact random and optimal play where Gymnasium publishes the transitions of all states (``P``).
+"""Exact random and optimal play of environments of Gymnasium that list their transitions (``P``).
 
 Values are pairs of arrays over states: the probability of success, and the expected return.
 **A** actions, **S** states, **K** outcomes of an action, **N** sequences of actions.
@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 MOST_PLANS = 2048
-"""Sequences of a turn's actions that are compared; with more, optimal play is unknown."""
+"""The most sequences of a turn's actions that are compared; beyond, optimal play is unknown."""
 FIRST = 1e9
-"""The weight of success, which goes before the return, in the choice of a plan."""
+"""The weight of success in the choice of a plan: success takes precedence over the return."""
 
 Transitions = Mapping[int, Mapping[int, Sequence[tuple[float, int, float, bool]]]]
 """By state and action, the outcomes: probability, next state, reward, and whether it ends."""
 
 
 class Played(NamedTuple):
-    """A chance of success, an expected return, and the actions of the first turn."""
+    """A probability of success, an expected return, and the actions of the first turn."""
 
     success: float
     reward: float
@@ -34,7 +34,7 @@ class Played(NamedTuple):
 class Table:
     """The transitions of an environment, and the values of play from its states.
 
-    With `every_end_solves` each end is a success, otherwise one with a positive reward.
+    With `every_end_solves`, every end is a success; otherwise, only an end with a positive reward.
 
     Example:
         One state, in which action 1 wins half of the time and action 0 does nothing:
@@ -67,14 +67,14 @@ class Table:
         self._best: dict[tuple[int, int, int], tuple[Floats, list[tuple[int, ...]]]] = {}
 
     def random(self, state: int, moves: int) -> Played:
-        """Uniformly random play of so many actions."""
+        """Uniformly random play of `moves` actions."""
         while len(self._random) <= moves:
             self._random.append(self._before(self._random[-1][None])[:, 0].mean(axis=0))
         success, reward = self._random[moves][:, state]
         return Played(float(success), float(reward))
 
     def optimal(self, state: int, turns: int, actions: int, per_turn: int) -> Played | None:
-        """The play with the highest chance of success, and the highest return among those.
+        """The play with the highest probability of success, and the highest return among those.
 
         It chooses all actions of a turn before it sees their outcomes. ``None`` if there are more
         than `MOST_PLANS` plans of a turn.

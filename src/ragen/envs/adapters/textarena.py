@@ -1,7 +1,7 @@
 """TextArena's games for one player, and those for two against a scripted opponent.
 
-The games draw from Python's and NumPy's global generators. Each environment has states of its own
-for them, which are in place while its game runs.
+The games draw from Python's and NumPy's global generators. Each environment has its own states of
+these generators, which are in place while its game runs.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ragen.envs.contract import generators, pick
 MOST_TURNS = 30
 """The most turns of an episode; games without a limit get this many."""
 IN_A_ROW = 100
-"""Moves that an opponent may make before the player's next one."""
+"""The most moves of an opponent before the player's next one."""
 MOVES = re.compile(r"(?:available|valid) (?:moves?|actions?): *(.+)", re.IGNORECASE)
 
 Opponent = Callable[[str, np.random.Generator], str]
-"""Answers what it is shown; everything random comes from the generator."""
+"""A function from what the opponent is shown to its move; random choices use the generator."""
 
 
 class TextArenaEnv(Adapted):
     """A game of TextArena; the player has seat 0.
 
-    Observation: the game's messages since the last action, of boards the last one; its first
-    message is the rules. Actions: free text; a game that expects square brackets gets them where
-    the answer has none, as in TextArena's own wrapper. Reward: the game's at its end, 0 before.
-    Ends when: the game ends. Success is a reward of at least 1. Random play is uniform over the
-    moves that the game lists, or over the guesses of `GUESSES`; other games have none.
+    Observation: the game's messages since the last action, with the last board only; its prompt is
+    the rules. Actions: free text; if a game expects square brackets and an answer has none, they
+    are added, as in TextArena's own wrapper. Reward: the game's at its end, 0 before. Ends when:
+    the game ends. Success is a reward of at least 1. Random play is uniform over the moves that the
+    game lists, or over the guesses of `GUESSES`. Other games have no random play.
 
     Parameters: `opponent` is ``"random"`` or ``path/to/file.py:function`` (`Opponent`); any other
     keyword goes to the game.

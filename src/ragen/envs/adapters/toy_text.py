@@ -126,4 +126,4 @@ TOY_TEXT: dict[str, Callable[[Any], ToyText]] = {
     f"{_WHERE}.taxi:TaxiEnv": _taxi,
     f"{_WHERE}.blackjack:BlackjackEnv": _blackjack,
 }
-"""By module and class."""
+"""The descriptions of environments, by module and class."""

@@ -1,7 +1,8 @@
 """Environments of the verifiers package: a dataset, the messages of every turn, and a rubric.
 
-The adapter plays the library's own rollout, with RAGEN's policy in the place of its client. The
-environment makes the messages and decides when the episode ends; then its rubric scores it.
+The adapter plays the library's own rollout, with RAGEN's policy in place of its client. The
+environment makes the messages and decides when the episode ends. Then its rubric scores the
+episode.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ragen.envs.tools import Call, read_call
 MOST_TURNS = 20
 """Turns of an episode where the environment sets no limit."""
 HELD_OUT = 4
-"""One example of this many is for evaluation, where an environment has only one dataset."""
+"""One example in this many is for evaluation if an environment has only one dataset."""
 RULES = "Answer the message. Your answer is scored as it stands."
 """The rules of an example without a system message."""
 OF_ANSWERS = (
@@ -54,13 +55,13 @@ class VerifiersEnv(Adapted):
     Levels below 10,000 take examples of the evaluation dataset, all others those of the training
     dataset. If there is only one dataset, the first of every four examples is for evaluation.
 
-    The rubric sees the conversation with the agent's answers: what stands in RAGEN's answer tags,
-    in the form that the environment's parser reads. A `ThinkParser` gets an empty thought before
-    the answer, and an `XMLParser` the answer in the tags of its answer field and its other fields
+    The rubric sees the conversation with the agent's answers: the text in RAGEN's answer tags, in
+    the form that the environment's parser reads. A `ThinkParser` gets an empty thought before the
+    answer. An `XMLParser` gets the answer in the tags of its answer field, and its other fields
     empty, unless the answer has tags of the parser itself. No rubric sees the agent's thoughts.
 
     A reward function that raises one of `OF_ANSWERS` gives 0, as in the library. If it raises
-    anything else, such as a judge that cannot be reached, the episode fails.
+    anything else, for example because a judge cannot be reached, the episode fails.
 
     Parameters: `success_at`; any other keyword goes to ``load_environment``.
     """
@@ -144,7 +145,7 @@ class VerifiersEnv(Adapted):
             raise RuntimeError(f"{self.name}: the episode ended before its first turn")
 
     async def _take_turn(self, text: str, call: Call | None) -> bool:
-        """Add the agent's message and let the environment answer; returns whether it has ended."""
+        """Add the agent's message, let the environment answer, and return whether it has ended."""
         from verifiers.types import Response, ResponseMessage, ToolCall
 
         content: dict[str, Any] = {"content": text, "finish_reason": "stop"}
@@ -168,7 +169,7 @@ class VerifiersEnv(Adapted):
         while not await environment.is_completed(state):
             try:
                 messages = await environment.get_prompt_messages(state)
-            except ToolError as error:  # of a call that shall end the episode (`stop_errors`)
+            except ToolError as error:  # of a call that has to end the episode (`stop_errors`)
                 state["error"] = error
                 continue
             messages = maybe_normalize_messages(messages, field_name="prompt_messages")
@@ -203,7 +204,7 @@ class VerifiersEnv(Adapted):
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """The result of a coroutine of the environment, which draws from its own generators."""
-        with boundary("verifiers"), self._randomness.placed():  # it hides a loop that is running
+        with boundary("verifiers"), self._randomness.placed():  # it hides a running loop
             return self._loaded.loop.run(coroutine)
 
 
@@ -223,7 +224,7 @@ class _Loaded(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _loaded(target: str, versions: tuple[str, ...], params: str) -> _Loaded:
-    """Load an environment, once for its code and its parameters.
+    """Load an environment, once for the same code and parameters.
 
     Raises:
         RagenError: RAGEN cannot play it, or it has no examples.
@@ -300,9 +301,9 @@ def _entry(target: str) -> str:
 
 @contextmanager
 def _signals_as_they_are() -> Iterator[None]:
-    """Let the library install no handlers, which it does for each environment.
+    """Keep the library from installing signal handlers, as it does for each environment.
 
-    It could not outside the main thread, where `ragen.train` runs in a notebook.
+    Outside the main thread, where `ragen.train` runs in a notebook, installing them fails.
     """
     install, signal.signal = signal.signal, lambda *_: None
     try:
@@ -361,7 +362,7 @@ def _text(message: Any) -> str:
     """What a message says.
 
     Raises:
-        RuntimeError: It shows a picture or plays a sound.
+        RuntimeError: A part of it is not text, such as a picture or a sound.
     """
     content = message["content"] or ""
     if isinstance(content, str):
