@@ -1,8 +1,8 @@
-"""The limits of a connection: how many there may be, and how long a client may keep one waiting.
+"""The limits of connections: how many there may be, and how long a client may keep one waiting.
 
-Anybody may connect, and most of an attack happens before a request can be checked. Whoever was
-admitted (`ragen.serving.security`) is therefore told from strangers, whose connections are closed
-first: however many they open, there is room for the user's page.
+Anybody may connect, and most of an attack happens before a request can be checked. The server
+therefore distinguishes admitted clients (`ragen.serving.security`) from strangers, and closes the
+connections of strangers first. However many they open, there is room for the user's page.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ragen.core.errors import RagenError
 
 PATIENCE_S = 10.0
-"""How long a client may take to send a request, or to take 48 KB of an answer."""
+"""Seconds that a client may take to send a request, or to receive 48 KB of an answer."""
 
 MOST = 96
-"""Connections at the same time. An answer opens up to four files, and 256 files is the smallest
-limit of a process in use."""
+"""The most connections at the same time. An answer opens up to four files, and 256 files is the
+smallest limit of a process in use."""
 
 MOST_EACH = 48
-"""Connections from one address; a browser opens six."""
+"""The most connections from one address; a browser opens six."""
 
 LEAST = 8
-"""Connections that are kept where the process has no room for more."""
+"""The connections that are kept even if the process has no room for more."""
 
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors of a process or a system that has no room for a connection."""
 
 MESSAGE_BYTES = 2**20
-"""Length of a message that a WebSocket may get."""
+"""The most bytes of a message to a WebSocket."""
 
 PONG_S = 60.0
-"""How long a WebSocket's client may be out of reach."""
+"""Seconds that a WebSocket's client may be out of reach."""
 
 QUEUE = 1024
-"""Connections that the system holds until they are accepted."""
+"""The most connections that the system holds until they are accepted."""
 
 ENDING_S = 2
-"""How long unfinished answers may take when the server ends."""
+"""Seconds that unfinished answers may take when the server ends."""
 
 Peer = tuple[str, int]
 """The address and the port of a client."""
@@ -62,13 +62,13 @@ Peer = tuple[str, int]
 class Listening(socket.socket):
     """A listening socket that closes a connection where there would be too many.
 
-    It closes the oldest one of a stranger; if there is none, the oldest of an address from which
-    nothing else was admitted; and only then the oldest one of all.
+    It closes the oldest connection of a stranger, first of strangers at an address from which
+    nobody was admitted. If there are no strangers, it closes the oldest connection of all.
 
     Attributes:
         admitted: The clients with a permitted request.
-        most: Connections at the same time; fewer once the process has run out of files.
-        most_each: Connections from one address.
+        most: The most connections at the same time; fewer once the process has run out of files.
+        most_each: The most connections from one address.
     """
 
     def __init__(self, family: socket.AddressFamily) -> None:
@@ -88,7 +88,7 @@ class Listening(socket.socket):
             if error.errno in NO_ROOM:
                 self.most = max(LEAST, len(self._open) // 2)
                 self._make_room()
-            time.sleep(0.1)  # asyncio tries again at once
+            time.sleep(0.1)  # asyncio would try again at once
             raise BlockingIOError from None
         peer = address[:2]
         self._make_room(peer)
@@ -96,11 +96,11 @@ class Listening(socket.socket):
         return client, address
 
     def release(self, peer: Peer) -> None:
-        """Stop counting a connection; the code that took it over limits it."""
+        """Stop counting a connection; the code that takes it over has to limit it."""
         self._open.pop(peer, None)
 
     def close_strangers(self, now: float) -> None:
-        """Close the connections without a permitted request in `PATIENCE_S`."""
+        """Close the connections that had no permitted request within `PATIENCE_S`."""
         for peer, (_, begun) in list(self._open.items()):
             if peer not in self.admitted and now - begun > PATIENCE_S:
                 self._shut(peer)
@@ -128,7 +128,7 @@ class Listening(socket.socket):
 
 
 class Connection(H11Protocol):
-    """A connection that is closed if its client lets the server wait."""
+    """A connection that is closed if its client keeps the server waiting."""
 
     _since = 0.0
 
@@ -166,7 +166,7 @@ class Connection(H11Protocol):
 class Server(uvicorn.Server):
     """A server of one application, with limits.
 
-    It does not wait for endless streams when it ends: `ending` is called first.
+    When it ends, it calls `ending` first, which has to end endless streams.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Server(uvicorn.Server):
         self._listening.listen(QUEUE)  # uvicorn set it to its backlog
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End; TLS would wait half a minute for a client that does not say goodbye."""
+        """End; without `_abort`, TLS would wait half a minute for a client that does not close."""
         asyncio.get_running_loop().call_later(ENDING_S, self._abort)
         await super().shutdown(sockets)
 
@@ -230,7 +230,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end."""
+        """Call `ending`, and begin to end."""
         self._ending()
         super().handle_exit(sig, frame)
 
@@ -238,10 +238,10 @@ class Server(uvicorn.Server):
 def listen(host: str, port: int) -> Listening:
     """A listening socket, so that the address is known before the server starts.
 
-    A name with several addresses is served on the first one that can be, IPv4 before IPv6.
+    A name with several addresses is served on the first one that can be bound, IPv4 before IPv6.
 
     Raises:
-        RagenError: There is no such address on this machine, or the port is taken.
+        RagenError: `host` is no address of this machine, or the port is taken.
     """
     if not host:
         raise RagenError(
@@ -270,7 +270,7 @@ def listen(host: str, port: int) -> Listening:
 
 
 def url_of(listening: Listening, host: str, tls: ssl.SSLContext | None) -> str:
-    """The URL of a server that listens on `host`; all addresses have the machine's name."""
+    """The URL of a server on `host`; that of a server on all addresses has the machine's name."""
     address, port = listening.getsockname()[:2]
     name = socket.gethostname() if ipaddress.ip_address(address).is_unspecified else host
     name = f"[{name.strip('[]')}]" if ":" in name else name
@@ -287,7 +287,7 @@ def _no_place(host: str, port: int, error: Exception) -> RagenError:
 
 
 def tls_of(cert: Path, key: Path | None) -> ssl.SSLContext:
-    """What TLS needs, from files in PEM format; without `key`, it is in the file of `cert`.
+    """What TLS needs, from files in PEM format; without `key`, the key is in the file `cert`.
 
     Raises:
         RagenError: A file cannot be read, or they do not belong together.

@@ -49,7 +49,7 @@ class EnvServer:
 
     Attributes:
         app: The application that a server runs.
-        num_sessions: The sessions in progress.
+        num_sessions: The number of sessions in progress.
     """
 
     def __init__(
@@ -196,15 +196,15 @@ def serve(
         tls: What TLS needs; ``None`` for plain HTTP.
 
     Raises:
-        RagenError: The package for WebSockets is not installed, the token cannot be one, the
-            environment fails, or there is no such address, or the port is taken.
+        RagenError: The package for WebSockets is not installed, the token is not valid, the system
+            does not allow as many files, the environment fails, there is no such address, or the
+            port is taken.
     """
     if find_spec("websockets") is None:
         raise missing("ragen serve", "websockets", "openenv")
     token = token_here()
     shown = None if token is None else f"${TOKEN}"
-    # As many further connections may wait for a session. An environment's process takes three
-    # files.
+    # For each session, one more connection may wait. An environment's process takes three files.
     _make_room(most * (5 if setup.workers else 2) + MOST + RESERVE, most)
     try:
         about = describe(setup)

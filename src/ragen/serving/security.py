@@ -1,8 +1,8 @@
 """Access control: who may make requests, from this machine or with a token.
 
 Any web site that is open in a browser of this machine can send requests to a server on it. The
-check of Host prevents DNS rebinding. Those of Origin and Sec-Fetch-Site refuse the pages of other
-servers, even those of another port of this machine.
+check of Host prevents DNS rebinding. The checks of Origin and Sec-Fetch-Site refuse the pages of
+other servers, even those of another port of this machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AccessControl:
         app: The application that answers permitted requests.
         port: The server's port.
         token: What every request has to present; ``None`` if only this machine has access.
-        admitted: Gets the client of each permitted request (`ragen.serving.connections`).
+        admitted: The clients of permitted requests are added here (`ragen.serving.connections`).
     """
 
     app: ASGIApp
@@ -91,7 +91,7 @@ class AccessControl:
         return answer
 
     def _refusal(self, request: HTTPConnection) -> Response | None:
-        """The refusal of a request, regardless of its sender; ``None`` if it is permitted."""
+        """The refusal of a request, whatever its token; ``None`` if it is permitted."""
         headers, method = request.headers, request.scope.get("method", "GET")  # none: a WebSocket
         host = headers.get("host", "")
         if method not in METHODS:
@@ -116,10 +116,10 @@ class AccessControl:
 
 
 def is_equal(said: str, token: str) -> bool:
-    """Whether a text is the token, in a time that does not tell how much of it is."""
+    """Whether a text is the token; the time does not reveal how many characters agree."""
     return hmac.compare_digest(said.encode(), token.encode())
 
 
 def refusal(status: int, error: str) -> Response:
-    """An error, as the servers answer it."""
+    """The answer of a server that refuses a request."""
     return JSONResponse({"error": error}, status)

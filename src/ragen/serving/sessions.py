@@ -1,10 +1,11 @@
 """One session of OpenEnv's protocol: what a message asks of an environment, and the answer.
 
 Messages and answers are JSON objects with a ``type`` and ``data``. Beyond the protocol, RAGEN's own
-client gets all that it needs to play as without a server: a reset takes a ``noise_seed`` and says
-the goal, the rules and the actions of the level, a step says whether it was a success and whether
-it was truncated, the defaults of a state are the budgets of an episode, and the schema has the
-environment's tools. OpenEnv's steps ``list_tools`` and ``call_tool`` (its RFC 3) use them, too.
+client gets all that it needs to play as without a server. A reset takes a ``noise_seed`` and gives
+the goal, the rules and the actions of the level. A step says whether it was a success and whether
+it was truncated. The defaults of a state are the budgets of an episode, and the schema has the
+environment's tools. OpenEnv's steps ``list_tools`` and ``call_tool`` (its RFC 3) use the tools,
+too.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ Seed = Annotated[int, Field(ge=0, strict=True)]
 Answer = dict[str, Any]
 
 LOOKED_AT = 4
-"""Levels that are looked at for the actions that all have."""
+"""The number of levels that are compared to find out whether all have the same actions."""
 
 
 class Reset(BaseModel):
-    """What a reset may say; other fields are ignored, as OpenEnv does.
+    """What a reset may say; other fields are ignored, as in OpenEnv.
 
     Example:
         >>> Reset(seed=123).noise_seed is None
@@ -98,10 +99,10 @@ class Refused(Exception):
 
 
 class Description(NamedTuple):
-    """What a server says of an environment, at the path of each field.
+    """What a server says of an environment; each field has a path of its name.
 
-    The schema of an action has an enumeration where all levels have the same actions. Beside it
-    are the tools, if there are any.
+    The schema of an action has an enumeration if all levels have the same actions. `schema` also
+    has the tools, if there are any.
     """
 
     metadata: Answer
@@ -110,7 +111,7 @@ class Description(NamedTuple):
 
 
 def describe(setup: Setup) -> Description:
-    """Look at the start of some levels of an environment.
+    """Describe an environment, from the start of some of its levels.
 
     Raises:
         UserCodeError: The environment fails.
@@ -157,7 +158,7 @@ class Session:
         """The answer to a message; ``None`` if it ends the session.
 
         Raises:
-            Refused: It cannot be followed.
+            Refused: The message cannot be followed.
             UserCodeError: The environment fails, and the session ends.
 
         Example:
@@ -260,7 +261,7 @@ def _read(message: str) -> Answer:
     """A message as an object.
 
     Raises:
-        Refused: It is none.
+        Refused: It is not a JSON object.
     """
     try:
         asked = json.loads(message)
