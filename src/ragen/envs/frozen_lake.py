@@ -163,7 +163,7 @@ class Planner:
         return [code >> 2 * place & 3 for place in reversed(range(length))]
 
     def _by_length(self, turns_after: int, actions_after: int, per_turn: int) -> list[Floats]:
-        """For each length, the values of the best plans that leave so many turns and actions."""
+        """For each length, the values of the best plans that leave these turns and actions."""
         key = (turns_after, actions_after, per_turn)
         if key not in self._known:
             plans = self._plans(turns_after, actions_after, per_turn)
@@ -171,7 +171,7 @@ class Planner:
         return self._known[key]
 
     def _plans(self, turns_after: int, actions_after: int, per_turn: int) -> Iterator[Plans]:
-        """The plans that leave so many turns and actions, by length."""
+        """The plans of each length, the shortest first, that leave these turns and actions."""
         after = self.values(turns_after, actions_after, per_turn)
         after[~self._ended] *= self._discount  # the cost of another turn
         plans = Plans(after[None], np.zeros(1, dtype=np.int64))

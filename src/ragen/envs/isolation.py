@@ -370,7 +370,7 @@ def _confine(memory_gb: float) -> None:
     """Keep this process from harming the run: its prints, its children, its memory."""
     multiprocessing.current_process().daemon = False  # it may start processes; they end with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C and stops its workers
-    os.dup2(2, 1)  # standard output is for results, also where C or another process writes
+    os.dup2(2, 1)  # standard output is for results, even if C code or another process writes
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
         for number in SIGNALS[1:]:  # drop pending signals, which were for the run's group

@@ -60,7 +60,7 @@ Peer = tuple[str, int]
 
 
 class Listening(socket.socket):
-    """A listening socket that closes a connection where there would be too many.
+    """A listening socket that closes a connection whenever there would be too many.
 
     It closes the oldest connection of a stranger, first of strangers at an address from which
     nobody was admitted. If there are no strangers, it closes the oldest connection of all.

@@ -193,7 +193,7 @@ class _Session:
         return str(text)
 
     def close(self) -> None:
-        """End the session and the process of a command; an error meanwhile is not a failure."""
+        """End the session and the process of a command; an error of the session is ignored."""
         with boundary("closing a session with an MCP server"):
             self._loop.run(self._end())
             self._loop.close()
