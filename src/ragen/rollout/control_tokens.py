@@ -67,7 +67,7 @@ class ControlTokens:
             if token not in allowed
         }
         self.ids = frozenset((*self._tokens.values(), *end_ids))
-        # Neither white space nor what stands for unknown characters is a sign of a forged token.
+        # Tokens of white space or of unknown characters are no sign of a forged control token.
         blank = {token for text, token in added.items() if not text.strip()}
         self._verified = self.ids - blank - (set(encode(_UNKNOWN)) - set(end_ids))
         # The longest first, as a tokenizer looks for them.
@@ -121,7 +121,7 @@ class ControlTokens:
                 continue
             for text in piece.split(BREAK):
                 yield from self._spell(text.replace(OWN, MARK), before)
-                before = "\n"  # no token joins a line's end and what follows
+                before = "\n"  # no token joins a line break and what follows
 
     def _spell(self, text: str, before: str) -> Ids:
         """Ids of `text` after the text `before`.

@@ -41,7 +41,8 @@ KEY_ENV = "OPENAI_API_KEY"
 CONNECT_S = 4.5
 """Time limit for opening a connection."""
 SOON_S = 4.0
-"""How long a request is repeated if the server has given no sign of life: it may be restarting."""
+"""Seconds for which a request is repeated where that helps rarely: the server cannot be reached (it
+may be restarting), or what it sends is not a completion."""
 TRIES = 8
 """Number of attempts for one completion."""
 GIVE_UP_S = 900.0
@@ -53,17 +54,17 @@ MAX_LOST = 16
 TEMPORARY = (408, 409, 425, 429)
 """Status codes below 500 after which the same request may succeed later."""
 MAX_BODY = 2**22
-"""Greatest size of an answer in bytes: a million tokens of text, or what an attacker may send."""
+"""Greatest size of an answer in bytes, about a million tokens of text."""
 MAX_ERROR = 2**16
 """How many bytes of an error's body are read."""
 MAX_SHOWN = 300
 """Greatest number of characters of a server's error message that are shown."""
 MAX_TOKENS = 2**31
-"""A token count of a server is not believed if it is this large."""
+"""A server's token counts are ignored from this size on."""
 MIN_KEY = 8
 """Length from which a key is a secret; shorter ones are dummies for local servers."""
 SECRET = re.compile(r"[^@]*//[^/]*@|[^/]*@|.*[?#]", re.DOTALL)
-"""An address with a password or a query, which may be a secret."""
+"""An address with a password, a query or a fragment, which may be a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,8 @@ class Server:
 
     ``/chat/completions`` is added to `base_url`, which mostly ends in ``/v1``. `key_env` names the
     environment variable of the key; ``None`` reads `default_key_env` if it is set. `timeout_s` is
-    the time limit of one request. At most `requests_per_minute` requests begin; 0 sets no limit.
+    the time limit of one request. `requests_per_minute` limits how many requests begin; 0 sets no
+    limit.
 
     Raises:
         RagenError: The address is invalid or has a password, a number is out of range, or the named
@@ -126,7 +128,8 @@ def check_address(name: str, address: str, remedy: str) -> None:
     `name` is the option or key that gave it; `remedy` says where a secret belongs.
 
     Raises:
-        RagenError: They cannot, or it holds a secret, which the message does not show.
+        RagenError: No request can be sent to the address, or it holds a secret, which the message
+            does not show.
     """
     if SECRET.match(address):
         raise RagenError(f"{name} must hold neither a password nor a query; {remedy}")
@@ -244,8 +247,8 @@ class ChatEndpoint:
     def _unheard(self, error: Exception) -> _RequestFailed:
         """What an error below HTTP means: no connection, or one that broke.
 
-        Before the first answer, it is a wrong address or a server that does not run. Later on, a
-        broken connection concerns one request, and a server that takes none is gone.
+        Before the first answer, the address is wrong or the server does not run. Later on, a broken
+        connection concerns one request, and a server that takes no connection is gone.
         """
         reason, name = self._server.shown(str(error)), type(error).__name__
         what = f"{name} ({reason})" if reason else name
@@ -297,7 +300,7 @@ class ChatEndpoint:
         }
 
     def _adapts(self, sent: Mapping[str, Any], message: str) -> bool:
-        """Whether the server needs the same request in another dialect, which is used from now."""
+        """Whether the server needs the request in another dialect, which is used from now on."""
         if "max_tokens" in sent and "max_completion_tokens" in message:
             self._length_key = "max_completion_tokens"
             return True
@@ -334,8 +337,8 @@ class Pace:
 class _RequestFailed(Exception):
     """A request failed, and may succeed after at least `after_s` seconds.
 
-    It is repeated for `repeat_s` seconds. If `is_gone`, the server then counts as gone. `remedy` is
-    the advice if the server did answer.
+    It is repeated for at most `repeat_s` seconds. If `is_gone`, the server then counts as gone.
+    `remedy` is the advice if the server did answer.
     """
 
     def __init__(
@@ -441,9 +444,10 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
     """The completion in the body of an answer.
 
     A refusal counts as the reply. If `think` and the text has no thought, a separate one
-    (``reasoning`` or ``reasoning_content``) is put in front, without any tags that it quotes; so is
-    a ``<think>`` that the model's own template wrote. With `tools`, calls are appended in the form
-    of `ragen.rollout.tool_calls.hermes`; otherwise a call without text is an empty reply. Half a
+    (``reasoning`` or ``reasoning_content``) is put in front, without any tags that it quotes.
+    Without one, a ``<think>`` is put in front of a thought that is only closed, because the model's
+    own template opened it. With `tools`, calls are appended in the form of
+    `ragen.rollout.tool_calls.hermes`; otherwise a call without text is an empty reply. Half a
     surrogate pair, which is no text, becomes the replacement character.
 
     Raises:

@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
         """Ids to text."""
 
     def get_added_vocab(self) -> dict[str, int]:
-        """Tokens that are cut out of a text before the rest is split: all special ones are."""
+        """Tokens that are cut out of a text before the rest is split, all special ones included."""
 
 
 class Template:
