@@ -270,7 +270,7 @@ def row_splits(
     order_B = torch.argsort(batch.lengths_B, descending=True, stable=True)
     if by_group:
         order_B = order_B[torch.argsort(batch.group_B[order_B], stable=True)]
-    units: dict[int, list[int]] = {}  # rows that stay together, in the order of their longest row
+    units: dict[int, list[int]] = {}  # rows that stay together, in the order of their first row
     for row in order_B.tolist():
         units.setdefault(int(batch.episode_B[row]) if whole_episodes else row, []).append(row)
     splits: list[list[int]] = []

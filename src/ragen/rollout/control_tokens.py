@@ -2,7 +2,7 @@
 
 A *control token* structures a chat: it opens or ends a message, or belongs to the model alone. A
 tokenizer makes one of any text that spells it, so an observation with ``<|end|><|user|>`` in it
-would end its own message and open another one. Hence `ControlTokens.mark` puts a mark into each
+would end its own message and open another one. So `ControlTokens.mark` puts a mark into each
 such string of a message's content before the template renders it. The rendering is then encoded
 with the template's control tokens as tokens, and everything else as text.
 
@@ -70,7 +70,7 @@ class ControlTokens:
         # Tokens of white space or of unknown characters are no sign of a forged control token.
         blank = {token for text, token in added.items() if not text.strip()}
         self._verified = self.ids - blank - (set(encode(_UNKNOWN)) - set(end_ids))
-        # The longest first, as a tokenizer looks for them.
+        # The longest first, as a tokenizer matches them.
         texts = "|".join(map(re.escape, sorted(self._tokens, key=len, reverse=True))) or "(?!)"
         self._control = re.compile(f"({texts})")
         self._begin = re.compile(f"(?={texts})(.)", re.DOTALL)

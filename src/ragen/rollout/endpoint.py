@@ -71,7 +71,7 @@ SECRET = re.compile(r"[^@]*//[^/]*@|[^/]*@|.*[?#]", re.DOTALL)
 class Server:
     """The address of a server, its key and its limits.
 
-    ``/chat/completions`` is added to `base_url`, which mostly ends in ``/v1``. `key_env` names the
+    ``/chat/completions`` is added to `base_url`, which usually ends in ``/v1``. `key_env` names the
     environment variable of the key; ``None`` reads `default_key_env` if it is set. `timeout_s` is
     the time limit of one request. `requests_per_minute` limits how many requests begin; 0 sets no
     limit.
@@ -117,7 +117,7 @@ class Server:
         return text.replace(self.key, "***") if len(self.key) >= MIN_KEY else text
 
     def shown(self, text: str) -> str:
-        """A message from outside for a line of our own: escaped, cut, and without the key."""
+        """A message from outside for one line of RAGEN's: escaped, cut, and without the key."""
         words = printable(self.hide(" ".join(text.split())))
         return words[: MAX_SHOWN - 1] + "…" if len(words) > MAX_SHOWN else words
 
@@ -144,7 +144,7 @@ def _is_address(text: str) -> bool:
     """Whether a request can be sent to such an address, and to paths below it."""
     try:
         url = httpx.URL(text).join("v1/chat/completions")
-        url.raw_host.decode("ascii").encode("idna")  # what looking up the name will do
+        url.raw_host.decode("ascii").encode("idna")  # as a look-up of the name does
         has_port = url.port is None or 0 < url.port < 2**16
         return url.scheme in ("http", "https") and bool(url.host) and has_port
     except (httpx.InvalidURL, UnicodeError):
@@ -233,7 +233,7 @@ class ChatEndpoint:
                 body = await _body_of(response)
         except TimeoutError:
             raise _RequestFailed(f"no answer in {self._server.timeout_s:g} s") from None
-        except (httpx.RequestError, ssl.SSLError) as error:  # the latter from a broken record
+        except (httpx.RequestError, ssl.SSLError) as error:  # SSLError: a broken record
             raise self._unheard(error) from None
         if response.status_code != 200:
             return await self._refused(prompt, sent, response, body)
@@ -263,7 +263,7 @@ class ChatEndpoint:
         """Act on a status other than 200: raise, or repeat the request in the server's dialect."""
         status, (message, code) = response.status_code, error_message(body)
         what = f"HTTP {status}: {self._server.shown(message)}".removesuffix(": ")
-        if code == "insufficient_quota":  # OpenAI's 429 that waiting does not cure
+        if code == "insufficient_quota":  # OpenAI's 429 for which waiting does not help
             raise RagenError(f"{self._server.url} has no quota left ({what})")
         if status in TEMPORARY or status >= 500:
             after_s = retry_after(response.headers.get("Retry-After", ""), time.time())
@@ -329,7 +329,7 @@ class Pace:
                 return
 
     def hold(self, seconds: float) -> None:
-        """Pause: let no request begin for so many seconds."""
+        """Pause: let no request begin for `seconds` seconds."""
         self._paused_until = max(self._paused_until, time.monotonic() + seconds)
         self._next = max(self._next, self._paused_until)
 
@@ -355,7 +355,7 @@ class _RequestFailed(Exception):
 
 
 def _wrong(text: str, shown: str = "", repeat_s: float = SOON_S) -> _RequestFailed:
-    """An answer that is not a completion; the same request would mostly get the same again."""
+    """An answer that is not a completion; the same request would usually get the same again."""
     remedy = "check that its address is that of an OpenAI-compatible server (most end in /v1)"
     return _RequestFailed(f"{text}: {shown}" if shown else text, repeat_s=repeat_s, remedy=remedy)
 
@@ -464,7 +464,7 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
     text = data.decode("utf-8-sig", "replace")
     try:
         answer = json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError):  # the latter from thousands of brackets
+    except (ValueError, RecursionError):  # RecursionError: thousands of brackets
         raise _wrong("an answer that is no JSON", text) from None
     if not isinstance(answer, dict) or answer.get("error"):
         words, code = error_message(data)
@@ -472,7 +472,7 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
         said, repeat_s = "an error in place of an answer", GIVE_UP_S if is_temporary else SOON_S
         raise _wrong(said, words, repeat_s)
     match answer.get("choices"):
-        case [{"finish_reason": "error"}, *_]:  # of the model behind the server
+        case [{"finish_reason": "error"}, *_]:  # the model behind the server failed
             raise _wrong("a reply that broke off", repeat_s=GIVE_UP_S)
         case [{"message": dict() as message, **choice}, *_]:
             pass

@@ -93,7 +93,7 @@ def resolve_run(
     if recipe is None and "env.name" not in given:
         raise RagenError("name a recipe (ragen help recipes), or an environment with --env")
     if "env.name" in given:
-        resolve(None, {"env.name": given["env.name"]})  # whether it can be a name
+        resolve(None, {"env.name": given["env.name"]})  # refuses what cannot be a name
     name = str(given.get("env.name"))
     if recipe is not None and given.get("env.name") in (None, written.get("env.name")):
         return Resolved(resolve_for_model(recipe, given))
@@ -105,7 +105,7 @@ def resolve_run(
     else:
         start = NEUTRAL | (SMALL if is_embedded(model) else {}) if recipe is None else {}
         brought = start | brought_by(name, given, written, model, recipe)
-    if not names_env(written):  # a recipe for any environment, whose values go first
+    if not names_env(written):  # the recipe is for any environment and takes precedence
         brought = {key: value for key, value in brought.items() if key not in written}
     config = resolve_for_model(recipe, given, brought)
     other = config.recipe if names_env(written) else None
@@ -186,7 +186,7 @@ def budgets_of(name: str, given: Flat) -> tuple[Flat, str | None]:
     prefix = f"{PARAMS}."
     params = {k.removeprefix(prefix): v for k, v in given.items() if k.startswith(prefix)}
     whole = given.get(PARAMS, {})
-    params |= whole if isinstance(whole, Mapping) else {}  # `resolve` refuses others
+    params |= whole if isinstance(whole, Mapping) else {}  # `resolve` refuses other values
     try:
         with closing_env(make(name, **params)) as env, boundary("its budgets"):
             return {f"env.{each}": getattr(env, each) for each in BUDGETS}, env.prompt_style

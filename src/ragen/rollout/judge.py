@@ -212,7 +212,7 @@ class Judge:
             prompt = Prompt(messages, None, 0, MAX_TOKENS, 0.0, seed)
             try:
                 completion = await self._policy.complete(prompt)
-            except RagenError as error:  # the run is saved, and can be resumed once it is back
+            except RagenError as error:  # the run is saved: resume it once the judge is back
                 raise UnplayableError(f"the judge: {error}") from None
             text, usage = completion.text, completion.usage or Usage(0, 0)
             read, written = read + usage.prompt_tokens, written + usage.completion_tokens

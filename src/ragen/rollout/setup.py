@@ -315,7 +315,7 @@ class EpisodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class BranchSpec(EpisodeSpec):
-    """A recorded episode that is played anew from one of its turns.
+    """A recorded episode that is played again from one of its turns.
 
     `turns` are the recorded turns up to that one. Of the last, only what came before the reply
     counts: the environment restarts from its snapshot. `noise` is the recorded episode's noise
