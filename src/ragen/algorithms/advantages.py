@@ -79,9 +79,10 @@ def bi_level_gae(
 
         δ_t = r_t + V_{t+1} − V_t                             A_t = δ_t + λ A_{t+1}
 
-    So a turn of any length costs one γ. Turn ends come from the record: a turn of reward 0 is a
-    turn. λ = 1 gives Σ_i γ^(turns from t to i) r_i − V_t; a single turn is `gae` with γ = 1. With
-    λ < 1 it assumes that a turn's last token decides nothing, as is true of an end-of-turn token.
+    So a turn is discounted by one γ, whatever its length. Turn ends come from the record, so a turn
+    with reward 0 counts, too. λ = 1 gives Σ_i γ^(turns from t to i) r_i − V_t; a single turn gives
+    `gae` with γ = 1. λ < 1 assumes that a turn's last token decides nothing, as is true of an
+    end-of-turn token.
 
     Example:
         >>> rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.6, 0.8]])
@@ -148,7 +149,7 @@ def dr_grpo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
         A = R − mean of the group
 
     Dividing by the std gives a group with one success among many failures the same scale as a
-    group with as many successes as failures. Without the division it keeps its smaller spread.
+    group with as many successes as failures. Without the division, its smaller spread is kept.
 
     Example:
         >>> rewards, group = torch.tensor([[0.0], [2.0]]), torch.tensor([0, 0])

@@ -30,9 +30,10 @@ class Batch:
     and `turn_ends_BT` are the fields of `Sample`. `episode_B` and `group_B` index the step's
     episodes and groups; an episode may have several rows.
 
-    `weight_BT` is the weight of each token in the loss: at first 1 on sampled tokens and 0
-    elsewhere, and after `losses.token_weights` a share of the minibatch. So a loss is a plain
-    weighted sum, and the losses and gradients of microbatches add up to the minibatch's.
+    `weight_BT` is the weight of each token in the loss: at first 1 on sampled tokens, the
+    `context_weight` of `collate` on others and 0 on padding, and after `losses.token_weights` a
+    share of the minibatch. So a loss is a plain weighted sum, and the losses and gradients of
+    microbatches add up to the minibatch's.
 
     Added later with `dataclasses.replace`, ``None`` before: `old_logprobs_BT` (of the learner at
     the start of the update), `entropies_BT`, `reference_logprobs_BT`, `values_BT`, then
@@ -240,9 +241,9 @@ def minibatches(batch: Batch, minibatch_episodes: int, epochs: int, seed: int) -
 
 
 NEAR = 8
-"""Rows share a microbatch if the shorter is at most an eighth shorter than the longer, or if the
-microbatch has not reached an eighth of its size. This leaves about 5 % of padding, for a tenth more
-microbatches."""
+"""Rows share a microbatch if the shorter is at most an eighth shorter than the longest, or if the
+microbatch has not reached an eighth of its greatest size. This leaves about 5 % of padding, for a
+tenth more microbatches."""
 
 
 def row_splits(
@@ -252,9 +253,11 @@ def row_splits(
 
     Rows are sorted by length, and only rows of similar lengths (`NEAR`) share a rectangle, so there
     is little padding. The widest rectangle comes first, so that a lack of memory shows at once. A
-    single row (or episode) that is larger than `max_tokens` gets its own rectangle. With
-    `by_group` the rows of a group stay together, for a model that computes their common prompt once
-    and skips padding; with `whole_episodes` those of an episode, for a loss that needs all of it.
+    single row (or episode) that is larger than `max_tokens` gets its own rectangle.
+
+    With `by_group` rows are sorted by group first, and rows of any lengths share a rectangle. This
+    is for a model that computes the common prompt of a group once and skips padding. With
+    `whole_episodes` the rows of an episode stay together, for a loss that needs all of it.
 
     Example:
         >>> row = Sample((1,) * 5, (False,) * 5, (0.0,) * 5, (-1,) * 5, (False,) * 5, 0, 0)
@@ -267,7 +270,7 @@ def row_splits(
     order_B = torch.argsort(batch.lengths_B, descending=True, stable=True)
     if by_group:
         order_B = order_B[torch.argsort(batch.group_B[order_B], stable=True)]
-    units: dict[int, list[int]] = {}  # rows that stay together, in the order of their longest row
+    units: dict[int, list[int]] = {}  # rows that stay together, in the order of their first row
     for row in order_B.tolist():
         units.setdefault(int(batch.episode_B[row]) if whole_episodes else row, []).append(row)
     splits: list[list[int]] = []

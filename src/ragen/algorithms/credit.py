@@ -42,13 +42,14 @@ def credit(
 ) -> Batch:
     """The batch with rewards, advantages and (with a critic) returns.
 
-    The batch has old logprobs, values for an estimator that needs them, and reference logprobs for
-    a KL penalty, which is added after the normalisation. `episodes` are those that
-    `Batch.episode_B` indexes. `group_weights` are factors on the advantages of the groups that
-    `Batch.group_B` indexes (`filters.group_weights`).
+    The batch must have values for an estimator that needs them. For a KL penalty in the reward
+    (``k1``) it must have old and reference logprobs; the penalty is added after the normalisation.
+    `episodes` are those that `Batch.episode_B` indexes. `group_weights` are factors on the
+    advantages of the groups that `Batch.group_B` indexes (`filters.group_weights`).
 
     Raises:
-        ValueError: The estimator needs what there is not: values, or a second episode in a group.
+        RagenError: The estimator cannot be loaded, or it does not return a `Credit`.
+        ValueError: The estimator needs values and the batch has none.
     """
     index = episode_index(batch)
     penalised_ES = token_rewards(episodes, index, reward.placement)
@@ -86,7 +87,7 @@ def credit(
 
 
 def compared_with(episodes: Sequence[Episode], index: EpisodeIndex, over: str) -> Tensor:
-    """The class of each episode, ``(E,)``: those of one class are normalised together.
+    """The class of each episode, ``(E,)``: episodes of one class are normalised together.
 
     `over` is ``"group"``, ``"env"`` (the environment of a mixture) or ``"batch"``.
     """
@@ -100,7 +101,7 @@ def compared_with(episodes: Sequence[Episode], index: EpisodeIndex, over: str) -
 def state_numbers(episodes: Sequence[Episode], index: EpisodeIndex) -> Tensor:
     """The state in which each token's turn began, as a number: ``(E, S)``, −1 off the mask.
 
-    Equal `Turn.state_key`, in any episode, gives equal numbers.
+    Turns with equal `Turn.state_key` have equal numbers, in all episodes.
     """
     numbers: dict[str, int] = {}
     state_ES = torch.full(index.mask_ES.shape, -1)
@@ -114,9 +115,9 @@ def state_numbers(episodes: Sequence[Episode], index: EpisodeIndex) -> Tensor:
 def token_rewards(episodes: Sequence[Episode], index: EpisodeIndex, placement: str) -> Tensor:
     """Rewards on the tokens that earned them, ``(E, S)``, 0 on all other tokens.
 
-    With the placement ``"turn"`` each turn's reward is at its last sampled token, with
-    ``"episode"`` their sum at the episode's last one; so the sum over an episode is its reward in
-    either, penalties included.
+    With the placement ``"turn"`` each turn's reward is at its last sampled token. With
+    ``"episode"`` the sum of the turns' rewards is at the episode's last sampled token. Either way,
+    the sum over an episode is its total reward, penalties included.
     """
     present = [episodes[e] for e in index.episode_E.tolist()]
     paid = [[turn.reward + turn.penalty for turn in episode.turns] for episode in present]
@@ -134,17 +135,18 @@ def token_rewards(episodes: Sequence[Episode], index: EpisodeIndex, placement: s
 def normalise(rewards_ES: Tensor, mask_ES: Tensor, class_E: Tensor, method: str) -> Tensor:
     """Rewards whose sum over each episode is the episode's normalised total.
 
-    With R the episode's total, and m and s mean and unbiased std of the totals in its class:
+    With R the episode's total, and m and s the mean and std of the totals in its class (the std
+    divides by n − 1):
 
         identity R        mean R − m        mean_std (R − m) / (s + 1e-6)
         asym_clip: mean_std, clipped to [−1, 3]
 
-    A class of one episode, or of equal totals, gives 0 (except for identity). On the tokens,
-    rewards stay in place, divided by s + 1e-6 where the method divides (and the class has any
-    spread), and the episode's last token gets the difference to the normalised total. So the order
-    of the turns' rewards is kept, and the shift changes the return of every token equally (γ = 1).
-    `rewards_ES` are penalised rewards in either placement, 0 off the mask; episodes of one class in
-    `class_E` share a mean and a std.
+    In a class of one episode, or of equal totals, the normalised total is 0 (except for identity).
+    On the tokens, rewards stay in place, divided by s + 1e-6 where the method divides (and the
+    class has any spread), and the episode's last token gets the difference to the normalised total.
+    With γ = 1 this shift changes the return of every token of the episode equally. `rewards_ES` are
+    penalised rewards in either placement, 0 off the mask; episodes of one class in `class_E` share
+    a mean and a std.
 
     Example:
         >>> paid = torch.tensor([[1.0, 3.0], [0.0, 2.0]])  # totals 4 and 2: m = 3, s = √2

@@ -1,8 +1,9 @@
 """The contract of an advantage estimator: its inputs and its result.
 
-Axes: **E** episodes, **S** an episode's sampled tokens in time order, **N** masked tokens. Tokens
-of prompts and observations take no time. Arrays are episode-major, so full-history, windowed and
-single-turn contexts give the same numbers, and group statistics count episodes, never rows.
+Axes: **E** episodes, **S** an episode's sampled tokens in time order, **N** the tokens on the mask.
+Tokens of prompts and observations are not on the time axis. Arrays are episode-major, so
+full-history, windowed and single-turn contexts give the same numbers, and group statistics count
+episodes, never rows.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Credit:
 
 
 Estimator = Callable[..., Credit]
-"""The signature of every estimator: from the `ESTIMATOR_INPUTS` that it names to a `Credit`.
+"""The signature of every estimator: it takes the `ESTIMATOR_INPUTS` that it names, and returns a
+`Credit`.
 
     def leave_one_out(rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit: ...
 
@@ -58,9 +60,8 @@ def estimate(estimator: Estimator, **inputs: object) -> Credit:
     """Call an estimator with those of the `ESTIMATOR_INPUTS` that it names.
 
     Raises:
-        RagenError: It returns something else than a `Credit`.
-        ValueError: It names something else, it needs values and there are none, or it compares the
-            episodes of a group and a group has one.
+        RagenError: It returns something other than a `Credit`.
+        ValueError: It names an input that does not exist, or it needs values and there are none.
     """
     if needs_values(estimator) and inputs["values_ES"] is None:
         raise ValueError(f"the estimator {estimator.__name__} needs a critic's values")
@@ -78,9 +79,10 @@ def whiten_tokens(field_ES: Tensor, mask_ES: Tensor, magnitude: float = 1.0) -> 
 
         (x − mean) / √(variance + 1e-8)
 
-    The variance divides by n − 1. A single token gives 0. So do tokens that differ only by the
-    rounding of sums of S terms, which dividing by their deviation would turn into signal: at most
-    4 √S ε max(1, |x|, `magnitude`), with the largest size of a term that cancelled as `magnitude`.
+    The variance divides by n − 1. A single token gives 0. Tokens that differ only by rounding give
+    0 as well, since a division by their deviation would turn rounding errors into signal. Rounding
+    is a difference of at most 4 √S ε max(1, |x|, `magnitude`), as in sums of S terms; `magnitude`
+    is the largest size of a term that cancelled.
 
     Example:
         >>> whiten_tokens(torch.tensor([[1.0, 3.0, 7.0]]), torch.tensor([[True, True, False]]))
@@ -98,9 +100,10 @@ def whiten_tokens(field_ES: Tensor, mask_ES: Tensor, magnitude: float = 1.0) -> 
 
 
 def compare_within(values_N: Tensor, class_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Each value minus the mean of its class, and the unbiased std of its class.
+    """Each value minus the mean of its class, and the std of its class.
 
-    Both are exactly 0 in a class of one, and in a class of equal values (`all_equal`).
+    The std divides by n − 1. Both are exactly 0 in a class of one, and in a class of equal values
+    (`all_equal`).
 
     Example:
         >>> compare_within(torch.tensor([0.0, 2.0, 7.0]), torch.tensor([0, 0, 1]))

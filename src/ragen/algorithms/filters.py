@@ -7,8 +7,8 @@ StarPO-S (arXiv:2504.20073) keeps the prompts whose outcome is most uncertain un
 estimated by the spread of the group's rewards. Whole groups are kept or left out, failures together
 with successes. A score ranks the groups, and a rule decides how many of them stay.
 
-Scores read rewards before penalties and normalisation, count by episode, and leave out failed
-episodes.
+RAGEN's own scores read rewards before penalties and normalisation, count each episode once, and
+leave out failed episodes.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from ragen.core.statistics import all_equal
 from ragen.core.types import Episode, Group
 
 SLACK = 1e-9
-"""Relative rounding error that a sum of shares may have when it is compared with p."""
+"""Rounding error that a sum of shares may have when it is compared with p."""
 
 Score = Callable[[Group], float]
-"""The signature of every score: from a group with at least one episode that did not fail to a
-finite number. Groups with higher numbers are kept first.
+"""The signature of every score. It takes a group with at least one episode that did not fail, and
+returns a finite number. Groups with higher numbers are kept first.
 
     def mean_length(group: Group) -> float: ...
 """
 
 Rule = Callable[[Sequence[float], float, int], list[int]]
-"""The signature of every rule: from the scores of the groups that may be kept (at least one), the
-config's `filter.value`, and the number of all groups of the step, to indices into the scores."""
+"""The signature of every rule. It takes the scores of the groups that may be kept (at least one),
+the config's `filter.value` and the number of all groups of the step. It returns indices into the
+scores."""
 
 
 def reward_std(group: Group) -> float:
-    """Standard deviation of the environment's rewards in a group, without format penalties.
+    """Standard deviation of the total rewards in a group, without penalties.
 
-    It divides by G − 1 and counts `Episode.total_reward` of the episodes that did not fail. It is
-    exactly 0 where all are equal or fewer than two remain.
+    It covers `Episode.total_reward` of the n episodes that did not fail, and divides by n − 1. It
+    is exactly 0 if all of them are equal or n < 2.
     """
     return math.sqrt(variance(group))
 
@@ -94,8 +95,8 @@ def keep_all(scores: Sequence[float], value: float, num_groups: int) -> list[int
 def keep_top_k(scores: Sequence[float], value: float, num_groups: int) -> list[int]:
     """The groups with the highest scores; of equal scores, the earlier group.
 
-    Up to 1, `value` is the share of the step's groups to keep, rounded, at least one group. Above 1
-    it is their number.
+    A `value` above 1 is the number of groups to keep. Up to 1 it is their share of the step's
+    groups; the number is rounded, and at least 1.
 
     Example:
         >>> keep_top_k([0.1, 0.5, 0.0, 0.5], 0.25, 4), keep_top_k([0.1, 0.5, 0.0, 0.5], 3, 4)
@@ -106,7 +107,7 @@ def keep_top_k(scores: Sequence[float], value: float, num_groups: int) -> list[i
 
 
 def keep_top_p(scores: Sequence[float], value: float, num_groups: int) -> list[int]:
-    """The shortest prefix of the ranking that holds the share `value` of the summed scores.
+    """The shortest prefix of the ranking with at least the share `value` of the summed scores.
 
     If all scores are 0, all groups hold the same share.
 
@@ -148,8 +149,8 @@ def select(
     """The groups to learn from.
 
     A `rule` keeps groups by their `score`, with the number `value` (see `FILTERS`). Groups of equal
-    rewards are candidates only with `include_zero`; at least `min_played` episodes of a group must
-    not have failed: 2 for estimators that compare the episodes of a group
+    rewards are candidates only with `include_zero`. A candidate has at least `min_played` episodes
+    that did not fail: 2 for estimators that compare the episodes of a group
     (`estimator.compares_group`), else 1. Returns ascending indices, none if no group qualifies.
 
     Raises:
@@ -170,11 +171,12 @@ def select(
 def group_weights(groups: Sequence[Group], rule: str) -> list[float] | None:
     """The factor on each kept group's advantages, or ``None`` if the rule does not weigh groups.
 
-    ``reweight`` is the soft form of the filter (arXiv:2604.06268): a group counts by its reward std
-    ÷ the largest reward std. If all stds are 0, nothing counts.
+    ``reweight`` is the soft form of the filter (arXiv:2604.06268): the factor is the group's reward
+    std ÷ the largest reward std. If all stds are 0, all factors are 0.
 
-    Every policy loss is proportional to the advantage, so a factor on the advantage is a factor on
-    the loss. The entropy bonus, a KL term in the loss and the critic's loss are not weighted.
+    Every policy loss but `nll` is proportional to the advantage, so a factor on the advantage is a
+    factor on the loss. The entropy bonus, a KL term in the loss and the critic's loss are not
+    weighted.
 
     Example:
         >>> group_weights([], "reweight"), group_weights([], "top_k")

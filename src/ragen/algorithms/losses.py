@@ -28,11 +28,12 @@ Aggregation = Literal["token_mean", "episode_mean", "constant"]
 
 
 LARGEST_LOG_RATIO = 20.0
-"""In nats. Beyond it, a ratio counts as e²⁰ and has no gradient; float32 overflows at e⁸⁸."""
+"""Limit of a log-ratio's size, in nats. Beyond it, a ratio counts as e²⁰ or e⁻²⁰ and has no
+gradient; float32 overflows at e⁸⁸."""
 
 
 class Measured(NamedTuple):
-    """A `Metric` whose numbers are still on the device, where reading one would wait for it."""
+    """A `Metric` whose numbers are still on the device: reading one would wait for the device."""
 
     value: Tensor
     weight: Tensor | float = 1.0
@@ -144,12 +145,12 @@ def gspo(
     """Group sequence policy optimisation: one ratio and one clip per episode (arXiv:2507.18071).
 
         s_e = exp(mean over the episode's sampled tokens of (logprob − old logprob))
-        ℓ_t = max(−s_t A_t, −clip(s_t, 1 − ε₋, 1 + ε₊) A_t),   s_t = s_e · π_t ÷ stop-gradient(π_t)
+        ℓ_t = max(−s_t A_t, −clip(s_t, 1 − ε₋, 1 + ε₊) A_t),   s_t = stop-gradient(s_e ÷ π_t) · π_t
 
     This is the paper's form per token: s_t has the value s_e, and its gradient is s_e ∇logprob_t.
-    If A is equal on all tokens of an episode (as with most estimators that compare groups), the sum
-    over the episode and its gradient are those of max(−s_e A, −clip(s_e, …) A). For an episode of
-    one token it is PPO's clip without the dual clip.
+    If A is equal on all tokens of an episode (as with most estimators that compare groups), the
+    mean over the episode and its gradient are those of max(−s_e A, −clip(s_e, …) A). For an episode
+    of one token this is PPO's clip without the dual clip.
 
     The ratio of an episode stays much closer to 1 than that of a token: the paper uses ε₋ = 3e-4
     and ε₊ = 4e-4. ε₋ is `clip_low`, ε₊ is `clip_high`. The tokens are those of whole episodes;
@@ -165,7 +166,7 @@ def gspo(
     """
     old_N, advantages_N = _trained(tokens)
     with torch.no_grad():
-        # Each episode sums at its own place among N, for a GPU does not tell how many there are.
+        # Each episode sums at its own place among N: counting the episodes would wait for a GPU.
         place_N = torch.searchsorted(episode_N.sort().values, episode_N)
         total_N = torch.zeros_like(old_N).index_add(0, place_N, logprobs_N - old_N)
         count_N = torch.zeros_like(old_N).index_add(0, place_N, torch.ones_like(old_N))
@@ -235,7 +236,7 @@ def policy_loss(loss: PolicyLoss, logprobs_N: Tensor, tokens: TokenFields, **inp
 
     Raises:
         RagenError: It does not return a `Loss` whose value is one number.
-        ValueError: It names something else.
+        ValueError: It names an input that does not exist.
     """
     result = call(loss, logprobs_N, tokens, inputs=inputs | {"episode_N": tokens.episode_N})
     value = result.value if isinstance(result, Loss) else None

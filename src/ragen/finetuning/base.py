@@ -1,4 +1,4 @@
-"""Prepare the embedded models: supervised learning on demonstrations along the training path.
+"""Prepare the embedded models: supervised learning on demonstrations, with the code of training.
 
 Teachers play the environments through the rollout, their episodes become samples, and the learner
 takes its steps on them with the loss ``nll``, stage by stage (`curriculum.FAMILIES`). The same
@@ -45,7 +45,7 @@ from ragen.rollout.setup import Setup
 def model_config(
     vocabulary: int, layers: int, longest: int = 2048, theta: float = 300.0
 ) -> Qwen2Config:
-    """The embedded models' architecture. With a single key-value head none learns to look up."""
+    """The embedded models' architecture. Models with one key-value head do not learn to look up."""
     return Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=128,
@@ -71,7 +71,7 @@ def prepare(
 
     `out` and `stages_out` are folders that do not exist yet; the latter receives the model after
     each stage but the last. `seed` decides weights and demonstrations. `steps` is the maximum per
-    stage, for a trial. `watch` receives a line of progress now and then.
+    stage, for a trial. `watch` receives a line of progress every 50 steps.
 
     Raises:
         RagenError: There is no such family, or `out` or `stages_out` exists.
@@ -118,7 +118,7 @@ def teach(
     steps: int | None,
     watch: Callable[[str], None],
 ) -> None:
-    """Take the steps of stage `number`, at most `steps`."""
+    """Take the training steps of a stage, at most `steps`; it has this `number` in its family."""
     num_steps = min(stage.steps, steps or stage.steps)
     update = UpdateConfig(lr=stage.lr, lr_end=stage.lr_end, warmup_steps=WARMUP_STEPS, beta2=0.99)
     learner = Learner(
@@ -151,7 +151,7 @@ class LessonPlayer:
         self._levels: dict[tuple[int, int], Iterator[int]] = {}
 
     def samples(self, stage: Stage, number: int, step: int) -> list[Sample]:
-        """One step's demonstrations; the mask is true on tokens to be learned only."""
+        """One step's demonstrations; the mask is true only on tokens that are trained."""
         generator = np.random.Generator(np.random.PCG64(derive(self._seed, "base", number, step)))
         shares = np.array([lesson.share for lesson in stage.lessons])
         drawn = Counter(

@@ -2,8 +2,8 @@
 
 An action of free text names what is on the screen, such as words to search for. A base of random
 weights does not learn to copy in minutes, so its attention begins as heads that copy
-(`write_induction`). A lesson repeats random words, so that the heads stay general; only the second
-half is trained::
+(`write_induction`). One lesson repeats random words, so that the heads stay general; only the
+second half is trained::
 
      boots the Hexley boots the Hexley</think><answer>…
 
@@ -28,29 +28,32 @@ from ragen.finetuning.screen import Choose
 from ragen.rollout.prompt import Limits
 
 REPEATED = 24
-"""Words that a lesson repeats."""
+"""Number of words that a lesson repeats."""
 NOTHING = " -"
 """The thought of random play."""
 EMBEDDING = 0.1
 """Standard deviation of embeddings."""
 NEAR, BEFORE, MATCH, COPY = 6.0, 3.0, 4.0, 60.0
-"""Strength of induction heads: to look at the token before, to write it, to find it, to copy."""
+"""Strengths of induction heads: of looking at earlier tokens, writing, finding and copying them."""
 SPELLING = 0.5
-"""Share of an embedding that its spelling decides."""
+"""Size of the vector that a space before a word adds to its embedding, relative to `EMBEDDING`."""
 NORM = 3.0
-"""Weight of the last norm: with it logits of small embeddings reach the size that copying needs."""
+"""Factor on the last norm, with which logits of small embeddings are large enough for copying."""
 ROPE_THETA = 10_000.0
 """Base of the rotary embedding: words have to be found at the other end of a page."""
 
 
 class Copier:
-    """Teachers for an environment of free text: `words` to repeat, and who `choose`s actions."""
+    """Teachers for an environment of free text.
+
+    One repeats some of the `words`, the other plays. `choose` chooses the actions of both.
+    """
 
     def __init__(self, words: Sequence[str], choose: Choose) -> None:
         self.words, self.choose = words, choose
 
     def repeat(self, env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
-        """Repeat random words; the first time they are not trained."""
+        """Write random words twice, and then an answer; the first time is not trained."""
         words = "".join(f" {pick(generator, self.words)}" for _ in range(REPEATED))
         chosen = answer(self.choose(env, limits, generator))
         return [Piece(words, trained=False), Piece(f"{words}{chosen}")]
@@ -61,7 +64,7 @@ class Copier:
 
 
 def write_words(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let the spellings of a word be alike, with a space before it or not, and fix the embeddings.
+    """Give a word similar embeddings with and without a space before it, and freeze all embeddings.
 
     So the model copies one spelling as it learned to copy the other. Embeddings that are trained
     drift apart, and copies become guesses.
@@ -80,12 +83,13 @@ def write_words(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> N
 
 
 def write_induction(model: PreTrainedModel) -> None:
-    """Let the attention of two layers begin as heads that copy (arXiv:2209.11895).
+    """Initialise the attention of the first two layers as heads that copy (arXiv:2209.11895).
 
-    Two heads of the first layer look at the last token and the one before it, and write their
-    embeddings into subspaces. Heads of the second layer look for earlier places of the same tokens
-    and add the embedding of what followed there, so the model continues a passage that it has seen.
-    In a head, half of the frequencies of the rotary embedding encode places, and half words.
+    At each token, two heads of the first layer look at the token before and at the one before that,
+    and write their embeddings into subspaces. Heads of the second layer look for earlier places of
+    the same tokens and add the embedding of what followed there, so the model continues a passage
+    that it has seen. In a head, half of the frequencies of the rotary embedding encode places, and
+    half encode words.
     """
     config: Any = model.config
     layers: Any = model.model.layers

@@ -26,7 +26,7 @@ from ragen.finetuning.demonstrations_lake import (
 from ragen.finetuning.demonstrations_sokoban import sokoban_plan, solved_in
 
 NUM_HELD_OUT = 1024
-"""Number of evaluation levels whose boards no demonstration shows."""
+"""Number of evaluation levels whose boards no lesson with `Lesson.held_out` shows."""
 LEVELS_PER_LESSON = 1_000_000
 WARMUP_STEPS = 20
 
@@ -38,8 +38,8 @@ class Lesson:
     `accept` says whether a level, to which the environment has been reset, belongs to the lesson.
     Each episode draws one of the turn budgets `turns`; `actions` is the action budget, of which a
     turn may spend `actions_per_turn`. A prompt shows the last `window` turns (0 shows all). `share`
-    is the weight of the lesson in its stage. With
-    `held_out` the boards of evaluation levels are left out.
+    is the weight of the lesson in its stage. With `held_out` the boards of evaluation levels are
+    left out.
     """
 
     teacher: Teacher
@@ -53,7 +53,7 @@ class Lesson:
     held_out: bool = True
 
     def levels(self, stage: int, index: int) -> Iterator[int]:
-        """Levels of this lesson, number `index` of stage `stage`, each once."""
+        """The levels of this lesson, each once; it has number `index` in stage number `stage`."""
         env = self.make()
         held_out = set()
         for number in range(NUM_HELD_OUT if self.held_out else 0):
@@ -86,7 +86,7 @@ ARMS = (
     BANDIT(env_factory("bandit", name_set="pairs"), share=0.4),
     BANDIT(env_factory("bandit", name_set="pairs", split="test"), share=0.2),
 )
-"""How each name sounds, also in the test splits; the reward of a sound is not taught."""
+"""How each name sounds, also in the test split; which sound pays more is not taught."""
 
 # FrozenLake: careful play on all levels from any state (untrained walks lead to some of them), and
 # random walks. The mix makes careful play one habit among others.
@@ -136,7 +136,7 @@ LAKE_STAGES = (
 )
 """The first stages of both lake families."""
 
-# Reading, moving and looking around at random: nothing that leads to the goal.
+# Reading, moving and looking around at random: these lessons show no way to the goal.
 WANDER = partial(Lesson, wander, turns=(1, 1, 2, 3, 5))
 WANDERING = (
     WANDER(MORE_HOLES, share=0.5, held_out=False),

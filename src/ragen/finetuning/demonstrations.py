@@ -1,7 +1,8 @@
 """Demonstrators: players whose thoughts the embedded models learn first.
 
-A teacher writes a turn as pieces of text, and each piece is trained or not. It sees the environment
-itself. It states facts of the map and simulates its plan cell by cell before it answers.
+A teacher writes a turn as pieces of text, and each piece is trained or not. It reads the state of
+the environment itself. On a map, it states facts and simulates its plan cell by cell before it
+answers.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ def answer(actions: list[str]) -> str:
 def plan_in_words(actions: Sequence[str], seed: int = 0) -> str:
     """The thought of a solver that states its plan, in words that fit every environment.
 
-    It is short, true and carried out. It shows no reasoning, since a solver has none to show: it
-    teaches the form of a reply and the plan, and leaves longer thoughts to reinforcement learning.
-    The embedded models' tokenizer knows the words.
+    The thought is short, and the answer carries it out. It shows no reasoning, since a solver has
+    none to show: it teaches the form of a reply and the plan, and leaves longer thoughts to
+    reinforcement learning. The embedded models' tokenizer knows the words.
 
     Example:
         >>> plan_in_words(["Right", "Down"])
@@ -157,7 +158,7 @@ def look_up(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
     return [*pieces, Piece(answer(["Left"]), trained=False)]
 
 
-# Bandit: how each name sounds, then either arm at random: knowledge without its use.
+# Bandit: say how each name sounds, then choose either arm at random. The knowledge is not used.
 
 
 def bandit_knowledge(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:

@@ -1,12 +1,12 @@
 """FrozenLake's teachers: careful thoughts that read the map, and random walks.
 
 A careful thought names the player and the goal. Before each move it looks at every neighbouring
-cell (`` b0 a0 O``: from b0 at a0, which holds a hole) and only then names the direction::
+cell (`` b0 c0 O``: from b0 at c0, which holds a hole) and only then names the direction::
 
      P b0 G c1 : b0 c0 O b0 b1 _ b0 a0 _ Right b1 b0 P b1 c1 G b1 b2 _ b1 a1 O Down
 
-So the answer is the thought's directions in order, and no move is taken back. A random walk reads
-the map just as truthfully, but it ignores the goal and enters the cell that it looks at::
+So the answer is the thought's directions in order, and none is retracted. A random walk also reads
+the map truthfully, but it ignores the goal and enters the cell that it looks at::
 
      P b0 : b0 c0 O Down
 
@@ -16,7 +16,7 @@ three layers that has to find it further back names wrong directions.
 A wanderer looks at every neighbouring cell, says to which one it goes, and names the direction. The
 cell is drawn at random, whatever it holds::
 
-     P b0 G c1 : a0 _ c0 O b1 _ to c0 Down
+     P b0 G c1 : c0 O b1 _ a0 _ to c0 Down
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LONGEST_WALK = 4
 SAFE_WALK_MOVES = 3
 LONGEST_WANDER = 2
 CAREFUL_MOVES = 2
-"""Moves of a careful turn at most; shorter turns observe slips earlier."""
+"""Greatest number of moves in a careful turn; shorter turns observe slips earlier."""
 
 CarefulTurn = Callable[[FrozenLake, Limits, np.random.Generator], str]
 """Writes a careful turn: `careful_turn` for ice that does not slip, else `slippery_turn`."""
@@ -85,7 +85,7 @@ def slippery_turn(env: FrozenLake, limits: Limits, _: np.random.Generator) -> st
 
 
 def random_walk(env: FrozenLake, moves: int, generator: np.random.Generator) -> str:
-    """A random walk that ends at the goal or a hole and looks only at the cells that it enters.
+    """A walk of random moves, which stops at the goal or a hole and looks only at cells it enters.
 
     Example:
         >>> lake = FrozenLake()
@@ -97,7 +97,10 @@ def random_walk(env: FrozenLake, moves: int, generator: np.random.Generator) -> 
 
 
 def safe_walk(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
-    """A random walk around the holes: it trains reading, geometry and copying, without a goal."""
+    """A random walk around the holes, which does not seek the goal.
+
+    It trains reading, geometry and copying.
+    """
     assert isinstance(env, FrozenLake)
     holes = env.lake.holes
     plan = plan_moves(env, SAFE_WALK_MOVES, generator, lambda _, ahead: ahead not in holes)
@@ -131,7 +134,10 @@ def plan_moves(
     generator: np.random.Generator,
     accept: Callable[[int, int], bool] = lambda here, ahead: True,
 ) -> list[str]:
-    """At most `most` random moves between cells that `accept` accepts, to the goal or a hole."""
+    """At most `most` random moves that `accept` accepts; they stop at the goal or a hole.
+
+    `accept` takes the cells before and after a move.
+    """
     lake, here = env.lake, env.player
     plan: list[str] = []
     while len(plan) < most and here != lake.goal and here not in lake.holes:
@@ -144,8 +150,8 @@ def plan_moves(
 def write_plan(env: FrozenLake, plan: list[str], careful: bool = True) -> str:
     """A plan in words.
 
-    A careful one names the goal and looks at every neighbour before a move, since a slip may lead
-    to any of them. Another looks only ahead.
+    A careful plan names the goal and looks at every neighbour before a move, since a slip may lead
+    to any of them. Any other plan looks only at the cell ahead.
     """
     lake, here = env.lake, env.player
     goal = f" G {name_of(lake, lake.goal)}" if careful else ""
@@ -171,7 +177,7 @@ def name_of(lake: Lake, cell: int) -> str:
 
 
 def straight_line(lake: Lake, cell: int) -> int:
-    """Steps from a cell to the goal without holes."""
+    """Steps from a cell to the goal if there were no holes."""
     (row, col), (goal_row, goal_col) = divmod(cell, lake.size), divmod(lake.goal, lake.size)
     return abs(row - goal_row) + abs(col - goal_col)
 

@@ -2,8 +2,9 @@
 
 A careful turn names player, box and target, then the push that begins a shortest solution: its
 direction, the cell from which to push, and the box's last cell. Then it looks from cell to cell:
-`` b1 c1 _`` from b1 at c1, which is floor. It looks at the next cell of the player or of the pushed
-box, and names the direction if it accepts the cell. So the answer is the thought's directions::
+`` b1 c1 _`` looks from b1 at c1, which is floor. It looks at the next cell of the player or of the
+pushed box, and names the direction if it accepts the cell. So the answer is the thought's
+directions::
 
      P b1 X c2 O c4 push Right c1 c4 : b1 c1 _ Down c2 c3 _ Right c3 c4 O Right
 
@@ -44,7 +45,7 @@ class Push(NamedTuple):
 class Move(NamedTuple):
     """A move of the player or the box from cell `here`.
 
-    `cells` are the cells that it looks at; the last one is the destination.
+    `cells` are the cells that the thought looks at; the last one is the destination.
     """
 
     action: int
@@ -107,7 +108,7 @@ def fewest_steps(starts: Iterable[T], neighbours: Callable[[T], Iterable[T]]) ->
 
 
 def walk_to(room: Room, board: Board, stand: int) -> list[Move]:
-    """A shortest walk to `stand`, looking at cells in the order of their straight distance."""
+    """A shortest walk to `stand`; before a move it looks at cells by their distance to `stand`."""
     left, here = reachable_cells(room, board, stand), board.player
     walk: list[Move] = []
     while here != stand:
@@ -156,10 +157,10 @@ def optimal_push(room: Room, board: Board) -> Push | None:
 
 
 def sokoban_plan(careful: float, slips_trained: bool = True) -> Teacher:
-    """A teacher whose turns are one straight push: optimal ones and random slips.
+    """A teacher whose turns are one straight push, either optimal or a random slip.
 
-    A push is optimal with probability `careful`; on an unsolvable board every turn is a slip. If
-    the choice of a slip is not trained, it only leads to unusual boards.
+    A push is optimal with probability `careful`; on an unsolvable board every turn is a slip. A
+    slip whose choice is not trained only leads to unusual boards.
     """
 
     def write(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:

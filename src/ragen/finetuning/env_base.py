@@ -1,9 +1,9 @@
 """``ragen base --env W``: a small model from scratch that can read W and reply, and no more.
 
 Its tokenizer holds the words that random play meets in W. Two stages of demonstrations (`screen`)
-teach it to find things on the screen and to reply in the right form. Where actions are free text,
-it begins with copying and one stage teaches it the form (`copying`). What to do is left to
-reinforcement learning.
+teach the model to find things on the screen and to reply in the right form. Where actions are free
+text, the model begins with heads that copy, and one stage teaches it the form (`copying`). What to
+do is left to reinforcement learning.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from ragen.storage.checkpoint import new_folder
 
 LAYERS = 3
 MOST_WORDS, MOST_FREE_WORDS = 1000, 2500
-"""Words of a vocabulary, the most frequent ones; others are spelled in bytes. Free text has
-more."""
+"""Greatest number of words in a vocabulary, for named actions and for free text. The most frequent
+words are kept; others are spelled in bytes."""
 STEP_TOKENS = 2000
-"""Tokens of the demonstrations of one step, about."""
+"""Approximate number of tokens in the demonstrations of one step."""
 FEWEST, MOST = 4, 32
-"""Demonstrations of one step."""
+"""Smallest and greatest number of demonstrations of one step."""
 LONGEST = 2048
-"""Tokens of a prompt and its reply; a longer episode drops its oldest turns."""
+"""Greatest number of tokens of a prompt and its reply; a longer episode drops its oldest turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvBase:
-    """A base that was made: its folder, its parameters, demonstrations and seconds."""
+    """A finished base: its folder, and the numbers of parameters, demonstrations and seconds."""
 
     model: Path
     parameters: int
@@ -137,13 +137,13 @@ def prepare_env(
 
 
 def _episodes(met: Survey, chat: Chat) -> int:
-    """Demonstrations of one step, so that their tokens are about `STEP_TOKENS`."""
+    """Number of demonstrations whose tokens are about `STEP_TOKENS`, from `FEWEST` to `MOST`."""
     tokens = fmean(len(chat.encode_text(text)) for text in met.texts) * len(met.texts)
     return max(FEWEST, min(MOST, round(STEP_TOKENS / (1 + tokens / met.episodes))))
 
 
 def _lesson(make: Callable[[], Env], env: EnvConfig, window: int) -> Callable[..., Lesson]:
-    """Lessons with the environment's budgets; a teacher and a share are left to say."""
+    """A function that makes a lesson with the environment's budgets from a teacher and a share."""
     return partial(
         Lesson,
         make=make,
@@ -158,7 +158,7 @@ def _lesson(make: Callable[[], Env], env: EnvConfig, window: int) -> Callable[..
 def stages_of(
     reader: Reader, make: Callable[[], Screen], env: EnvConfig, episodes: int, window: int
 ) -> tuple[Stage, ...]:
-    """The stages: where things are, then short thoughts and random play."""
+    """The stages: first mostly look-ups of where things are, then mostly short thoughts."""
     lesson = _lesson(make, env, window)
     find, read = lesson(reader.look_up, share=0.8), lesson(reader.read, share=0.2)
     look_up = Stage("look-up", 300, (find, read), episodes, context_weight=0.1)
@@ -170,7 +170,7 @@ def stages_of(
 def copying_stages(
     copier: Copier, make: Callable[[], Env], env: EnvConfig, episodes: int, window: int
 ) -> tuple[Stage, ...]:
-    """The stage of free text: to repeat words, and random play."""
+    """The stage of free text: some lessons repeat words, most show random play."""
     lesson = _lesson(make, env, window)
     lessons = lesson(copier.repeat, share=0.1), lesson(copier.act, share=0.9)
     rates = {"lr": 2e-3, "muon_lr": 0.006, "lr_end": 0.02}

@@ -1,4 +1,4 @@
-"""Demonstrations in any environment: they read the screen, and their answer follows no plan.
+"""Demonstrations in any environment: they read the screen, and their answers follow no plan.
 
 The screen is the observation, line by line in pieces: words, numbers and symbols. A look-up names
 pieces and says where they are, or names places and says what is there::
@@ -11,13 +11,13 @@ random play::
      H 1 P 4 G 7</think><answer>Left || Right</answer>
 
 In half of the thoughts a numbered habit decides instead: an arbitrary rule that picks one of two
-actions by the order of two things on the screen. It names both, and nobody knows what it is good
-for::
+actions by the order of two things on the screen. No habit is chosen for its use. The thought states
+the habit's number and both things::
 
      3 : P 4 G 7</think><answer>Right || Right</answer>
 
-Random play that does not look at the screen teaches an answer to ignore it. Which screens there are
-is surveyed in episodes of random play.
+Without habits, random play would teach the model to ignore the screen in its answers. A `survey`
+plays episodes at random to find out which screens there are.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ EPISODES = 256
 QUERIES = 12
 """Pieces or places that one look-up names."""
 ITEMS = 4
-"""Pieces that a thought states at most."""
+"""Greatest number of pieces that a thought states."""
 HABITS = 12
-"""Habits at most."""
+"""Greatest number of habits."""
 HABIT_SHARE = 0.5
 """Share of thoughts in which a habit decides."""
 COMMON = 0.6
-"""Share of screens that show a piece in its place, above which a thought leaves it out."""
+"""A thought leaves out an item that more than this share of the screens show."""
 
 Choose = Callable[[Env, Limits, np.random.Generator], list[str]]
 """Chooses the actions of a demonstration."""
@@ -68,7 +68,10 @@ class Item(NamedTuple):
 
 
 def pieces(text: str) -> list[str]:
-    """The words, numbers and symbols of a text; letters that are all upper case are symbols.
+    """The words, numbers and symbols of a text, in order.
+
+    A run of upper-case letters is split into single symbols, and a number into pieces of at most
+    three digits.
 
     Example:
         >>> pieces("It is over 1024: H_P")
@@ -95,9 +98,9 @@ def items_of(screen: str) -> list[Item]:
 
 
 class Habit(NamedTuple):
-    """Does `before` if `first` stands before `second` on the screen, and otherwise `after`.
+    """A rule: the action `before` if `first` stands before `second` on the screen, else `after`.
 
-    `by_line` compares their lines, otherwise their places in a line are compared.
+    With `by_line` their lines are compared, otherwise their places in a line.
     """
 
     first: str
@@ -114,7 +117,7 @@ class Habit(NamedTuple):
 
 
 def habits_for(pieces: Sequence[str], actions: Sequence[str], has_lines: bool) -> list[Habit]:
-    """At most `HABITS` of all habits of these pieces and actions, each as likely as its opposite.
+    """At most `HABITS` of all habits of these pieces and actions, each together with its opposite.
 
     Example:
         >>> habits_for(["P", "G"], ["Left", "Right"], has_lines=False)  # doctest: +ELLIPSIS
@@ -133,7 +136,7 @@ def habits_for(pieces: Sequence[str], actions: Sequence[str], has_lines: bool) -
 
 
 class Screen(Env):
-    """Another environment, which keeps the last observation for a teacher to read."""
+    """A wrapper of an environment that keeps the last observation for a teacher to read."""
 
     def __init__(self, make: Callable[[], Env]) -> None:
         self.inner = make()
@@ -191,7 +194,7 @@ class Screen(Env):
 
 
 def random_actions(env: Env, limits: Limits, generator: np.random.Generator) -> list[str]:
-    """Random play of one to all actions that the budgets allow."""
+    """Random play: at least one action, and at most as many as the budgets allow."""
     count = 1 + int(generator.random() * min(limits.actions_left, limits.actions_per_turn))
     player = random_player(int(generator.random() * 2**53))
     return player(env, limits.turns_left, limits.actions_left, count)
@@ -203,11 +206,11 @@ def optimal_actions(env: Env, limits: Limits, _: np.random.Generator) -> list[st
 
 
 def choice_in(env: Env) -> Choose:
-    """Whose actions demonstrations show: random play, or optimal play where there is none.
+    """The function that chooses the actions: random play, or optimal play where there is none.
 
     Raises:
         RagenError: The environment has neither.
-        UserCodeError: It fails.
+        UserCodeError: The environment fails.
     """
     with boundary("reset"):
         env.reset(seed=BASE_LEVELS, options={"noise_seed": 0})
@@ -227,7 +230,7 @@ def choice_in(env: Env) -> Choose:
 class Survey:
     """What random play has met: `screens`, and all `texts` that a model would read or write.
 
-    These are from so many `episodes`.
+    `episodes` is the number of episodes that did not fail.
     """
 
     screens: Sequence[str]
@@ -235,7 +238,7 @@ class Survey:
     episodes: int
 
     def words(self, most: int) -> list[str]:
-        """The pieces of all texts, the most frequent first."""
+        """At most `most` pieces of all texts, the most frequent first."""
         counts = Counter(piece for text in self.texts for piece in pieces(text))
         return [piece for piece, _ in sorted(counts.items(), key=lambda each: (-each[1], each[0]))][
             :most
@@ -243,7 +246,7 @@ class Survey:
 
 
 def survey(setup: Setup, choose: Choose, seed: int) -> Survey:
-    """Play `EPISODES` episodes and keep the texts.
+    """Play `EPISODES` episodes and keep their texts.
 
     Raises:
         RagenError: The environment fails in most of them.
@@ -278,8 +281,8 @@ def survey(setup: Setup, choose: Choose, seed: int) -> Survey:
 class Reader:
     """Teachers for the screens of one environment.
 
-    `shares` is the share of screens that show an item. `choose` chooses the actions. `habits` are
-    of the pieces that thoughts state most often, for the named `actions`.
+    `shares` holds for each item the share of screens that show it. `choose` chooses the actions.
+    `habits` are about the pieces that thoughts state most often, and about the named `actions`.
     """
 
     def __init__(
@@ -294,7 +297,7 @@ class Reader:
         self.habits = habits_for(often, actions or (), self._has_lines)
 
     def read(self, env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
-        """State what tells this screen from others; then random play, or what a habit wants."""
+        """State what tells this screen from others; then play at random or follow a habit."""
         assert isinstance(env, Screen)
         if self.habits and generator.random() < HABIT_SHARE:
             number = int(generator.random() * len(self.habits))
@@ -311,7 +314,7 @@ class Reader:
         return [Piece(f"{self.thought(env.observation)}{answer(chosen)}")]
 
     def look_up(self, env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
-        """Say where named pieces are and what named places hold; only this is trained."""
+        """Say where named pieces are and what named places hold; the names are not trained."""
         assert isinstance(env, Screen)
         items = items_of(env.observation)
         counts = Counter(item.piece for item in items)
@@ -337,7 +340,9 @@ class Reader:
         return "".join(f" {item.piece}{self._where(item)}" for item in self.telling(screen))
 
     def telling(self, screen: str) -> list[Item]:
-        """The `ITEMS` rarest items of a screen, in order, without `COMMON` ones; at least one.
+        """The `ITEMS` rarest items of a screen, in order, without `COMMON` ones.
+
+        If all are common, it is the rarest item alone.
 
         Example:
             >>> Reader(["P _ G", "_ P G", "_ _ P"], random_actions).telling("_ P G")
@@ -353,5 +358,5 @@ class Reader:
 
     @property
     def places(self) -> int:
-        """The highest number that a place has."""
+        """The highest number of a line, or of a place in a line."""
         return max((max(item.line, item.place) for item in self.shares), default=1)

@@ -1,9 +1,9 @@
 """Supervised fine-tuning: a model learns from examples before reinforcement learning.
 
-The examples are episodes of a player or a model, or conversations from a file. They take the path
-of training: prompts and completions become samples, and the learner takes optimiser steps on them
-with the loss ``nll``. The result is a model folder, for ``--model`` and ``ragen eval``, whose card
-says what the model was shown.
+The examples are episodes of a player or a model, or conversations from a file. They use the code of
+training: prompts and completions become samples, and the learner takes optimiser steps on them with
+the loss ``nll``. The result is a model folder, for ``--model`` and ``ragen eval``, whose card says
+what the model was shown.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ HELD_OUT = 0.1
 LR_FACTOR = 10.0
 """The default learning rate divided by ``update.lr``. Gradients of examples are far less noisy than
 gradients of returns. Llama 2 (arXiv:2307.09288) uses 2e-5 for examples and 1e-6 for PPO; the
-embedded models use 3e-3 in preparation and 4e-4 in the recipes."""
+embedded models use 3e-3 in preparation and 2.5e-4 to 1e-3 in the recipes."""
 
 LINES = 10
 """Number of progress lines."""
@@ -64,7 +64,7 @@ KEYS = (
     *("model.max_length", "update.minibatch_episodes", "update.microbatch_tokens"),
     *("update.lr_end", "update.warmup_steps", "update.beta2"),
 )
-"""The keys and sections that `sft` reads, besides `update.lr` (`LR_FACTOR`)."""
+"""How the keys begin that `sft` reads, besides `update.lr` (`LR_FACTOR`)."""
 
 Keep = Literal["solved", "all"]
 """Which episodes are learnt from."""
@@ -77,9 +77,9 @@ Example = list[Exchange]
 class Examples:
     """Training examples.
 
-    `unsolved` counts the episodes without success where only solved ones are kept, `too_long` the
-    examples that do not fit into a rollout. Both are left out. `shows` says in a sentence what
-    there is to learn from them.
+    `unsolved` counts the episodes that are not kept: failed ones and, where only solved ones are
+    kept, those without success. `too_long` counts the examples that do not fit into a rollout. Both
+    are left out. `shows` says in a sentence what there is to learn from the examples.
     """
 
     source: str
@@ -143,15 +143,15 @@ def sft(
     ``random`` (with thoughts that lean to no action), ``solver`` (whose thought is its plan),
     ``teacher`` (optimal play with the thoughts of the embedded models), a run or a model with the
     same tokenizer, which plays at temperature 1, or a file of conversations
-    (`ragen.finetuning.transcripts`). But for the last, the examples are those of `episodes` to
-    `keep`, on levels that neither training nor evaluation uses; by default all of random play, else
-    the solved ones. `lr` is the peak learning rate, by default `LR_FACTOR` times ``update.lr``.
-    `watch` receives lines of progress. On one machine, with one thread count, the same call gives
-    the same weights.
+    (`ragen.finetuning.transcripts`). Except with a file, it plays `episodes` on levels that neither
+    training nor evaluation uses, and the examples are those that `keep` names: by default all of
+    random play, and the solved ones of others. `lr` is the peak learning rate, by default
+    `LR_FACTOR` times ``update.lr``. `watch` receives lines of progress. On one machine, with one
+    thread count, the same call gives the same weights.
 
     Raises:
-        RagenError: `out` exists, a number is out of its range, there are too few examples, the
-            model cannot be loaded or saved, or the loss is not finite.
+        RagenError: `out` exists, a number is out of its range, there is no such player, there are
+            too few examples, the model cannot be loaded or saved, or the loss is not finite.
     """
     began = time.monotonic()
     lr = LR_FACTOR * config.update.lr if lr is None else lr
@@ -206,7 +206,7 @@ def sft(
 def learn(
     learner: Learner, parts: Iterable[Batch], num_steps: int, watch: Callable[[str], None]
 ) -> None:
-    """Take an optimiser step on each of the minibatches; report `LINES` times."""
+    """Take an optimiser step on each of the minibatches; report at most `LINES` times."""
     recent: list[Metrics] = []
     for step, part in enumerate(parts, 1):
         recent.append(learner.update(part, step - 1))
@@ -253,8 +253,8 @@ def played_examples(
     """Episodes of a player, a run or a model.
 
     Raises:
-        RagenError: There is no such player, its tokenizer is another one, it cannot play the
-            environment, or too few episodes are left.
+        RagenError: There is no such player, its tokenizer differs from the model's, it cannot play
+            the environment, or too few episodes are left.
     """
     env, keep = config.env.name, keep or ("all" if player == "random" else "solved")
     policy, setup = _player(config, chat, player)
@@ -287,7 +287,7 @@ def played_examples(
 
 
 def _player(config: Config, chat: Chat, player: str) -> tuple[Policy | PlayerPolicy, Setup]:
-    """Who plays the examples, and the set-up of its episodes."""
+    """The policy or player of the examples, and the set-up of its episodes."""
     if player not in ("random", "solver", "teacher"):
         refuse_absent(player)
         return load_target(player, config)

@@ -3,8 +3,8 @@
 Decoding restores any text (in Unicode's composed form, NFC, like every Qwen2 tokenizer). A word of
 the vocabulary is one token with the space before it, so that a named cell and its symbol cost two
 tokens. In Hugging Face's terms it is Qwen2's byte-level tokenizer without merges, with the words as
-added tokens. For every model of that architecture `AutoTokenizer` splits text as Qwen2 does, and
-only added tokens take precedence.
+added tokens, because for every model of that architecture `AutoTokenizer` splits text as Qwen2
+does, and only added tokens take precedence.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def words_for(pieces: Iterable[str], highest: int) -> list[str]:
     found = dict.fromkeys([*PROMPT_WORDS, *pieces])
     numbers = map(str, range(highest + 1))
     spaced = dict.fromkeys(f" {word}" for word in (*found, *PUNCTUATION, *numbers))
-    # A single ASCII character is a byte of the alphabet, so a token already.
+    # A single ASCII character is in the byte alphabet, so it is a token already.
     bare = [word for word in found if len(word.encode()) > 1]
     return [*TAGS, *spaced, *dict.fromkeys(["\n", *bare, "||"])]
 

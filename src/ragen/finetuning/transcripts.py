@@ -7,7 +7,7 @@ A file holds one conversation per line: user and assistant in turn, optionally a
 
 They take the path of a rollout. The chat opens or extends each prompt, and a completion is the
 assistant's text with the token that ends its turn. So the trained tokens are exactly those that a
-policy would have to sample; none is searched for in rendered text.
+policy would have to sample, and no reply is searched for in rendered text.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ragen.rollout.chat import Chat, without_thought
 from ragen.rollout.policies import written_completion
 
 MOST_BYTES = 2**30
-"""Size of the largest file of conversations; all of them are held in memory."""
+"""Greatest size of a file of conversations, in bytes; all of them are held in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """A conversation and its file and line.
+    """A conversation, with its file and line in `where`.
 
     The last message is the assistant's; assistant messages have no surrounding white space.
 

@@ -12,7 +12,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 """Each appears exactly once in a well-formed reply, the first two only if it has a thought."""
 
 SEPARATOR = "||"
-"""Stands between the actions of one answer."""
+"""Separates the actions of one answer."""
 
 WHITESPACE = " \t\r\n"
 """The characters that are trimmed. Zero-width, control and other spaces count as text."""
@@ -67,7 +67,7 @@ class AskedCall:
         text: The call as JSON text that the environment takes; the text as written if it is not a
             call.
         name: The tool; empty if the text is not a call.
-        id: What its result refers to.
+        id: The id that its result refers to.
         refusal: Why the call is not carried out; ``None`` if it is.
     """
 
@@ -141,7 +141,7 @@ def find_thought(reply: str) -> tuple[int, int] | None:
 
 
 def _skip(text: str, at: int) -> int:
-    """The first position from `at` on without white space."""
+    """The first position from `at` on that is not white space."""
     return len(text) - len(text[at:].lstrip(WHITESPACE))
 
 

@@ -86,9 +86,9 @@ class Chat:
         """Find the bridge of the tokenizer's template and verify it.
 
         `think` says whether replies have thoughts, which templates may drop from the history. If
-        `history_thoughts` is ``"keep"``, the prompts keep them all the same. If it is ``"drop"``,
-        the messages to render must not contain them. Every prompt offers the `tools`. Their calls
-        are read by `tool_parser`, or by the parser of the template's own form.
+        `history_thoughts` is ``"keep"``, the prompts keep them anyway. If it is ``"drop"``, the
+        messages to render must not contain them. Every prompt offers the `tools`. `tool_parser`
+        reads their calls; without it, the parser of the template's own form does.
 
         Raises:
             RagenError: The tokenizer has no chat template, the template refuses the simplest
@@ -245,8 +245,8 @@ class Chat:
         """The tokens that spell the characters from `start` to `end` of ``text = decode(ids)``.
 
         Returns a half-open range of `ids` that covers the characters. It includes tokens that cross
-        an edge, and every token that holds a byte of one of the characters. A negative
-        start counts as 0.
+        an edge, and every token that holds a byte of one of the characters. A negative start counts
+        as 0. The range is empty if there is no such character.
         """
         start, end = max(0, start), min(end, len(text))
         if start >= end:
@@ -309,7 +309,7 @@ class Chat:
         return text
 
     def _marked(self, message: Message) -> Message:
-        """A message with the control tokens broken up that its texts must not contain.
+        """A message in which the control tokens that its texts must not contain are broken up.
 
         This includes the name in a tool's message, because a policy chooses it.
         """

@@ -1,9 +1,9 @@
 """The context of a turn: the whole episode, the last turns, or only the present one.
 
 Earlier replies are shown with or without their thoughts. A prompt that would be too long leaves out
-its oldest turns. The opening message, with the system text and the description of the environment,
-always stays on top. It may have a summary of the turns that are not shown, with one line for each.
-The lines are made from what was done; no model writes them.
+its oldest turns. The system text and the opening message, which describes the environment, always
+stay on top. The opening message may have a summary of the turns that are not shown, with one line
+for each. The lines are made from what was done; no model writes them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Conversation:
     running token sequence grows by the sampled ids and the template's bridge and is never rendered
     again. Otherwise a prompt is rendered from the messages in the turn's context.
 
-    `env_texts` are the environment's rules, its goal and its action names. `turns_dropped` are the
-    turns in the set-up's window for which the last prompt had no room.
+    `env_texts` are the environment's rules, its goal and its action names. `turns_dropped` is the
+    number of turns in the set-up's window for which the last prompt had no room.
     """
 
     def __init__(self, setup: Setup, env_texts: tuple[str, str, tuple[str, ...] | None]) -> None:
@@ -60,7 +60,7 @@ class Conversation:
         self._replies: list[str] = []
         self._first = 0  # the oldest turn that is shown; a turn that is dropped stays dropped
         self._summed = 0  # the oldest turn in the summary
-        # The tokens of the prompts that begin with these turns.
+        # The tokens so far of the prompts that begin with turn `_first`.
         self._running: tuple[int, ...] | None = None
 
     def ask(self, view: View) -> tuple[tuple[Message, ...], tuple[int, ...] | None, int]:
@@ -84,7 +84,10 @@ class Conversation:
             self._first, self._running = first, None
 
     def _cut(self, present: int) -> bool:
-        """Leave out the oldest turn or line of the summary; returns whether there was one."""
+        """Leave out the oldest turn, or else the oldest line of the summary, if there is one.
+
+        Returns whether something was left out.
+        """
         if self._first < present:
             self._begin_with(self._first + 1)
         elif self._setup.summary != "none" and self._summed < self._first:
@@ -121,7 +124,7 @@ class Conversation:
         """What the policy is shown in a turn: a user message, or the results of its calls."""
         builder, observation = self._builder, view.observation
         if opening or view.reward is None:
-            if view.results:  # of a turn that is not shown
+            if view.results:  # results of a turn that is not shown
                 texts = (self._views[0].observation, *(each["content"] for each in view.results))
                 observation = "\n".join(texts)
             summary = self._summary()
@@ -143,7 +146,8 @@ class Conversation:
             summary_line(number, views[number - 1], views[number], kind == "observations")
             for number in range(self._summed + 1, self._first + 1)
         ]
-        if kind == "observations" and not views[self._first].results:  # which include it
+        # With results, `_shown` puts the first observation above them.
+        if kind == "observations" and not views[self._first].results:
             lines.insert(0, views[0].observation)
         return "\n".join(lines)
 

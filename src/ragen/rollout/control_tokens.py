@@ -2,7 +2,7 @@
 
 A *control token* structures a chat: it opens or ends a message, or belongs to the model alone. A
 tokenizer makes one of any text that spells it, so an observation with ``<|end|><|user|>`` in it
-would end its own message and open another one. Hence `ControlTokens.mark` puts a mark into each
+would end its own message and open another one. So `ControlTokens.mark` puts a mark into each
 such string of a message's content before the template renders it. The rendering is then encoded
 with the template's control tokens as tokens, and everything else as text.
 
@@ -67,10 +67,10 @@ class ControlTokens:
             if token not in allowed
         }
         self.ids = frozenset((*self._tokens.values(), *end_ids))
-        # Neither white space nor what stands for unknown characters is a sign of a forged token.
+        # Tokens of white space or of unknown characters are no sign of a forged control token.
         blank = {token for text, token in added.items() if not text.strip()}
         self._verified = self.ids - blank - (set(encode(_UNKNOWN)) - set(end_ids))
-        # The longest first, as a tokenizer looks for them.
+        # The longest first, as a tokenizer matches them.
         texts = "|".join(map(re.escape, sorted(self._tokens, key=len, reverse=True))) or "(?!)"
         self._control = re.compile(f"({texts})")
         self._begin = re.compile(f"(?={texts})(.)", re.DOTALL)
@@ -121,7 +121,7 @@ class ControlTokens:
                 continue
             for text in piece.split(BREAK):
                 yield from self._spell(text.replace(OWN, MARK), before)
-                before = "\n"  # no token joins a line's end and what follows
+                before = "\n"  # no token joins a line break and what follows
 
     def _spell(self, text: str, before: str) -> Ids:
         """Ids of `text` after the text `before`.

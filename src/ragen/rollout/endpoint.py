@@ -41,7 +41,8 @@ KEY_ENV = "OPENAI_API_KEY"
 CONNECT_S = 4.5
 """Time limit for opening a connection."""
 SOON_S = 4.0
-"""How long a request is repeated if the server has given no sign of life: it may be restarting."""
+"""Seconds for which a request is repeated where that helps rarely: the server cannot be reached (it
+may be restarting), or what it sends is not a completion."""
 TRIES = 8
 """Number of attempts for one completion."""
 GIVE_UP_S = 900.0
@@ -53,26 +54,27 @@ MAX_LOST = 16
 TEMPORARY = (408, 409, 425, 429)
 """Status codes below 500 after which the same request may succeed later."""
 MAX_BODY = 2**22
-"""Greatest size of an answer in bytes: a million tokens of text, or what an attacker may send."""
+"""Greatest size of an answer in bytes, about a million tokens of text."""
 MAX_ERROR = 2**16
 """How many bytes of an error's body are read."""
 MAX_SHOWN = 300
 """Greatest number of characters of a server's error message that are shown."""
 MAX_TOKENS = 2**31
-"""A token count of a server is not believed if it is this large."""
+"""A server's token counts are ignored from this size on."""
 MIN_KEY = 8
 """Length from which a key is a secret; shorter ones are dummies for local servers."""
 SECRET = re.compile(r"[^@]*//[^/]*@|[^/]*@|.*[?#]", re.DOTALL)
-"""An address with a password or a query, which may be a secret."""
+"""An address with a password, a query or a fragment, which may be a secret."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
     """The address of a server, its key and its limits.
 
-    ``/chat/completions`` is added to `base_url`, which mostly ends in ``/v1``. `key_env` names the
+    ``/chat/completions`` is added to `base_url`, which usually ends in ``/v1``. `key_env` names the
     environment variable of the key; ``None`` reads `default_key_env` if it is set. `timeout_s` is
-    the time limit of one request. At most `requests_per_minute` requests begin; 0 sets no limit.
+    the time limit of one request. `requests_per_minute` limits how many requests begin; 0 sets no
+    limit.
 
     Raises:
         RagenError: The address is invalid or has a password, a number is out of range, or the named
@@ -115,7 +117,7 @@ class Server:
         return text.replace(self.key, "***") if len(self.key) >= MIN_KEY else text
 
     def shown(self, text: str) -> str:
-        """A message from outside for a line of our own: escaped, cut, and without the key."""
+        """A message from outside for one line of RAGEN's: escaped, cut, and without the key."""
         words = printable(self.hide(" ".join(text.split())))
         return words[: MAX_SHOWN - 1] + "…" if len(words) > MAX_SHOWN else words
 
@@ -126,7 +128,8 @@ def check_address(name: str, address: str, remedy: str) -> None:
     `name` is the option or key that gave it; `remedy` says where a secret belongs.
 
     Raises:
-        RagenError: They cannot, or it holds a secret, which the message does not show.
+        RagenError: No request can be sent to the address, or it holds a secret, which the message
+            does not show.
     """
     if SECRET.match(address):
         raise RagenError(f"{name} must hold neither a password nor a query; {remedy}")
@@ -141,7 +144,7 @@ def _is_address(text: str) -> bool:
     """Whether a request can be sent to such an address, and to paths below it."""
     try:
         url = httpx.URL(text).join("v1/chat/completions")
-        url.raw_host.decode("ascii").encode("idna")  # what looking up the name will do
+        url.raw_host.decode("ascii").encode("idna")  # as a look-up of the name does
         has_port = url.port is None or 0 < url.port < 2**16
         return url.scheme in ("http", "https") and bool(url.host) and has_port
     except (httpx.InvalidURL, UnicodeError):
@@ -230,7 +233,7 @@ class ChatEndpoint:
                 body = await _body_of(response)
         except TimeoutError:
             raise _RequestFailed(f"no answer in {self._server.timeout_s:g} s") from None
-        except (httpx.RequestError, ssl.SSLError) as error:  # the latter from a broken record
+        except (httpx.RequestError, ssl.SSLError) as error:  # SSLError: a broken record
             raise self._unheard(error) from None
         if response.status_code != 200:
             return await self._refused(prompt, sent, response, body)
@@ -244,8 +247,8 @@ class ChatEndpoint:
     def _unheard(self, error: Exception) -> _RequestFailed:
         """What an error below HTTP means: no connection, or one that broke.
 
-        Before the first answer, it is a wrong address or a server that does not run. Later on, a
-        broken connection concerns one request, and a server that takes none is gone.
+        Before the first answer, the address is wrong or the server does not run. Later on, a broken
+        connection concerns one request, and a server that takes no connection is gone.
         """
         reason, name = self._server.shown(str(error)), type(error).__name__
         what = f"{name} ({reason})" if reason else name
@@ -260,7 +263,7 @@ class ChatEndpoint:
         """Act on a status other than 200: raise, or repeat the request in the server's dialect."""
         status, (message, code) = response.status_code, error_message(body)
         what = f"HTTP {status}: {self._server.shown(message)}".removesuffix(": ")
-        if code == "insufficient_quota":  # OpenAI's 429 that waiting does not cure
+        if code == "insufficient_quota":  # OpenAI's 429 for which waiting does not help
             raise RagenError(f"{self._server.url} has no quota left ({what})")
         if status in TEMPORARY or status >= 500:
             after_s = retry_after(response.headers.get("Retry-After", ""), time.time())
@@ -297,7 +300,7 @@ class ChatEndpoint:
         }
 
     def _adapts(self, sent: Mapping[str, Any], message: str) -> bool:
-        """Whether the server needs the same request in another dialect, which is used from now."""
+        """Whether the server needs the request in another dialect, which is used from now on."""
         if "max_tokens" in sent and "max_completion_tokens" in message:
             self._length_key = "max_completion_tokens"
             return True
@@ -326,7 +329,7 @@ class Pace:
                 return
 
     def hold(self, seconds: float) -> None:
-        """Pause: let no request begin for so many seconds."""
+        """Pause: let no request begin for `seconds` seconds."""
         self._paused_until = max(self._paused_until, time.monotonic() + seconds)
         self._next = max(self._next, self._paused_until)
 
@@ -334,8 +337,8 @@ class Pace:
 class _RequestFailed(Exception):
     """A request failed, and may succeed after at least `after_s` seconds.
 
-    It is repeated for `repeat_s` seconds. If `is_gone`, the server then counts as gone. `remedy` is
-    the advice if the server did answer.
+    It is repeated for at most `repeat_s` seconds. If `is_gone`, the server then counts as gone.
+    `remedy` is the advice if the server did answer.
     """
 
     def __init__(
@@ -352,7 +355,7 @@ class _RequestFailed(Exception):
 
 
 def _wrong(text: str, shown: str = "", repeat_s: float = SOON_S) -> _RequestFailed:
-    """An answer that is not a completion; the same request would mostly get the same again."""
+    """An answer that is not a completion; the same request would usually get the same again."""
     remedy = "check that its address is that of an OpenAI-compatible server (most end in /v1)"
     return _RequestFailed(f"{text}: {shown}" if shown else text, repeat_s=repeat_s, remedy=remedy)
 
@@ -441,9 +444,10 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
     """The completion in the body of an answer.
 
     A refusal counts as the reply. If `think` and the text has no thought, a separate one
-    (``reasoning`` or ``reasoning_content``) is put in front, without any tags that it quotes; so is
-    a ``<think>`` that the model's own template wrote. With `tools`, calls are appended in the form
-    of `ragen.rollout.tool_calls.hermes`; otherwise a call without text is an empty reply. Half a
+    (``reasoning`` or ``reasoning_content``) is put in front, without any tags that it quotes.
+    Without one, a ``<think>`` is put in front of a thought that is only closed, because the model's
+    own template opened it. With `tools`, calls are appended in the form of
+    `ragen.rollout.tool_calls.hermes`; otherwise a call without text is an empty reply. Half a
     surrogate pair, which is no text, becomes the replacement character.
 
     Raises:
@@ -460,7 +464,7 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
     text = data.decode("utf-8-sig", "replace")
     try:
         answer = json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError):  # the latter from thousands of brackets
+    except (ValueError, RecursionError):  # RecursionError: thousands of brackets
         raise _wrong("an answer that is no JSON", text) from None
     if not isinstance(answer, dict) or answer.get("error"):
         words, code = error_message(data)
@@ -468,7 +472,7 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
         said, repeat_s = "an error in place of an answer", GIVE_UP_S if is_temporary else SOON_S
         raise _wrong(said, words, repeat_s)
     match answer.get("choices"):
-        case [{"finish_reason": "error"}, *_]:  # of the model behind the server
+        case [{"finish_reason": "error"}, *_]:  # the model behind the server failed
             raise _wrong("a reply that broke off", repeat_s=GIVE_UP_S)
         case [{"message": dict() as message, **choice}, *_]:
             pass

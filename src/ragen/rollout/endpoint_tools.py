@@ -21,7 +21,7 @@ EMPTY_THOUGHT = "<think></think>"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """A name of a tool that servers take in a request."""
 UNKNOWN = "unknown"
-"""Stands in requests for a name that they would refuse."""
+"""Replaces, in requests, a name that servers would refuse."""
 
 
 def with_calls(reply: str, calls: Any, think: bool) -> str:
@@ -58,7 +58,10 @@ def _text(call: Any) -> str:
 
 
 def _arguments(arguments: Any) -> Any:
-    """Arguments that a server sends, which are a JSON text, or JSON itself from some servers."""
+    """A call's arguments as an object; most servers send them as JSON text.
+
+    Text that is not a JSON object is returned as it is.
+    """
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -97,7 +100,7 @@ def for_server(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
 
 
 def _called(reply: str, ids: Sequence[str]) -> Mapping[str, Any]:
-    """A reply with calls; its thought stays in the text."""
+    """A reply with calls; a thought stays in the text unless it is empty."""
     said = reply.partition("<tool_call>")[0].removeprefix(EMPTY_THOUGHT).rstrip()
     calls = [
         {"id": each, "type": "function", "function": _function(text)}

@@ -1,7 +1,7 @@
 """What an environment brings to a run's settings: its budgets, and lengths that fit its texts.
 
 They apply where the user sets nothing and there is no recipe, or only one for another environment.
-Budgets, parameters and lengths never travel from one environment to another. Loads no torch.
+One environment's budgets, parameters and lengths never apply to another. Loads no torch.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ PROMPT = ("prompt.style", "prompt.think", "rollout.max_tokens")
 """Keys of the whole run on which the lengths of a mixture's environments depend."""
 
 NOTED = (*(f"env.{each}" for each in BUDGETS), f"{PARAMS}.", *OF_ENV[1:])
-"""Beginnings of the keys that a note mentions."""
+"""How the keys begin that a note mentions."""
 
 NEUTRAL: Flat = {"algorithm": "starpo-s/grpo", "steps": 100, "filter.value": 0.5}
-"""The first settings of a run without a recipe."""
+"""The settings that a run without a recipe starts from."""
 SMALL: Flat = {
     "rollout.num_groups": 16,
     "rollout.slots": 128,
@@ -46,7 +46,7 @@ SMALL: Flat = {
     "update.warmup_steps": 5,
     "update.beta2": 0.99,
 }
-"""The same for models of half a million parameters, as in their recipes."""
+"""Further settings for the embedded models, as in their recipes."""
 
 THOUGHT = {"compact": 48, "paper": REPLY // 2}
 """Tokens of a thought, by the style of prompts."""
@@ -57,7 +57,7 @@ TAGS = 8
 LONGEST = 8192
 """Greatest number of tokens of a context; an episode that needs more ends there."""
 LONG = 10
-"""Number of turns from which a run shows what its context costs before it starts."""
+"""Number of turns from which on a run shows the cost of its context before it starts."""
 LEVELS, STEPS = 4, 16
 """Levels whose texts are read, and steps of random play on each of them."""
 
@@ -76,14 +76,15 @@ def resolve_run(
 ) -> Resolved:
     """The settings of a run by a recipe, or by an environment alone, as its model needs them.
 
-    Without a recipe, ``env.name`` must be given. It brings its budgets and `NEUTRAL` settings; an
-    environment of the embedded models brings its own recipe to them. With a recipe for another
-    environment than the given one, the recipe's values in `OF_ENV` are left out. A recipe that
-    names no environment keeps them.
+    Without a recipe, ``env.name`` or a mixture must be given. The environment then brings its
+    budgets, on top of the `NEUTRAL` settings; if it has a recipe for the embedded models and runs
+    with one of them, it brings that recipe. With a recipe for another environment than the given
+    one, the recipe's values in `OF_ENV` are left out. A recipe that names no environment keeps
+    them.
 
     Raises:
-        RagenError: As `resolve_for_model`; neither recipe nor environment is named; or there is no
-            such environment.
+        RagenError: As `resolve_for_model`; neither recipe nor environment is named; there is no
+            such environment; or an environment is named beside a mixture.
     """
     given = dotted(overrides or {})
     written = {} if recipe is None else load_recipe(recipe)[1]
@@ -92,7 +93,7 @@ def resolve_run(
     if recipe is None and "env.name" not in given:
         raise RagenError("name a recipe (ragen help recipes), or an environment with --env")
     if "env.name" in given:
-        resolve(None, {"env.name": given["env.name"]})  # whether it can be a name
+        resolve(None, {"env.name": given["env.name"]})  # refuses what cannot be a name
     name = str(given.get("env.name"))
     if recipe is not None and given.get("env.name") in (None, written.get("env.name")):
         return Resolved(resolve_for_model(recipe, given))
@@ -104,7 +105,7 @@ def resolve_run(
     else:
         start = NEUTRAL | (SMALL if is_embedded(model) else {}) if recipe is None else {}
         brought = start | brought_by(name, given, written, model, recipe)
-    if not names_env(written):  # a recipe for any environment, whose values go first
+    if not names_env(written):  # the recipe is for any environment and takes precedence
         brought = {key: value for key, value in brought.items() if key not in written}
     config = resolve_for_model(recipe, given, brought)
     other = config.recipe if names_env(written) else None
@@ -112,7 +113,7 @@ def resolve_run(
 
 
 def _has_recipe(env: str, model: str) -> bool:
-    """Whether an environment brings its own recipe: to the embedded models."""
+    """Whether an environment brings its own recipe, which only the embedded models get."""
     return env in recipes() and is_embedded(model) and taught_style(model) is None
 
 
@@ -125,7 +126,7 @@ def _resolve_mixture(recipe: str | Path | None, given: Flat, written: Flat) -> C
     """The settings of a run in several environments.
 
     Each has the budgets and parameters that it brings, below those of its table. The lengths are
-    the longest that any of them needs, and prompts have the rules if one of them asks for that.
+    the longest that any of them needs, and prompts have the paper style if one of them needs it.
 
     Raises:
         RagenError: As `resolve_run`, or an environment is named beside the mixture.
@@ -185,7 +186,7 @@ def budgets_of(name: str, given: Flat) -> tuple[Flat, str | None]:
     prefix = f"{PARAMS}."
     params = {k.removeprefix(prefix): v for k, v in given.items() if k.startswith(prefix)}
     whole = given.get(PARAMS, {})
-    params |= whole if isinstance(whole, Mapping) else {}  # `resolve` refuses others
+    params |= whole if isinstance(whole, Mapping) else {}  # `resolve` refuses other values
     try:
         with closing_env(make(name, **params)) as env, boundary("its budgets"):
             return {f"env.{each}": getattr(env, each) for each in BUDGETS}, env.prompt_style
@@ -248,7 +249,7 @@ class _Sizes(NamedTuple):
     action: int
 
     def prompt(self, shown: int, hidden: int, reply: int, summary: str) -> int:
-        """A prompt with so many turns, the present one among them, and a summary of `hidden`."""
+        """A prompt with `shown` turns, the present one included, and a summary of `hidden` ones."""
         return (
             self.first
             + (shown - 1) * (self.following + reply)
@@ -256,7 +257,7 @@ class _Sizes(NamedTuple):
         )
 
     def summary(self, hidden: int, kind: str) -> int:
-        """The summary of so many turns."""
+        """The summary of `hidden` turns."""
         match kind:
             case "none":
                 return 0
@@ -267,7 +268,7 @@ class _Sizes(NamedTuple):
 
 
 def _sizes_of(config: Config) -> _Sizes:
-    """Read them off the texts of the environment."""
+    """The sizes in a config's environment, estimated from its texts."""
     prompt, env = config.prompt, config.env
     with closing(make_setup(config, None)) as setup:
         texts = _read(setup)
@@ -289,8 +290,8 @@ def _sizes_of(config: Config) -> _Sizes:
 class ContextCost(NamedTuple):
     """The estimated cost of a choice of turns in a prompt, in the longest episode.
 
-    `shown` are the turns in the last prompt, and `prompt` its tokens. An episode becomes so many
-    `samples`, and the learner reads `tokens` in all of them.
+    `shown` is the number of turns in the last prompt, and `prompt` that of its tokens. An episode
+    becomes `samples` samples, in which the learner reads `tokens` tokens in all.
     """
 
     name: str
@@ -340,7 +341,7 @@ def _context_cost(
         longer = lengths[turn - first] if room is None else min(lengths[turn - first], room)
         joins = turn > 1 and first == before and not drops
         samples, tokens = samples + (not joins), tokens + longer + reply
-        tokens -= (length + reply) * joins  # those of the turns before are in this sample
+        tokens -= (length + reply) * joins  # a turn that joins a sample contains the earlier turns
         length = longer
     return ContextCost(name, config.env.max_turns - first, length, samples, tokens)
 
@@ -378,7 +379,7 @@ def _count(number: int, noun: str) -> str:
 class _Texts(NamedTuple):
     """The texts of an environment.
 
-    `observation` is its longest, `tools` are JSON, `answer` is the number of an action's tokens.
+    `observation` is its longest, `tools` are JSON, `answer` counts its longest action's tokens.
     """
 
     rules: str
@@ -410,7 +411,7 @@ def _read(setup: Setup) -> _Texts:
 def _play(
     setup: Setup, env: GuardedEnv, seed: int, observations: list[str], said: list[str]
 ) -> None:
-    """Random play on a level for some steps, if there is such play."""
+    """Play at random for up to `STEPS` steps, if there is random play."""
     player, left = random_player(seed), min(STEPS, setup.actions)
     if not has_random_play(env.env):
         return

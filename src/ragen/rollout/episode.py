@@ -153,7 +153,7 @@ class _Playthrough:
                 self.stop_reason = "context"
                 return
             if isinstance(policy, PlayerPolicy):
-                await asyncio.sleep(0)  # a player never waits, and a request to stop has to be seen
+                await asyncio.sleep(0)  # a player never waits: let a request to stop be seen
                 completion, completion_s = policy.act(env.env, view.limits, prompt), None
             else:
                 start = time.monotonic()
@@ -254,7 +254,7 @@ class _Playthrough:
         completion_s: float | None,
         parsed: Parsed,
     ) -> Turn:
-        """Carry out the actions of a completion, which took so many seconds."""
+        """Carry out the actions of a completion, which took `completion_s` seconds."""
         setup = self.setup
         (key, snapshot), picture = env.state(), env.picture()
         read: dict[str, Any] = {}

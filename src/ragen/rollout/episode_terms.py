@@ -1,8 +1,8 @@
 """Reward terms of whole episodes and of groups, and the judge: added after the last turn.
 
-Their values are rewards: they are added to `Turn.reward` of the last turn, so that filters and
-diagnostics compare what the run learns from, even if the environment itself gives no reward.
-They are computed only in training; an evaluation reads the environment's own rewards.
+Their values are added to `Turn.reward` of the last turn. So filters and diagnostics compare the
+rewards that the run learns from, even if the environment itself gives none. The terms are computed
+only in training; an evaluation reads the environment's own rewards.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ async def apply_episode_terms(
     """The groups with their terms added to the last turns' rewards, and listed in their info.
 
     `weights` are those of all reward terms; terms of turns are left out. Episodes that failed or
-    have no turn are not judged. Where a term fails, what it judged fails: an episode, or all of a
-    group. `seed` is the run's, `step` counts finished steps.
+    have no turn are not judged. If a term fails, the episode that it judged fails, or all episodes
+    of the group. `seed` is the run's, `step` counts finished steps.
 
     Raises:
         RagenError: The judge's endpoint refuses to answer, or is gone.

@@ -64,9 +64,9 @@ async def run_most(
 ) -> tuple[list[Group], list[dict[int, asyncio.Task[Episode]]]]:
     """`run_groups` without waiting for the last episodes of a group.
 
-    `close_after_s` seconds after the first episode began, a group closes as soon as `min_members`
-    of its episodes have ended. The tasks of the others, by group and member, continue: the caller
-    awaits or cancels them. `gate` lets in as many episodes as are played at once.
+    From `close_after_s` seconds after the first episode began, all groups close as soon as each has
+    `min_members` episodes that have ended. The tasks of the others, by group and member, continue:
+    the caller awaits or cancels them. `gate` limits how many episodes are played at once.
 
     Raises:
         RagenError: As `run_groups`; then no task is left.
@@ -141,7 +141,7 @@ async def run_episodes(
     """
     setups = [setup] * len(specs) if isinstance(setup, Setup) else setup
     if isinstance(policy, PlayerPolicy):
-        concurrency = 1  # it never waits, so that episodes side by side would only take memory
+        concurrency = 1  # a player never waits, so episodes side by side would only take memory
     gate = asyncio.Semaphore(concurrency) if isinstance(concurrency, int) else concurrency
 
     async def play(setup: Setup, spec: EpisodeSpec) -> Episode:
@@ -156,7 +156,7 @@ async def run_episodes(
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Do all of it at once and return the results in order; the first mistake ends the rest.
+    """Run all coroutines at once and return their results in order; the first error ends the rest.
 
     Raises:
         RagenError: The first that was raised; other exceptions are bugs and come as a group.

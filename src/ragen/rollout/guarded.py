@@ -16,9 +16,9 @@ from ragen.envs.registry import close_env
 class GuardedEnv:
     """An environment whose calls cannot raise anything but `UserCodeError`.
 
-    Every method raises `UserCodeError` where the environment raises, takes longer than `timeout_s`
-    or returns a value of the wrong kind, or a text of more than `max_chars` characters. `timeout_s`
-    of ``None`` sets no limit. `stopwatch` adds up the time of all calls.
+    Every method but `close` raises `UserCodeError` where the environment raises, takes longer than
+    `timeout_s`, or returns a value of the wrong kind or a text of more than `max_chars` characters.
+    `timeout_s` of ``None`` sets no limit. `stopwatch` adds up the time of all calls.
 
     Attributes:
         env: The environment itself.

@@ -8,7 +8,8 @@ because judges may prefer a position (`ragen.evaluation.order_bias` measures how
 What an episode says is not trusted: it is shown in strings of JSON, from which it cannot break
 out, and the judge is told not to follow it. An answer has to be the JSON that was asked for. If the
 second answer is not, the question counts as failed. Answers are kept by the hash of their question
-(`ragen.storage.judgements`), wrong ones too, so that a run that was killed repeats its numbers.
+(`ragen.storage.judgements`), also unreadable ones, so that a run that was killed repeats its
+numbers.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ MAX_TOKENS = 4096
 """Greatest length of an answer, with the thoughts of a model that reasons."""
 
 TRIES = 2
-"""How often a question is asked until the answer can be read."""
+"""How often a question is asked at most, until the answer can be read."""
 
 INSTRUCTIONS = """\
 You judge how well an agent did. {what}
@@ -90,7 +91,7 @@ class UnreadableAnswer(Exception):
 
 
 class Judge:
-    """Asks for scores, keeps the answers in a run's folder (or nowhere), and counts their cost.
+    """Asks for scores, keeps the answers in a run's folder (or in memory), and counts their cost.
 
     `policy` answers the questions, and is closed with the judge.
 
@@ -130,7 +131,7 @@ class Judge:
         """For each episode of each group a score in [0, 1], or why there is none.
 
         Where a question failed, the score is `judge.failed_score`, unless that is negative.
-        `step` is the one that asks. Each group has a seed, from which its order is drawn.
+        `step` is the step that asks. Each group has a seed, from which its order is drawn.
 
         Raises:
             RagenError: The endpoint refuses to answer, or is gone.
@@ -151,7 +152,7 @@ class Judge:
         return self._settings.failed_score
 
     async def scores_of(self, texts: Sequence[str], step: int) -> dict[str, float | Failure]:
-        """The score of each text of a group, which are shown in this order.
+        """The score of each text of a group; the judge sees the texts in this order.
 
         Raises:
             RagenError: The endpoint refuses to answer, or is gone.
@@ -211,7 +212,7 @@ class Judge:
             prompt = Prompt(messages, None, 0, MAX_TOKENS, 0.0, seed)
             try:
                 completion = await self._policy.complete(prompt)
-            except RagenError as error:  # the run is saved, and can be resumed once it is back
+            except RagenError as error:  # the run is saved: resume it once the judge is back
                 raise UnplayableError(f"the judge: {error}") from None
             text, usage = completion.text, completion.usage or Usage(0, 0)
             read, written = read + usage.prompt_tokens, written + usage.completion_tokens

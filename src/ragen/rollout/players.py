@@ -25,8 +25,8 @@ player must not change the environment.
 def random_player(seed: int) -> Player:
     """Random play: uniformly random valid actions, as many as the budgets allow.
 
-    Where the environment takes free text, its `Env.random_action` writes them. Without that the
-    player raises `RagenError`.
+    Where the environment takes free text, its `Env.random_action` writes one action. Without that
+    the player raises `RagenError`.
 
     Example:
         >>> from ragen.envs.registry import make
@@ -61,7 +61,7 @@ def free_action(env: Env, generator: np.random.Generator, name: str) -> str:
 
     Raises:
         RagenError: The environment has no random player.
-        UserCodeError: It fails, or returns no text.
+        UserCodeError: Its random player fails, or returns no text.
     """
     with boundary("random_action"):
         action = env.random_action(generator)
@@ -119,7 +119,8 @@ def human(
 ) -> list[str]:
     """A person who types action names or prefixes, separated by spaces, commas or ``||``.
 
-    `ask` shows a text and returns the typed line; the person is asked until the line is valid.
+    `ask` shows a text and returns the typed line; the person is asked until the line is valid. If
+    actions are free text, the line is the action.
 
     Example:
         >>> from ragen.envs.registry import make

@@ -18,10 +18,11 @@ class Policy(Protocol):
     async def complete(self, prompt: Prompt) -> Completion:
         """Draw one completion, with its `fingerprint` where it has ids.
 
-        Must not raise for anything that the prompt may contain.
+        Nothing that the prompt contains may make it raise another exception.
 
         Raises:
-            NoCompletion: A server failed for good.
+            NoCompletion: A server failed for good, or the prompt left no room for a reply.
+            RagenError: A server refuses every request, or is gone.
         """
         ...
 
@@ -38,8 +39,8 @@ class Closable(Protocol):
 class NoCompletion(Exception):
     """A policy has no completion for a prompt: the episode ends and is kept as data.
 
-    The episode ends with `stop_reason`: ``"request"`` where a server failed, ``"context"`` where
-    the prompt left no room for a reply.
+    The episode ends with `stop_reason`: ``"request"`` if a server failed, ``"context"`` if the
+    prompt left no room for a reply.
     """
 
     def __init__(self, text: str, stop_reason: StopReason = "request") -> None:

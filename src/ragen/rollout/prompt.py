@@ -1,6 +1,6 @@
 """The prompts that an agent reads: one builder, two styles, the same in rollout and training.
 
-``compact`` is for the embedded model, whose tokens are whole words: few, regular lines and no
+``compact`` is for the embedded models, whose tokens are whole words: few, regular lines and no
 system message. ``paper`` has the contents of the papers' prompts (arXiv:2504.20073): role, rules,
 actions, limits, reply format and length; then for each turn the reward, what was wrong with the
 reply, the state, and the remaining budgets.
@@ -14,7 +14,7 @@ from typing import Literal
 from ragen.rollout.actions import SEPARATOR
 
 SUMMARY = "Your earlier turns in short:"
-"""What stands above the summary in the paper style."""
+"""The line above the summary in the paper style."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Reward terms of turns: what a run may add to each turn, and the thoughts that they judge.
+"""Reward terms of turns: what a run may add to each turn's reward, mostly for its thought.
 
 Terms of whole episodes and groups are in `ragen.rollout.episode_terms`.
 
@@ -174,7 +174,7 @@ async def term_values(
     `call` is its name in messages.
 
     Raises:
-        UserCodeError: It raised, took too long, or gave something else than numbers from −1 to 1.
+        UserCodeError: It raised, took too long, or gave something other than numbers from −1 to 1.
     """
     with boundary(call, TERM_S):
         answer = term(judged)

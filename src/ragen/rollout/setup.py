@@ -37,12 +37,12 @@ class Setup:
     the last `window` turns (0 shows all) and a `summary` of those before, with `drops_thoughts`
     without the thoughts of earlier replies. `chat` is ``None`` for policies that take messages
     only. `tools` are those of the environment. A reply has at most `max_tokens` tokens, prompt and
-    reply together at most `max_length`. `format_penalty` is
-    subtracted from the reward of a turn whose reply is not valid; `reward_terms` are the weights of
-    the reward terms (`ragen.rollout.reward_terms`). One call of the environment may take
-    `timeout_s` seconds, and its texts may have `max_chars` characters. It runs in the processes of
-    `workers`, or in this process; `env_time` is the time spent in it. `stage` is that of the
-    curriculum, counted from 1; 0 is the full task.
+    reply together at most `max_length`. `format_penalty` is subtracted from the reward of a turn
+    whose reply is not valid; `reward_terms` are the weights of the reward terms
+    (`ragen.rollout.reward_terms`). One call of the environment may take `timeout_s` seconds, and
+    its texts may have `max_chars` characters. It runs in the processes of `workers`, or in this
+    process; `env_time` is the time spent in it. `stage` is that of the curriculum, counted from 1;
+    0 is the full task.
 
     Example:
         >>> from ragen.envs.bandit import Bandit
@@ -284,8 +284,8 @@ def open_stages(
 class EpisodeSpec:
     """The level, the place in its group, and the seeds of one episode.
 
-    `path` begins with the run's seed. `derive(*path, "noise", …)` gives every number that the
-    episode needs, so an episode can be played again alone.
+    `path` begins with the run's seed. The seeds of the episode are derived only from `path`,
+    `group` and `member`, so one episode can be played again by itself.
 
     Example:
         >>> first = EpisodeSpec(10000, 0, 3, (0, "train", 0))
@@ -315,11 +315,11 @@ class EpisodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class BranchSpec(EpisodeSpec):
-    """A recorded episode that is played anew from one of its turns.
+    """A recorded episode that is played again from one of its turns.
 
     `turns` are the recorded turns up to that one. Of the last, only what came before the reply
     counts: the environment restarts from its snapshot. `noise` is the recorded episode's noise
-    seed, so the random events stay the same; `path` decides the sampling alone.
+    seed, so the random events stay the same; `path` decides only the sampling.
 
     Raises:
         RagenError: The last turn has no snapshot.

@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
         """Ids to text."""
 
     def get_added_vocab(self) -> dict[str, int]:
-        """Tokens that are cut out of a text before the rest is split: all special ones are."""
+        """Tokens that are cut out of a text before the rest is split, all special ones included."""
 
 
 class Template:
@@ -125,7 +125,7 @@ class Template:
         contents = (USER, ANSWERS[0]) * LONG
         try:
             text = self.render(conversation(*contents, LAST_USER))
-        except RagenError:  # refused where it is used
+        except RagenError:  # such a conversation is refused where it is used
             return
         if LAST_USER not in text:
             raise RagenError(

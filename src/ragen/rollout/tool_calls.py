@@ -57,7 +57,7 @@ def hermes(reply: str) -> list[str]:
 
 
 def llama3(reply: str) -> list[str]:
-    """Llama 3: the reply is a JSON object, or several with ``;`` between them.
+    """Llama 3: the reply is one JSON object, or several separated by ``;``.
 
     Example:
         >>> llama3('{"name": "add", "parameters": {"a": 1}}')
@@ -154,8 +154,8 @@ def parse_tools(reply: str, parser: ToolParser, *, think: bool, max_actions: int
     r"""Parse a whole reply that calls tools or answers; see `ragen.rollout.actions.parse`.
 
     A reply that is not well formed carries out nothing. In a well-formed one every call has a
-    result: a call that cannot be read costs the format penalty and is refused, and so are calls
-    beyond `max_actions`, without a penalty.
+    result. A call that cannot be read is refused and costs the format penalty; calls beyond
+    `max_actions` are refused without a penalty.
 
     Example:
         >>> called = "<tool_call>\n{}\n</tool_call>"

@@ -34,7 +34,7 @@ ARGUMENTS: Mapping[str, Any] = {"Qkeyq": "Qvalueq"}
 
 
 def call_message(calls: Sequence[Call], ids: Sequence[str], content: str = "") -> dict[str, Any]:
-    """An assistant's message with calls; `ids` are what their results refer to."""
+    """An assistant's message with calls; their results refer to them by `ids`."""
     made = [
         {"id": each, "type": "function", "function": {**call._asdict()}}
         for call, each in zip(calls, ids, strict=True)
@@ -119,9 +119,9 @@ class ToolBridge:
 def find_tool_bridge(
     template: Template, plain: Template, end: str, name: str, fold: bool
 ) -> ToolBridge:
-    """The tool bridge of a template, which offers tools, `name` among them; `plain` offers none.
+    """The tool bridge of a template that offers tools, `name` among them; `plain` offers none.
 
-    The caller has still to ask `ToolBridge.holds`.
+    The caller must still check that it holds (`ToolBridge.holds`).
 
     Raises:
         RagenError: The template renders no tools, or no calls.
@@ -140,7 +140,7 @@ def find_tool_bridge(
         if written.count(ARGUMENTS["Qkeyq"]) == 2:
             return several
     except RagenError:
-        pass  # it takes one call in a message
+        pass  # the template takes one call in a message
     return ToolBridge(template, end, name, False, fold)
 
 
