@@ -12,7 +12,8 @@ from hypothesis import settings
 
 from ragen.engines.machine import use_threads
 
-collect_ignore = ["mcp_tools.py", "openenv_walk.py"]  # programs that tests start, with extras
+# Programs that tests start, with extras.
+collect_ignore = ["mcp_tools.py", "openenv_shop.py", "openenv_walk.py"]
 
 settings.register_profile("ragen", deadline=None, derandomize=True)
 settings.load_profile("ragen")

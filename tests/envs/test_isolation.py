@@ -180,6 +180,23 @@ def test_a_reset_makes_the_environment_again_after_its_worker_ended(
     env.close()
 
 
+def test_a_reset_whose_new_environment_fails_can_be_repeated(
+    start_workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = start_workers().make()
+    env._worker.stop()
+
+    def fail(*_: Any) -> None:
+        raise UserCodeError("not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IsolatedEnv, "_keep_texts", fail)
+        with pytest.raises(UserCodeError, match="not now"):
+            env.reset(seed=1)
+    assert env.reset(seed=1)[0] == make(ROGUE).reset(seed=1)[0]
+    env.close()
+
+
 def test_baselines_after_a_worker_s_crash_equal_those_after_an_exception() -> None:
     """Every third level fails; the levels after it count."""
     values = {"env": ROGUE, "env.params.slip": 0.25, "env.params.every": 3}

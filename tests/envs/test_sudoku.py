@@ -97,6 +97,7 @@ def test_more_blanks_than_can_be_unique_are_refused():
         ("1 1 1; 1 4 4", 2, None),
         ("1 1 1, 1 4 4\n2 4 3;", 3, None),
         ("1 1 1 || 1 4 4", 2, None),
+        ("1 1 1;\n1 4 4 ||", 2, None),
         ("1 1 1 | 1 4 4", 0, "no move"),
         ("  1\t1  1 ", 1, None),
         ("1 1 2", 0, "row 1, column 1 was not 2"),

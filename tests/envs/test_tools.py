@@ -85,6 +85,10 @@ def test_texts_that_are_no_calls(text: str) -> None:
     assert read_call(text) is None
 
 
+def test_an_argument_may_have_any_name() -> None:
+    assert read_call(write_call("greet", name="Ann")) == ("greet", {"name": "Ann"})
+
+
 def test_a_worker_process_offers_the_same_tools() -> None:
     workers = Workers("sorting", {}, timeout_s=30.0)
     env = workers.make()
@@ -99,11 +103,17 @@ def test_a_worker_process_offers_the_same_tools() -> None:
 
 @pytest.mark.parametrize("tools", ["x", [1], [{"name": "f"}]])
 def test_tools_of_another_form_are_refused(tools: object) -> None:
+    closed = []
+
     class Wrong(Sorting):
         tools = property(lambda self: tools)  # type: ignore[assignment]
 
+        def close(self) -> None:
+            closed.append(self)
+
     with pytest.raises(UserCodeError, match="expected"):
         GuardedEnv(Wrong, None)
+    assert len(closed) == 1
     with pytest.raises(RagenError, match="expected"):
         check(Wrong())
 

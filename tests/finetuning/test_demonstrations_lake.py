@@ -1,6 +1,7 @@
 """FrozenLake's demonstrators: their thoughts are true, and their actions valid and consistent."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,6 +48,15 @@ def parse_reply(reply, max_actions=5):
 def reply_text(env, seed, careful, **options):
     pieces = lake_turns(careful_turn, careful, **options)(env, LIMITS, generator(seed))
     return "".join(piece.text for piece in pieces)
+
+
+@pytest.mark.parametrize("careful", [0.0, 1.0])
+def test_no_turn_has_more_actions_than_allowed(careful):
+    one = replace(LIMITS, actions_per_turn=1)
+    teacher = lake_turns(careful_turn, careful)
+    for level in LEVELS:
+        text = "".join(piece.text for piece in teacher(lake(level), one, generator(level)))
+        assert len(parse_reply(text).actions) == 1
 
 
 @pytest.mark.parametrize("careful", [0.0, 1.0])

@@ -205,6 +205,10 @@ ANSWERS: dict[str, tuple[Callable[[], Iterable[bytes]], str]] = {
     "deep lists": (lambda: answer(b"[" * MB), NO_JSON),
     "deep objects": (lambda: answer(b'{"choices":' * 200_000), NO_JSON),
     "an integer of a million digits": (lambda: answer(b'{"choices": ' + b"9" * MB + b"}"), NO_JSON),
+    "an error code of 5,000 digits": (
+        lambda: answer({"error": {"message": "no", "code": "9" * 5000}}),
+        "an error in place of an answer: no",
+    ),
     "NaN": (lambda: answer(b"NaN"), "an error in place of an answer: NaN"),
     "NaN beside a reply": (lambda: answer(GO[:-1] + b', "usage": NaN, "x": 1e999}'), "=go"),
     "nothing": (lambda: answer(b""), NO_JSON),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -21,6 +22,7 @@ from ragen.engines.local import LocalEngine
 from ragen.envs.checker import check
 from ragen.envs.registry import make
 from ragen.evaluation.order_bias import measure_order_bias, order_bias
+from ragen.models.loading import save_model
 from ragen.reports.facts import read_facts
 from ragen.reports.report import page
 from ragen.rollout.judge import KEY_ENV
@@ -31,6 +33,7 @@ from ragen.training.trainer import examine, resume, train
 from tests.bandit_model import settings
 from tests.faulty import FaultyServer, chat_reply
 from tests.scripted_judge import Shown, scripted_judge
+from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training.test_trainer import assert_same_results, recorded_results, train_and_kill
 
 PAGE = (Path(__file__).parents[2] / "docs" / "judge.md").read_text("utf-8")
@@ -102,7 +105,7 @@ def test_the_command_of_the_page_asks_a_server_on_this_machine(env: str) -> None
     """With the example's files as they are; a tiny model takes the place of the recipe's."""
     Path("support.py").write_text(block("python"), "utf-8")
     Path("support.toml").write_text(block("toml"), "utf-8")
-    (command,) = re.findall(r"^ragen (train support.toml --judge.url .*)$", PAGE, re.MULTILINE)
+    (command,) = re.findall(r"^ragen (train support.toml --judge.url http.*)$", PAGE, re.MULTILINE)
     local = settings(steps=1, model__max_length=512, eval__episodes=0)
     with scripted_judge(lambda turns, place: len(turns[0]["agent"]) / 1000) as server:
         words = command.replace("http://localhost:8001/v1", server.url).split()
@@ -111,6 +114,23 @@ def test_the_command_of_the_page_asks_a_server_on_this_machine(env: str) -> None
     assert {request["model"] for request in server.requests} == {"Qwen/Qwen2.5-7B-Instruct"}
     assert "Authorization" not in server.headers[0]
     assert read_metrics(Path("run"))["reward_terms/judge"][1] > 0
+
+
+def test_the_command_of_the_page_without_a_server(
+    env: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny model takes the place of the judge, too, and its answers cannot be read."""
+    Path("support.py").write_text(block("python"), "utf-8")
+    Path("support.toml").write_text(block("toml"), "utf-8")
+    tokenizer = tiny_tokenizer("chatml")
+    save_model(tiny_model(tokenizer, max_position_embeddings=8192), tokenizer, Path("judge"))
+    monkeypatch.setattr("ragen.rollout.judge.MAX_TOKENS", 8)
+    (command,) = re.findall(r"^ragen (train support.toml --judge.url ''.*)$", PAGE, re.MULTILINE)
+    words = shlex.split(command.replace("Qwen/Qwen2.5-0.5B-Instruct", "judge"))
+    local = settings(steps=1, model__max_length=512, eval__episodes=0, judge__failed_score=0.5)
+    flags = [f"--{key}={json.dumps(value).strip(chr(34))}" for key, value in local.items()]
+    assert main([*words, *flags, "--out", "run"]) == 0
+    assert read_metrics(Path("run"))["reward_terms/judge"][1] == 0.5
 
 
 def test_training_learns_from_a_judge_alone(tmp_path: Path, env: str, judge: FaultyServer) -> None:
@@ -194,7 +214,7 @@ def test_a_judge_that_is_not_there_is_one_line(tmp_path: Path, env: str) -> None
 
 
 def test_the_settings_of_a_judge_belong_together() -> None:
-    with pytest.raises(RagenError, match=r"set judge\.url, judge\.model and judge\.rubric"):
+    with pytest.raises(RagenError, match=r"set judge\.model and judge\.rubric, and judge\.url"):
         resolve("bandit", {"reward.terms.judge": 1.0})
     given = {"reward.terms.judge": 1.0, "judge.url": "http://x/v1", "judge.model": "m"}
     given |= {"judge.rubric": "Be right.", "rollout.group_size": 1}

@@ -408,7 +408,8 @@ class EngineConfig(Section):
     """Publications by which the weights that sampled an episode may be behind those that learn from
     it. Above 0, the next steps are played while one trains; their older episodes are dropped."""
     min_members: int = Field(0, ge=0, le=MOST_EPISODES)
-    """Finished episodes with which a group may close after close_after_s; 0 waits for all."""
+    """Finished episodes of each group with which a step's groups close after close_after_s; 0 waits
+    for all."""
     close_after_s: float = Field(0.0, ge=0, le=86_400)
     """Seconds of a collection after which groups close without their last episodes. Those play on,
     and are a group of their own in the step in which they end."""

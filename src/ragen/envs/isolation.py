@@ -288,7 +288,11 @@ class IsolatedEnv(Env):
         if not self._worker.alive:
             self._workers.give_back(self._worker)
             self._worker = self._workers.take()
-            self._keep_texts("make")
+            try:
+                self._keep_texts("make")
+            except UserCodeError:  # a later reset begins with another worker
+                self._worker.stop()
+                raise
         observation, info = self._worker.ask("reset", seed, options)
         self._keep_texts()
         return observation, info

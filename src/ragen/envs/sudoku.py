@@ -221,7 +221,8 @@ class Sudoku(Env):
         if len(answer) > LONGEST:
             return f"nothing was read: it is longer than {LONGEST} characters"
         size = self._size
-        for piece in SEPARATORS.split(answer.strip(" \t\r\n;,")):
+        pieces = [each for each in SEPARATORS.split(answer) if each.strip()]
+        for piece in pieces or [answer]:
             move = MOVE.fullmatch(piece)
             if move is None:
                 return "something was no move: a move is row column digit, such as 1 2 3"

@@ -41,7 +41,7 @@ class Call(NamedTuple):
     arguments: Mapping[str, Any]
 
 
-def write_call(name: str, **arguments: Any) -> str:
+def write_call(name: str, /, **arguments: Any) -> str:
     """The action that calls a tool.
 
     Example:

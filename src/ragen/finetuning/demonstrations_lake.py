@@ -51,7 +51,8 @@ def lake_turns(turn: CarefulTurn, careful: float, walks_trained: bool = True) ->
         assert isinstance(env, FrozenLake)
         if generator.random() < careful:
             return [Piece(turn(env, limits, generator))]
-        length = min(1 + int(generator.random() * LONGEST_WALK), limits.actions_left)
+        most = min(limits.actions_left, limits.actions_per_turn)
+        length = min(1 + int(generator.random() * LONGEST_WALK), most)
         return [Piece(random_walk(env, length, generator), walks_trained)]
 
     return write
@@ -74,7 +75,7 @@ def careful_turn(
         ' P a3 G d1 : a3 a2 _ a3 b3 _ Left</think><answer>Left</answer>'
     """
     steps = env.lake.distances()
-    most = min(moves, limits.actions_left)
+    most = min(moves, limits.actions_left, limits.actions_per_turn)
     return write_plan(env, plan_moves(env, most, generator, lambda a, b: steps[b] < steps[a]))
 
 

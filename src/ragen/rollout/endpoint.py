@@ -61,6 +61,8 @@ MAX_SHOWN = 300
 """Greatest number of characters of a server's error message that are shown."""
 MAX_TOKENS = 2**31
 """A server's token counts are ignored from this size on."""
+MAX_DIGITS = 9
+"""Digits of an error's code above which it is no number."""
 MIN_KEY = 8
 """Length from which a key is a secret; shorter ones are dummies for local servers."""
 SECRET = re.compile(r"[^@]*//[^/]*@|[^/]*@|.*[?#]", re.DOTALL)
@@ -468,7 +470,8 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
         raise _wrong("an answer that is no JSON", text) from None
     if not isinstance(answer, dict) or answer.get("error"):
         words, code = error_message(data)
-        is_temporary = code.isdecimal() and (int(code) in TEMPORARY or int(code) >= 500)
+        number = int(code) if code.isdecimal() and len(code) <= MAX_DIGITS else 0
+        is_temporary = number in TEMPORARY or number >= 500
         said, repeat_s = "an error in place of an answer", GIVE_UP_S if is_temporary else SOON_S
         raise _wrong(said, words, repeat_s)
     match answer.get("choices"):

@@ -44,9 +44,15 @@ class GuardedEnv:
         self.info: dict[str, Any] = {}
         with self._calling("being made"):
             self.env = make()
-            self._keep_texts("being made")
-            self.tools = answers.tools(self.env.tools)
-            self._draws, self.reads_thoughts = bool(self.env.draws), bool(self.env.reads_thoughts)
+        try:
+            with self._calling("being made"):
+                self._keep_texts("being made")
+                self.tools = answers.tools(self.env.tools)
+                self._draws = bool(self.env.draws)
+                self.reads_thoughts = bool(self.env.reads_thoughts)
+        except BaseException:
+            close_env(self.env, timeout_s, self._stopwatch)
+            raise
         hold_timer()
         self._release: Callable[[], None] = release_timer
 

@@ -260,6 +260,8 @@ def test_optimal_play_of_the_taxi_is_a_shortest_path():
 
 def test_parameters_reach_the_library_and_its_rules():
     env = make("gymnasium:FrozenLake-v1", is_slippery=False, map_name="8x8")
+    slippery = make("gymnasium:FrozenLake-v1", success_rate=0.2)
+    assert "as intended with probability 0.2," in slippery.rules
     assert "slippery" not in env.rules and env.reset(seed=1)[0].count("\n") == 7
     assert env.step("Right")[0].startswith("SPFF")
     with pytest.raises(RagenError, match="no_such"):

@@ -32,10 +32,10 @@ def find(env: Any) -> ToyText | None:
 
 
 def _frozen_lake(env: Any) -> ToyText:
-    chance = max(transition[0] for transition in env.P[0][0]) if len(env.P[0][0]) == 3 else 1.0
+    # A move that slips has three transitions, of which the second goes as intended.
     slips = (
-        f" The ice is slippery: a move goes as intended with probability {chance:.2g}, otherwise "
-        "to one of its two sides."
+        " The ice is slippery: a move goes as intended with probability "
+        f"{env.P[0][0][1][0]:.2g}, otherwise to one of its two sides."
         if len(env.P[0][0]) > 1
         else ""
     )
