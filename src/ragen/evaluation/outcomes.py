@@ -132,7 +132,7 @@ def refuse_unplayable(outcomes: Sequence[Outcome]) -> None:
     if outcomes and all(outcome.failed for outcome in outcomes):
         first = outcomes[0]
         if first.stop_reason == "request":
-            raise UnplayableError(f"the server failed in every episode: {first.reason}")
+            raise UnplayableError(f"a request failed in every episode: {first.reason}")
         raise UnplayableError(
             f"playing {first.env!r} failed in every episode: {first.reason}; "
             "run `ragen check` on the environment or the function"
