@@ -1,6 +1,6 @@
-"""How far each estimator's mean gradient is from ∇J, exactly: every episode of a small game.
+"""How far each estimator's gradient is from ∇J, exactly: every episode of a small game.
 
-    python benchmarks/bias.py    # prints the Markdown table of docs/algorithms.md; a minute
+    python benchmarks/bias.py    # prints the Markdown table of docs/algorithms.md; minutes
 
 Three states, at most three turns; a turn is an action and the end-of-turn token, and in the hall
 and the cellar the policy may think before it acts. The numbers are sums over all groups that can
@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations_with_replacement
 from math import factorial
 from typing import Any
@@ -152,6 +153,12 @@ class Game:
         weight_NS = self.chance_N.detach()[:, None] * advantages_NS
         return self.gradient((weight_NS * self.logprobs_NS).sum())
 
+    @cached_property
+    def token_gradients(self) -> Tensor:
+        """∇logprob of each token of each possible episode; the logits are the last axis."""
+        rows = [self.gradient(logprob) for logprob in self.logprobs_NS.flatten()]
+        return torch.stack(rows).unflatten(0, self.logprobs_NS.shape)
+
     def zeros(self) -> Tensor:
         """A field of one number a token."""
         return torch.zeros(len(self.plays), self.num_tokens, dtype=torch.float64)
@@ -229,18 +236,33 @@ def estimator(game: Game, name: str, values_NS: Tensor | None = None, **how: Any
     return advantages
 
 
-def mean_advantages(game: Game, estimate: Estimate, members: int) -> Tensor:
-    """The mean of the estimate for each token of each possible episode, over the other members.
-
-    The sum goes over every multiset of `members` episodes, weighed with its probability.
-    """
-    chance, mean_NS = game.chance_N.tolist(), game.zeros()
+def groups(game: Game, members: int) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Every multiset of `members` possible episodes, behind its probability."""
+    chance = game.chance_N.tolist()
     for chosen in combinations_with_replacement(range(len(game.plays)), members):
         weight = float(factorial(members))
         for n in set(chosen):
             weight *= chance[n] ** chosen.count(n) / factorial(chosen.count(n))
+        yield weight, chosen
+
+
+def mean_advantages(game: Game, estimate: Estimate, members: int) -> Tensor:
+    """The mean of the estimate for each token of each possible episode, over the other members."""
+    mean_NS = game.zeros()
+    for weight, chosen in groups(game, members):
         mean_NS.index_add_(0, torch.tensor(chosen), weight * estimate(chosen))
     return mean_NS / (members * game.chance_N.detach()[:, None])
+
+
+def gradient_moments(game: Game, estimate: Estimate, members: int) -> tuple[Tensor, float]:
+    """E g and E |g|² of the gradient g of one group, a mean over its episodes."""
+    mean, square = torch.zeros_like(game.logits), 0.0
+    for weight, chosen in groups(game, members):
+        of_tokens = game.token_gradients[list(chosen)]
+        gradient = torch.einsum("es,esp->p", estimate(chosen), of_tokens) / members
+        mean += weight * gradient
+        square += weight * float(gradient @ gradient)
+    return mean.detach(), square
 
 
 @dataclass(frozen=True)
@@ -269,32 +291,40 @@ ROWS = [
 ]
 
 
-def measure(game: Game, row: Row, members: int) -> tuple[float, float, float]:
-    """|E g − ∇J| ÷ |∇J|, |E g| ÷ |∇J|, and the cosine of the angle between the two."""
+def measure(game: Game, row: Row, members: int) -> tuple[float, float, float, float]:
+    """|E g − ∇J| ÷ |∇J|, |E g| ÷ |∇J|, the cosine of the angle between the two, and the noise.
+
+    The noise is √(E |g − E g|²) ÷ |E g|.
+    """
     values_NS = None
     if needs_values(ADVANTAGES[row.name]):
         by_turn = row.name == "bi_level_gae"
         discount = a_turn(row.how["turn_gamma"]) if by_turn else a_token(1.0)
         values_NS = exact_values(game, discount)[0] * (row.critic == "exact")
     advantages = estimator(game, row.name, values_NS, **row.how)
-    mean = game.mean_gradient(mean_advantages(game, advantages, members))
+    mean, square = gradient_moments(game, advantages, members)
     true = game.true_gradient()
     size = true.norm()
     return (
         float((mean - true).norm() / size),
         float(mean.norm() / size),
         float(mean @ true / (mean.norm() * size)),
+        float((square - mean @ mean).sqrt() / mean.norm()),
     )
 
 
+def shown(bias: float, length: float, cosine: float, noise: float) -> str:
+    """The cells of a row for one number of members."""
+    return f"{bias:.1%} | {length:.3f} | {cosine:.4f} | {noise:.2f}"
+
+
 def table(sizes: Sequence[int]) -> str:
-    """One line an estimator; bias, length and cosine for each number of members."""
+    """One line an estimator; bias, length, cosine and noise for each number of members."""
     game = Game()
-    head = " | ".join(f"bias, G = {g} | length | cosine" for g in sizes)
-    lines = [f"| estimator | {head} |", "|---|" + "---|" * 3 * len(sizes)]
+    head = " | ".join(f"bias, G = {g} | length | cosine | noise" for g in sizes)
+    lines = [f"| estimator | {head} |", "|---|" + "---|" * 4 * len(sizes)]
     for row in ROWS:
-        found = (measure(game, row, members) for members in sizes)
-        cells = [f"{bias:.1%} | {length:.3f} | {cosine:.4f}" for bias, length, cosine in found]
+        cells = [shown(*measure(game, row, members)) for members in sizes]
         lines.append(f"| {row.label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -25,8 +25,10 @@ from benchmarks.bias import (
     a_turn,
     estimator,
     exact_values,
+    gradient_moments,
     mean_advantages,
     measure,
+    shown,
 )
 from ragen.algorithms.advantages import ADVANTAGES
 from ragen.algorithms.estimator import needs_values
@@ -236,13 +238,21 @@ def test_estimator_equals_its_second_implementation_on_every_group(name: str, wh
     assert ours.abs().max() > 0.1
 
 
+def test_the_noise_of_independent_episodes_falls_with_their_number() -> None:
+    """Without a baseline, a mean of G episodes has 1/G of the variance of one."""
+    estimate = estimator(GAME, "gae", GAME.zeros())
+    (mean, square), (of_two, square_of_two) = (gradient_moments(GAME, estimate, g) for g in (1, 2))
+    close(mean, TRUE)
+    close(of_two, TRUE)
+    close(2 * (square_of_two - of_two @ of_two), square - mean @ mean)
+
+
 def test_docs_show_the_measured_bias() -> None:
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
     rows = [line.removeprefix("| ").split(" | ") for line in text.splitlines()]
-    documented = {cells[0]: cells[1:4] for cells in rows if len(cells) == 7}
+    documented = {cells[0]: " | ".join(cells[1:5]) for cells in rows if len(cells) == 9}
     for row in ROWS:
-        bias, length, cosine = measure(GAME, row, 2)
-        assert documented[row.label] == [f"{bias:.1%}", f"{length:.3f}", f"{cosine:.4f}"], row.label
+        assert documented[row.label] == shown(*measure(GAME, row, 2)), row.label
 
 
 def given_state_and_token(field_NS: Tensor) -> Tensor:
