@@ -20,6 +20,7 @@ from ragen.engines.pool import Answers, ProcessLost
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns about itself
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own default is for background work
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a process for each core, unused
 try:
     import ray as ray  # the other modules take it from here
     from ray.exceptions import (
