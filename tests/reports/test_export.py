@@ -170,7 +170,8 @@ def test_card_of_an_earlier_step_omits_later_results(run: Path) -> None:
 def test_card_compares_level_by_level_in_each_environment_of_a_mixture(tmp_path: Path) -> None:
     envs = ("bandit", f"{tmp_path}/w.py:World")
     config = resolve(None, {"env.mix": dict.fromkeys(envs, 1)})
-    evaluations, successes = [], {}
+    evaluations: list[RunEvaluation] = []
+    successes: dict[tuple[str, int], dict[tuple[str, int], float]] = {}
     for step, success in ((0, 0.0), (2, 1.0)):
         parts = tuple(replace(evaluation(success), env=env) for env in envs)
         evaluations.append(RunEvaluation(0, step, replace(evaluation(success), parts=parts)))
