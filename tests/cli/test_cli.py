@@ -602,3 +602,22 @@ def test_lines_show_the_same_without_a_terminal(tmp_path: Path) -> None:
         f"step 2/2  success 100%  {signals}",
         "! step 2, grad_spike: 30, usual is 1",
     ]
+
+
+def test_printed_commands_quote_a_folder_with_a_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    run, model = tmp_path / "my run", tmp_path / "my model"
+    (run / "checkpoints" / "step-2").mkdir(parents=True)
+    (run / "checkpoints" / "step-2" / "state.json").touch()
+
+    def stopped(config: Config, out: Path, watcher: Watcher) -> Never:
+        watcher.begin(run, config, 0)
+        raise StopRequested(signal.SIGTERM)
+
+    monkeypatch.setattr("ragen.training.trainer.train", stopped)
+    assert main(["train", "bandit", "--quiet"]) == 128 + signal.SIGTERM
+    assert f"resume '{run}'" in capsys.readouterr().err
+    monkeypatch.setattr("ragen.finetuning.env_base.prepare_env", lambda *_: "made")
+    assert main(["base", "--env", "bandit", "--out", str(model)]) == 0
+    assert f"--env bandit --model '{model}'" in capsys.readouterr().out

@@ -300,6 +300,19 @@ def test_the_filter_remedy_needs_groups_of_two() -> None:
         resolve(None, {"guard.remedy": "filter", "rollout.group_size": 1})
 
 
+def test_the_kl_remedy_needs_a_kind_of_kl_that_fits_the_estimator() -> None:
+    given = {
+        "algorithm": "starpo-s/ppo",
+        "advantage.name": "grpo",
+        "guard.remedy": "kl",
+        "guard.responses.grad_spike": "rollback",
+    }
+    with pytest.raises(RagenError, match="divides by a std of rewards"):
+        resolve(None, given)
+    config = resolve(None, given | {"loss.kl_kind": "k3"})
+    assert changed(config, REMEDIES["kl"](config, 1)).loss.kl == 0.01
+
+
 def test_each_remedy_changes_its_settings() -> None:
     plain = Config()
     slow = changed(plain, REMEDIES["lr"](plain, 1))

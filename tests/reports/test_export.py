@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.stopping import run_async
 from ragen.engines.factory import load_model
 from ragen.evaluation.evaluation import evaluate_target
+from ragen.evaluation.results import RunEvaluation
 from ragen.models.loading import load_policy
-from ragen.reports.card import until
+from ragen.reports.card import Usage, card, until
 from ragen.reports.export import export, usage_of
-from ragen.reports.facts import read_facts
+from ragen.reports.facts import Facts, read_facts
 from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode
 from ragen.rollout.policies import ScriptedPolicy
@@ -36,6 +38,7 @@ from ragen.rollout.setup import EpisodeSpec, make_setup
 from ragen.storage.checkpoint import checkpoint_of, newest, read_state, write_state
 from ragen.training.trainer import train
 from tests.bandit_model import settings
+from tests.cli.test_cli import evaluation
 from tests.records import edit_settings
 from tests.tiny import TEMPLATES, tiny_tokenizer
 from tests.tolerance import assert_close
@@ -162,6 +165,21 @@ def test_card_of_an_earlier_step_omits_later_results(run: Path) -> None:
     text = (export(run, step=1) / "README.md").read_text("utf-8")
     assert "Weights: those of step 1. The last evaluation is that of step 0." in text
     assert "step 3" not in text
+
+
+def test_card_compares_level_by_level_in_each_environment_of_a_mixture(tmp_path: Path) -> None:
+    envs = ("bandit", f"{tmp_path}/w.py:World")
+    config = resolve(None, {"env.mix": dict.fromkeys(envs, 1)})
+    evaluations: list[RunEvaluation] = []
+    successes: dict[tuple[str, int], dict[tuple[str, int], float]] = {}
+    for step, success in ((0, 0.0), (2, 1.0)):
+        parts = tuple(replace(evaluation(success), env=env) for env in envs)
+        evaluations.append(RunEvaluation(0, step, replace(evaluation(success), parts=parts)))
+        successes["eval", step] = {(env, level): success for env in envs for level in range(64)}
+    facts = Facts(tmp_path, config, {}, tuple(evaluations), (), {}, successes)
+    text = card(facts, 2, Usage((), "", {}, False))
+    assert "## Success in w.py:World" in text and str(tmp_path) not in text
+    assert text.count("points [") == text.count(", level by level") == 3
 
 
 def test_card_names_the_base_model_of_the_first_run(run: Path, tmp_path: Path) -> None:

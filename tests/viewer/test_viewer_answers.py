@@ -409,6 +409,30 @@ def test_a_group_has_the_filter_settings_of_its_attempt(tmp_path: Path) -> None:
     assert rules == [("all", 0.25, True, 2), ("top_k", 0.125, True, 2)]
 
 
+def test_a_group_has_the_settings_that_its_step_was_played_with(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a")
+    with sqlite3.connect(folder / DATABASE) as connection:
+        data = json.dumps({"to": 2, "attempt": 1, "changes": {"filter.value": 0.125}})
+        connection.execute("UPDATE events SET data = ? WHERE kind = 'guard'", (data,))
+        settings_event = (
+            "INSERT INTO events (attempt, step, time, kind, text, data)"
+            " VALUES (1, 4, 0, 'settings', 'changed', ?)"
+        )
+        changes = {"filter.rule": ["all", "top_k"], "filter.value": [0.125, 0.5]}
+        connection.execute(settings_event, (json.dumps({"changes": changes}),))
+        (text,) = connection.execute("SELECT text FROM settings").fetchone()
+        new = text.replace('rule = "all"', 'rule = "top_k"').replace("value = 0.25", "value = 0.5")
+        assert new != text
+        connection.execute("INSERT INTO settings (text) VALUES (?)", (new,))
+        (folder / "config.toml").write_text(new)
+    found = []
+    for attempt, step in ((0, 3), (1, 4), (1, 5)):
+        place = {"attempt": attempt, "step": step, "phase": "train", "group": 0}
+        answer = ask(tmp_path, "group", run="a", **place)
+        found.append((answer["rule"], answer["value"]))
+    assert found == [("all", 0.25), ("all", 0.125), ("top_k", 0.5)]
+
+
 def test_episodes_that_were_rolled_back_are_marked(root: Path) -> None:
     episodes = ask(root, "episodes", run="lake", limit=200)["episodes"]
     rolled_back = {(each["attempt"], each["step"]) for each in episodes if not each["still_counts"]}

@@ -184,6 +184,18 @@ def test_the_file_of_a_run_holds_its_pages(run: Path) -> None:
     assert f"/api/level?env={env}&level_seed={seed}&phase=eval&run=made-1" in data
 
 
+def test_the_file_of_a_run_holds_the_levels_of_an_environment_in_a_file(run: Path) -> None:
+    with sqlite3.connect(run / DATABASE) as connection:
+        connection.execute("UPDATE episodes SET env = ?", (f"{run.parent}/w.py:World",))
+    data = data_of(share_text(run))
+    (level,) = data["/api/levels?run=made-1"]["levels"]
+    assert level["env"] == "w.py:World"
+    place = f"env=w.py%3AWorld&level_seed={level['level_seed']}&phase=eval"
+    played = data[f"/api/level?{place}&run=made-1"]["episodes"]
+    assert {each["env"] for each in played} == {"w.py:World"}
+    assert {each["step"] for each in played} == {1, 2}
+
+
 def test_a_shortened_list_records_its_full_length() -> None:
     levels = [{"phase": phase, "level": n} for phase in ("eval", "eval greedy") for n in range(5)]
     answer = {"levels": [*levels, {"phase": "of one", "level": 0}]}

@@ -126,7 +126,7 @@ def _advice(watcher: Watcher) -> str:
         return "nothing was saved"
     if not folders(watcher.run):
         return f"{watcher.run} holds no checkpoint yet: train again, with another --out"
-    return f"resume with: {program()} resume {watcher.run}"
+    return f"resume with: {program()} resume {shlex.quote(str(watcher.run))}"
 
 
 def _show_config(config: Config) -> None:

@@ -63,12 +63,12 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
         return 0
     print(tuned)
     print(f"{tuned.seconds:.0f} s; the model is in {tuned.model}")
-    env = overrides.get("env.name", options.recipe)
+    env = shlex.quote(overrides.get("env.name", options.recipe))
     played = _typed(overrides, EPISODE_KEYS, ("model.path", "env.name"))
     trained = _typed(overrides, (*EPISODE_KEYS, "lora."), ("model.path",))
-    model, ragen = tuned.model, program()
+    recipe, model, ragen = shlex.quote(options.recipe), shlex.quote(str(tuned.model)), program()
     print(f"evaluate it:       {ragen} eval {model} --env {env}{played}")
-    print(f"train it further:  {ragen} train {options.recipe} --model {model}{trained}")
+    print(f"train it further:  {ragen} train {recipe} --model {model}{trained}")
     return 0
 
 
@@ -122,7 +122,8 @@ def _base(options: Namespace, overrides: Overrides) -> int:
     window = config.prompt.window
     print(prepare_env(config.env, options.out, options.seed, options.steps, print, window))
     typed = _typed(overrides, keys, ("env.name",))
-    print(f"train it further:  {program()} train --env {env} --model {options.out}{typed}")
+    env, model = shlex.quote(env), shlex.quote(str(options.out))
+    print(f"train it further:  {program()} train --env {env} --model {model}{typed}")
     return 0
 
 

@@ -208,9 +208,10 @@ RULES: tuple[Rule, ...] = (
         'set reward.normalise to "identity"',
     ),
     Rule(
-        lambda c: c.loss.kl > 0 and c.loss.kl_kind == "k1" and c.advantage.name in STD_DIVIDES,
+        lambda c: c.may_use_kl and c.loss.kl_kind == "k1" and c.advantage.name in STD_DIVIDES,
         'advantage.name = "{c.advantage.name}" divides by a std of rewards, and loss.kl_kind = '
-        '"k1" puts the KL penalty into them: use "k3" or "k2", or loss.kl = 0',
+        '"k1" puts the KL penalty into them: use "k3" or "k2", or loss.kl = 0 and no '
+        'guard.remedy = "kl"',
     ),
     Rule(
         lambda c: not re.fullmatch(r"local|vllm|https?://\S+", c.rollout.sampler),
@@ -372,7 +373,9 @@ _USES: Mapping[tuple[str, ...], Use] = {
         lambda c: c.loss.name == "ppo_clip" or c.loss.name not in LOSS.names,
         'loss.name = "ppo_clip"',
     ),
-    ("loss.kl_kind",): Use(lambda c: c.loss.kl > 0, "loss.kl above 0"),
+    ("loss.kl_kind",): Use(
+        lambda c: c.may_use_kl, 'loss.kl above 0, or a rollback with guard.remedy = "kl"'
+    ),
     ("eval.background",): Use(
         lambda c: c.eval.every > 0 and c.eval.episodes > 0, "eval.every and eval.episodes above 0"
     ),

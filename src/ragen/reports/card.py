@@ -46,7 +46,11 @@ class Usage:
 def card(facts: Facts, step: int, usage: Usage) -> str:
     """The card of a run's policy after `step` steps, those of the exported checkpoint."""
     base, config = origin(facts.config.model.path), without_paths(facts.config)
-    known = replace(until(facts, step), config=config)
+    successes_by_level = {
+        which: {(_last(env), level): success for (env, level), success in levels.items()}
+        for which, levels in facts.successes.items()
+    }
+    known = replace(until(facts, step), config=config, successes=successes_by_level)
     shared = [*successes(known), *(section(known) for section in SECTIONS)]
     sections = (headline(known, base, step), *shared)
     front, use = front_matter(config, base, usage), how_to_use(config, base, usage)

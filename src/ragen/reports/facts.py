@@ -89,7 +89,7 @@ class Facts:
 
     Attributes:
         run: The folder.
-        config: The settings that the run began with.
+        config: The settings, with those that a resume changed, without those that rollbacks did.
         metrics: The metrics by name, without what was rolled back.
         evaluations: The evaluations, without those that were rolled back.
         events: Alarms, the guard's actions, resumes and errors.

@@ -40,7 +40,7 @@ class RunData:
 
     @cached_property
     def config(self) -> Config:
-        """The settings that the run began with."""
+        """The settings, with those that a resume changed, without those that rollbacks did."""
         return run_config(self.path)
 
     @cached_property

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sqlite3
 from statistics import stdev
-from typing import Any
 
+from ragen.config.keys import Flat
 from ragen.core.types import FAILED
 from ragen.viewer.episode_list import NAMED, as_json
 from ragen.viewer.reading import Answer, NotFound, Question, RunReader, array_of, loaded
-from ragen.viewer.run_list import read_settings
+from ragen.viewer.run_list import read_settings, settings_of
 
 FULL = f"{NAMED}, final_observation, final_picture"
 """The columns of a whole episode."""
@@ -101,7 +101,7 @@ def group(asked: Question) -> Answer:
             raise NotFound("there is no such group in this run")
         before = run.value(f'SELECT max("group") {where} AND "group" < ?', *place, number)
         after = run.value(f'SELECT min("group") {where} AND "group" > ?', *place, number)
-        settings = read_settings(run.folder) | _changes(run, attempt)
+        settings = _settings_at(run, attempt, step)
         counts = run.counts(attempt, step)
     rewards = [each["reward"] for each in episodes if each["stop_reason"] not in FAILED]
     shared = ("attempt", "step", "phase", "group", "level_seed", "kept", "group_score")
@@ -120,15 +120,23 @@ def group(asked: Question) -> Answer:
     }
 
 
-def _changes(run: RunReader, attempt: int) -> dict[str, Any]:
-    """The settings that rollbacks changed, up to the start of an attempt."""
-    changes: dict[str, Any] = {}
-    for (data,) in run.rows(
-        "SELECT data FROM events WHERE kind = 'guard' AND data ->> 'attempt' <= ? ORDER BY id",
-        attempt,
+def _settings_at(run: RunReader, attempt: int, step: int) -> Flat:
+    """The settings of a step: the run's first ones, with what rollbacks and the user changed since.
+
+    A run of an earlier version kept no first settings; those of its file are taken.
+    """
+    settings = read_settings(run.folder)
+    if run.value("SELECT 1 FROM sqlite_master WHERE name = 'settings'"):
+        first = run.value("SELECT CAST(text AS BLOB) FROM settings ORDER BY id LIMIT 1")
+        settings = settings if first is None else settings_of(first)
+    for kind, data in run.rows(
+        "SELECT kind, data FROM events WHERE kind = 'guard' AND data ->> 'attempt' <= ?"
+        " OR kind = 'settings' AND (attempt, step) < (?, ?) ORDER BY id",
+        *(attempt, attempt, step),
     ):
-        changes |= loaded(data)["changes"]
-    return changes
+        changes = loaded(data)["changes"]
+        settings |= changes if kind == "guard" else {key: new for key, (_, new) in changes.items()}
+    return settings
 
 
 def tokens(asked: Question) -> Answer:

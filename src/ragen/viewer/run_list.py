@@ -103,9 +103,19 @@ def read_settings(folder: Path) -> Flat:
         Unreadable: There is no such file, or it is not TOML.
     """
     try:
-        return present_values(raw_values(tomllib.loads((folder / CONFIG).read_text("utf-8"))))
+        return settings_of((folder / CONFIG).read_bytes())
     except OSError as error:
         raise Unreadable(f"config.toml cannot be read: {error.strerror}") from None
+
+
+def settings_of(text: bytes) -> Flat:
+    """The values of a `config.toml` by dotted key, as in its text.
+
+    Raises:
+        Unreadable: It is not TOML.
+    """
+    try:
+        return present_values(raw_values(tomllib.loads(text.decode())))
     except (ValueError, RecursionError) as error:  # a recursion by thousands of brackets
         raise Unreadable(f"config.toml is damaged: {error}") from None
 

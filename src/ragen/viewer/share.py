@@ -79,7 +79,7 @@ def share(run: Path, out: Path, *, episode: int | None = None, group: int | None
         start = held.pages[0]
     else:
         start = held.whole_run() if group is None else held.group(group)
-    text = page(f"{held.run} · RAGEN", held.answers, start, " ".join(held.pages))
+    text = page(f"{held.run} · RAGEN", held.anonymized(), start, " ".join(held.pages))
     with file_errors("write", out, "choose another place"), whole_file(out) as temporary:
         temporary.write_text(text, "utf-8")
     return out
@@ -100,13 +100,21 @@ class _Held:
         self.about_run = self.ask("/api/run")
 
     def ask(self, question: str, /, **params: Any) -> Any:
-        """The answer to a request about the run, which is added to the file."""
+        """The answer to a request about the run, which is added to the file.
+
+        Its texts are still those of the run: a later request may need them.
+        """
         query = {"run": self.run} | {name: str(value) for name, value in params.items()}
-        answer = ROUTES[question](Question(self.runs, query))
-        found = self._anonymizer.anonymized(finite(answer))
+        found = finite(ROUTES[question](Question(self.runs, query)))
         # All curves are one answer, whichever of them a page requests (`static/api.js`).
         held = {"run": self.run} if question == "/api/metrics" else query
-        self.answers[key_of(question, held)] = found
+        # The page asks with the texts that it got.
+        self.answers[key_of(question, self._anonymizer.anonymized(held))] = found
+        return found
+
+    def anonymized(self) -> Answer:
+        """The answers without references to this machine."""
+        found: Answer = self._anonymizer.anonymized(self.answers)
         return found
 
     def episode(self, number: int) -> None:
