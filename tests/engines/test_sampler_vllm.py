@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -127,6 +128,22 @@ def test_an_adapter_is_published_through_a_folder(sampler: VllmSampler) -> None:
     asyncio.run(sampler.publish(model, 1))
     assert sampler._vllm.calls == ["wake", "load_adapter", "wake", "forget"]
     assert sampler._vllm.adapters == [["adapter_config.json", "adapter_model.safetensors"]]
+
+
+def test_too_little_shared_memory_for_an_adapter_is_one_clear_line(
+    sampler: VllmSampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragen.engines.sampler_vllm.MEMORY", tmp_path)
+    model = tiny_model(tiny_tokenizer())
+    attach(model, ("policy",), rank=2, alpha=4, targets="q_proj", seed=0, base="base")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(RagenError, match=r"cannot write .* shared memory"):
+            sampler.push(model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_weights_that_vllm_does_not_hold_are_one_line(sampler: VllmSampler) -> None:

@@ -46,9 +46,9 @@ class Engine(Protocol):
     """What the training loop asks of an engine.
 
     `policy` samples with the weights of the last `publish`, and `version` counts the publications.
-    Every method but `forget` and `metrics` may wait for other processes. If one of these is lost
-    and cannot be replaced, the method raises `ragen.core.errors.EngineLost`, and the run continues
-    from its last checkpoint with a new engine.
+    Every coroutine method may wait for other processes. If one of these is lost and cannot be
+    replaced, the method raises `ragen.core.errors.EngineLost`, and the run continues from its last
+    checkpoint with a new engine.
     """
 
     @property

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ragen.core.errors import RagenError
+from ragen.core.files import file_errors
 from ragen.core.types import Completion, Prompt
 from ragen.engines.sampling import QUIET_ROUNDS, Decode, QueuedPolicy
 from ragen.engines.vllm_engine import Sampled, Vllm
@@ -89,7 +90,7 @@ class VllmSampler(QueuedPolicy):
         `weights` are those that are published, if they are not in `model`.
 
         Raises:
-            RagenError: vLLM does not hold them afterwards.
+            RagenError: vLLM does not hold them afterwards; or there is too little shared memory.
         """
         assert not self._open, "these weights would not be those of the keys and values"
         self._vllm.wake()
@@ -97,7 +98,9 @@ class VllmSampler(QueuedPolicy):
         if has_adapters(model):
             folders = MEMORY if os.access(MEMORY, os.W_OK) else None  # None: Python's own place
             with tempfile.TemporaryDirectory(prefix="ragen-adapter-", dir=folders) as folder:
-                save_adapter(model, Path(folder), tensors=weights)
+                remedy = "free space there, or allow for more shared memory (docker: --shm-size)"
+                with file_errors("write", folder, remedy):
+                    save_adapter(model, Path(folder), tensors=weights)
                 scale = scale_of(model)
                 others = self._vllm.load_adapter(Path(folder), weights.items(), scale)
         else:

@@ -31,7 +31,9 @@ STOP_IDS = 128
 
 @dataclass(slots=True)
 class Stats:
-    """Token counts so far: prompt tokens read, prompt tokens found in the cache, tokens sampled.
+    """Counts so far: prompt tokens read, prompt tokens found in the cache, and tokens sampled.
+
+    `forwards` counts the model's forwards; only the local sampler counts them.
 
     Example:
         >>> Stats(prefilled=30, reused=10).metrics()["rollout/prefix_cache_hit_fraction"].value

@@ -101,13 +101,14 @@ def offered(block: Block) -> Iterator[Shared]:
     Raises:
         RagenError: There is too little shared memory.
     """
-    with tempfile.NamedTemporaryFile(prefix="ragen-weights-", dir=MEMORY) as file:
-        with file_errors("write", MEMORY, "allow for more shared memory (docker: --shm-size)"):
+    with tempfile.TemporaryDirectory(prefix="ragen-weights-", dir=MEMORY) as folder:
+        path, remedy = Path(folder) / "block", "allow for more shared memory (docker: --shm-size)"
+        # Closing the file writes what is left of it, so that may fail, too.
+        with file_errors("write", MEMORY, remedy), path.open("wb") as file:
             for part in block.parts:
                 file.write(bytes(_gap(file.tell())))
                 file.write(part.data)
-            file.flush()
-        yield Shared(file.name, block.entries)
+        yield Shared(str(path), block.entries)
 
 
 def published(model: PreTrainedModel) -> Mapping[str, Tensor]:
