@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
+import shlex
 import signal
 import time
 from collections.abc import Callable
@@ -100,11 +102,13 @@ def test_the_response_log_changes_no_result_of_a_run(tmp_path: Path, alarms_at: 
 
 def test_a_stop_saves_first_and_can_be_resumed(tmp_path: Path, alarms_at: Plan) -> None:
     alarms_at((0, 2), detector="empty_filter")
-    with pytest.raises(GuardStop, match=r"step 2, empty_filter: .* ragen resume"):
-        train(make_config(checkpoint__every=0), tmp_path / "run")
-    assert checkpoint.newest(tmp_path / "run").name == "step-2"
-    assert events(tmp_path / "run") == [(0, 2, "alarm"), (0, 2, "guard")]
-    assert resume(tmp_path / "run").after is not None
+    run = tmp_path / "my run"
+    command = re.escape(f"ragen resume {shlex.quote(str(run))}")
+    with pytest.raises(GuardStop, match=f"step 2, empty_filter: .* {command}$"):
+        train(make_config(checkpoint__every=0), run)
+    assert checkpoint.newest(run).name == "step-2"
+    assert events(run) == [(0, 2, "alarm"), (0, 2, "guard")]
+    assert resume(run).after is not None
 
 
 def test_a_resumed_run_stops_again_if_the_condition_still_holds(

@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import random
+import re
 import resource
+import shlex
 import shutil
 import signal
 import sqlite3
@@ -585,8 +587,11 @@ def test_a_step_whose_episodes_all_fail_stops_the_run_saved(
             monkeypatch.setattr("ragen.envs.bandit.Bandit.step", lambda env, action: 1 / 0)
 
     config = make_config(eval__every=2, rollout__slots=2)
-    run = tmp_path / "run"
-    said = "every episode: ZeroDivisionError.*; stopped after 1 steps; resume with: ragen resume"
+    run = tmp_path / "my run"
+    said = (
+        "every episode: ZeroDivisionError.*; stopped after 1 steps; "
+        f"resume with: ragen resume {re.escape(shlex.quote(str(run)))}$"
+    )
     with monkeypatch.context() as monkeypatch, pytest.raises(RagenError, match=said):
         train(config, run, watcher=Unplugs())
     assert checkpoint.newest(run).name == "step-1"

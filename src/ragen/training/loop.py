@@ -5,6 +5,7 @@ It knows neither algorithm nor machine: the config names the first, the engine h
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from functools import partial
 
@@ -228,7 +229,8 @@ async def evaluate_and_loop(run: Run) -> None:
         # Only work that changes no weights is interrupted: the weights are those of the last step.
         run.recorder.discard()
         await save(run)
-        done = f"stopped after {run.state.step} steps; resume with: ragen resume {run.folder}"
+        folder = shlex.quote(str(run.folder))
+        done = f"stopped after {run.state.step} steps; resume with: ragen resume {folder}"
         if isinstance(reason, StopRequested):
             raise StopRequested(reason.signal_number, done) from None
         raise UnplayableError(f"{reason}; {done}") from None

@@ -188,7 +188,7 @@ async def stop(run: Run, reason: str) -> NoReturn:
     await save(run)
     raise GuardStop(
         f"the guard stopped the run: {reason}; the run is saved, to inspect it or to continue "
-        f"anyway: ragen resume {run.folder}"
+        f"anyway: ragen resume {shlex.quote(str(run.folder))}"
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import secrets
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
@@ -128,7 +129,7 @@ class Wandb(Tracker):
         except wandb.Error as error:
             raise RagenError(
                 f"record.trackers: wandb does not start ({error}); try `wandb login`, or set "
-                f"WANDB_MODE=offline, and then: ragen resume {run}"
+                f"WANDB_MODE=offline, and then: ragen resume {shlex.quote(str(run))}"
             ) from error
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
