@@ -19,7 +19,6 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ragen.core.errors import RagenError
 from ragen.core.metrics import Metric, merge
 from ragen.core.types import Episode, Group
 from ragen.storage.checkpoint import hash_text
@@ -31,6 +30,7 @@ from ragen.storage.database import (
     create_database,
     open_database,
     transaction,
+    unreadable,
 )
 from ragen.storage.schema import ARRAYS, SAMPLE_ARRAYS, SETTINGS, Row, as_json, compress, insert
 from ragen.storage.stored_episodes import (
@@ -80,13 +80,18 @@ class Recorder:
         self.attempt = attempt
         self._connection = connection
         self._text_of = text_of
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(connection.close)
             self._claim = claim(folder)
-        except RagenError:
-            connection.close()
-            raise
+            if self._claim is not None:
+                stack.callback(os.close, self._claim)
+            try:
+                rows = connection.execute("SELECT id FROM tokens").fetchall()
+            except sqlite3.DatabaseError as error:
+                raise unreadable(folder / DATABASE, error) from None
+            stack.pop_all()
         self.settings_hash = ""
-        self._known_tokens = {token for (token,) in connection.execute("SELECT id FROM tokens")}
+        self._known_tokens = {token for (token,) in rows}
         self._pending = _Step(attempt, 0)
         self._writer = ThreadPoolExecutor(1, "recorder")
         self._written: Future[None] | None = None
