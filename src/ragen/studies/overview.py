@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -165,13 +166,14 @@ def write_overview(found: Sequence[Findings], out: Path) -> None:
 
 
 def draw_overview(found: Sequence[Findings]) -> Figure:
-    """A row for each claim and a column for each environment."""
-    columns = list(dict.fromkeys(env_of(d.environment) for each in found for d in each.decisions))
+    """A row for each claim and a column for each environment, that of most results first."""
+    made = [[d for d in each.decisions if d.outcome != "not run"] for each in found]
+    counts = Counter(env_of(d.environment) for decisions in made for d in decisions)
+    columns = [env for env, _ in counts.most_common()] or [""]
     with figure_of(len(found), len(columns), height=0.75) as (figure, axes):
-        for each, row in zip(found, axes, strict=True):
+        for each, decisions, row in zip(found, made, axes, strict=True):
             for column, place in zip(columns, row, strict=True):
-                here = [d for d in each.decisions if env_of(d.environment) == column]
-                _draw_row(place, [d for d in here if d.outcome != "not run"])
+                _draw_row(place, [d for d in decisions if env_of(d.environment) == column])
             row[0].set_title(each.study.name)
         for column, place in zip(columns, axes[0], strict=True):
             place.set_title(column, loc="right", color=BLUE, fontsize=8)
@@ -186,11 +188,12 @@ def _draw_row(place: Axes, decisions: Sequence[Decision]) -> None:
     place.axvline(0, color=PALE, lw=0.8)
     width = 0.1
     for height, each in enumerate(decisions):
-        low, high = max(each.interval.low, -1.0), min(each.interval.high, 1.0)
+        reach = max(1.0, abs(each.interval.value))  # an interval of few seeds is infinite
+        low, high = max(each.interval.low, -reach), min(each.interval.high, reach)
         place.plot([each.place.effect], [height], "D", color=ORANGE, markersize=4, label="claimed")
         place.plot([low, high], [height, height], color=BLUE, lw=1.5)
         place.plot([each.interval.value], [height], "o", color=BLUE, markersize=4, label="here")
-        width = max(width, each.place.effect, -low, high)
+        width = max(width, each.place.effect, abs(each.interval.value), -low, high)
     names = [each.environment.partition(", ")[2] for each in decisions]
     place.set_yticks(range(len(decisions)), names, fontsize=7)
     place.set_ylim(len(decisions) - 0.5, -0.5)
