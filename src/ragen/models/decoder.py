@@ -145,7 +145,9 @@ class HFDecoder:
             )
         config = model.config.get_text_config()
         window = getattr(config, "sliding_window", None)
-        layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+        # A config that names no types has layers of one kind, like Mistral's.
+        one_kind = ["sliding_attention" if window else "full_attention"]
+        layer_types = set(getattr(config, "layer_types", None) or one_kind)
         if layer_types != {"full_attention"} and (window is None or window < max_length):
             raise RagenError(
                 f"layers of this model attend to {window or 'their own choice of'} tokens only; "
