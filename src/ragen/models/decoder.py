@@ -58,7 +58,7 @@ def window_of(config: Any) -> float:
 
     It is 0 if layers choose tokens in another way.
     """
-    window = getattr(config, "sliding_window", None)
+    window: int | None = getattr(config, "sliding_window", None)
     # Configs that name no types, like Mistral's, have layers of one kind.
     one_kind = ["full_attention" if window is None else "sliding_attention"]
     layer_types = set(getattr(config, "layer_types", None) or one_kind)
