@@ -63,6 +63,15 @@ def test_an_answer_depends_on_its_question_alone(folder: Path) -> None:
     assert [each.logprobs for each in together] == [each.logprobs for each in alone]
 
 
+def test_a_question_and_its_answer_fit_in_a_sliding_window(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    window = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 0}
+    save_model(tiny_model(tokenizer, **window), tokenizer, tmp_path)
+    (found,) = answers(tmp_path, [asked("Why?")])
+    assert found.usage is not None
+    assert found.usage.prompt_tokens + found.usage.completion_tokens <= 40
+
+
 def test_an_answer_has_the_rest_of_the_models_length(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ragen.core.errors import RagenError
 from ragen.models import decoder as decoder_module
 from ragen.models import key_store, packed
 from ragen.models import model as ragen_model
@@ -222,6 +223,15 @@ def test_the_flat_decoder_equals_the_general_one(
     flat = make_decoder(build(name), 8, 48)
     assert isinstance(flat, FlatDecoder)
     assert_equals_the_general_decoder(flat)
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Mixtral", "Phi3", "Starcoder2", "Gemma3Text"])
+def test_sequences_longer_than_a_sliding_window_are_refused(name: str) -> None:
+    """Configs with one kind of layer need not name it."""
+    model = build(name, sliding_window=24)
+    make_decoder(model, 2, 24)
+    with pytest.raises(RagenError, match="attend to 24 tokens only"):
+        make_decoder(model, 2, 25)
 
 
 def assert_equals_the_general_decoder(decoder: Any) -> None:

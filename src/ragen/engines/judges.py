@@ -14,6 +14,7 @@ from ragen.config.reading import changed
 from ragen.core.types import Completion, Prompt, Usage
 from ragen.engines.factory import load_model
 from ragen.engines.sampler import Sampler
+from ragen.models.decoder import window_of
 from ragen.models.hub import model_folder
 from ragen.models.names import base_of, resolve_model
 from ragen.models.pretrained import model_config
@@ -39,7 +40,8 @@ class LocalModel:
 
     def __init__(self, config: Config, path: str) -> None:
         about = model_config(model_folder(base_of(path)), path).get_text_config()
-        length = min(getattr(about, "max_position_embeddings", MAX_LENGTH), MAX_LENGTH)
+        positions = getattr(about, "max_position_embeddings", MAX_LENGTH)
+        length = int(min(positions, window_of(about) or MAX_LENGTH, MAX_LENGTH))
         of_model = {"model.dtype": config.model.dtype, "model.max_length": length}
         model, tokenizer = load_model(
             changed(Config(), {**of_model, "rollout.max_tokens": 1}), path

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from inspect import signature
 from itertools import chain
+from math import inf
 from typing import Any
 
 import torch
@@ -50,6 +51,18 @@ def make_decoder(
         if packed.longest(model.get_decoder()) >= max_length:
             return FlatDecoder(model, num_slots, max_length)
     return HFDecoder(model, num_slots, max_length)
+
+
+def window_of(config: Any) -> float:
+    """The tokens that every layer of a text model attends to: its sliding window, or infinity.
+
+    It is 0 if layers choose tokens in another way.
+    """
+    window: int | None = getattr(config, "sliding_window", None)
+    # Configs that name no types, like Mistral's, have layers of one kind.
+    one_kind = ["full_attention" if window is None else "sliding_attention"]
+    layer_types = set(getattr(config, "layer_types", None) or one_kind)
+    return inf if layer_types == {"full_attention"} else window or 0
 
 
 class FlatDecoder:
@@ -143,10 +156,8 @@ class HFDecoder:
                 f"models of the type {model.config.model_type} have no cache of keys and values, "
                 "which is not supported; use a transformer"
             )
-        config = model.config.get_text_config()
-        window = getattr(config, "sliding_window", None)
-        layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if layer_types != {"full_attention"} and (window is None or window < max_length):
+        window = window_of(model.config.get_text_config())
+        if window < max_length:
             raise RagenError(
                 f"layers of this model attend to {window or 'their own choice of'} tokens only; "
                 f"model.max_length, here {max_length}, must not be above its sliding window"

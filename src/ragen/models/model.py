@@ -245,8 +245,8 @@ def cross_scores(
 
     The x_j and z_i are given as token ids, at least one of each; logits are divided by
     `temperature`. At most `max_tokens` tokens are in memory at once; a single row may be longer.
-
-    Thoughts that are scored together share their prompt where the model `shares_prompts`.
+    Thoughts that are scored together share their prompt where the model `shares_prompts`; then
+    `max_tokens` bounds the thoughts alone.
 
     With several ranks, each computes a part in equally many forwards, and leaves the rest 0: the
     matrices of all ranks add up to S.
