@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 from huggingface_hub import constants
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 from transformers import (
     AutoTokenizer,
     BartConfig,
@@ -365,3 +366,26 @@ def test_an_unreachable_hub_is_asked_once_within_the_time_limit(
     assert connected.wait(10) if listens else not connected.is_set()
     answer.set()
     assert Hub.asked == []
+
+
+def test_a_download_that_breaks_off_is_one_line(
+    hub: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors of the Hub's HTTP client are no `OSError`."""
+
+    def broken(*_: Any, **__: Any) -> str:
+        raise HTTPError("peer closed the connection")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", broken)
+    assert "the Hub failed while the model was fetched" in refusal("me/tiny")
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "none://proxy"])
+def test_a_proxy_that_cannot_be_used_leaves_the_cache(
+    hub: Callable[[], None], monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    cached = model_folder("me/tiny", weights=False)
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert model_folder("me/tiny", weights=False) == cached

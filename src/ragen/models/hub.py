@@ -32,7 +32,12 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
     if Path(name).exists():
         return Path(name)
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
+        GatedRepoError,
+        HFValidationError,
+        HTTPError,  # of its client, httpx or httpx2
+        RepositoryNotFoundError,
+    )
 
     wanted = [*WORDS, "*.safetensors"] if weights else [*WORDS]
     offline = constants.HF_HUB_OFFLINE or not _hub_answers()
@@ -54,7 +59,7 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
         raise RagenError(
             f"there is no model '{name}': name a folder that exists, or an id of the Hub"
         ) from error
-    except OSError as error:
+    except (OSError, HTTPError) as error:
         reach = "cannot be reached" if offline else "failed while the model was fetched"
         raise RagenError(
             f"the model '{name}' is not in the local cache (not all of it), and the Hub {reach}: "
@@ -100,5 +105,7 @@ def _hub_answers() -> bool:
     try:
         httpx.head(constants.ENDPOINT, timeout=PATIENCE_S, verify=False)
     except (httpx.HTTPError, httpx.InvalidURL):
+        return False
+    except (ImportError, ValueError):  # a proxy of a kind that httpx cannot use
         return False
     return True
