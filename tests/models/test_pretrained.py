@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import threading
@@ -389,3 +390,15 @@ def test_a_proxy_that_cannot_be_used_leaves_the_cache(
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
     assert model_folder("me/tiny", weights=False) == cached
+
+
+def test_a_full_disk_is_no_fault_of_the_network(
+    hub: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
+    complaint = refusal("me/tiny")
+    assert "cannot store the model 'me/tiny'" in complaint and "no space left" in complaint
+    assert constants.HF_HUB_CACHE in complaint and "network" not in complaint

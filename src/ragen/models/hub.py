@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ragen.core.errors import RagenError
+from ragen.core.files import cannot
 
 PATIENCE_S = 5.0
 """Seconds without an answer after which the Hub counts as unreachable; its own library tries for
@@ -26,8 +27,8 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
     weights only if `weights`; if the Hub is unreachable, the local cache is used.
 
     Raises:
-        RagenError: There is no such model, access is denied, or the Hub cannot be reached and the
-            cache does not have the model.
+        RagenError: There is no such model, access is denied, the local cache cannot be written, or
+            the Hub cannot be reached and the cache does not have the model.
     """
     if Path(name).exists():
         return Path(name)
@@ -60,6 +61,9 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
             f"there is no model '{name}': name a folder that exists, or an id of the Hub"
         ) from error
     except (OSError, HTTPError) as error:
+        if getattr(error, "errno", None):  # the disk's; errors of the network have no number here
+            remedy = f"free space in {constants.HF_HUB_CACHE}, or set HF_HOME to another place"
+            raise cannot("store", f"the model '{name}'", error, remedy) from error
         reach = "cannot be reached" if offline else "failed while the model was fetched"
         raise RagenError(
             f"the model '{name}' is not in the local cache (not all of it), and the Hub {reach}: "
