@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import signal
+import sys
 import threading
 from collections.abc import Coroutine
+from traceback import extract_stack
 from typing import Any
 
 import pytest
@@ -53,6 +55,8 @@ def test_an_interrupt_in_a_notebook_cancels_the_work() -> None:
     main = threading.get_ident()
 
     async def work() -> None:
+        while "result" not in [frame.name for frame in extract_stack(sys._current_frames()[main])]:
+            await asyncio.sleep(0.01)  # until the notebook waits for the work
         try:
             signal.pthread_kill(main, signal.SIGINT)
             await asyncio.sleep(1)

@@ -114,9 +114,8 @@ def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
             work.close()  # if it was cancelled before it began, Python would warn
     else:
         with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(asyncio.run, keep())
             try:
-                future.result()
+                pool.submit(asyncio.run, keep()).result()
             except KeyboardInterrupt:
                 for loop, task in running:
                     with suppress(RuntimeError):  # it has just ended
