@@ -9,7 +9,7 @@ import pytest
 
 from ragen.core import plugins
 from ragen.core.errors import RagenError
-from ragen.core.plugins import installed, load_object
+from ragen.core.plugins import installed, load_object, reference_to
 
 TEXT = "def loss(x):\n    return x + 1\n\n\nNUMBER = 3\n"
 
@@ -128,3 +128,11 @@ def test_source_hash_covers_the_modules_beside_the_file(tmp_path, monkeypatch):
             (tmp_path / changed).write_text((tmp_path / changed).read_text() + "# changed\n")
         hashes.append(load_object(f"{tmp_path / 'mine.py'}:Mine").source)
     assert hashes[0] == hashes[1] and len(set(hashes[1:])) == 3
+
+
+def test_a_class_of_a_notebook_is_passed_in_python(monkeypatch):
+    """A notebook's `__main__` has no file, so Python knows no text of its classes."""
+    mine = type("Mine", (), {"__module__": "__main__"})
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    reference = reference_to(mine)
+    assert reference == "python:Mine" and load_object(reference).object is mine

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import signal
+import sys
+import threading
 from collections.abc import Coroutine
+from traceback import extract_stack
 from typing import Any
 
 import pytest
@@ -43,3 +47,29 @@ def test_work_that_is_cancelled_before_it_begins_is_closed(monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         run_async(work)
     assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
+
+
+def test_an_interrupt_in_a_notebook_cancels_the_work() -> None:
+    """It reaches the thread of the notebook, and the work runs in another one."""
+    ends: list[str] = []
+    main = threading.get_ident()
+
+    async def work() -> None:
+        while "result" not in [frame.name for frame in extract_stack(sys._current_frames()[main])]:
+            await asyncio.sleep(0.01)  # until the notebook waits for the work
+        try:
+            signal.pthread_kill(main, signal.SIGINT)
+            await asyncio.sleep(1)
+            ends.append("finished")
+        except asyncio.CancelledError:
+            ends.append("cancelled")
+            raise
+
+    async def notebook() -> None:
+        run_async(work())
+
+    loop = asyncio.new_event_loop()  # not `asyncio.run`, which handles the signal itself
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(notebook())
+    loop.close()
+    assert ends == ["cancelled"]

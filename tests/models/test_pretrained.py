@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import threading
@@ -14,6 +15,7 @@ import httpx
 import pytest
 import torch
 from huggingface_hub import constants
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 from transformers import (
     AutoTokenizer,
     BartConfig,
@@ -365,3 +367,38 @@ def test_an_unreachable_hub_is_asked_once_within_the_time_limit(
     assert connected.wait(10) if listens else not connected.is_set()
     answer.set()
     assert Hub.asked == []
+
+
+def test_a_download_that_breaks_off_is_one_line(
+    hub: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors of the Hub's HTTP client are no `OSError`."""
+
+    def broken(*_: Any, **__: Any) -> str:
+        raise HTTPError("peer closed the connection")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", broken)
+    assert "the Hub failed while the model was fetched" in refusal("me/tiny")
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "none://proxy"])
+def test_a_proxy_that_cannot_be_used_leaves_the_cache(
+    hub: Callable[[], None], monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    cached = model_folder("me/tiny", weights=False)
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert model_folder("me/tiny", weights=False) == cached
+
+
+def test_a_full_disk_is_no_fault_of_the_network(
+    hub: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
+    complaint = refusal("me/tiny")
+    assert "cannot store the model 'me/tiny'" in complaint and "no space left" in complaint
+    assert constants.HF_HUB_CACHE in complaint and "network" not in complaint

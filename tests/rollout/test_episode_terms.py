@@ -53,6 +53,11 @@ async def hangs(episodes):
 
 async def leaves(episode):
     raise SystemExit
+
+async def cancels(episode):
+    part = asyncio.ensure_future(asyncio.sleep(60))
+    asyncio.get_running_loop().call_soon(part.cancel)
+    await part
 """
 ONE = replace(episode(turn(reward=0.25)), member=0)
 TWO = replace(episode(turn(reward=1.0), turn(penalty=-0.1)), member=1)
@@ -103,6 +108,7 @@ FAILURES = {
     "texts": ([True, True], "could not convert string to float: 'one'"),
     "hangs": ([True, True], "took longer than 0.05 s"),
     "leaves": ([True, True], "SystemExit"),
+    "cancels": ([True, True], "CancelledError"),
 }
 
 

@@ -79,7 +79,7 @@ def reference_to(value: Any) -> str:
         raise RagenError(f"{value!r} is neither a class nor a function")
     try:
         file = Path(inspect.getsourcefile(value) or "")
-    except TypeError:
+    except (OSError, TypeError):  # of a notebook or of Python itself
         file = Path()
     imported = value.__module__ != "__main__" and name.isidentifier()
     in_file = imported and file.suffix == ".py" and file.is_file()

@@ -143,14 +143,14 @@ def _put_back(copy: int, fd: int) -> None:
     REAL["close"](copy)
 
 
-def _keep_handler(call: Call, number: int, _: Any = None) -> None:
-    before = signal.getsignal(number)
+def _keep_handler(call: Call, signalnum: int, handler: Any = None) -> None:
+    before = signal.getsignal(signalnum)
     main = threading.current_thread() is threading.main_thread()  # elsewhere the call raises
     if main and before is not None:  # None: it was not installed by Python
-        call.undo_later(("handler", number), partial(REAL["signal"], number, before))
+        call.undo_later(("handler", signalnum), partial(REAL["signal"], signalnum, before))
 
 
-def _keep_mask(call: Call, *_: Any) -> None:
+def _keep_mask(call: Call, *_: Any, **__: Any) -> None:
     before = REAL["pthread_sigmask"](signal.SIG_BLOCK, [])
     call.undo_later("mask", partial(REAL["pthread_sigmask"], signal.SIG_SETMASK, before))
 
@@ -176,10 +176,9 @@ def _keep_depth(call: Call, *_: Any) -> None:
     call.undo_later("depth", partial(REAL["setrecursionlimit"], sys.getrecursionlimit()))
 
 
-def _keep_locale(call: Call, category: int, wanted: Any = None) -> None:
-    if wanted is not None:
-        before = REAL["setlocale"](locale.LC_ALL)
-        call.undo_later("locale", partial(REAL["setlocale"], locale.LC_ALL, before))
+def _keep_locale(call: Call, *_: Any, **__: Any) -> None:
+    before = REAL["setlocale"](locale.LC_ALL)
+    call.undo_later("locale", partial(REAL["setlocale"], locale.LC_ALL, before))
 
 
 def _keep_warnings(call: Call, action: str = "error", *_: Any, **__: Any) -> None:
@@ -212,7 +211,7 @@ _UNDONE: tuple[tuple[Any, str, Callable[..., None]], ...] = (
     (os, "chdir", _keep_folder),
     (os, "fchdir", _keep_folder),
     (os, "close", lambda call, fd: _keep_streams(call, [fd])),
-    (os, "dup2", lambda call, _, fd, *__, **___: _keep_streams(call, [fd])),
+    (os, "dup2", lambda call, fd, fd2, *_, **__: _keep_streams(call, [fd2])),
     (os, "umask", _keep_umask),
     (signal, "signal", _keep_handler),
     (signal, "pthread_sigmask", _keep_mask),

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from ragen.core.process import SIGNALS
@@ -95,8 +95,12 @@ def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
         KeyboardInterrupt: The work was cancelled by Ctrl-C.
     """
     answers: list[Answer] = []
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 
     async def keep() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        running.append((task.get_loop(), task))
         # Of what it returns, `asyncio.run` makes a text, unused, in Python 3.11: seconds for many
         # episodes.
         answers.append(await work)
@@ -110,7 +114,13 @@ def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
             work.close()  # if it was cancelled before it began, Python would warn
     else:
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(asyncio.run, keep()).result()
+            try:
+                pool.submit(asyncio.run, keep()).result()
+            except KeyboardInterrupt:
+                for loop, task in running:
+                    with suppress(RuntimeError):  # it has just ended
+                        loop.call_soon_threadsafe(task.cancel)
+                raise
     return answers[0]
 
 

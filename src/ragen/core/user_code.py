@@ -259,7 +259,10 @@ async def awaited(call: str, answer: Awaitable[T], timeout_s: float) -> T:
     try:
         async with limit:
             return await answer
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # the run cancels the task; otherwise user code has cancelled what it awaits
         if limit.expired():
             raise timeout_error(call, timeout_s) from None
         raise UserCodeError("".join(traceback.format_exception(error))) from error

@@ -92,7 +92,8 @@ def load_adapter(model: PreTrainedModel, folder: Path, own_base: str | None = No
     path = folder / ADAPTER_WEIGHTS
     found = shapes(path)
     base = read_object(folder / BASE) if (folder / BASE).exists() else {}
-    if base.get("fingerprint") not in (None, own_base or fingerprint_of_base(model)):
+    trained_on = base.get("fingerprint")
+    if trained_on is not None and trained_on != (own_base or fingerprint_of_base(model)):
         name = model.peft_config["policy"].base_model_name_or_path
         raise RagenError(
             f"the adapter {folder} was trained on another base than {name} is now: restore the "

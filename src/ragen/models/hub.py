@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ragen.core.errors import RagenError
+from ragen.core.files import cannot
 
 PATIENCE_S = 5.0
 """Seconds without an answer after which the Hub counts as unreachable; its own library tries for
@@ -26,13 +27,18 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
     weights only if `weights`; if the Hub is unreachable, the local cache is used.
 
     Raises:
-        RagenError: There is no such model, access is denied, or the Hub cannot be reached and the
-            cache does not have the model.
+        RagenError: There is no such model, access is denied, the local cache cannot be written, or
+            the Hub cannot be reached and the cache does not have the model.
     """
     if Path(name).exists():
         return Path(name)
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
+        GatedRepoError,
+        HFValidationError,
+        HTTPError,  # of its client, httpx or httpx2
+        RepositoryNotFoundError,
+    )
 
     wanted = [*WORDS, "*.safetensors"] if weights else [*WORDS]
     offline = constants.HF_HUB_OFFLINE or not _hub_answers()
@@ -54,7 +60,10 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
         raise RagenError(
             f"there is no model '{name}': name a folder that exists, or an id of the Hub"
         ) from error
-    except OSError as error:
+    except (OSError, HTTPError) as error:
+        if getattr(error, "errno", None):  # the disk's; errors of the network have no number here
+            remedy = f"free space in {constants.HF_HUB_CACHE}, or set HF_HOME to another place"
+            raise cannot("store", f"the model '{name}'", error, remedy) from error
         reach = "cannot be reached" if offline else "failed while the model was fetched"
         raise RagenError(
             f"the model '{name}' is not in the local cache (not all of it), and the Hub {reach}: "
@@ -100,5 +109,7 @@ def _hub_answers() -> bool:
     try:
         httpx.head(constants.ENDPOINT, timeout=PATIENCE_S, verify=False)
     except (httpx.HTTPError, httpx.InvalidURL):
+        return False
+    except (ImportError, ValueError):  # a proxy of a kind that httpx cannot use
         return False
     return True
