@@ -44,7 +44,7 @@ LIGHT_MODULES = {
     *("studies.study", "studies.rule", "studies.measures", "studies.results", "studies.overview"),
     *("models.names", "models.model_files", "models.trial", "models.hub", "models.sizes"),
     "models.prompting",
-    *("engines.machine", "engines.memory"),
+    *("engines.machine", "engines.memory", "engines.player_host", "engines.hosts"),
 }
 """Modules in folders with torch that do not load it themselves."""
 HEAVY_MODULES = {"evaluation.branch"}

@@ -304,10 +304,13 @@ def test_object_passed_by_another_process_cannot_be_loaded() -> None:
 
 
 def test_two_functions_with_the_same_name_are_refused() -> None:
-    """Both would be ``python:<lambda>``, and one of them would be dropped."""
-    rewards = {lambda turn: 1.0: 0.1, lambda turn: 2.0: 0.1}
-    with pytest.raises(RagenError, match="two functions have this name; rename one of them"):
+    """Both would be ``python:<lambda>``, and the later one would stand for both."""
+    refused = pytest.raises(RagenError, match=r"two functions are named python:.*<lambda>; rename")
+    with refused:
+        rewards = {lambda turn: 1.0: 0.1, lambda turn: 2.0: 0.1}
         ragen.train("bandit", SMALL, rewards=rewards, out="run")
+    with refused:
+        ragen.train("bandit", SMALL, loss=lambda _: 0.0, advantage=lambda _: [0.0], out="run")
     assert not Path("run").exists()
 
 

@@ -17,7 +17,7 @@ from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group, Turn
-from ragen.engines.hosts import SamplerHost
+from ragen.engines.model_hosts import SamplerHost
 from ragen.engines.player_host import PlayerHost
 from ragen.engines.player_pool import Order, PlayerPool, PlayerTold
 from ragen.engines.pool import Answers, ProcessLost, Seat

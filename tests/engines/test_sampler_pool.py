@@ -14,7 +14,8 @@ from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import EngineLost, NotFiniteError
 from ragen.core.types import Completion, Prompt
-from ragen.engines.hosts import Failure, LearnerHost, SamplerHost, ServingHost
+from ragen.engines.hosts import Failure, ServingHost
+from ragen.engines.model_hosts import LearnerHost, SamplerHost
 from ragen.engines.pool import Answers, ProcessLost, Seat
 from ragen.engines.sampler_pool import SamplerPool, SamplerTold
 from ragen.engines.sampling import Stats

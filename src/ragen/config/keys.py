@@ -147,21 +147,34 @@ def table_of(key: str) -> str | None:
     return next((table for table in TABLES if key.startswith(f"{table}.")), None)
 
 
-def raw_values(tree: Mapping[Any, Any], prefix: str = "") -> Flat:
+def raw_values(tree: Mapping[Any, Any]) -> Flat:
     """The same with the keys as they are, which may be those of an earlier version.
 
     Raises:
-        RagenError: Two functions have the same name.
+        RagenError: Two functions have the same name, as two lambdas have.
     """
     values: Flat = {}
-    for entry, value in tree.items():
-        key = f"{prefix}{reference_to(entry) if callable(entry) else entry}"
-        if callable(entry) and key in values:
-            raise RagenError(f"{key}: two functions have this name; rename one of them")
-        if isinstance(value, Mapping) and not key.startswith(_INSIDE) and _holds_keys(key, value):
-            values |= raw_values(value, f"{key}.")
-        else:
-            values[key] = reference_to(value) if callable(value) else value
+    passed: Flat = {}
+
+    def named(value: Any, where: str) -> str:
+        reference = reference_to(value)
+        if passed.setdefault(reference, value) != value:
+            raise RagenError(f"{where}: two functions are named {reference}; rename one of them")
+        return reference
+
+    def add(table: Mapping[Any, Any], prefix: str) -> None:
+        for entry, value in table.items():
+            key = f"{prefix}{named(entry, prefix[:-1]) if callable(entry) else entry}"
+            if (
+                isinstance(value, Mapping)
+                and not key.startswith(_INSIDE)
+                and _holds_keys(key, value)
+            ):
+                add(value, f"{key}.")
+            else:
+                values[key] = named(value, key) if callable(value) else value
+
+    add(tree, "")
     return values
 
 

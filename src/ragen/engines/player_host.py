@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -32,9 +33,10 @@ class PlayerHost(ServingHost):
         """Make the set-ups of the run's environments."""
 
         async def work() -> None:
-            use_threads(1)
             chat, stack = make_chat(config, tokenizer), ExitStack()
             setups = open_setups(config, chat, stack)
+            if "torch" in sys.modules:  # an environment or a judge has loaded it
+                use_threads(1)
             self._env_time = next(iter(setups.values())).env_time
             stages = open_stages(config, chat, stack, self._env_time)
             self._samplers = SamplerPool(

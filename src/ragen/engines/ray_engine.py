@@ -18,8 +18,9 @@ from ragen.core.errors import EngineLost, RagenError
 from ragen.core.metrics import Metrics, mean, total
 from ragen.core.types import Role
 from ragen.engines.engine import Engine, Late
-from ragen.engines.hosts import Beat, Failure, LearnerHost, SamplerHost
+from ragen.engines.hosts import Beat, Failure
 from ragen.engines.lost import GRACE_S, answers_of
+from ragen.engines.model_hosts import LearnerHost, SamplerHost
 from ragen.engines.player_host import PlayerHost
 from ragen.engines.player_pool import PlayerPool
 from ragen.engines.pool import Pool, ProcessLost, Seat

@@ -7,14 +7,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from ragen.core.errors import NotFiniteError
 from ragen.core.metrics import Metrics, mean
 from ragen.core.types import Completion, FinishReason, Prompt
 from ragen.rollout.policies import fingerprint
+
+if TYPE_CHECKING:  # players do without torch
+    from transformers import PreTrainedModel
 
 Decode = Callable[[Sequence[int]], str]
 """Turns token ids into text."""
