@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ragen.config.config import Config
+from ragen.config.extensions import TOOL_PARSER, load
 from ragen.config.keys import Flat, canonical_key
 from ragen.config.reading import flatten, load_recipe, recipes, resolve
 from ragen.core.errors import RagenError
 from ragen.envs.registry import parameter_names, try_env
-from ragen.evaluation.baselines import sources
+from ragen.evaluation.baselines import files_of, sources
 from ragen.models.names import base_of, hash_model_folder, is_embedded, resolve_model
 from ragen.models.prompting import with_prompts
 from ragen.rollout.endpoint import ChatEndpoint, Server
@@ -251,12 +252,14 @@ def outcome_settings(
     """Everything that determines an evaluation's episodes, except the number of levels and samples.
 
     A model on this machine is identified by its weights' hash, a model of a hub or a server by its
-    name. The sampler counts, since vLLM draws other tokens than the local one.
+    name. The sampler counts, since vLLM draws other tokens than the local one; so does the code of
+    a parser from outside, and so do the files that the environment's parameters name.
 
     Raises:
-        RagenError: There is no such target or environment.
+        RagenError: There is no such target, environment or parser.
     """
     env = try_env(config.env.name, config.env.params)
+    files, parser = files_of(config.env.params), config.prompt.tool_parser
     if server is not None:
         identity = f"{target} at {server.url}"
     elif target in PLAYERS:
@@ -273,4 +276,6 @@ def outcome_settings(
         **{k: v for k, v in flatten(config).items() if k.startswith(EPISODE_KEYS)},
         "model.path": None,
         **({"rollout.sampler": "vllm"} if config.rollout.sampler == "vllm" else {}),
+        **({"files": files} if files else {}),
+        **({} if parser in TOOL_PARSER.names else {"parser": load(parser, TOOL_PARSER).source}),
     }
