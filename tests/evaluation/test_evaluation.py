@@ -225,6 +225,12 @@ def test_an_edited_parser_and_edited_data_are_another_evaluation(tmp_path: Path)
     assert known[0] != known[1]
 
 
+@pytest.mark.parametrize("env", [["bandit"], {"sokoban": 1}, 3])
+def test_an_environment_s_name_that_is_no_text_is_one_line(env: Any) -> None:
+    with pytest.raises(RagenError, match=r"^env\.name = .*: expected text$"):
+        evaluate_target("random", {"env.name": env}, episodes=4)
+
+
 def test_a_model_folder_is_evaluated_and_a_run_plays_one_episode(run: Path) -> None:
     values = {"env": "bandit"} | {
         key: value for key, value in settings().items() if key.startswith(("prompt", "rollout"))

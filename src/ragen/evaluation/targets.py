@@ -8,7 +8,7 @@ from typing import Any
 
 from ragen.config.config import Config
 from ragen.config.extensions import TOOL_PARSER, load
-from ragen.config.keys import Flat, canonical_key
+from ragen.config.keys import Flat, canonical_key, show
 from ragen.config.reading import flatten, load_recipe, recipes, resolve
 from ragen.core.errors import RagenError
 from ragen.envs.registry import parameter_names, try_env
@@ -109,6 +109,8 @@ def resolve_target(target: str, overrides: Overrides, server: Server | None = No
     """
     given = {canonical_key(key): value for key, value in overrides.items()}
     env = given.get("env.name")
+    if not isinstance(env, str | None):
+        raise RagenError(f"env.name = {show(env)}: expected text")
     is_recipe = env in recipes() or str(env).endswith(".toml")
     recipe = resolve(env if is_recipe else None)
     written = load_recipe(str(env))[1] if is_recipe else {}
