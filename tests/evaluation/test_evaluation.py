@@ -27,7 +27,9 @@ from ragen.evaluation.targets import config_for, outcome_settings
 from ragen.models.names import resolve_model
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import make_setup
-from ragen.storage.database import CONFIG
+from ragen.storage.database import CONFIG, new_run_folder
+from ragen.storage.recorder import Recorder
+from ragen.storage.settings import run_config
 from ragen.training.trainer import train
 from tests.bandit_model import bandit_model, settings
 
@@ -200,6 +202,20 @@ def test_parameters_of_the_run_s_environment_are_dropped_in_another_environment(
     assert params["frozen-lake"] == lake["env.params"]
     assert params["sokoban-large"] == {"observation": "named"}
     assert params["bandit"] == {}
+
+
+def test_a_run_knows_its_own_environment_by_a_relative_path_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = "from ragen.envs.bandit import Bandit\n\n\nclass Mine(Bandit):\n    pass\n"
+    (tmp_path / "mine.py").write_text(own)
+    budgets = {"env.max_turns": 7, "env.max_actions": 7, "env.params.slip": 0.25}
+    trained = {"env.name": f"{tmp_path}/mine.py:Mine", **budgets}
+    folder = new_run_folder(tmp_path, "mine")
+    Recorder.create(folder, dump(resolve(None, trained))).close()
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.py:Mine", f"{tmp_path}/mine.py:Mine"):
+        assert config_for(str(folder), {"env": name}).env == run_config(folder).env
 
 
 def test_an_edited_parser_and_edited_data_are_another_evaluation(tmp_path: Path) -> None:

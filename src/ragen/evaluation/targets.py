@@ -10,6 +10,7 @@ from ragen.config.config import Config
 from ragen.config.extensions import TOOL_PARSER, load
 from ragen.config.keys import Flat, canonical_key, show
 from ragen.config.reading import flatten, load_recipe, recipes, resolve
+from ragen.config.sources import absolute
 from ragen.core.errors import RagenError
 from ragen.envs.registry import parameter_names, try_env
 from ragen.evaluation.baselines import files_of, sources
@@ -119,6 +120,8 @@ def resolve_target(target: str, overrides: Overrides, server: Server | None = No
         env = given["env.name"] = recipe.env.name
     of_env = {k: v for k, v in flatten(recipe).items() if k.startswith("env.")}
     run = None if server is not None else run_of(target)
+    if run is not None and env is not None:
+        env = given["env.name"] = absolute(env)  # as the run has it
     config = _config_in(run, env) if run is not None else None
     if config is not None and env in (None, config.env.name):
         return Resolved(resolve(None, given, saved=flatten(config)))
