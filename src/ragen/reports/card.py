@@ -74,7 +74,9 @@ def until(facts: Facts, step: int) -> Facts:
 def without_paths(config: Config) -> Config:
     """The config with each path of this machine shortened to its last part."""
     tree, short = config.model_dump(), _without_folders(config)
-    tree["model"]["path"] = hub_id(config.model.path) or _short(Path(config.model.path))
+    for key, model in config.local_models.items():
+        section, name = key.split(".")
+        tree[section][name] = hub_id(model) or _short(Path(model))
     tree["sources"] = {short[name]: each for name, each in config.sources.items()}
     for key in KINDS:
         section, name = key.split(".")
