@@ -109,9 +109,7 @@ def resolve_target(target: str, overrides: Overrides, server: Server | None = No
         RagenError: There is no such key or environment, or values exclude each other.
     """
     given = {canonical_key(key): value for key, value in overrides.items()}
-    env = given.get("env.name")
-    if not isinstance(env, str | None):
-        raise RagenError(f"env.name = {show(env)}: expected text")
+    env = _env_in(given)
     is_recipe = env in recipes() or str(env).endswith(".toml")
     recipe = resolve(env if is_recipe else None)
     written = load_recipe(str(env))[1] if is_recipe else {}
@@ -149,6 +147,18 @@ def resolve_target(target: str, overrides: Overrides, server: Server | None = No
     if form and "observation" in parameter_names(str(env)):
         saved["env.params.observation"] = form
     return Resolved(resolve(None, given, saved=saved), note_of(str(env), of_env, given))
+
+
+def _env_in(given: Flat) -> str | None:
+    """The environment that values by key name.
+
+    Raises:
+        RagenError: Its name is no text.
+    """
+    env = given.get("env.name")
+    if not isinstance(env, str | None):
+        raise RagenError(f"env.name = {show(env)}: expected text")
+    return env
 
 
 def _config_in(run: Path, env: str | None) -> Config:
