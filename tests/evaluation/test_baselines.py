@@ -18,6 +18,7 @@ from ragen.evaluation import baselines
 from ragen.evaluation.baselines import (
     Budget,
     compute_baselines,
+    files_of,
     level_baselines,
     measure_baselines,
     sample_baselines,
@@ -197,6 +198,14 @@ def test_a_changed_file_has_other_baselines(tmp_path, monkeypatch):
         params = {"path": str(problems)}
         measure_baselines("word-problems", params, Budget(1, 1, 1), [10_000])
     assert len(list((tmp_path / "cache").rglob("*.json"))) == 2
+
+
+def test_a_link_to_nothing_in_a_folder_of_data_is_left_out(tmp_path):
+    (tmp_path / "items.json").write_text("[]")
+    (tmp_path / ".#items.json").symlink_to("me@machine.1234")  # the lock of an editor
+    assert [file for file, *_ in files_of({"path": str(tmp_path)})] == [
+        str(tmp_path / "items.json")
+    ]
 
 
 def test_baselines_are_computed_if_the_cache_is_damaged_or_unwritable(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ragen.config.extensions import load
 from ragen.config.reading import dump, resolve
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
@@ -22,11 +23,13 @@ from ragen.evaluation.evaluation import (
     evaluate_target,
     play_target,
 )
-from ragen.evaluation.targets import config_for
+from ragen.evaluation.targets import config_for, outcome_settings
 from ragen.models.names import resolve_model
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import make_setup
-from ragen.storage.database import CONFIG
+from ragen.storage.database import CONFIG, new_run_folder
+from ragen.storage.recorder import Recorder
+from ragen.storage.settings import run_config
 from ragen.training.trainer import train
 from tests.bandit_model import bandit_model, settings
 
@@ -199,6 +202,49 @@ def test_parameters_of_the_run_s_environment_are_dropped_in_another_environment(
     assert params["frozen-lake"] == lake["env.params"]
     assert params["sokoban-large"] == {"observation": "named"}
     assert params["bandit"] == {}
+
+
+def test_a_run_knows_its_own_environment_by_a_relative_path_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = "from ragen.envs.bandit import Bandit\n\n\nclass Mine(Bandit):\n    pass\n"
+    (tmp_path / "mine.py").write_text(own)
+    budgets = {"env.max_turns": 7, "env.max_actions": 7, "env.params.slip": 0.25}
+    trained = {"env.name": f"{tmp_path}/mine.py:Mine", **budgets}
+    folder = new_run_folder(tmp_path, "mine")
+    Recorder.create(folder, dump(resolve(None, trained))).close()
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.py:Mine", f"{tmp_path}/mine.py:Mine"):
+        assert config_for(str(folder), {"env": name}).env == run_config(folder).env
+
+
+def test_an_edited_parser_and_edited_data_are_another_evaluation(tmp_path: Path) -> None:
+    parser, data = tmp_path / "parser.py", tmp_path / "problems.jsonl"
+
+    def settings_of(**keys: str) -> dict[str, Any]:
+        values = {key.replace("__", "."): value for key, value in keys.items()}
+        return outcome_settings("random", config_for("random", values), None, 0, 1.0)
+
+    known: list[Any] = []
+    for content in ("def read(reply):\n    return []\n", "def read(reply):\n    return [1]\n"):
+        parser.write_text(content)
+        load.cache_clear()  # another process
+        known.append(settings_of(env="bandit", prompt__tool_parser=f"{parser}:read"))
+    assert known[0] != known[1]
+    known.clear()
+    for first in (1, 100):
+        problems = (
+            {"question": f"Say {n}.", "answer": f"#### {n}"} for n in range(first, first + 20)
+        )
+        data.write_text("\n".join(map(json.dumps, problems)))
+        known.append(settings_of(env="word-problems", env__params__path=str(data)))
+    assert known[0] != known[1]
+
+
+@pytest.mark.parametrize("env", [["bandit"], {"sokoban": 1}, 3])
+def test_an_environment_s_name_that_is_no_text_is_one_line(env: Any) -> None:
+    with pytest.raises(RagenError, match=r"^env\.name = .*: expected text$"):
+        evaluate_target("random", {"env.name": env}, episodes=4)
 
 
 def test_a_model_folder_is_evaluated_and_a_run_plays_one_episode(run: Path) -> None:

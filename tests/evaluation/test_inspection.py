@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from ragen.cli.main import main
+from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError
 from ragen.evaluation import inspection
-from ragen.evaluation.inspection import Inspection, inspect_model
+from ragen.evaluation.inspection import Inspection, inspect_model, memory_table
 from ragen.models.loading import save_model
+from ragen.models.names import resolve_model
 from tests.tiny import tiny_model, tiny_tokenizer
 
 Capture = pytest.CaptureFixture[str]
@@ -117,6 +119,21 @@ def test_each_method_of_training_has_a_row_of_memory(
     by_name = dict(zip(named, found.memory, strict=True))
     grpo, ppo = by_name["GRPO", False, "float32"], by_name["PPO", False, "float32"]
     assert 0 < grpo.certain < ppo.certain < ppo.peak
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"algorithm": "starpo/ppo", "rollout.group_size": 1},  # GRPO needs two
+        {"filter.include_zero": False, "rollout.refill": 2},
+    ],
+)
+def test_memory_does_not_depend_on_how_the_episodes_of_a_run_are_grouped(
+    keys: dict[str, Any],
+) -> None:
+    path = resolve_model("base", "bandit")
+    shown, _ = memory_table(resolve("bandit", keys), path)
+    assert shown == memory_table(resolve("bandit"), path)[0]
 
 
 @pytest.mark.usefixtures("hurried")

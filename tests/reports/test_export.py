@@ -182,6 +182,33 @@ def test_card_compares_level_by_level_in_each_environment_of_a_mixture(tmp_path:
     assert text.count("points [") == text.count(", level by level") == 3
 
 
+def test_card_does_not_tell_where_the_judge_of_a_run_lies(tmp_path: Path) -> None:
+    judge = {"reward.terms.judge": 0.5, "judge.rubric": "It looks first."}
+    for model, url, shown in (
+        (f"{tmp_path}/models/critic", "", "critic"),
+        ("some/critic", "", "some/critic"),
+        ("/served/critic", "http://localhost:1/v1", "/served/critic"),  # a server's own name
+    ):
+        config = resolve(None, {**judge, "judge.model": model, "judge.url": url})
+        text = card(Facts(tmp_path, config, {}, (), (), {}), 2, Usage((), "", {}, False))
+        assert f"| judge.model |  | {shown} |" in text and str(tmp_path) not in text
+
+
+def test_card_tells_files_of_one_name_in_two_folders_apart(tmp_path: Path) -> None:
+    envs = [f"{tmp_path}/{folder}/env.py:Maze" for folder in ("small", "large")]
+    envs.append("gymnasium:ALE/Pong-v5")
+    terms = {f"{tmp_path}/{folder}/env.py:brevity": 0.5 for folder in ("small", "large")}
+    config = resolve(None, {"env.mix": dict.fromkeys(envs, 1), "reward.terms": terms})
+    parts = tuple(replace(evaluation(0.5), env=env) for env in envs)
+    whole = RunEvaluation(0, 0, replace(evaluation(0.5), parts=parts))
+    text = card(Facts(tmp_path, config, {}, (whole,), (), {}), 2, Usage((), "", {}, False))
+    assert str(tmp_path) not in text
+    assert "## Success in gymnasium:ALE/Pong-v5" in text
+    for folder in ("small", "large"):
+        assert f"## Success in {folder}/env.py:Maze" in text
+        assert f"{folder}/env.py:brevity" in text
+
+
 def test_card_names_the_base_model_of_the_first_run(run: Path, tmp_path: Path) -> None:
     first = tmp_path / "first"
     first.mkdir()

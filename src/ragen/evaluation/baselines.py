@@ -116,6 +116,8 @@ def measure_baselines(
 def files_of(params: Mapping[str, Any]) -> list[tuple[str, int, int]]:
     """Size and time of change of each file at a parameter such as `path`, or in its folder.
 
+    A link to nothing, such as an editor's lock, has neither and is left out.
+
     Example:
         >>> files_of({"observation": "named", "path": ""})
         []
@@ -125,8 +127,9 @@ def files_of(params: Mapping[str, Any]) -> list[tuple[str, int, int]]:
         path = Path(value) if name.endswith("path") and isinstance(value, str) and value else None
         if path is not None and path.exists():
             for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-                state = file.stat()
-                found.append((str(file), state.st_size, state.st_mtime_ns))
+                with suppress(FileNotFoundError):
+                    state = file.stat()
+                    found.append((str(file), state.st_size, state.st_mtime_ns))
     return found
 
 

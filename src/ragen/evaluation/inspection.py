@@ -49,6 +49,10 @@ METHODS = {"GRPO": "starpo-s/grpo", "PPO": "starpo-s/ppo"}
 DTYPES = "float32", "bfloat16"
 RANK = 64
 """Of the adapters in the table of memory, as in the papers."""
+ROLLOUT_MEMORY = tuple(
+    f"rollout.{name}" for name in ("slots", "max_tokens", "sampler", "cuda_graphs", "gpu_memory")
+)
+"""The keys of a rollout that memory depends on; the methods of training may exclude others."""
 FITS = "too large", "fits short episodes", "fits"
 
 
@@ -295,7 +299,7 @@ def tokens_by_text(chat: Chat, ids: Iterable[int]) -> dict[str, int]:
 
 def memory_table(config: Config, path: str) -> tuple[list[Memory], float | None]:
     """The memory of each method of training with a model, and the free memory, in GiB."""
-    kept = ("env.", "prompt.", "model.", "rollout.")
+    kept = ("env.", "prompt.", "model.", *ROLLOUT_MEMORY)
     saved = {k: v for k, v in flatten(config).items() if k.startswith(kept)}
     rows, free = list[Memory](), None
     for (method, algorithm), rank, dtype in product(METHODS.items(), (0, RANK), DTYPES):

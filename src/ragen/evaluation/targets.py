@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ragen.config.config import Config
-from ragen.config.keys import Flat, canonical_key
+from ragen.config.extensions import TOOL_PARSER, load
+from ragen.config.keys import Flat, canonical_key, show
 from ragen.config.reading import flatten, load_recipe, recipes, resolve
+from ragen.config.sources import absolute
 from ragen.core.errors import RagenError
 from ragen.envs.registry import parameter_names, try_env
-from ragen.evaluation.baselines import sources
+from ragen.evaluation.baselines import files_of, sources
 from ragen.models.names import base_of, hash_model_folder, is_embedded, resolve_model
 from ragen.models.prompting import with_prompts
 from ragen.rollout.endpoint import ChatEndpoint, Server
@@ -107,7 +109,7 @@ def resolve_target(target: str, overrides: Overrides, server: Server | None = No
         RagenError: There is no such key or environment, or values exclude each other.
     """
     given = {canonical_key(key): value for key, value in overrides.items()}
-    env = given.get("env.name")
+    env = _env_in(given)
     is_recipe = env in recipes() or str(env).endswith(".toml")
     recipe = resolve(env if is_recipe else None)
     written = load_recipe(str(env))[1] if is_recipe else {}
@@ -116,6 +118,8 @@ def resolve_target(target: str, overrides: Overrides, server: Server | None = No
         env = given["env.name"] = recipe.env.name
     of_env = {k: v for k, v in flatten(recipe).items() if k.startswith("env.")}
     run = None if server is not None else run_of(target)
+    if run is not None and env is not None:
+        env = given["env.name"] = absolute(env)  # as the run has it
     config = _config_in(run, env) if run is not None else None
     if config is not None and env in (None, config.env.name):
         return Resolved(resolve(None, given, saved=flatten(config)))
@@ -143,6 +147,18 @@ def resolve_target(target: str, overrides: Overrides, server: Server | None = No
     if form and "observation" in parameter_names(str(env)):
         saved["env.params.observation"] = form
     return Resolved(resolve(None, given, saved=saved), note_of(str(env), of_env, given))
+
+
+def _env_in(given: Flat) -> str | None:
+    """The environment that values by key name.
+
+    Raises:
+        RagenError: Its name is no text.
+    """
+    env = given.get("env.name")
+    if not isinstance(env, str | None):
+        raise RagenError(f"env.name = {show(env)}: expected text")
+    return env
 
 
 def _config_in(run: Path, env: str | None) -> Config:
@@ -251,12 +267,14 @@ def outcome_settings(
     """Everything that determines an evaluation's episodes, except the number of levels and samples.
 
     A model on this machine is identified by its weights' hash, a model of a hub or a server by its
-    name. The sampler counts, since vLLM draws other tokens than the local one.
+    name. The sampler counts, since vLLM draws other tokens than the local one; so does the code of
+    a parser from outside, and so do the files that the environment's parameters name.
 
     Raises:
-        RagenError: There is no such target or environment.
+        RagenError: There is no such target, environment or parser.
     """
     env = try_env(config.env.name, config.env.params)
+    files, parser = files_of(config.env.params), config.prompt.tool_parser
     if server is not None:
         identity = f"{target} at {server.url}"
     elif target in PLAYERS:
@@ -273,4 +291,6 @@ def outcome_settings(
         **{k: v for k, v in flatten(config).items() if k.startswith(EPISODE_KEYS)},
         "model.path": None,
         **({"rollout.sampler": "vllm"} if config.rollout.sampler == "vllm" else {}),
+        **({"files": files} if files else {}),
+        **({} if parser in TOOL_PARSER.names else {"parser": load(parser, TOOL_PARSER).source}),
     }

@@ -14,6 +14,7 @@ from pathlib import Path
 from ragen.config.config import Config
 from ragen.config.extensions import KINDS, library_of
 from ragen.config.sections import EnvConfig
+from ragen.config.sources import value_of
 from ragen.core.tables import Section, markdown
 from ragen.core.types import Message
 from ragen.reports.facts import Facts
@@ -46,8 +47,9 @@ class Usage:
 def card(facts: Facts, step: int, usage: Usage) -> str:
     """The card of a run's policy after `step` steps, those of the exported checkpoint."""
     base, config = origin(facts.config.model.path), without_paths(facts.config)
+    short = _without_folders(facts.config)
     successes_by_level = {
-        which: {(_last(env), level): success for (env, level), success in levels.items()}
+        which: {(short.get(env, env), level): success for (env, level), success in levels.items()}
         for which, levels in facts.successes.items()
     }
     known = replace(until(facts, step), config=config, successes=successes_by_level)
@@ -71,16 +73,18 @@ def until(facts: Facts, step: int) -> Facts:
 
 def without_paths(config: Config) -> Config:
     """The config with each path of this machine shortened to its last part."""
-    tree = config.model_dump()
-    tree["model"]["path"] = hub_id(config.model.path) or _short(Path(config.model.path))
-    tree["sources"] = {_last(name): each for name, each in config.sources.items()}
+    tree, short = config.model_dump(), _without_folders(config)
+    for key, model in config.local_models.items():
+        section, name = key.split(".")
+        tree[section][name] = hub_id(model) or _short(Path(model))
+    tree["sources"] = {short[name]: each for name, each in config.sources.items()}
     for key in KINDS:
         section, name = key.split(".")
         value = tree[section][name]
         if isinstance(value, str):
-            tree[section][name] = _last(value)
+            tree[section][name] = short[value]
         else:
-            tree[section][name] = {_last(entry): each for entry, each in value.items()}
+            tree[section][name] = {short[entry]: each for entry, each in value.items()}
     return Config.model_validate(tree)
 
 
@@ -96,9 +100,23 @@ def origin(model: str) -> str:
     return model
 
 
-def _last(name: str) -> str:
-    """The last part of a path; a name of another library is none."""
-    return name if library_of(name) else Path(name).name
+def _without_folders(config: Config) -> dict[str, str]:
+    """Each name in a config with the last part of its path, or with as many as tell it apart.
+
+    A name of another library, or of a mixture, is no path.
+    """
+    names, mixture = set(config.sources), config.env.name if config.env.mix else ""
+    for key in KINDS:
+        value = value_of(config, key)
+        names |= {value} if isinstance(value, str) else value.keys()
+    whole = {name for name in names if library_of(name) or name == mixture}
+    paths = {name: (name,) if name in whole else Path(name).parts for name in names}
+    short = {}
+    for name, parts in paths.items():
+        ends = (parts[-count:] for count in range(1, len(parts) + 1))
+        alone = (end for end in ends if sum(p[-len(end) :] == end for p in paths.values()) == 1)
+        short[name] = str(Path(*next(alone, parts))) if len(parts) > 1 else name
+    return short
 
 
 def _short(model: Path) -> str:
