@@ -344,6 +344,7 @@ async def continue_from(
     run.recorder.attempt = state.attempt
     if run.judge is not None:
         run.judge.attempt = state.attempt
+        run.judge.metrics()  # drops the questions of abandoned plays, which are cancelled
     first = find_first(run.config, checkpoint, saved["engine"])
     run.engine = await another_engine(run, first)
     await run.engine.load(checkpoint, saved["engine"])
