@@ -214,6 +214,39 @@ def test_a_broken_policy_is_rolled_back_where_its_evaluation_would_begin(
     assert rows(run, query) == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
 
 
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_rollback_needs_no_evaluation_of_a_step_that_it_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """The weights of step 2 are broken, so they cannot be evaluated either."""
+    run, answer, failed = tmp_path / "run", Background.answer, []
+
+    async def broken_once(background: Background) -> Evaluated:
+        if not failed:
+            failed.append(True)
+            raise RagenError("the logits are not finite")
+        return await answer(background)
+
+    def scripted(history: Any, step: int, state: GuardState, detectors: Any) -> list[Alarm]:
+        state.checked_step = step
+        due = step == 3 and state.rollbacks == 0
+        return [Alarm("grad_spike", step, at, 9.0, 1.0)] if due else []
+
+    monkeypatch.setattr(Background, "answer", broken_once)
+    monkeypatch.setattr(recovery, "raise_alarms", scripted)
+    config = make_config(**BACKGROUND, guard__responses={"grad_spike": "rollback"})
+    if at == 3:  # it goes back to step 2, which still counts
+        with pytest.raises(RagenError, match="the logits are not finite"):
+            train(config, run)
+        return
+    watcher = NotedWatcher()
+    train(config, run, watcher=watcher)
+    assert "step 2 is not evaluated: the logits are not finite" in watcher.alarms
+    query = "SELECT step, attempt FROM evaluations WHERE temperature = 1 ORDER BY 1, 2"
+    assert rows(run, query) == [(0, 0), (2, 1), (4, 1), (5, 1)]
+
+
 # The process.
 
 

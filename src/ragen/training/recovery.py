@@ -210,10 +210,19 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
         if is_broken:
             stop_before(run, alarm.onset, f"{alarm}; {why}")
         await stop(run, f"{alarm}; {why}")
-    await take_evaluation(run)  # so that every step that still counts has its evaluation
     checkpoint = good[-1]
     saved = verified_state(checkpoint)
     attempt, began, step = run.state.attempt + 1, step_of(checkpoint), run.state.step
+    try:
+        await take_evaluation(run)  # so that every step that still counts has its evaluation
+    except RagenError as failure:
+        # The weights of a step that is given up may be broken, so it needs no evaluation.
+        evaluating = run.state.evaluating  # `None` once there is an answer
+        if evaluating is None or evaluating <= began:
+            raise
+        text = f"step {evaluating} is not evaluated: {failure}"
+        run.recorder.event(step, "evaluation", text)
+        run.watcher.alarm(step, text)
     changes = REMEDIES[run.original.guard.remedy](run.config, attempt)
     guard = GuardState(**saved["guard"])
     guard.rollbacks, guard.grace = run.guard.rollbacks + 1, began + GRACE_STEPS
