@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ragen.core.errors import NotFiniteError, RagenError
+from ragen.core.errors import NotFiniteError, RagenError, UnplayableError
 from ragen.diagnostics.guard import Alarm, GuardState, read_history
 from ragen.engines.local import LocalEngine
 from ragen.storage import checkpoint
@@ -249,6 +249,21 @@ def test_a_rollback_needs_no_evaluation_of_a_step_that_it_gives_up(
 
 # The process.
 
+UNPLUGGED = """
+import os
+
+from ragen.envs.bandit import Bandit
+
+
+class Unplugged(Bandit):
+    name = "unplugged"
+
+    def step(self, action):
+        if "UNPLUGGED" in os.environ:
+            raise OSError("its server is gone")
+        return super().step(action)
+"""
+
 
 def test_a_killed_process_is_one_line_and_the_run_makes_the_evaluation_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -288,6 +303,29 @@ def test_an_evaluation_that_fails_is_the_line_of_its_error(
     with pytest.raises(RagenError, match=r"^.*step-2/model.safetensors is damaged") as failure:
         train(make_config(**BACKGROUND), tmp_path / "run")
     assert "\n" not in str(failure.value)
+
+
+def test_an_evaluation_whose_episodes_all_fail_stops_the_run_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that the run waits for; once the server of the environment is back, it goes on."""
+    (tmp_path / "unplugged.py").write_text(UNPLUGGED)
+    run, ask = tmp_path / "run", Background.ask
+
+    def without_server(self: Background, *arguments: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setenv("UNPLUGGED", "1")
+            ask(self, *arguments)
+
+    name = f"{tmp_path / 'unplugged.py'}:Unplugged"
+    config = make_config(**BACKGROUND, env__name=name)
+    monkeypatch.setattr(Background, "ask", without_server)
+    with pytest.raises(UnplayableError, match=r"in every episode.*; stopped after 4 steps; resume"):
+        train(config, run)
+    assert checkpoint.newest(run).name == "step-4"
+    monkeypatch.setattr(Background, "ask", ask)
+    resume(run)
+    assert_same_results(run, uninterrupted(config, tmp_path))
 
 
 @pytest.mark.parametrize(

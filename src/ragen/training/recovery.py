@@ -219,7 +219,8 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
         # The weights of a step that is given up may be broken, so it needs no evaluation.
         evaluating = run.state.evaluating  # `None` once there is an answer
         if evaluating is None or evaluating <= began:
-            raise
+            # The run must not be saved: a resumed one raises the same alarm again.
+            raise RagenError(str(failure)) from failure
         text = f"step {evaluating} is not evaluated: {failure}"
         run.recorder.event(step, "evaluation", text)
         run.watcher.alarm(step, text)
