@@ -220,7 +220,7 @@ def test_a_rollback_needs_no_evaluation_of_a_step_that_it_gives_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     """The weights of step 2 are broken, so they cannot be evaluated either."""
-    run, answer, failed = tmp_path / "run", Background.answer, []
+    run, answer, failed = tmp_path / "run", Background.answer, list[bool]()
 
     async def broken_once(background: Background) -> Evaluated:
         if not failed:

@@ -233,8 +233,8 @@ def test_a_rollback_during_a_question_asks_it_again(
             recorder=SimpleNamespace(),
             judge=judge,
         )
-        checkpoint, saved = tmp_path / "step-2", {"engine": {}}
-        await recovery.continue_from(run, checkpoint, saved, LoopState(attempt=1), GuardState())
+        saved: dict[str, Any] = {"engine": {}}
+        await recovery.continue_from(run, tmp_path, saved, LoopState(attempt=1), GuardState())
         try:
             return await judge.scores(groups, 3, [0]), values(judge.metrics())
         finally:
