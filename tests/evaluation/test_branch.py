@@ -30,7 +30,7 @@ from ragen.rollout.episode import play_episode, require_unchanged
 from ragen.rollout.policies import fingerprint
 from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
 from ragen.storage.branches import FILE, Request, write_branches
-from ragen.storage.database import DATABASE
+from ragen.storage.database import CHECKPOINTS, DATABASE
 from ragen.storage.recorder import Recorder
 from ragen.storage.stored_episodes import Recorded, read_episode
 from ragen.training.trainer import train
@@ -251,6 +251,17 @@ def test_a_repeated_request_replaces_its_branches(tmp_path: Path) -> None:
     search = "SELECT count(*) FROM thoughts_fts WHERE thoughts_fts MATCH "
     assert rows(tmp_path, f"{search} 'first'") == [(0,)]
     assert rows(tmp_path, f"{search} 'second'") == [(2,)]
+
+
+def test_a_damaged_file_of_branches_costs_nothing_else(tmp_path: Path) -> None:
+    request, played = Request(1, 0, 3, 1, 1.0, 0), [made_episode(made_turn())]
+    (tmp_path / CHECKPOINTS).mkdir()
+    (tmp_path / FILE).write_text("no database " * 99)
+    with pytest.raises(RagenError, match=r"or move it away: the run goes on without it$"):
+        write_branches(tmp_path, request, played, True, str)
+    (tmp_path / FILE).unlink()
+    write_branches(tmp_path, request, played, True, str)
+    assert rows(tmp_path, "SELECT seed FROM branches") == [(0,)]
 
 
 # Branches of a trained run.

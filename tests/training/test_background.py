@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ragen.core.errors import NotFiniteError, RagenError
+from ragen.core.errors import NotFiniteError, RagenError, UnplayableError
 from ragen.diagnostics.guard import Alarm, GuardState, read_history
 from ragen.engines.local import LocalEngine
 from ragen.storage import checkpoint
@@ -214,7 +214,55 @@ def test_a_broken_policy_is_rolled_back_where_its_evaluation_would_begin(
     assert rows(run, query) == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
 
 
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_rollback_needs_no_evaluation_of_a_step_that_it_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """The weights of step 2 are broken, so they cannot be evaluated either."""
+    run, answer, failed = tmp_path / "run", Background.answer, list[bool]()
+
+    async def broken_once(background: Background) -> Evaluated:
+        if not failed:
+            failed.append(True)
+            raise RagenError("the logits are not finite")
+        return await answer(background)
+
+    def scripted(history: Any, step: int, state: GuardState, detectors: Any) -> list[Alarm]:
+        state.checked_step = step
+        due = step == 3 and state.rollbacks == 0
+        return [Alarm("grad_spike", step, at, 9.0, 1.0)] if due else []
+
+    monkeypatch.setattr(Background, "answer", broken_once)
+    monkeypatch.setattr(recovery, "raise_alarms", scripted)
+    config = make_config(**BACKGROUND, guard__responses={"grad_spike": "rollback"})
+    if at == 3:  # it goes back to step 2, which still counts
+        with pytest.raises(RagenError, match="the logits are not finite"):
+            train(config, run)
+        return
+    watcher = NotedWatcher()
+    train(config, run, watcher=watcher)
+    assert "step 2 is not evaluated: the logits are not finite" in watcher.alarms
+    query = "SELECT step, attempt FROM evaluations WHERE temperature = 1 ORDER BY 1, 2"
+    assert rows(run, query) == [(0, 0), (2, 1), (4, 1), (5, 1)]
+
+
 # The process.
+
+UNPLUGGED = """
+import os
+
+from ragen.envs.bandit import Bandit
+
+
+class Unplugged(Bandit):
+    name = "unplugged"
+
+    def step(self, action):
+        if "UNPLUGGED" in os.environ:
+            raise OSError("its server is gone")
+        return super().step(action)
+"""
 
 
 def test_a_killed_process_is_one_line_and_the_run_makes_the_evaluation_up(
@@ -255,6 +303,29 @@ def test_an_evaluation_that_fails_is_the_line_of_its_error(
     with pytest.raises(RagenError, match=r"^.*step-2/model.safetensors is damaged") as failure:
         train(make_config(**BACKGROUND), tmp_path / "run")
     assert "\n" not in str(failure.value)
+
+
+def test_an_evaluation_whose_episodes_all_fail_stops_the_run_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that the run waits for; once the server of the environment is back, it goes on."""
+    (tmp_path / "unplugged.py").write_text(UNPLUGGED)
+    run, ask = tmp_path / "run", Background.ask
+
+    def without_server(self: Background, *arguments: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setenv("UNPLUGGED", "1")
+            ask(self, *arguments)
+
+    name = f"{tmp_path / 'unplugged.py'}:Unplugged"
+    config = make_config(**BACKGROUND, env__name=name)
+    monkeypatch.setattr(Background, "ask", without_server)
+    with pytest.raises(UnplayableError, match=r"in every episode.*; stopped after 4 steps; resume"):
+        train(config, run)
+    assert checkpoint.newest(run).name == "step-4"
+    monkeypatch.setattr(Background, "ask", ask)
+    resume(run)
+    assert_same_results(run, uninterrupted(config, tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
@@ -9,14 +10,18 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ragen.cli.main import main
 from ragen.config.reading import resolve
+from ragen.config.sections import JudgeConfig
 from ragen.core.errors import RagenError
+from ragen.core.metrics import values
 from ragen.core.tables import markdown
+from ragen.core.types import Completion, Prompt
 from ragen.diagnostics.guard import Alarm, GuardState
 from ragen.engines.local import LocalEngine
 from ragen.envs.checker import check
@@ -25,13 +30,16 @@ from ragen.evaluation.order_bias import measure_order_bias, order_bias
 from ragen.models.loading import save_model
 from ragen.reports.facts import read_facts
 from ragen.reports.report import page
-from ragen.rollout.judge import KEY_ENV
+from ragen.rollout.judge import KEY_ENV, Failure, Judge
 from ragen.storage.judgements import FILE, Judgements
 from ragen.storage.reader import read_metrics
 from ragen.training import recovery
+from ragen.training.ahead import Ahead
+from ragen.training.running import LoopState
 from ragen.training.trainer import examine, resume, train
 from tests.bandit_model import settings
 from tests.faulty import FaultyServer, chat_reply
+from tests.records import episode, turn
 from tests.scripted_judge import Shown, scripted_judge
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training.test_trainer import assert_same_results, recorded_results, train_and_kill
@@ -187,6 +195,55 @@ def test_the_cost_of_a_run_that_was_rolled_back_is_what_was_spent(
     train_and_kill(config, tmp_path / "run", (LocalEngine, "publish"), 3)
     resume(tmp_path / "run")
     assert_same_results(tmp_path / "run", expected)
+
+
+def test_a_rollback_during_a_question_asks_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its play is cancelled with it; plays ahead of a step ask while that step trains."""
+
+    class Slow:
+        asked = 0
+
+        async def complete(self, prompt: Prompt) -> Completion:
+            self.asked += 1
+            if self.asked == 1:
+                await asyncio.Event().wait()
+            text = '{"scores": [{"id": 1, "why": "so", "score": 0.5}]}'
+            return Completion(None, None, text, "stop", 0)
+
+    async def engine(*_: Any) -> Any:
+        return SimpleNamespace(load=nothing)
+
+    async def nothing(*_: Any) -> None:
+        pass
+
+    async def roll_back_meanwhile() -> tuple[list[list[float | Failure]], dict[str, float]]:
+        rubric = JudgeConfig(model="some/judge", rubric="Be brief.", mode="absolute")
+        judge, groups = Judge(rubric, Slow(), tmp_path), [[episode(turn())]]
+        play = asyncio.create_task(judge.scores(groups, 3, [0]))
+        while not judge._asked:
+            await asyncio.sleep(0)
+        play.cancel()
+        await asyncio.gather(play, return_exceptions=True)
+        run: Any = SimpleNamespace(
+            original=resolve("bandit"),
+            ahead=Ahead(),
+            engine=SimpleNamespace(close=nothing),
+            recorder=SimpleNamespace(),
+            judge=judge,
+        )
+        saved: dict[str, Any] = {"engine": {}}
+        await recovery.continue_from(run, tmp_path, saved, LoopState(attempt=1), GuardState())
+        try:
+            return await judge.scores(groups, 3, [0]), values(judge.metrics())
+        finally:
+            await judge.close()
+
+    monkeypatch.setattr(recovery, "another_engine", engine)
+    monkeypatch.setattr(recovery, "find_first", lambda *_: None)
+    scores, cost = asyncio.run(roll_back_meanwhile())
+    assert scores == [[0.5]] and cost["judge/calls"] == 1
 
 
 def test_examine_asks_the_judge_and_writes_nothing(

@@ -7,6 +7,7 @@ import json
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,6 +166,20 @@ def test_trackers_show_the_values_after_a_rollback(name: str, tmp_path: Path) ->
     earlier = {} if name == "tensorboard" else {3: [8.0], 4: [9.0, 0.0625]}
     current = {1: 0.5, 2: 0.25, 3: 0.125, 4: 0.5}
     assert found == {step: [*earlier.get(step, []), value] for step, value in current.items()}
+
+
+@needs("tensorboard")
+def test_tensorboard_shows_each_step_once_after_a_kill_before_the_first_checkpoint(
+    tmp_path: Path,
+) -> None:
+    for loss in (8.0, 0.5):
+        watcher = with_trackers(Watcher(), "tensorboard")
+        watcher.begin(tmp_path, resolve("bandit"), 0)
+        for step in (1, 2):
+            watcher.step(step, {"loss/policy": loss})
+        watcher.end()
+        time.sleep(1.1)  # the names of its files have the second
+    assert in_tensorboard(tmp_path)["loss/policy"] == {1: [0.5], 2: [0.5]}
 
 
 @needs("trackio")

@@ -45,7 +45,7 @@ from ragen.storage.database import DATABASE
 from ragen.storage.recorder import Recorder
 from ragen.training import running
 from ragen.training.progress import Watcher
-from ragen.training.trainer import Result, resume, train
+from ragen.training.trainer import Result, examine, resume, train
 from tests.bandit_model import settings
 from tests.tolerance import LOGPROB
 
@@ -920,6 +920,19 @@ def test_resume_without_an_intact_checkpoint_is_refused(tmp_path: Path, finished
         "step-0: state.json is damaged ("
     )
     assert "\n" not in str(caught.value) and sorted(run.rglob("*")) == before
+
+
+def test_a_checkpoint_of_another_version_is_refused_in_one_line(
+    tmp_path: Path, finished: Path
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    newest = checkpoint.newest(run)
+    state = checkpoint.read_state(newest)
+    state["loop"]["later"] = 0
+    checkpoint.replace_state(newest, state)
+    for command in (resume, examine):
+        with pytest.raises(RagenError, match=r"another version of RAGEN .*; use that version"):
+            command(run)
 
 
 def test_resume_with_a_damaged_database_is_refused(tmp_path: Path, finished: Path) -> None:

@@ -435,8 +435,11 @@ def unreadable(database: Path, error: sqlite3.Error | OSError) -> RagenError:
             return RagenError(f"{database} cannot be read: {error}; make it readable")
         # Reading the log of a run that was killed writes its index.
         return _interrupted(database.parent, error, database.name)
-    is_run = (database.parent / CHECKPOINTS).is_dir()
-    remedy = f"; {_without_database(database.parent)}" if is_run else ""
+    remedy = ""
+    if database.name == DATABASE and (database.parent / CHECKPOINTS).is_dir():
+        remedy = f"; {_without_database(database.parent)}"
+    elif database.name != DATABASE:  # of branches or of a judge's answers
+        remedy = "; restore it, or move it away: the run goes on without it"
     return RagenError(f"{database} cannot be read: {error}{remedy}")
 
 

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from threading import Thread
 
 from ragen.config.sources import refuse_changed
-from ragen.core.errors import RagenError
+from ragen.core.errors import RagenError, UnplayableError
 from ragen.core.stopping import run_async
 from ragen.core.types import Episode, Group
 from ragen.engines.factory import make_policy
@@ -36,6 +36,9 @@ from ragen.storage.settings import run_config
 
 Evaluated = tuple[Evaluation, list[Group]]
 """An evaluation and its episodes."""
+
+Answer = Evaluated | UnplayableError | str
+"""What the process answers: an evaluation, or why there is none; the text is of any other error."""
 
 EPISODE, ANSWER = b".", b"\n"
 """What the process sends after each episode, and before a pickled answer."""
@@ -55,7 +58,7 @@ class Background:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader = ThreadPoolExecutor(1, "evaluation")
-        self._answer: Future[Evaluated | str] | None = None
+        self._answer: Future[Answer] | None = None
 
     def ask(self, folder: Path, step: int, beat: Callable[[], None]) -> None:
         """Begin to evaluate a run's checkpoint of `step`; `beat` is called after each episode."""
@@ -77,10 +80,13 @@ class Background:
         """The evaluation that `ask` has begun; a cancelled call can be repeated.
 
         Raises:
+            UnplayableError: Every episode failed.
             RagenError: The policy could not be evaluated, or the process was killed.
         """
         assert self._answer is not None
         answer = await asyncio.wrap_future(self._answer)
+        if isinstance(answer, UnplayableError):
+            raise answer
         if isinstance(answer, str):
             raise RagenError(answer)
         return answer
@@ -96,13 +102,13 @@ class Background:
 
 def _read(
     process: subprocess.Popen[bytes], folder: Path, step: int, beat: Callable[[], None]
-) -> Evaluated | str:
+) -> Answer:
     """An answer of the process, or the text of its error."""
     assert process.stdout is not None
     try:
         while process.stdout.read(1) == EPISODE:
             beat()
-        answer: Evaluated | str = pickle.load(process.stdout)
+        answer: Answer = pickle.load(process.stdout)
     except (EOFError, pickle.UnpicklingError):
         run = shlex.quote(str(folder))
         return (
@@ -126,7 +132,9 @@ def serve() -> None:
     while True:
         step, folder = asked.get()
         try:
-            answer: Evaluated | str = run_async(evaluate_checkpoint(folder, step, tell))
+            answer: Answer = run_async(evaluate_checkpoint(folder, step, tell))
+        except UnplayableError as error:
+            answer = error
         except RagenError as error:
             answer = str(error)
         answers.write(ANSWER)

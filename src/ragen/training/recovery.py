@@ -210,10 +210,20 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
         if is_broken:
             stop_before(run, alarm.onset, f"{alarm}; {why}")
         await stop(run, f"{alarm}; {why}")
-    await take_evaluation(run)  # so that every step that still counts has its evaluation
     checkpoint = good[-1]
     saved = verified_state(checkpoint)
     attempt, began, step = run.state.attempt + 1, step_of(checkpoint), run.state.step
+    try:
+        await take_evaluation(run)  # so that every step that still counts has its evaluation
+    except RagenError as failure:
+        # The weights of a step that is given up may be broken, so it needs no evaluation.
+        evaluating = run.state.evaluating  # `None` once there is an answer
+        if evaluating is None or evaluating <= began:
+            # The run must not be saved: a resumed one raises the same alarm again.
+            raise RagenError(str(failure)) from failure
+        text = f"step {evaluating} is not evaluated: {failure}"
+        run.recorder.event(step, "evaluation", text)
+        run.watcher.alarm(step, text)
     changes = REMEDIES[run.original.guard.remedy](run.config, attempt)
     guard = GuardState(**saved["guard"])
     guard.rollbacks, guard.grace = run.guard.rollbacks + 1, began + GRACE_STEPS
@@ -344,6 +354,7 @@ async def continue_from(
     run.recorder.attempt = state.attempt
     if run.judge is not None:
         run.judge.attempt = state.attempt
+        run.judge.metrics()  # drops the questions of abandoned plays, which are cancelled
     first = find_first(run.config, checkpoint, saved["engine"])
     run.engine = await another_engine(run, first)
     await run.engine.load(checkpoint, saved["engine"])

@@ -74,7 +74,8 @@ class TensorBoard(Tracker):
     def begin(self, run: Path, config: Config, step: int) -> None:
         self._folder = str(run / "tensorboard")
         self._last, self._named = step, set[str]()
-        self._open(step + 1 if step else None)
+        # Also a run that starts again from step 0 may have logged steps before it was killed.
+        self._open(step + 1 if Path(self._folder).exists() else None)
 
     def _open(self, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter

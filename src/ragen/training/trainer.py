@@ -230,14 +230,15 @@ def examine(folder: Path) -> dict[str, float]:
     ``gradient_by_std/…``. Nothing is written, and the run can be resumed as before.
 
     Raises:
-        RagenError: There is no run or no checkpoint, or the model it began with is gone.
+        RagenError: There is no run or no checkpoint, the model it began with is gone, or another
+            version of RAGEN wrote the checkpoint.
     """
     checkpoint = newest(folder)
     saved = sound(checkpoint, ())
-    config = changed(run_config(folder), saved["guard"]["changes"])
+    state, guard = states_of(folder, checkpoint, saved)
+    config = changed(run_config(folder), guard.changes)
     if config.rollout.sampler != "vllm":  # a server may hold the weights of a run in progress
         config = changed(config, {"rollout.sampler": "local"})
-    state = LoopState(**saved["loop"])
     use_threads(state.threads)
     engine = make_engine(config, find_first(config, checkpoint, saved["engine"]))
 
