@@ -444,6 +444,10 @@ def test_evaluation_table_equals_values_computed_by_hand() -> None:
         ("--rpm 5", "configure an endpoint: add --base-url URL"),
         ("--price-in=-1", "argument --price-in: expected a number ≥ 0"),
         ("--slip 5", "unknown key 'slip'"),
+        (
+            "--env.mix.sokoban 0.5 --env.mix.bandit 0.5",
+            "env.mix: an evaluation has one environment; name it with --env: sokoban, bandit",
+        ),
         ("--markdown no/such/folder.md", "cannot write no/such/folder.md: there is no such folder"),
         ("--markdown .", "cannot write .: is a folder; name a file with --markdown FILE"),
     ],

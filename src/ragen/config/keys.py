@@ -5,6 +5,7 @@ The keys themselves are the fields of `ragen.config.sections`.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -86,13 +87,12 @@ def parse_value(key: str, text: str) -> Any:
     Example:
         >>> parse_value("update.lr", "3e-4"), parse_value("model.path", "7")
         (0.0003, '7')
-        >>> parse_value("env.params.names", "pairs"), parse_value("env.params.slip", ".5")
-        ('pairs', 0.5)
+        >>> parse_value("env.params.names", "pairs"), parse_value("env.params.slip", "-.5")
+        ('pairs', -0.5)
     """
     if not key.startswith(TABLES) and _holds_text(keys()[key].annotation):
         return text
-    # TOML asks for a digit before the point.
-    literal = f"0{text}" if text.startswith(".") else text
+    literal = re.sub(r"^([+-]?)\.", r"\g<1>0.", text)  # TOML asks for a digit before the point
     try:
         parsed = tomllib.loads(f"value = {literal}")
     except (ValueError, RecursionError):  # no TOML, thousands of digits, thousands of brackets

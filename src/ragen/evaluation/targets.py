@@ -9,7 +9,7 @@ from typing import Any
 from ragen.config.config import Config
 from ragen.config.extensions import TOOL_PARSER, load
 from ragen.config.keys import Flat, canonical_key, show
-from ragen.config.reading import flatten, load_recipe, recipes, resolve
+from ragen.config.reading import flatten, load_recipe, mixed_in, recipes, resolve
 from ragen.config.sources import absolute
 from ragen.core.errors import RagenError
 from ragen.envs.registry import parameter_names, try_env
@@ -153,8 +153,11 @@ def _env_in(given: Flat) -> str | None:
     """The environment that values by key name.
 
     Raises:
-        RagenError: Its name is no text.
+        RagenError: Its name is no text, or a mixture is named.
     """
+    if mixed := mixed_in(given):
+        names = ", ".join(mixed)
+        raise RagenError(f"env.mix: an evaluation has one environment; name it with --env: {names}")
     env = given.get("env.name")
     if not isinstance(env, str | None):
         raise RagenError(f"env.name = {show(env)}: expected text")
