@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,16 @@ from ragen.config.reading import resolve
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.engines.learner import Learner
 from ragen.engines.local import LocalEngine
-from ragen.models.precision import Masters, output_logits
+from ragen.models import precision
+from ragen.models.loading import load_policy
+from ragen.models.precision import (
+    WIDENED,
+    Masters,
+    WideLinear,
+    output_logits,
+    product,
+    widen_products,
+)
 from tests.bandit_model import settings
 from tests.engines.test_learner import PLAIN, batch
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -225,3 +236,74 @@ def test_logprobs_in_bfloat16_are_reproducible() -> None:
     alone = take(part, torch.tensor([1]))
     exact = learner(torch.float32).logprobs(alone)[0]
     assert float((one.logprobs(alone)[0] - exact).abs().max()) < 0.01
+
+
+# Products.
+
+
+@pytest.fixture
+def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor without AVX-512."""
+    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda: False)
+
+
+@pytest.mark.usefixtures("without_library")
+@pytest.mark.parametrize("shape", [(3, 5, 7), (2, WIDENED + 9, 4)])
+def test_widened_products_are_float32_products_rounded_once(shape: tuple[int, int, int]) -> None:
+    m, k, n = shape
+    torch.manual_seed(m)
+    a, b, bias = (torch.randn(*size).bfloat16() for size in ((m, k), (k, n), (n,)))
+    exact = a.double() @ b.double()
+    for found, wanted in (
+        (product(a, b), exact),
+        (product(a, b, bias), exact + bias.double()),
+        (product(a.t().contiguous().t(), b), exact),
+    ):
+        assert found.dtype == torch.bfloat16
+        # Half a unit in the last of 8 bits, and the float32 sums' own error.
+        assert ((found.double() - wanted).abs() <= wanted.abs() * 2**-8 * 1.001 + 1e-4).all()
+    assert torch.equal(product(a.float(), b.float()), a.float() @ b.float())
+
+
+@pytest.mark.usefixtures("without_library")
+@pytest.mark.parametrize("trained", [("weight", "bias"), ("bias",), ()])
+def test_a_widened_layer_has_the_gradients_of_a_linear_one(trained: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    wide, plain = nn.Linear(6, 4).bfloat16(), nn.Linear(6, 4)
+    widen_products(nn.Sequential(wide))
+    assert type(wide) is WideLinear
+    plain.load_state_dict({name: each.float() for name, each in wide.state_dict().items()})
+    for layer in (wide, plain):
+        for name, each in layer.named_parameters():
+            each.requires_grad_(name in trained)
+    inputs, grad = torch.randn(2, 3, 6).bfloat16(), torch.randn(2, 3, 4).bfloat16()
+    found = []
+    for layer, dtype in ((copy.deepcopy(wide), torch.bfloat16), (plain, torch.float32)):
+        x = inputs.detach().to(dtype).clone().requires_grad_()
+        out = layer(x)
+        assert out.dtype == dtype
+        out.backward(grad.to(dtype))
+        assert x.grad is not None
+        found.append([out, x.grad, *(each.grad for each in layer.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one.float(), other, rtol=2**-7, atol=0.02)
+
+
+@pytest.mark.usefixtures("without_library")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_bfloat16_model_is_widened_where_it_is_loaded(dtype: str, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    tiny_model(tokenizer).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model, _ = load_policy(tmp_path, "cpu", dtype)
+    kinds = {type(layer) for layer in model.get_decoder().modules() if isinstance(layer, nn.Linear)}
+    assert kinds == {nn.Linear if dtype == "float32" else WideLinear}
+
+
+def test_a_processor_with_a_library_keeps_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda: True)
+    layer = nn.Linear(6, 4).bfloat16()
+    widen_products(nn.Sequential(layer))
+    assert type(layer) is nn.Linear

@@ -48,7 +48,7 @@ from ragen.models.model_files import (
 )
 from ragen.models.names import SETTINGS, WORDS, has_embedded_tokenizer
 from ragen.models.packed import Attending
-from ragen.models.precision import shape_of
+from ragen.models.precision import shape_of, widen_products
 from ragen.models.pretrained import load_errors, model_config
 from ragen.storage.checkpoint import hash_file
 
@@ -100,6 +100,7 @@ def load_policy(
         model.eval()
     if device == "cpu":
         keep_freed_memory()
+        widen_products(model)
     with load_errors(name, str(folder / "config.json")):
         _check_output_layer(model, name)
     _check_saving(model, folder)
