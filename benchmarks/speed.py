@@ -3,7 +3,8 @@
 The model and the work are those of `step.py`: 1.12M parameters, 128 episodes of 5 turns, 24 sampled
 tokens a turn, about 382 tokens at the end. The best of several short runs is what an idle machine
 would need; on a shared one no single run shows it. Rates are beside that of a float32 2048³
-`torch.mm`. `environments.py` measures the environments.
+`torch.mm`. `environments.py` measures the environments. The rate of a bfloat16 layer is given for
+torch's own and for the one that RAGEN loads (`ragen.models.precision.widen_products`).
 
     python benchmarks/speed.py [--repeat 5] [--slots 128] [--general]
 """
@@ -26,6 +27,7 @@ from ragen.engines.sampler import Sampler
 from ragen.models.decoder import make_decoder
 from ragen.models.loading import keep_freed_memory
 from ragen.models.model import hidden_states, padded_hidden_states, token_logprobs
+from ragen.models.precision import widen_products
 
 EPISODES, MEMBERS, TURNS, TURN_TOKENS = 128, 16, 5, 24
 FIRST, ANSWER = 102, 40
@@ -126,6 +128,13 @@ def update(
     )
 
 
+def layer_gflops(layer: torch.nn.Linear, repeat: int) -> float:
+    """The rate of forward and backward passes of a bfloat16 layer with 512 rows."""
+    x = torch.randn(512, layer.in_features).bfloat16().requires_grad_()
+    grad = torch.randn(512, layer.out_features).bfloat16()
+    return 6 * 512 * layer.weight.numel() / best(lambda: layer(x).backward(grad), repeat) / 1e9
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=5)
@@ -150,6 +159,9 @@ def main() -> None:
     forward, backward, operations = update(model, fast)
     forward_s, update_s = best(forward, args.repeat), best(backward, args.repeat)
     share = EPISODES // MICROBATCH
+    layer = torch.nn.Linear(576, 1536).bfloat16()  # of SmolLM2-135M
+    of_torch = layer_gflops(layer, args.repeat)
+    widen_products(layer)
     result = {
         "mm_gflops": mm_rate / 1e9,
         "decode_128_at_240_ms": decode_s * 1e3,
@@ -159,6 +171,8 @@ def main() -> None:
         "forward_cpu_s": forward_s * share,
         "forward_backward_cpu_s": update_s * share,
         "update_share_of_mm": operations / update_s / mm_rate,
+        "bfloat16_gflops_of_torch": of_torch,
+        "bfloat16_gflops": layer_gflops(layer, args.repeat),
     }
     print(json.dumps({name: float(f"{value:.4g}") for name, value in result.items()}))
 
