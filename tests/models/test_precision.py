@@ -285,6 +285,10 @@ def test_a_widened_layer_has_the_gradients_of_a_linear_one(trained: tuple[str, .
         out.backward(grad.to(dtype))
         assert x.grad is not None
         found.append([out, x.grad, *(each.grad for each in layer.parameters())])
+    rows = product(inputs.flatten(0, 1), wide.weight.t(), wide.bias)
+    assert torch.equal(found[0][0].flatten(0, 1), rows)
+    few = inputs[0]  # widening would take longer
+    assert torch.equal(wide(few), nn.functional.linear(few, wide.weight, wide.bias))
     for one, other in zip(*found, strict=True):
         assert (one is None) == (other is None)
         if one is not None:

@@ -159,6 +159,9 @@ def _products(precision: str) -> Iterator[None]:
 WIDENED = 2048
 """Rows of a bfloat16 matrix that are widened to float32 at once on a CPU: they fit its cache."""
 
+WORTH_WIDENING = 4
+"""The number of rows from which torch's own loops take longer than widening the weights."""
+
 
 @cache
 def multiplies_bfloat16() -> bool:
@@ -208,11 +211,12 @@ class _Widened(torch.autograd.Function):
 
 
 class WideLinear(nn.Linear):
-    """A linear layer that multiplies by `product`."""
+    """A linear layer that multiplies by `product`, except for few rows: widening takes longer."""
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        if input.dtype != torch.bfloat16 or input.device.type != "cpu":
+        is_few = input.numel() < WORTH_WIDENING * self.in_features
+        if is_few or input.dtype != torch.bfloat16 or input.device.type != "cpu":
             return super().forward(input)
         out_NO: Tensor = _Widened.apply(input.flatten(0, -2), self.weight, self.bias)
         return out_NO.unflatten(0, input.shape[:-1])
