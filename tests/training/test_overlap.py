@@ -22,6 +22,7 @@ from ragen.core.stopping import StopRequested
 from ragen.core.types import Completion, Episode, Group, Prompt
 from ragen.diagnostics.collapse import STAGE
 from ragen.engines.sampler import Sampler
+from ragen.evaluation.branch import stage_of
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_most
 from ragen.rollout.setup import Setup, make_setup
@@ -286,6 +287,7 @@ def test_late_episodes_of_an_easier_stage_count_as_such(
     for number, step in rows(run, "SELECT id, step FROM episodes WHERE phase = 'train'"):
         recorded = read_episode(run, number)
         played = 1 + (recorded.episode.level_seed - 10_000) // 2  # each step has two levels
+        assert stage_of(run, recorded) == stages[played]
         crossed += stages[played] < stages[step]
         if stages[played] == stages[step]:
             own.setdefault(step, []).append(recorded.episode.success)
