@@ -242,6 +242,12 @@ def test_a_learner_that_hangs_ends_with_the_cluster_and_a_new_engine_is_asked_fo
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("address", ["head..example:10001", f"ray://{'a' * 70}:1", "head:²"])
+def test_an_address_that_cannot_be_one_is_refused(address: str) -> None:
+    with pytest.raises(RagenError, match=r"cannot be reached.*leave engine\.address out"):
+        ray_cluster._refuse_silent(address)
+
+
 CLUSTERS = {
     "a GPU for each": ((1, 1, 1), (2, 8), None, (False, [(1, 1), (1, 1)])),
     "one for both": ((1, 1, 1), (1, 8), None, (True, [(2, 1)])),
