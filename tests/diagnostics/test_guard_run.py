@@ -35,7 +35,7 @@ from ragen.training import loop, recovery
 from ragen.training.progress import Watcher
 from ragen.training.running import LoopState, kept_checkpoints
 from ragen.training.trainer import resume, train
-from ragen.training.watchdog import STACKS, Watchdog
+from ragen.training.watchdog import STACKS, Watchdog, report_stall
 from tests.training.test_trainer import (
     SendSignal,
     assert_same_results,
@@ -371,6 +371,17 @@ def test_a_stall_can_be_logged_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     silent = make_config().model_copy(update={"guard": off})
     assert train(silent, tmp_path / "silent", watcher=seen).alarms == ()
     assert len(seen.alarms) == 1
+
+
+def test_a_stall_is_reported_if_the_checkpoints_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("not a folder")
+    seen = NotedAlarms()
+    config = make_config(guard__responses={"stalled": "log"})
+    run: Any = SimpleNamespace(folder=tmp_path, state=LoopState(), watcher=seen, original=config)
+    report_stall(run, 1800.0)
+    ((step, text),) = seen.alarms
+    assert step == 0 and "cannot read" in text and STACKS in text
+    assert "report_stall" in (tmp_path / STACKS).read_text()
 
 
 def test_every_beat_resets_the_watchdog() -> None:

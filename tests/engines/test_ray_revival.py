@@ -13,9 +13,10 @@ from ragen.config.sections import EngineConfig
 from ragen.core.errors import EngineLost, MachineAway, RagenError
 from ragen.core.types import Prompt
 from ragen.engines import ray_cluster, ray_engine
-from ragen.engines.pool import ProcessLost
+from ragen.engines.player_pool import PlayerPool
+from ragen.engines.pool import ProcessLost, Seat
 from ragen.engines.ray_cluster import Rooms
-from ragen.engines.ray_process import Process
+from ragen.engines.ray_process import Process, RemoteProcess
 from ragen.engines.sampler_pool import SamplerPool
 
 
@@ -77,6 +78,54 @@ def test_wrong_weights_of_a_new_sampler_end_the_run_also_if_nobody_samples(
             await engine.samplers.complete(Prompt((), (1,), 0, 4, 1.0, 0))
         with pytest.raises(RagenError, match="the weights did not reach"):
             await engine.publish()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("is_told_first", [True, False])
+def test_a_player_that_is_lost_as_it_meets_the_samplers_is_replaced_once(
+    is_told_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its failed call tells of the loss, and so does the thread that looks at all processes."""
+    made, killed = list[Process](), list[Any]()
+
+    async def play() -> None:
+        engine = engine_of(monkeypatch, is_lost=False)
+        monkeypatch.setattr(ray_engine, "ray", types.SimpleNamespace(kill=killed.append))
+        engine._player_pool = pool = PlayerPool(engine.samplers, 60.0, engine._on_end)
+        engine._tokenizer = None
+
+        class Meeting(Process):
+            """A player of which the first is lost at its first sampler."""
+
+            async def begin(self) -> None:
+                """It runs."""
+
+            async def call(self, method: str, *_: Any, phase: str = "") -> None:
+                await asyncio.sleep(0)
+                if method == "meet" and self.actor == 0:
+                    loss = ProcessLost("player 0 was killed")
+                    if is_told_first:
+                        engine._remove(self, loss)
+                    else:
+                        asyncio.get_running_loop().call_soon(engine._remove, self, loss)
+                    raise loss
+
+        def spawn(place: int) -> Process:
+            made.append(Meeting(f"player {place}", len(made)))
+            return made[-1]
+
+        engine._spawn_player = spawn
+        for number in range(2):
+            sampler = Meeting(f"sampler {number}", "a sampler")
+            engine.samplers.join(Seat(sampler.name, RemoteProcess(sampler, "sampling")))
+        for each in (engine.samplers, pool):
+            each._enter(asyncio.get_running_loop())
+        engine._begin(engine._revive(0, True))
+        while engine._tasks:
+            await asyncio.sleep(0)
+        assert [engine._process_of(seat) for seat in pool.seats] == [engine._players[0]]
+        assert len(made) == 2 and killed == [0] and engine._error is None
 
     asyncio.run(play())
 
@@ -191,6 +240,12 @@ def test_a_learner_that_hangs_ends_with_the_cluster_and_a_new_engine_is_asked_fo
         health.join()
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("address", ["head..example:10001", f"ray://{'a' * 70}:1", "head:²"])
+def test_an_address_that_cannot_be_one_is_refused(address: str) -> None:
+    with pytest.raises(RagenError, match=r"cannot be reached.*leave engine\.address out"):
+        ray_cluster._refuse_silent(address)
 
 
 CLUSTERS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,24 @@ def test_a_session_too_many_is_refused_with_a_message() -> None:
         second.socket.close()
         wait_until(lambda: served.num_sessions == 1)
         assert Talk(url).ask("reset", seed=1) == first.ask("reset", seed=1)
+
+
+def test_a_client_that_is_gone_before_its_session_begins_leaves_no_traceback(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with in_thread("bandit") as (url, served):
+        address = "127.0.0.1", int(url.rpartition(":")[2])
+        for _ in range(8):
+            with socket.create_connection(address) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.sendall(
+                    f"GET /ws HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\n"
+                    "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+                    "Sec-WebSocket-Key: MDEyMzQ1Njc4OWFiY2RlZg==\r\n\r\n".encode()
+                )
+        talk = Talk(url)
+        assert talk.ask("reset", seed=1)["done"] is False and served.num_sessions == 1
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_an_idle_session_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,14 +20,18 @@ from ragen.config.reading import resolve
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.stopping import StopRequested
 from ragen.core.types import Completion, Episode, Group, Prompt
+from ragen.diagnostics.collapse import STAGE
 from ragen.engines.sampler import Sampler
+from ragen.evaluation.branch import stage_of
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_most
 from ragen.rollout.setup import Setup, make_setup
 from ragen.storage.reader import read_events, read_metrics
+from ragen.storage.stored_episodes import read_episode
 from ragen.training import experience
 from ragen.training.ahead import Ahead
 from ragen.training.experience import staleness
+from ragen.training.progress import Watcher
 from ragen.training.trainer import resume, train
 from tests.bandit_model import settings
 from tests.records import episode, turn
@@ -251,6 +257,45 @@ def test_late_episodes_are_a_group_of_their_own(
     late = read_metrics(run)["engine/late_episodes"]
     assert sum(late.values()) == played - sum(n for _, g, n in sizes if g < 2)
     assert sum(late.values()) > 0 and STEPS * 4 <= played <= STEPS * 8
+
+
+def test_late_episodes_of_an_easier_stage_count_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One reply of the first step takes until a step of the second stage is trained on."""
+    complete, calls, advanced = Sampler.complete, 0, asyncio.Event()
+
+    async def slow(sampler: Sampler, prompt: Prompt) -> Completion:
+        nonlocal calls
+        calls += 1
+        if calls == 4 + 7:  # after the evaluation of four levels, at two temperatures
+            await advanced.wait()
+        return await complete(sampler, prompt)
+
+    class Noting(Watcher):
+        def step(self, step: int, metrics: Mapping[str, float]) -> None:
+            if metrics[STAGE] == 2:
+                advanced.set()
+
+    monkeypatch.setattr(Sampler, "complete", slow)
+    easier = {"curriculum__stages": [{"safe_reward": 0.5}], "curriculum__success": 0.01}
+    closing = {"engine__min_members": 3, "engine__close_after_s": 0.05, "eval__every": 0}
+    run = tmp_path / "run"
+    train(ahead(1, **{**easier, **closing, "steps": 11}), run, watcher=Noting())
+    metrics = read_metrics(run)
+    stages, own, crossed = metrics[STAGE], dict[int, list[bool]](), 0
+    for number, step in rows(run, "SELECT id, step FROM episodes WHERE phase = 'train'"):
+        recorded = read_episode(run, number)
+        played = 1 + (recorded.episode.level_seed - 10_000) // 2  # each step has two levels
+        assert stage_of(run, recorded) == stages[played]
+        crossed += stages[played] < stages[step]
+        if stages[played] == stages[step]:
+            own.setdefault(step, []).append(recorded.episode.success)
+    assert crossed > 0
+    successes = [fmean(own[step]) for step in sorted(own) if stages[step] == 2]
+    expected = [fmean(successes[: n + 1][-5:]) for n in range(len(successes))]
+    compared = [each for step, each in metrics["curriculum/success"].items() if stages[step] == 2]
+    assert compared == expected
 
 
 def test_late_episodes_are_played_again_after_a_loss(

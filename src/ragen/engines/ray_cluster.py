@@ -251,7 +251,7 @@ def _refuse_silent(address: str) -> None:
         return
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:  # ValueError: it is not a name
         raise RagenError(
             f"engine.address = {address!r} cannot be reached: {error}; start a cluster with "
             "`ray start --head`, or leave engine.address out"

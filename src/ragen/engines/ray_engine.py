@@ -348,18 +348,17 @@ class RayEngine:
 
     # Samplers and players that come and go.
 
-    def _join(self, pool: Pool, process: Process) -> None:
+    def _join(self, pool: Pool, process: Process) -> Seat:
         """Add a process that is ready to its pool; tell the players of a new sampler."""
         remote = RemoteProcess(process, "sampling" if pool is self.samplers else "playing")
         seat = Seat(process.name, remote)
         pool.join(seat)
-        if self._player_pool is None:
-            return
-        if pool is self.samplers:
+        if self._player_pool is not None and pool is self.samplers:
             process.serves = True
             for player in self._player_pool.seats:
                 known = self._known_as(seat, self._process_of(player))
                 self._begin(self._tell(self._player_pool, player, "meet", *known))
+        return seat
 
     def _known_as(self, sampler: Seat, player: Process) -> tuple[str, RemoteProcess]:
         """The name and the `Remote` by which a player knows a sampler."""
@@ -474,11 +473,13 @@ class RayEngine:
             self._join(self.samplers, process)
 
     async def _open_player(self, process: Process) -> None:
-        assert self._player_pool is not None
+        pool = self._player_pool
+        assert pool is not None
         await process.call("start", self._config, self._tokenizer)
-        self._join(self._player_pool, process)
-        for seat in list(self.samplers.seats):  # `_join` introduces later ones
-            await process.call("meet", *self._known_as(seat, process))
+        seat = self._join(pool, process)
+        for each in list(self.samplers.seats):  # `_join` introduces later ones
+            # If it is lost now, its pool has it replaced.
+            await self._tell(pool, seat, "meet", *self._known_as(each, process))
 
     # Signs of life.
 

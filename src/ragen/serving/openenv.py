@@ -85,10 +85,11 @@ class EnvServer:
 
     async def _session(self, client: WebSocket) -> None:
         await client.accept()
+        if client.client is None:  # it has gone already
+            return
         if self.num_sessions >= self._most:
             await _end(client, "CAPACITY_REACHED", f"all {self._most} sessions are taken")
             return
-        assert client.client is not None
         self._listening.release((client.client.host, client.client.port))
         self.num_sessions += 1
         thread = ThreadPoolExecutor(1) if self._setup.workers else None

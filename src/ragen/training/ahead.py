@@ -27,14 +27,21 @@ class Start(NamedTuple):
 class Played:
     """The groups of a step, played from `starts` in this `stage` of the curriculum in `seconds`.
 
-    The last `late` groups have the late episodes of earlier groups.
+    The last groups have the late episodes of earlier groups; `late` are the stages of each.
     """
 
     starts: Sequence[Start]
     stage: int
     groups: Sequence[Group]
     seconds: float
-    late: int = 0
+    late: Sequence[int] = ()
+
+    @property
+    def own(self) -> list[Group]:
+        """The groups that were played in `stage`: late ones may be of an earlier stage."""
+        first = len(self.groups) - len(self.late)
+        late = zip(self.groups[first:], self.late, strict=True)
+        return [*self.groups[:first], *(group for group, stage in late if stage == self.stage)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,18 @@ from statistics import fmean
 
 from ragen.core.metrics import Metrics, last
 from ragen.diagnostics.collapse import STAGE
+from ragen.training.ahead import Played
 from ragen.training.running import LoopState, Run
 
 STEPS = 5
 """Steps over which success is averaged, all of which were played in the present stage."""
 
 
-def update_stage(run: Run, success: float, played: int) -> Metrics:
+def update_stage(run: Run, played: Played) -> Metrics:
     """Count the success of a finished step, and begin the next stage if it is high enough.
 
-    The moving averages restart with each stage. The success of a step that was `played` in an
-    earlier stage does not count.
+    The moving averages restart with each stage. What was played in an earlier stage does not count:
+    a whole step, or late episodes.
 
     Returns:
         The stage in which the step was played, and the success that is compared with
@@ -24,9 +25,10 @@ def update_stage(run: Run, success: float, played: int) -> Metrics:
     """
     state, settings = run.state, run.config.curriculum
     stage, num_stages = state.stage, len(settings.stages) + 1
-    if played != stage:
-        return {STAGE: last(played)}
-    reached = count_success(state, success)
+    if played.stage != stage:
+        return {STAGE: last(played.stage)}
+    episodes = [each for group in played.own for each in group.episodes if not each.failed]
+    reached = count_success(state, fmean(each.success for each in episodes))
     if advances(state, settings.success, num_stages):
         state.stage, state.stage_success = stage + 1, []
         state.averages = {}  # of easier levels

@@ -45,8 +45,8 @@ async def next_groups(run: Run) -> Played:
     _begin(run)
     run.ahead.plans.popleft()
     played = await run.ahead.plays.popleft()
-    late = await _ended(run, len(played.groups))
-    return replace(played, groups=[*played.groups, *late], late=len(late)) if late else played
+    late, stages = await _ended(run, len(played.groups))
+    return replace(played, groups=[*played.groups, *late], late=stages)
 
 
 def _begin(run: Run) -> None:
@@ -100,8 +100,10 @@ def _resume_rests(run: Run) -> None:
         run.ahead.rests.append(Rest(*place, each["stage"], start, tasks))
 
 
-async def _ended(run: Run, first: int) -> list[Group]:
-    """The late episodes that have ended, as groups of their own, numbered from `first` on.
+async def _ended(run: Run, first: int) -> tuple[list[Group], list[int]]:
+    """The late episodes that have ended, as groups of their own, and the stage of each group.
+
+    The groups are numbered from `first` on.
 
     Those of a group are taken together, after the step of the group.
     """
@@ -120,7 +122,7 @@ async def _ended(run: Run, first: int) -> list[Group]:
         terms, seed = rest.start.setup.reward_terms, run.config.seed
         groups += await apply_episode_terms([Group(episodes)], terms, run.judge, seed, rest.step)
     run.ahead.rests[:] = [rest for rest in run.ahead.rests if rest not in ended]
-    return groups
+    return groups, [rest.stage for rest in ended]
 
 
 def staleness(group: Group, version: int) -> int:
@@ -160,7 +162,7 @@ def overlap_metrics(run: Run, played: Played, kept: Sequence[int], version: int)
     """
     if not run.config.engine.max_staleness:
         return {}
-    late = played.groups[len(played.groups) - played.late :]
+    late = played.groups[len(played.groups) - len(played.late) :]
     old = [staleness(played.groups[index], version) for index in kept]
     every = [staleness(group, version) for group in played.groups]
     metrics = {

@@ -96,7 +96,7 @@ async def loop(run: Run) -> None:
         metrics |= run.judge.metrics() if run.judge is not None else {}
         averages = state.averages = smooth(state.averages, metrics)
         if config.curriculum.stages:
-            metrics |= update_stage(run, metrics["success/mean"].value, played.stage)
+            metrics |= update_stage(run, played)
         recorded = metrics | averaged(averages, metrics)
         record_events(run)
         run.recorder.log(state.step, recorded)

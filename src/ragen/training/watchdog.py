@@ -94,8 +94,11 @@ def report_stall(run: Run, seconds: float) -> None:
     """
     state, file = run.state, run.folder / STACKS
     alarm = Alarm("stalled", state.step, state.step, seconds, 0.0)
-    complete = folders(run.folder)
-    last = f"the last checkpoint is {complete[-1].name}" if complete else "there is no checkpoint"
+    try:
+        kept = folders(run.folder)
+        last = f"the last checkpoint is {kept[-1].name}" if kept else "there is no checkpoint"
+    except RagenError as error:  # the disk may be what hangs
+        last = str(error)
     text = f"{alarm}; {last}; all stacks are in {file}"
     try:
         with file.open("a") as stacks:
