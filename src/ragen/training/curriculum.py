@@ -25,9 +25,9 @@ def update_stage(run: Run, played: Played) -> Metrics:
     """
     state, settings = run.state, run.config.curriculum
     stage, num_stages = state.stage, len(settings.stages) + 1
-    if played.stage != stage:
-        return {STAGE: last(played.stage)}
     episodes = [each for group in played.own for each in group.episodes if not each.failed]
+    if played.stage != stage or not episodes:
+        return {STAGE: last(played.stage)}
     reached = count_success(state, fmean(each.success for each in episodes))
     if advances(state, settings.success, num_stages):
         state.stage, state.stage_success = stage + 1, []
