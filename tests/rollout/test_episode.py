@@ -391,6 +391,8 @@ def test_thought_spans_are_exact(template: str, prefilled: bool) -> None:
         assert turn.thought_span is not None and turn.completion.token_ids is not None
         spelled = chat.decode(turn.completion.token_ids[slice(*turn.thought_span)])
         assert thought.strip() in spelled and len(spelled) <= len(thought) + 2
+        before = chat.decode(turn.completion.token_ids[: turn.thought_span[0]])
+        assert prefill or (before.strip() and "<think>".startswith(before.strip()))
 
 
 def token_policy(chat: Chat, text: str = RIGHT) -> ScriptedPolicy:

@@ -336,4 +336,7 @@ def _thought_span(setup: Setup, completion: Completion, parsed: Parsed) -> tuple
         return None
     shift = len(setup.prefill)
     start, end = (max(0, at - shift) for at in parsed.thought_chars)
+    if start >= end:  # an empty thought is after the tokens that opened it
+        _, place = setup.chat.token_span(completion.token_ids, completion.text, 0, start)
+        return place, place
     return setup.chat.token_span(completion.token_ids, completion.text, start, end)
