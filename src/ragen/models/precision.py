@@ -218,8 +218,9 @@ class WideLinear(nn.Linear):
         is_few = input.numel() < WORTH_WIDENING * self.in_features
         if is_few or input.dtype != torch.bfloat16 or input.device.type != "cpu":
             return super().forward(input)
-        out_NO: Tensor = _Widened.apply(input.flatten(0, -2), self.weight, self.bias)
-        return out_NO.unflatten(0, input.shape[:-1])
+        out_NO = _Widened.apply(input.flatten(0, -2), self.weight, self.bias)
+        out: Tensor = out_NO.unflatten(0, input.shape[:-1])
+        return out
 
 
 def widen_products(model: nn.Module) -> None:
