@@ -271,7 +271,7 @@ async def measure(config: Config, size: Size, steps: int, rate: float) -> dict[s
     for step in range(WARM_UP + steps):
         with phases("rollout"):
             starts = first_starts({config.env.name: setup}, config, LoopState(step=step))
-            groups = await collect_groups(engine, starts, config.rollout, config.seed, step)
+            groups = await collect_groups(engine, starts, config, step)
         with phases("score"):
             batch = await make_batch(engine, *to_samples(groups), config)
         with phases("update"), waits() as waited:

@@ -39,7 +39,7 @@ from ragen.models.names import is_adapter, resolve_model
 from ragen.rollout.chat import Chat
 from ragen.rollout.players import PlayerPolicy, solver
 from ragen.rollout.prompt import Limits
-from ragen.rollout.setup import make_chat
+from ragen.rollout.setup import Setup, make_chat
 from tests.bandit_model import SETTINGS, bandit_model, settings
 from tests.cli.test_bad_input import ROGUE, error_line
 from tests.tiny import TEMPLATES, tiny_tokenizer
@@ -190,6 +190,17 @@ def test_random_play_is_kept_whatever_came_of_it_and_leans_to_no_action() -> Non
     assert 0 < len(won.kept) < 64 == len(won.kept) + won.unsolved
     again = played_examples(config, chat, "random", 64, None)
     assert again.kept == examples.kept
+
+
+def test_episodes_without_room_for_a_reply_are_left_out_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = resolve("frozen-lake-still", {"rollout.max_tokens": 200, "model.max_length": 4096})
+    monkeypatch.setattr(Setup, "has_room", lambda setup, token_ids: hash(tuple(token_ids)) % 4 > 0)
+    chat = Chat(tiny_tokenizer("chatml"))
+    examples = played_examples(config, chat, "random", 16, None)
+    assert examples.unsolved == 0 < examples.too_long
+    assert len(examples.kept) + examples.too_long == 16 and all(examples.kept)
 
 
 @pytest.mark.parametrize("env", ["frozen-lake", "frozen-lake-still", "sokoban"])

@@ -22,6 +22,16 @@ class Config(Sections):
         16
     """
 
+    @property
+    def episodes_at_once(self) -> int:
+        """Episodes that are played at the same time: one for each slot of each sampler.
+
+        Example:
+            >>> Config().episodes_at_once
+            64
+        """
+        return self.rollout.slots * max(self.engine.samplers, self.engine.most_samplers)
+
     @model_validator(mode="after")
     def _go_together(self) -> Config:
         for rule in RULES:

@@ -271,7 +271,7 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=0.001, le=100)
     """Sampling temperature."""
     slots: int = Field(64, ge=1, le=65_536)
-    """Episodes that are sampled at the same time."""
+    """Episodes that a sampler samples at the same time."""
     refill: int = Field(0, ge=0, le=3)
     """Rounds that replace groups of equal rewards by groups on new levels."""
     sampler: str = "local"

@@ -40,7 +40,7 @@ class PlayerHost(ServingHost):
             self._env_time = next(iter(setups.values())).env_time
             stages = open_stages(config, chat, stack, self._env_time)
             self._samplers = SamplerPool(
-                4 * config.rollout.slots, config.engine.timeout_s, lambda seat, loss: None
+                4 * config.episodes_at_once, config.engine.timeout_s, lambda seat, loss: None
             )
             every = {(each.env, each.stage): each for each in (*setups.values(), *stages)}
             self._work = partial(_play, self._samplers, every)

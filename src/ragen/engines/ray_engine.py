@@ -76,8 +76,8 @@ class RayEngine:
         self._samplers: dict[int, Process] = {}  # by place
         self._players: dict[int, Process] = {}
         self._clients = count()
-        most = max(config.engine.samplers, config.engine.most_samplers)
-        self.samplers = SamplerPool(4 * config.rollout.slots * most, self._timeout_s, self._on_end)
+        most_known = 4 * config.episodes_at_once
+        self.samplers = SamplerPool(most_known, self._timeout_s, self._on_end)
         self._player_pool: PlayerPool | None = None
         if config.engine.players:
             self._player_pool = PlayerPool(self.samplers, self._timeout_s, self._on_end)

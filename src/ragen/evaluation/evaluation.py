@@ -242,7 +242,7 @@ async def evaluate_policy(
     Raises:
         RagenError: Every episode failed (the message holds the first error), or had no room.
     """
-    start, slots = time.monotonic(), config.rollout.slots
+    start, slots = time.monotonic(), config.episodes_at_once
     levels = range(EVAL_LEVELS, EVAL_LEVELS + config.eval.episodes)
     groups = await run_groups(policy, setup, levels, 1, (seed, "eval"), slots, on_episode)
     outcomes = [outcome_of(group.episodes[0]) for group in groups]

@@ -265,7 +265,7 @@ def played_examples(
     refuse_unplayable([outcome_of(episode) for episode in played])
     kept = [each for each in played if (each.success or keep == "all") and not each.failed]
     examples = [[(turn.prompt, turn.completion) for turn in episode.turns] for episode in kept]
-    for example in examples:
+    for example in filter(None, examples):  # without a turn, the first prompt left no room
         first, _ = example[0]
         texts = all(chat.decode(reply.token_ids or ()) == reply.text for _, reply in example)
         if not texts or chat.open(first.messages, setup.prefill)[0] != first.token_ids:
@@ -343,7 +343,7 @@ def _fitting(
         prompt, completion = (len(part.token_ids or ()) for part in exchange)
         return completion <= most and prompt + completion <= longest
 
-    kept = [example for example in examples if all(map(fits, example))]
+    kept = [example for example in examples if example and all(map(fits, example))]
     result = Examples(source, shows, kept, unsolved, len(examples) - len(kept))
     if len(kept) >= 2:
         return result

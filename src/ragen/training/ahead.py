@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ragen.config.sections import EngineConfig
+from ragen.config.config import Config
 from ragen.core.types import Episode, Group
 from ragen.rollout.setup import Setup
 
@@ -95,9 +95,10 @@ class Ahead:
     rests: list[Rest] = field(default_factory=list)
     gate: asyncio.Semaphore | None = None
 
-    def overlap(self, slots: int, engine: EngineConfig, stage: int) -> Overlap:
-        """How collections overlap if `slots` episodes are played at once."""
-        self.gate = self.gate or asyncio.Semaphore(slots)
+    def overlap(self, config: Config, stage: int) -> Overlap:
+        """How the collections of a run overlap."""
+        engine = config.engine
+        self.gate = self.gate or asyncio.Semaphore(config.episodes_at_once)
         return Overlap(self.gate, stage, engine.min_members, engine.close_after_s, self.rests)
 
     def saved(self, step: int) -> list[dict[str, Any]]:

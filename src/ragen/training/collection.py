@@ -19,7 +19,6 @@ from ragen.config.config import Config
 from ragen.config.sections import (
     AdvantageConfig,
     FilterConfig,
-    RolloutConfig,
     UpdateConfig,
 )
 from ragen.core.metrics import Metrics
@@ -39,8 +38,7 @@ from ragen.training.running import Run, is_due
 async def collect_groups(
     engine: Engine,
     starts: Sequence[Start],
-    rollout: RolloutConfig,
-    seed: int,
+    config: Config,
     step: int,
     on_episode: Callable[[Episode], None] | None = None,
     judge: Judge | None = None,
@@ -57,11 +55,12 @@ async def collect_groups(
     ends. `overlap` says how this collection shares the samplers with others.
     """
     engine.forget()
+    rollout, seed = config.rollout, config.seed
     groups: list[Group] = []
     for _ in range(1 + rollout.refill):
         setups, levels = zip(*starts, strict=True)
         what = engine.policy, setups, levels, rollout.group_size, (seed, "train", step)
-        gate = rollout.slots if overlap is None else overlap.gate
+        gate = config.episodes_at_once if overlap is None else overlap.gate
         if overlap is not None and overlap.min_members:
             least = overlap.min_members, overlap.close_after_s
             fresh, tasks = await run_most(*what, overlap.gate, on_episode, *least)

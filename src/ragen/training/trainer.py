@@ -245,14 +245,12 @@ def examine(folder: Path) -> dict[str, float]:
     async def measure() -> Metrics:
         async with opened(engine, config) as found, open_judge(config, None) as judge:
             await engine.load(checkpoint, saved["engine"])
-            seed, playing = config.seed, in_stage(*found, state.stage)
-            starts = first_starts(playing, config, state)
-            groups = await collect_groups(
-                engine, starts, config.rollout, seed, state.step, judge=judge
-            )
+            starts = first_starts(in_stage(*found, state.stage), config, state)
+            groups = await collect_groups(engine, starts, config, state.step, judge=judge)
             metrics: Metrics = {}
             if config.prompt.think:
-                metrics, _ = await measure_envs(engine, groups, seed, state.step, config.env.mix)
+                of_step = config.seed, state.step
+                metrics, _ = await measure_envs(engine, groups, *of_step, config.env.mix)
             return metrics | await gradient_norms(engine, groups, config)
 
     return values(run_async(measure()))
