@@ -248,7 +248,7 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_library")
-@pytest.mark.parametrize("shape", [(3, 5, 7), (2, WIDENED + 9, 4)])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (2, WIDENED + 9, 4), (WIDENED + 9, 6, 2)])
 def test_widened_products_are_float32_products_rounded_once(shape: tuple[int, int, int]) -> None:
     m, k, n = shape
     torch.manual_seed(m)

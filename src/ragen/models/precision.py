@@ -157,7 +157,8 @@ def _products(precision: str) -> Iterator[None]:
 
 
 WIDENED = 2048
-"""Rows of a bfloat16 matrix that are widened to float32 at once on a CPU: they fit its cache."""
+"""Rows of a bfloat16 matrix that are widened to float32 at once on a CPU: they fit its cache, and a
+large matrix, such as the gradient of an output layer, is not held a second time."""
 
 WORTH_WIDENING = 4
 """The number of rows from which torch's own loops take longer than widening the weights."""
@@ -183,12 +184,15 @@ def product(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """
     if a_MK.dtype != torch.bfloat16 or a_MK.device.type != "cpu" or multiplies_bfloat16():
         return a_MK @ b_KN if bias_N is None else torch.addmm(bias_N, a_MK, b_KN)
-    sums_MN = torch.zeros(len(a_MK), b_KN.shape[1])
-    if bias_N is not None:
-        sums_MN += bias_N
-    for a_MR, b_RN in zip(a_MK.split(WIDENED, 1), b_KN.split(WIDENED), strict=True):
-        sums_MN.addmm_(a_MR.float(), b_RN.float())
-    return sums_MN.to(a_MK.dtype)
+    parts = []
+    for a_RK in a_MK.split(WIDENED):
+        sums_RN = torch.zeros(len(a_RK), b_KN.shape[1])
+        if bias_N is not None:
+            sums_RN += bias_N
+        for a_RS, b_SN in zip(a_RK.split(WIDENED, 1), b_KN.split(WIDENED), strict=True):
+            sums_RN.addmm_(a_RS.float(), b_SN.float())
+        parts.append(sums_RN.to(a_MK.dtype))
+    return torch.cat(parts)
 
 
 class _Widened(torch.autograd.Function):
