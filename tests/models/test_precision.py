@@ -25,6 +25,7 @@ from ragen.models.precision import (
     WIDENED,
     Masters,
     WideLinear,
+    add_product,
     output_logits,
     product,
     widen_products,
@@ -263,6 +264,11 @@ def test_widened_products_are_float32_products_rounded_once(shape: tuple[int, in
         # Half a unit in the last of 8 bits, and the float32 sums' own error.
         assert ((found.double() - wanted).abs() <= wanted.abs() * 2**-8 * 1.001 + 1e-4).all()
     assert torch.equal(product(a.float(), b.float()), a.float() @ b.float())
+    for factors in ((a, b), (a.float(), b.float())):
+        sums = torch.randn(m, n)
+        wanted = sums + exact
+        add_product(sums, *factors)
+        torch.testing.assert_close(sums, wanted.float(), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.usefixtures("without_library")

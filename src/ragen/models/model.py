@@ -26,7 +26,7 @@ from ragen.models.beginnings import Beginnings, find_beginnings
 from ragen.models.device import to_device
 from ragen.models.fast_scores import PrefixReader
 from ragen.models.lora import adapter_of, has_adapters
-from ragen.models.precision import Shape, output_logits, product, shape_of
+from ragen.models.precision import Shape, add_product, output_logits, product, shape_of
 from ragen.models.sizes import KEPT_LOGITS, KEPT_LOGITS_GPU
 
 
@@ -217,7 +217,7 @@ class _LogprobEntropy(torch.autograd.Function):
             dz_NV = (dz_NV * slope / ctx.temperature).to(weight_VD.dtype)
             grad_hidden_ND[part] = product(dz_NV, weight_VD)
             if grad_weight_VD is not None:
-                grad_weight_VD += product(dz_NV.t(), hidden_ND[part])
+                add_product(grad_weight_VD, dz_NV.t(), hidden_ND[part])
             if grad_bias_V is not None:
                 grad_bias_V += dz_NV.sum(0)
         grads_of_layer = (

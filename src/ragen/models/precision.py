@@ -176,23 +176,46 @@ def multiplies_bfloat16() -> bool:
     )
 
 
+def widens(factor: Tensor) -> bool:
+    """Whether products of a tensor are computed in float32 because there is no library for them."""
+    is_here = factor.dtype == torch.bfloat16 and factor.device.type == "cpu"
+    return is_here and not multiplies_bfloat16()
+
+
+@torch.no_grad()
 def product(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """The matrices' product, plus the bias, rounded once to their dtype (M, N).
 
-    Where `multiplies_bfloat16` says no, bfloat16 factors are widened: the products of two of them
-    are exact in float32, and the sums are float32 either way.
+    Factors that `widens` names are widened: the products of two bfloat16 numbers are exact in
+    float32, and the sums are float32 either way.
     """
-    if a_MK.dtype != torch.bfloat16 or a_MK.device.type != "cpu" or multiplies_bfloat16():
+    if not widens(a_MK):
         return a_MK @ b_KN if bias_N is None else torch.addmm(bias_N, a_MK, b_KN)
     parts = []
     for a_RK in a_MK.split(WIDENED):
         sums_RN = torch.zeros(len(a_RK), b_KN.shape[1])
         if bias_N is not None:
             sums_RN += bias_N
-        for a_RS, b_SN in zip(a_RK.split(WIDENED, 1), b_KN.split(WIDENED), strict=True):
-            sums_RN.addmm_(a_RS.float(), b_SN.float())
+        add_product(sums_RN, a_RK, b_KN)
         parts.append(sums_RN.to(a_MK.dtype))
     return torch.cat(parts)
+
+
+@torch.no_grad()
+def add_product(sums_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
+    """Add the matrices' product to float32 sums.
+
+    A library's bfloat16 product is rounded before it is added. Others need no memory of its size.
+    """
+    if a_MK.dtype == sums_MN.dtype:
+        sums_MN.addmm_(a_MK, b_KN)
+        return
+    if not widens(a_MK):
+        sums_MN += a_MK @ b_KN
+        return
+    for sums_RN, a_RK in zip(sums_MN.split(WIDENED), a_MK.split(WIDENED), strict=True):
+        for a_RS, b_SN in zip(a_RK.split(WIDENED, 1), b_KN.split(WIDENED), strict=True):
+            sums_RN.addmm_(a_RS.float(), b_SN.float())
 
 
 class _Widened(torch.autograd.Function):
@@ -219,8 +242,7 @@ class WideLinear(nn.Linear):
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        is_few = input.numel() < WORTH_WIDENING * self.in_features
-        if is_few or input.dtype != torch.bfloat16 or input.device.type != "cpu":
+        if input.numel() < WORTH_WIDENING * self.in_features or not widens(input):
             return super().forward(input)
         out_NO = _Widened.apply(input.flatten(0, -2), self.weight, self.bias)
         out: Tensor = out_NO.unflatten(0, input.shape[:-1])
