@@ -451,10 +451,14 @@ def sampler_bytes(sizes: Sizes, config: Config, device: str) -> int:
 
 
 def logits_bytes(sizes: Sizes, config: Config, device: str) -> int:
-    """Estimate for the logits: one chunk five times, and the output layer's gradient."""
+    """Estimate for the logits: one chunk five times, and the output layer's gradient.
+
+    A tied layer has the gradient of the embedding beside it, before both are summed.
+    """
     kept = KEPT_LOGITS_GPU if device == "cuda" else KEPT_LOGITS
     chunk = min(kept, config.update.microbatch_tokens * sizes.vocabulary)
-    layer = 0 if config.lora.rank else sizes.vocabulary * sizes.width
+    is_tied = len(sizes.backbone) == len(sizes.weights)
+    layer = 0 if config.lora.rank else (1 + is_tied) * sizes.vocabulary * sizes.width
     return int(5 * chunk + layer) * FLOAT
 
 
