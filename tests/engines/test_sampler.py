@@ -314,14 +314,22 @@ def test_drawing_is_exact_for_extreme_logits_at_every_temperature(temperature: f
         np.testing.assert_allclose(logprobs, drawn, rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_a_broken_model_is_named_and_the_sampler_works_again_after_it(fast: bool) -> None:
-    model = tiny()
+@pytest.mark.parametrize(
+    ("kind", "fast"), [("qwen2", True), ("llama", True), ("qwen2", False)], ids=str
+)
+@pytest.mark.parametrize("part", ["lm_head", "v_proj", ""])
+def test_a_broken_model_is_named_and_the_sampler_works_again_after_it(
+    kind: str, fast: bool, part: str
+) -> None:
+    """Also if NaN was stored as keys and values of all slots, behind the next prompts."""
+    model = tiny(kind)
     sampler = make_sampler(model, fast=fast)
     before = run(sampler)
     weights = {name: each.clone() for name, each in model.state_dict().items()}
     with torch.no_grad():
-        model.get_output_embeddings().weight[1] = torch.nan
+        for name, weight in model.named_parameters():
+            if part in name:
+                weight[1] = torch.nan
     asyncio.run(sampler.publish(model, 1))
     with pytest.raises(NotFiniteError, match="the logits of the model are not finite"):
         run(sampler)

@@ -12,11 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragen import evaluate, train
 from ragen.cli.main import main
+from ragen.config.sections import EnvConfig
 from ragen.core.errors import RagenError
 from ragen.envs.registry import env_factory
 from ragen.finetuning.base import LessonPlayer
+from ragen.finetuning.copying import Copier
 from ragen.finetuning.curriculum import Lesson, Stage
-from ragen.finetuning.env_base import prepare_env
+from ragen.finetuning.env_base import copying_stages, prepare_env
 from ragen.finetuning.screen import (
     HABITS,
     ITEMS,
@@ -218,6 +220,60 @@ def test_a_mistake_gives_one_line(line: str, words: str, tmp_path: Path, capsys:
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
     assert not Path("there").exists()
+
+
+ODD = """
+from tests.free_text import Echo
+
+class Long(Echo):
+    def state_key(self):
+        return "word " * 2100
+
+class Counted(Echo):
+    opened = closed = 0
+
+    def __init__(self):
+        Counted.opened += 1
+
+    def close(self):
+        Counted.closed += 1
+
+    def state_key(self):
+        return super().state_key() + "!" * 200_000
+"""
+
+
+def test_an_environment_that_shows_too_much_for_a_base_is_refused(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
+    assert main(["base", "--env", f"{tmp_path}/odd.py:Long", "--out", f"{tmp_path}/there"]) == 2
+    error = capsys.readouterr().err
+    assert "leaves room for a reply within 2048 tokens" in error and error.count("\n") == 1
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_level_that_fails_in_the_lessons_gives_one_line(tmp_path: Path, capsys: Capture) -> None:
+    odd = ["--env.params.misdeed", "raise in reset", "--env.params.every", "5"]
+    rogue = f"{FILES / 'rogue.py'}:Rogue"
+    assert main(["base", "--env", rogue, *odd, "--out", str(tmp_path / "there")]) == 2
+    error = capsys.readouterr().err
+    assert "LookupError: no such level; run `ragen check`" in error and error.count("\n") == 1
+
+
+def test_lessons_close_each_environment_and_keep_its_limits(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
+    name = f"{tmp_path}/odd.py:Counted"
+    env = EnvConfig(name=name, max_turns=1, max_actions=1, timeout_s=7.5, max_chars=300_000)
+    make = env_factory(name)
+    copier = Copier(["word"], random_actions)
+    (stage,) = copying_stages(copier, make, env, 4, 0)
+    assert {lesson.timeout_s for lesson in stage.lessons} == {7.5}
+    player = LessonPlayer(Chat(build(words_for(["!" * 200_000], 20))), 0, 9999)
+    counted: Any = type(make())
+    counted.opened = counted.closed = 0
+    assert len(player.samples(stage, 0, 0)) == 4
+    assert counted.opened == counted.closed == 4
 
 
 def test_a_screen_plays_as_the_environment_in_it() -> None:

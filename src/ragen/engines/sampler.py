@@ -71,6 +71,7 @@ class Sampler(QueuedPolicy):
         self._rows: NDArray[np.int64] | None = None  # the running slots; None after a change
         self._table = SlotTable(slots)
         self._outdated: set[int] = set()  # running slots with keys and values of earlier weights
+        self._is_broken = False  # keys and values that are not finite may be stored
 
         # The running requests as arrays over slots, so that a step costs no Python per slot.
         self._length = np.zeros(slots, dtype=np.int64)
@@ -100,6 +101,9 @@ class Sampler(QueuedPolicy):
         self._outdated.update(self._running)
         self._table.clear(self._running)
         self._decoder.refresh(is_idle=not self._running)
+        if self._is_broken and not self._running:
+            self._decoder.erase()
+            self._is_broken = False
 
     def _send(self, prompt: Prompt) -> _Request:
         request = _Request(prompt, self._checked_ids(prompt))
@@ -274,6 +278,7 @@ class Sampler(QueuedPolicy):
     def _draw(self, slots: NDArray[np.int64], logits_NV: Tensor) -> None:
         count = self._count[slots]
         tokens, logprobs = draw(logits_NV, self._temperature[slots], self._uniforms[slots, count])
+        self._is_broken |= not np.isfinite(logprobs).all()
         self._tokens[slots, count] = tokens
         self._logprobs[slots, count] = logprobs
         self._next_token[slots] = tokens

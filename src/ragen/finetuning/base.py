@@ -164,13 +164,19 @@ class LessonPlayer:
             levels = self._levels.setdefault((number, index), lesson.levels(number, index))
             path = (self._seed, "base", number, step, index, turns)
             samples += self._play(lesson, turns, list(itertools.islice(levels, count)), path)
+        if not samples:
+            raise RagenError(
+                f"the environment {stage.lessons[0].env!r} shows too much: no first prompt leaves "
+                f"room for a reply within {self._max_length} tokens, which is what this model "
+                "reads; let it show less, or train another model"
+            )
         return samples
 
     def _play(
         self, lesson: Lesson, turns: int, levels: list[int], path: tuple[int | str, ...]
     ) -> list[Sample]:
         setup = Setup(
-            lesson.make().name,
+            lesson.env,
             lesson.make,
             turns=turns,
             actions_per_turn=min(lesson.actions_per_turn, lesson.actions),
@@ -178,13 +184,17 @@ class LessonPlayer:
             window=lesson.window,
             chat=self._chat,
             max_length=self._max_length,
+            timeout_s=lesson.timeout_s,
+            max_chars=lesson.max_chars,
         )
         demonstrator = Demonstrator(lesson.teacher, self._chat)
         groups = run_async(run_groups(demonstrator, setup, levels, 1, path))
         errors = [e.error for group in groups for e in group.episodes if e.error is not None]
         if errors:
             reason = last_line(errors[0])
-            raise RagenError(f"{setup.env} fails: {reason}; run `ragen check` on it")
+            raise RagenError(
+                f"the environment {setup.env!r} fails: {reason}; run `ragen check` on it"
+            )
         return mask_untrained(*to_samples(groups), demonstrator.trained)
 
 

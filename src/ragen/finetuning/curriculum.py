@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ragen.core.seeding import BASE_LEVELS, EVAL_LEVELS
+from ragen.envs.answers import MAX_CHARS
 from ragen.envs.contract import Env
 from ragen.envs.registry import env_factory
 from ragen.finetuning.demonstrations import Lookup, Teacher, bandit_knowledge, look_up
@@ -35,34 +36,40 @@ WARMUP_STEPS = 20
 class Lesson:
     """Demonstrations of one kind.
 
-    `accept` says whether a level, to which the environment has been reset, belongs to the lesson.
-    Each episode draws one of the turn budgets `turns`; `actions` is the action budget, of which a
-    turn may spend `actions_per_turn`. A prompt shows the last `window` turns (0 shows all). `share`
-    is the weight of the lesson in its stage. With `held_out` the boards of evaluation levels are
-    left out.
+    `accept` says whether a level, to which the environment has been reset, belongs to the lesson;
+    without it, every level does. Each episode draws one of the turn budgets `turns`; `actions` is
+    the action budget, of which a turn may spend `actions_per_turn`. A prompt shows the last
+    `window` turns (0 shows all). `share` is the weight of the lesson in its stage. With `held_out`
+    the boards of evaluation levels are left out. `env` names the environment in messages;
+    `timeout_s` and `max_chars` are its limits.
     """
 
     teacher: Teacher
     make: Callable[[], Env]
-    accept: Callable[[Env], bool] = lambda env: True
+    accept: Callable[[Env], bool] | None = None
     turns: tuple[int, ...] = (5,)
     actions: int = 10
     actions_per_turn: int = 5
     window: int = 0
     share: float = 1.0
     held_out: bool = True
+    env: str = "of a lesson"
+    timeout_s: float = 30.0
+    max_chars: int = MAX_CHARS
 
     def levels(self, stage: int, index: int) -> Iterator[int]:
         """The levels of this lesson, each once; it has number `index` in stage number `stage`."""
-        env = self.make()
+        levels = itertools.count(BASE_LEVELS + LEVELS_PER_LESSON * (100 * stage + index))
+        if self.accept is None and not self.held_out:  # no user code outside an episode
+            yield from levels
+        env, accept = self.make(), self.accept or (lambda env: True)
         held_out = set()
         for number in range(NUM_HELD_OUT if self.held_out else 0):
             env.reset(seed=EVAL_LEVELS + number, options={"noise_seed": 0})
             held_out.add(env.state_key())
-        for number in itertools.count(LEVELS_PER_LESSON * (100 * stage + index)):
-            level = BASE_LEVELS + number
+        for level in levels:
             env.reset(seed=level, options={"noise_seed": 0})
-            if self.accept(env) and env.state_key() not in held_out:
+            if accept(env) and env.state_key() not in held_out:
                 yield level
 
 

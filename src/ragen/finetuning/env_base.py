@@ -102,7 +102,12 @@ def prepare_env(
             f"the environment {env.name!r} fails: {failure.reason}; run `ragen check` on it"
         ) from failure
     budgets = env.max_turns, env.actions_per_turn, env.max_actions
-    setup = Setup(env.name, make, *budgets, window=window, timeout_s=env.timeout_s)
+    setup = Setup(
+        *(env.name, make, *budgets),
+        window=window,
+        timeout_s=env.timeout_s,
+        max_chars=env.max_chars,
+    )
     met = survey(setup, choose, seed)
     teacher: Reader | Copier
     if actions is None:
@@ -152,6 +157,9 @@ def _lesson(make: Callable[[], Env], env: EnvConfig, window: int) -> Callable[..
         actions_per_turn=env.actions_per_turn,
         window=window,
         held_out=False,
+        env=env.name,
+        timeout_s=env.timeout_s,
+        max_chars=env.max_chars,
     )
 
 

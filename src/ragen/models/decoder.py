@@ -1,7 +1,8 @@
 """Key–value slots: a causal language model that continues reading each of its sequences.
 
 A decoder holds the keys and values of a fixed number of slots. The caller says where in a slot new
-tokens are written. Nothing is ever cleared: entries at or beyond a sequence's length are masked.
+tokens are written. Nothing is cleared in between: entries at or beyond a sequence's length are
+masked.
 
 Axes: **N** rows of a call, **T** tokens, **V** vocabulary, **F** real tokens among N × T, **W**
 stored positions in use, **H** heads, **K** key–value heads, **G** heads that share one, **Q**
@@ -116,6 +117,10 @@ class FlatDecoder:
         if is_idle:  # or running slots may begin in others
             self.store.clear()
 
+    def erase(self) -> None:
+        """See `HFDecoder.erase`."""
+        self.store.erase()
+
     def _read(
         self, slots_N: Tensor, starts_N: Tensor, counts_N: Tensor, token_ids_F: Tensor
     ) -> Tensor:
@@ -200,6 +205,14 @@ class HFDecoder:
         Unless the decoder `is_idle`, sequences that are being sampled continue with their stored
         keys and values. This decoder has nothing to do, because it reads the weights at every call.
         """
+
+    def erase(self) -> None:
+        """Zero all keys and values, after a model whose logits were not finite.
+
+        A mask does not hide NaN or ∞, so they would spread to the sequences that come after.
+        """
+        for stored in chain.from_iterable(self.cache.stored):
+            stored.zero_()
 
     def _logits(self, states_ND: Tensor) -> Tensor:
         head = self.model.get_output_embeddings()

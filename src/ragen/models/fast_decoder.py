@@ -79,6 +79,10 @@ class Qwen2Decoder:
         self.head = (self.model.lm_head.weight * self.model.model.norm.weight).t()
         self.embedding = self.model.model.embed_tokens.weight.clone()
 
+    def erase(self) -> None:
+        """See `HFDecoder.erase`."""
+        self.store.erase()
+
     def copy(self, source: int, target: int, length: int) -> None:
         """See `HFDecoder.copy`; for small models, to refer to another slot takes longer."""
         self.store.copy(source, target, length)

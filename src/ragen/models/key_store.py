@@ -44,7 +44,8 @@ class KeyStore:
     """Slots of keys and values for `num_slots` sequences of at most `max_length` tokens.
 
     A layer's first write makes room for it. The caller says where new tokens are written.
-    Memory is never zeroed: what lies at or beyond a sequence's length is masked.
+    Memory is not zeroed: what lies at or beyond a sequence's length is masked. It must be finite
+    there; see `erase`.
 
     Rows of keys are as long as the longest sequence so far needs, because sums read whole rows, and
     products read rows that are close together in two thirds of the time.
@@ -64,6 +65,12 @@ class KeyStore:
         self._lay_out(0)
         self._source = torch.arange(num_slots)  # the slot that holds each one's beginning
         self._shared = torch.zeros(num_slots, dtype=torch.long)  # tokens of that beginning
+
+    def erase(self) -> None:
+        """Zero the memory, if NaN or ∞ may have been stored, which no mask hides: 0 · NaN is NaN."""
+        for keys, values in self.memory:
+            keys.zero_()
+            values.zero_()
 
     def write(
         self, layer: int, places: tuple[Tensor, Tensor], k_FKD: Tensor, v_FKD: Tensor
