@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ragen.algorithms.batch import Batch, collate
 from ragen.config.reading import resolve
-from ragen.core.types import Completion, Prompt
+from ragen.core.types import Completion, Episode, Prompt, Sample
 from ragen.engines.engine import Engine
 from ragen.envs.registry import env_factory
 from ragen.rollout.setup import Setup
 from ragen.training.ahead import Ahead, Start
-from ragen.training.collection import collect_groups
+from ragen.training.collection import collect_groups, sample_record
 
 
 class Counting:
@@ -59,3 +63,36 @@ def test_every_sampler_gets_as_many_episodes_as_it_has_slots(
 
     asyncio.run(collect())
     assert policy.most == at_once
+
+
+class Computed(TorchDispatchMode):
+    """The most numbers that an operation computes, but for views."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.most = max(self.most, result.numel())
+        return result
+
+
+def test_a_recorded_row_costs_no_more_in_a_larger_batch() -> None:
+    def scored(length: int, shift: float) -> Batch:
+        on = (False,) + (True,) * (length - 1)
+        turns, ends = (-1,) + (0,) * (length - 1), (False,) * (length - 1) + (True,)
+        logprobs = tuple(-0.1 * number for number in range(length))
+        rows = [
+            Sample((7,) * n, on[:n], logprobs[:n], turns[:n], ends[-n:], 0, 0)
+            for n in range(2, length + 1)
+        ]
+        batch = collate(rows)
+        return replace(batch, old_logprobs_BT=batch.sampled_logprobs_BT + shift * batch.mask_BT)
+
+    batch, updated = scored(20, 0.0), scored(20, 0.25)
+    episode = Episode("bandit", 1, 0, 3, 2, (), "failed", True, False, False, None)
+    with Computed() as computed:
+        record = sample_record(batch, updated, 4, [episode])
+    assert record["group"] == 3 and record["member"] == 2
+    assert record["ratios"] == pytest.approx([1.0, *[2.718281828**0.25] * 5])
+    assert computed.most <= 20

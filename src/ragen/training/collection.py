@@ -192,17 +192,18 @@ def sample_record(
     assert batch.old_logprobs_BT is not None and updated.old_logprobs_BT is not None
     length = int(batch.lengths_B[row])
     episode = episodes[int(batch.episode_B[row])]
+    ratios_T = (updated.old_logprobs_BT[row, :length] - batch.old_logprobs_BT[row, :length]).exp()
     arrays = {
         "token_ids": batch.token_ids_BT,
         "loss_mask": batch.mask_BT,
         "turn_index": batch.turn_BT,
         "sampled_logprobs": batch.sampled_logprobs_BT,
         "old_logprobs": batch.old_logprobs_BT,
-        "ratios": (updated.old_logprobs_BT - batch.old_logprobs_BT).exp(),
         "entropies": updated.entropies_BT,
         "values": batch.values_BT,
         "advantages": batch.advantages_BT,
         "returns": batch.returns_BT,
     }
     stored = {k: v[row, :length].numpy() for k, v in arrays.items() if v is not None}
+    stored["ratios"] = ratios_T.numpy()
     return {"group": episode.group, "member": episode.member} | stored
