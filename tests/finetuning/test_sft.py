@@ -21,6 +21,7 @@ from ragen.core.errors import RagenError
 from ragen.core.seeding import SFT_LEVELS
 from ragen.core.types import Prompt
 from ragen.engines.learner import Learner
+from ragen.engines.sampler import Sampler
 from ragen.envs.registry import make
 from ragen.finetuning.demonstrations import NEUTRAL, plan_in_words
 from ragen.finetuning.sft import (
@@ -232,6 +233,31 @@ def test_a_run_teaches_its_solved_episodes(tmp_path: Path) -> None:
     assert 0 < kept < 64 == kept + tuned.unsolved
     card = (tmp_path / "tuned" / "README.md").read_text(encoding="utf-8")
     assert f"{kept} {run} episodes (left out: {tuned.unsolved} unsolved" in card
+
+
+def test_a_model_plays_at_temperature_1_without_reward_terms_and_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "terms.py").write_text("def praise(turn):\n    return 1.0\n")
+    setups, closed = list[Setup](), list[Sampler]()
+    run_groups = sft_module.run_groups
+
+    async def spy(policy: Any, setup: Setup, *rest: Any) -> Any:
+        setups.append(setup)
+        return await run_groups(policy, setup, *rest)
+
+    async def close(sampler: Sampler) -> None:
+        closed.append(sampler)
+
+    monkeypatch.setattr(sft_module, "run_groups", spy)
+    monkeypatch.setattr(Sampler, "close", close)
+    terms = {f"{tmp_path}/terms.py:praise": 0.5}
+    config = tiny_config(reward__terms=terms, rollout__temperature=0.5)
+    _, tokenizer = load_policy(bandit_model(), "cpu", "float32")
+    for player in (str(bandit_model()), "random"):
+        played_examples(config, make_chat(config, tokenizer), player, 4, "all")
+    assert [(setup.temperature, setup.reward_terms) for setup in setups] == 2 * [(1.0, {})]
+    assert len(closed) == 1
 
 
 def test_a_player_with_other_tokens_is_refused(tmp_path: Path) -> None:

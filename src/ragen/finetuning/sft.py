@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +27,7 @@ from ragen.core.errors import NotFiniteError, RagenError
 from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import SFT_LEVELS, derive
 from ragen.core.stopping import run_async
+from ragen.core.types import Group
 from ragen.engines.factory import load_model, prepare_model
 from ragen.engines.first_model import hold_first
 from ragen.engines.learner import Learner
@@ -42,7 +43,7 @@ from ragen.models.prompting import advice
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import Player, PlayerPolicy, random_player, solver
-from ragen.rollout.policies import Policy
+from ragen.rollout.policies import Closable, Policy
 from ragen.rollout.prompt import prefill
 from ragen.rollout.setup import Setup, make_chat, make_setup
 from ragen.storage.checkpoint import new_folder
@@ -258,9 +259,18 @@ def played_examples(
     """
     env, keep = config.env.name, keep or ("all" if player == "random" else "solved")
     policy, setup = _player(config, chat, player)
+    setup = replace(setup, temperature=1.0, reward_terms={})  # keys that `sft` does not read
     levels = [SFT_LEVELS + index for index in range(episodes)]
+
+    async def play() -> list[Group]:
+        try:
+            return await run_groups(policy, setup, levels, 1, (config.seed, "sft"))
+        finally:
+            if isinstance(policy, Closable):  # a sampler's memory is needed for training
+                await policy.close()
+
     with closing(setup):
-        groups = run_async(run_groups(policy, setup, levels, 1, (config.seed, "sft")))
+        groups = run_async(play())
     played = [group.episodes[0] for group in groups]
     refuse_unplayable([outcome_of(episode) for episode in played])
     kept = [each for each in played if (each.success or keep == "all") and not each.failed]
