@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -401,6 +403,17 @@ def test_too_long_conversations_are_left_out_and_counted(tmp_path: Path) -> None
     data.write_text(short + data.read_text())
     tuned = sft(tiny_config(), tmp_path / "tuned", str(data), epochs=1)
     assert (tuned.examples + tuned.held_out, tuned.too_long) == (3, 2)
+
+
+def test_conversations_come_through_a_pipe_too(tmp_path: Path) -> None:
+    """As those of another command do: ``--player /dev/stdin``."""
+    lines = write_conversations(tmp_path / "talks.jsonl", 3).read_text()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = Thread(target=pipe.write_text, args=[lines], daemon=True)
+    writer.start()
+    tuned = sft(tiny_config(), tmp_path / "tuned", str(pipe), epochs=1)
+    assert tuned.examples + tuned.held_out == 3
 
 
 def test_sft_command_prints_the_next_commands(

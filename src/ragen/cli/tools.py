@@ -51,9 +51,10 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
     try_env(config.env.name, config.env.params)
     from ragen.evaluation.targets import EPISODE_KEYS
     from ragen.finetuning.sft import refuse_unread, sft
+    from ragen.finetuning.transcripts import is_file
 
     refuse_unread(overrides)
-    if Path(options.player).is_file() and (options.episodes or options.keep):
+    if is_file(options.player) and (options.episodes or options.keep):
         raise RagenError("a file has its own episodes: leave out --episodes and --keep")
     given = {name: getattr(options, name) for name in ("keep", "episodes", "epochs", "lr")}
     given = {name: value for name, value in given.items() if value is not None}

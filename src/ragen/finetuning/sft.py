@@ -36,7 +36,7 @@ from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.evaluation.targets import load_target, refuse_absent
 from ragen.finetuning.curriculum import TEACHERS
 from ragen.finetuning.demonstrations import Demonstrator, neutral_thought, plan_in_words
-from ragen.finetuning.transcripts import Transcript, read_transcripts, to_exchanges
+from ragen.finetuning.transcripts import Transcript, is_file, read_transcripts, to_exchanges
 from ragen.models.loading import save_model
 from ragen.models.names import resolve_model
 from ragen.models.prompting import advice
@@ -157,7 +157,7 @@ def sft(
     began = time.monotonic()
     lr = LR_FACTOR * config.update.lr if lr is None else lr
     _refuse(config, out, episodes, epochs, lr)
-    transcripts = read_transcripts(Path(player)) if Path(player).is_file() else None
+    transcripts = read_transcripts(Path(player)) if is_file(player) else None
     use_threads(config.threads)
     if warning := advice(config.prompt.style, config.model.path):
         watch(warning)
