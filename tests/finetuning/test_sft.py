@@ -227,6 +227,20 @@ def test_there_is_no_teacher_elsewhere() -> None:
         played_examples(config, Chat(tiny_tokenizer("chatml")), "teacher", 2, None)
 
 
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        ({"prompt.think": False}, "set prompt.think = true"),
+        ({"prompt.prefill": False}, "prompt.prefill = true"),
+        ({"env.params.boxes": 2}, "pushes one box only: take --player solver"),
+    ],
+)
+def test_a_teacher_says_what_it_needs(more: dict[str, Any], complaint: str) -> None:
+    config = resolve("sokoban", more)
+    with pytest.raises(RagenError, match=complaint):
+        played_examples(config, make_chat(config, build()), "teacher", 2, None)
+
+
 def test_a_run_teaches_its_solved_episodes(tmp_path: Path) -> None:
     config = tiny_config()
     run = train(config, out=tmp_path / "run").run

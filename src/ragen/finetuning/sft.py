@@ -308,6 +308,13 @@ def _player(config: Config, chat: Chat, player: str) -> tuple[Policy | PlayerPol
                 f"there is no teacher for {config.env.name}, only for {', '.join(TEACHERS)}: "
                 "take --player solver"
             )
+        if setup.prefill.strip() != "<think>":
+            raise RagenError(
+                "a teacher's reply begins after a pre-filled <think>: set prompt.think = true and "
+                "prompt.prefill = true, or take --player solver"
+            )
+        if config.env.params.get("boxes", 1) != 1:
+            raise RagenError("the teacher of sokoban pushes one box only: take --player solver")
         return Demonstrator(TEACHERS[config.env.name], chat), setup
 
     def encode(text: str) -> tuple[int, ...]:
