@@ -28,6 +28,7 @@ from ragen.envs.registry import make
 from ragen.finetuning.demonstrations import NEUTRAL, plan_in_words
 from ragen.finetuning.sft import (
     Examples,
+    card,
     collate_examples,
     epoch_minibatches,
     mean_nll,
@@ -274,6 +275,14 @@ def test_a_model_plays_at_temperature_1_without_reward_terms_and_is_released(
         played_examples(config, make_chat(config, tokenizer), player, 4, "all")
     assert [(setup.temperature, setup.reward_terms) for setup in setups] == 2 * [(1.0, {})]
     assert len(closed) == 1
+
+
+def test_the_card_says_how_many_examples_were_held_out() -> None:
+    text = card(resolve("bandit"), Examples("solver episodes", "They show it.", [[]] * 10, 2, 1), 9)
+    assert (
+        "on 9 examples: 10 solver episodes (left out: 2 unsolved, 1 too long), "
+        "1 of them held out. They show it." in text
+    )
 
 
 def test_a_player_with_other_tokens_is_refused(tmp_path: Path) -> None:

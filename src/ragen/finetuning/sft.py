@@ -332,8 +332,8 @@ def card(config: Config, examples: Examples, count: int) -> str:
     """What a fine-tuned model is, for the README of its folder."""
     return (
         f"# Fine-tuned from {Path(config.model.path).name}\n\n"
-        f"RAGEN {version('ragen-rl')} trained it on {count} examples: {examples}. "
-        f"{examples.shows}\n"
+        f"RAGEN {version('ragen-rl')} trained it on {count} examples: {examples}, "
+        f"{len(examples.kept) - count} of them held out. {examples.shows}\n"
     )
 
 
