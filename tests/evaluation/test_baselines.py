@@ -248,6 +248,28 @@ def test_an_episode_in_which_the_environment_fails_is_left_out():
     assert found.optimal == 1.0
 
 
+class Hasty(Bandit):
+    """Its solver gives more actions than the budgets allow; the first is the worse arm."""
+
+    def solve(self, turns_left, actions_left, actions_per_turn):
+        return ["Wave", "Win"]
+
+    @property
+    def actions(self):
+        return ("Wave", "Win")
+
+    def step(self, action):
+        return "", float(action == "Win"), action == "Win", False, {"success": action == "Win"}
+
+    def baselines(self, turns, actions_per_turn, actions):
+        return None
+
+
+def test_optimal_play_takes_no_more_actions_than_the_budgets_allow():
+    for budget, optimal in (Budget(2, 1, 2), 0.0), (Budget(1, 2, 1), 0.0), (Budget(1, 2, 2), 1.0):
+        assert sample_baselines(Hasty(), budget, 123, 2).optimal == optimal
+
+
 def test_an_environment_that_always_fails_has_no_baselines(monkeypatch):
     monkeypatch.setattr(Flaky, "step", lambda env, action: 1 / 0)
     with pytest.raises(UserCodeError, match="division by zero"):

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragen import evaluate, train
 from ragen.core.errors import RagenError
 from ragen.core.seeding import BASE_LEVELS, EVAL_LEVELS
 from ragen.envs.registry import env_factory
-from ragen.finetuning.base import LessonPlayer, prepare
+from ragen.finetuning.base import LessonPlayer, new_model, prepare, save
 from ragen.finetuning.curriculum import FAMILIES, Lesson, Stage
 from ragen.finetuning.demonstrations import Demonstrator, Lookup, Piece, answer, look_up
 from ragen.finetuning.tokenizer import build
@@ -56,6 +56,23 @@ def test_another_seed_gives_another_model(tmp_path: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / str(seed))
         hashes.add(hash_tensors(model.state_dict().items()))
     assert len(hashes) == 2
+
+
+def test_a_base_is_saved_in_utf_8_whatever_the_locale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vocabulary is never ASCII: it spells bytes."""
+    for method in ("read_text", "write_text"):
+        real = getattr(Path, method)
+
+        def strict(path: Path, *text: str, real: Any = real, encoding: str = "ascii") -> Any:
+            return real(path, *text, encoding=encoding)
+
+        monkeypatch.setattr(Path, method, strict)
+    tokenizer = build(["größer"])
+    save(new_model(tokenizer, 1, 0), tokenizer, tmp_path / "base")
+    again = AutoTokenizer.from_pretrained(tmp_path / "base")
+    assert again.tokenize("größer") == ["größer"]
 
 
 def test_unknown_family_is_refused() -> None:

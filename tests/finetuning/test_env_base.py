@@ -208,6 +208,7 @@ def test_a_base_is_deterministic_says_what_it_was_shown_and_trains_without_a_rec
         ("base --out there", "name a family (ragen base --help), or an environment with --env"),
         (f"base bandit --env {ECHO} --out there", "name a family"),
         (f"base --env {ECHO} --out there --update.lr 0.1", "update.lr has no effect on this base"),
+        (f"base --env {ECHO} --out there --env.isolate true", "env.isolate has no effect"),
         (f"base --env {ECHO} --out there --stages here", "--stages has no effect"),
         ("base bandit --out there --env.max_turns 3", "env.max_turns has no effect"),
         ("base --env nowhere.py:World --out there", "no file nowhere.py"),

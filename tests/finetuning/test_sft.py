@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -21,10 +23,12 @@ from ragen.core.errors import RagenError
 from ragen.core.seeding import SFT_LEVELS
 from ragen.core.types import Prompt
 from ragen.engines.learner import Learner
+from ragen.engines.sampler import Sampler
 from ragen.envs.registry import make
 from ragen.finetuning.demonstrations import NEUTRAL, plan_in_words
 from ragen.finetuning.sft import (
     Examples,
+    card,
     collate_examples,
     epoch_minibatches,
     mean_nll,
@@ -224,6 +228,20 @@ def test_there_is_no_teacher_elsewhere() -> None:
         played_examples(config, Chat(tiny_tokenizer("chatml")), "teacher", 2, None)
 
 
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        ({"prompt.think": False}, "set prompt.think = true"),
+        ({"prompt.prefill": False}, "prompt.prefill = true"),
+        ({"env.params.boxes": 2}, "pushes one box only: take --player solver"),
+    ],
+)
+def test_a_teacher_says_what_it_needs(more: dict[str, Any], complaint: str) -> None:
+    config = resolve("sokoban", more)
+    with pytest.raises(RagenError, match=complaint):
+        played_examples(config, make_chat(config, build()), "teacher", 2, None)
+
+
 def test_a_run_teaches_its_solved_episodes(tmp_path: Path) -> None:
     config = tiny_config()
     run = train(config, out=tmp_path / "run").run
@@ -232,6 +250,39 @@ def test_a_run_teaches_its_solved_episodes(tmp_path: Path) -> None:
     assert 0 < kept < 64 == kept + tuned.unsolved
     card = (tmp_path / "tuned" / "README.md").read_text(encoding="utf-8")
     assert f"{kept} {run} episodes (left out: {tuned.unsolved} unsolved" in card
+
+
+def test_a_model_plays_at_temperature_1_without_reward_terms_and_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "terms.py").write_text("def praise(turn):\n    return 1.0\n")
+    setups, closed = list[Setup](), list[Sampler]()
+    run_groups = sft_module.run_groups
+
+    async def spy(policy: Any, setup: Setup, *rest: Any) -> Any:
+        setups.append(setup)
+        return await run_groups(policy, setup, *rest)
+
+    async def close(sampler: Sampler) -> None:
+        closed.append(sampler)
+
+    monkeypatch.setattr(sft_module, "run_groups", spy)
+    monkeypatch.setattr(Sampler, "close", close)
+    terms = {f"{tmp_path}/terms.py:praise": 0.5}
+    config = tiny_config(reward__terms=terms, rollout__temperature=0.5)
+    _, tokenizer = load_policy(bandit_model(), "cpu", "float32")
+    for player in (str(bandit_model()), "random"):
+        played_examples(config, make_chat(config, tokenizer), player, 4, "all")
+    assert [(setup.temperature, setup.reward_terms) for setup in setups] == 2 * [(1.0, {})]
+    assert len(closed) == 1
+
+
+def test_the_card_says_how_many_examples_were_held_out() -> None:
+    text = card(resolve("bandit"), Examples("solver episodes", "They show it.", [[]] * 10, 2, 1), 9)
+    assert (
+        "on 9 examples: 10 solver episodes (left out: 2 unsolved, 1 too long), "
+        "1 of them held out. They show it." in text
+    )
 
 
 def test_a_player_with_other_tokens_is_refused(tmp_path: Path) -> None:
@@ -375,6 +426,17 @@ def test_too_long_conversations_are_left_out_and_counted(tmp_path: Path) -> None
     data.write_text(short + data.read_text())
     tuned = sft(tiny_config(), tmp_path / "tuned", str(data), epochs=1)
     assert (tuned.examples + tuned.held_out, tuned.too_long) == (3, 2)
+
+
+def test_conversations_come_through_a_pipe_too(tmp_path: Path) -> None:
+    """As those of another command do: ``--player /dev/stdin``."""
+    lines = write_conversations(tmp_path / "talks.jsonl", 3).read_text()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = Thread(target=pipe.write_text, args=[lines], daemon=True)
+    writer.start()
+    tuned = sft(tiny_config(), tmp_path / "tuned", str(pipe), epochs=1)
+    assert tuned.examples + tuned.held_out == 3
 
 
 def test_sft_command_prints_the_next_commands(

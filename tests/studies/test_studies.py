@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+import pickle
 import re
 import runpy
 import shutil
@@ -22,10 +23,11 @@ import pytest
 
 from ragen.cli.main import main
 from ragen.config.reading import dump, recipes, resolve
-from ragen.core.errors import RagenError
+from ragen.core.errors import GuardStop, MismatchError, NotFiniteError, RagenError
 from ragen.core.metrics import total
 from ragen.core.stopping import StopRequested
 from ragen.evaluation.results import load_evaluations
+from ragen.storage.checkpoint import Damaged
 from ragen.storage.recorder import Recorder
 from ragen.studies import runner
 from ragen.studies.measures import MEASURES, RunFacts, measure_of, read_run
@@ -384,6 +386,25 @@ def test_a_killed_study_leaves_no_spawned_process_behind(tmp_path: Path) -> None
     study.wait()
     study.stdout.close()
     assert has_ended(worker), "the worker outlived the study"
+
+
+def test_a_run_whose_process_is_killed_gives_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "end_with_parent", os.getpid)  # imports nothing in the process
+    monkeypatch.setattr(runner, "make_run", os._exit)
+    exit_codes: Any = [9, 9]
+    with pytest.raises(RagenError, match=r"killed.* same command continues .* fewer --jobs"):
+        list(runner.make_runs(exit_codes, 2))
+
+
+def test_an_error_of_another_process_keeps_its_line() -> None:
+    for error in (
+        NotFiniteError("the loss"),
+        MismatchError(1, -0.1, -0.2, 0.01),
+        Damaged(Path("state.json"), "no JSON"),
+        GuardStop("stopped"),
+    ):
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
 
 
 def test_arm_may_start_with_supervised_fine_tuning(tmp_path: Path) -> None:

@@ -51,9 +51,10 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
     try_env(config.env.name, config.env.params)
     from ragen.evaluation.targets import EPISODE_KEYS
     from ragen.finetuning.sft import refuse_unread, sft
+    from ragen.finetuning.transcripts import is_file
 
     refuse_unread(overrides)
-    if Path(options.player).is_file() and (options.episodes or options.keep):
+    if is_file(options.player) and (options.episodes or options.keep):
         raise RagenError("a file has its own episodes: leave out --episodes and --keep")
     given = {name: getattr(options, name) for name in ("keep", "episodes", "epochs", "lr")}
     given = {name: value for name, value in given.items() if value is not None}
@@ -104,7 +105,8 @@ def _base(options: Namespace, overrides: Overrides) -> int:
     if (env is None) == (options.family is None):
         raise RagenError("name a family (ragen base --help), or an environment with --env")
     keys = () if env is None else ("env.", "prompt.window")
-    other = [key for key in overrides if not key.startswith(keys)]
+    unread = ("env.isolate", "env.memory_gb")
+    other = [key for key in overrides if not key.startswith(keys) or key in unread]
     if other or (env is not None and options.stages):
         wrong = other[0] if other else "--stages"
         raise RagenError(f"{wrong} has no effect on this base; leave it out")

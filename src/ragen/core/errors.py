@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 from unicodedata import category
 
 HARMLESS = "\n\t\u200c\u200d"
@@ -17,6 +18,14 @@ class RagenError(ValueError):
     """
 
     exit_code = 2
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For an error of another process; a subclass's arguments are not those of its text."""
+        return _made_again, (type(self), self.args), self.__dict__
+
+
+def _made_again(kind: type[RagenError], args: tuple[Any, ...]) -> RagenError:
+    return kind.__new__(kind, *args)
 
 
 class UnplayableError(RagenError):

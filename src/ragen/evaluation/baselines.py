@@ -33,7 +33,7 @@ from ragen.envs.contract import Baselines, Env
 from ragen.envs.registry import closing_env, env_class, make
 from ragen.rollout.players import Player, has_random_play, random_player, solver
 
-VERSION = 1
+VERSION = 2
 """Part of the cache key, as are the environment's sources. Raise it when this module's results
 change."""
 
@@ -211,7 +211,8 @@ def _play(env: Env, player: Player, budget: Budget, level: int, draw: int) -> tu
     with boundary("an episode of its baselines", CALL_S):
         env.reset(seed=level, options={"noise_seed": derive(0, "reference noise", level, draw)})
         for turns_left in range(budget.turns, 0, -1):
-            for action in player(env, turns_left, actions_left, budget.actions_per_turn):
+            most = min(actions_left, budget.actions_per_turn)  # as in an episode, whoever asks
+            for action in player(env, turns_left, actions_left, budget.actions_per_turn)[:most]:
                 _, reward, terminated, truncated, info = env.step(action)
                 total += answers.reward(reward)
                 actions_left -= 1

@@ -140,7 +140,8 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path) 
     """Save in half precision; the model itself keeps its precision."""
     save_model(copy.deepcopy(model).half(), tokenizer, out)  # type: ignore[no-untyped-call]
     words = out / "tokenizer.json"  # one line: it ships with each model
-    words.write_text(json.dumps(json.loads(words.read_text()), ensure_ascii=False))
+    vocabulary = json.loads(words.read_text(encoding="utf-8"))
+    words.write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
 
 
 class LessonPlayer:

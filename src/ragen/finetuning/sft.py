@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +27,7 @@ from ragen.core.errors import NotFiniteError, RagenError
 from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import SFT_LEVELS, derive
 from ragen.core.stopping import run_async
+from ragen.core.types import Group
 from ragen.engines.factory import load_model, prepare_model
 from ragen.engines.first_model import hold_first
 from ragen.engines.learner import Learner
@@ -35,14 +36,14 @@ from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.evaluation.targets import load_target, refuse_absent
 from ragen.finetuning.curriculum import TEACHERS
 from ragen.finetuning.demonstrations import Demonstrator, neutral_thought, plan_in_words
-from ragen.finetuning.transcripts import Transcript, read_transcripts, to_exchanges
+from ragen.finetuning.transcripts import Transcript, is_file, read_transcripts, to_exchanges
 from ragen.models.loading import save_model
 from ragen.models.names import resolve_model
 from ragen.models.prompting import advice
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import Player, PlayerPolicy, random_player, solver
-from ragen.rollout.policies import Policy
+from ragen.rollout.policies import Closable, Policy
 from ragen.rollout.prompt import prefill
 from ragen.rollout.setup import Setup, make_chat, make_setup
 from ragen.storage.checkpoint import new_folder
@@ -156,7 +157,7 @@ def sft(
     began = time.monotonic()
     lr = LR_FACTOR * config.update.lr if lr is None else lr
     _refuse(config, out, episodes, epochs, lr)
-    transcripts = read_transcripts(Path(player)) if Path(player).is_file() else None
+    transcripts = read_transcripts(Path(player)) if is_file(player) else None
     use_threads(config.threads)
     if warning := advice(config.prompt.style, config.model.path):
         watch(warning)
@@ -258,9 +259,18 @@ def played_examples(
     """
     env, keep = config.env.name, keep or ("all" if player == "random" else "solved")
     policy, setup = _player(config, chat, player)
+    setup = replace(setup, temperature=1.0, reward_terms={})  # keys that `sft` does not read
     levels = [SFT_LEVELS + index for index in range(episodes)]
+
+    async def play() -> list[Group]:
+        try:
+            return await run_groups(policy, setup, levels, 1, (config.seed, "sft"))
+        finally:
+            if isinstance(policy, Closable):  # a sampler's memory is needed for training
+                await policy.close()
+
     with closing(setup):
-        groups = run_async(run_groups(policy, setup, levels, 1, (config.seed, "sft")))
+        groups = run_async(play())
     played = [group.episodes[0] for group in groups]
     refuse_unplayable([outcome_of(episode) for episode in played])
     kept = [each for each in played if (each.success or keep == "all") and not each.failed]
@@ -298,6 +308,13 @@ def _player(config: Config, chat: Chat, player: str) -> tuple[Policy | PlayerPol
                 f"there is no teacher for {config.env.name}, only for {', '.join(TEACHERS)}: "
                 "take --player solver"
             )
+        if setup.prefill.strip() != "<think>":
+            raise RagenError(
+                "a teacher's reply begins after a pre-filled <think>: set prompt.think = true and "
+                "prompt.prefill = true, or take --player solver"
+            )
+        if config.env.params.get("boxes", 1) != 1:
+            raise RagenError("the teacher of sokoban pushes one box only: take --player solver")
         return Demonstrator(TEACHERS[config.env.name], chat), setup
 
     def encode(text: str) -> tuple[int, ...]:
@@ -315,8 +332,8 @@ def card(config: Config, examples: Examples, count: int) -> str:
     """What a fine-tuned model is, for the README of its folder."""
     return (
         f"# Fine-tuned from {Path(config.model.path).name}\n\n"
-        f"RAGEN {version('ragen-rl')} trained it on {count} examples: {examples}. "
-        f"{examples.shows}\n"
+        f"RAGEN {version('ragen-rl')} trained it on {count} examples: {examples}, "
+        f"{len(examples.kept) - count} of them held out. {examples.shows}\n"
     )
 
 

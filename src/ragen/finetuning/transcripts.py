@@ -46,6 +46,11 @@ class Transcript:
     messages: tuple[Message, ...]
 
 
+def is_file(player: str) -> bool:
+    """Whether a player is a file of conversations: any file, also a pipe, such as /dev/stdin."""
+    return Path(player).exists() and not Path(player).is_dir()
+
+
 def read_transcripts(path: Path) -> list[Transcript]:
     """All conversations of a file, one per line; empty lines are skipped.
 

@@ -12,6 +12,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 
@@ -75,7 +76,11 @@ def run_study(
 
 
 def make_runs(cells: Sequence[Cell], jobs: int) -> Iterator[Cell]:
-    """Make the runs, `jobs` of them at once; yield each when it ends."""
+    """Make the runs, `jobs` of them at once; yield each when it ends.
+
+    Raises:
+        RagenError: As `make_run`, or the process of a run was killed.
+    """
     if jobs == 1:
         for cell in cells:
             make_run(cell)
@@ -88,10 +93,15 @@ def make_runs(cells: Sequence[Cell], jobs: int) -> Iterator[Cell]:
             for future in as_completed(started):
                 future.result()
                 yield started[future]
-        except BaseException:
+        except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in active_children():
                 process.terminate()  # each saves its run as of its last step
+            if isinstance(error, BrokenProcessPool):
+                raise RagenError(
+                    "the process of a run was killed, as the system does when memory runs out; "
+                    "the same command continues from here: give it fewer --jobs"
+                ) from None
             raise
 
 
