@@ -67,7 +67,7 @@ class KeyStore:
         self._shared = torch.zeros(num_slots, dtype=torch.long)  # tokens of that beginning
 
     def erase(self) -> None:
-        """Zero the memory, if NaN or ∞ may have been stored, which no mask hides: 0 · NaN is NaN."""
+        """Zero the memory, after NaN or ∞ was stored, which no mask hides: 0 · NaN is NaN."""
         for keys, values in self.memory:
             keys.zero_()
             values.zero_()
