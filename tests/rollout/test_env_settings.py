@@ -101,6 +101,18 @@ def test_a_model_that_was_taught_compact_prompts_gets_them_and_a_high_learning_r
     assert own.env.params == {}, "not what the embedded model of Sokoban was taught"
 
 
+def test_an_adapter_reads_the_prompts_that_its_base_was_taught(taught: str, tmp_path: Path) -> None:
+    """Also with a tokenizer of its own, as a checkpoint has."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": taught}))
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(Path(taught) / file, adapter)
+    assert is_embedded(str(adapter)) and taught_style(str(adapter)) == "compact"
+    config, _ = resolve_run(None, {"env": ECHO, "model": str(adapter)})
+    assert config.prompt.style == "compact"
+
+
 def test_an_environment_of_the_embedded_models_brings_its_recipe() -> None:
     assert resolve_run(None, {"env": "sokoban", "seed": 3}) == (
         resolve("sokoban", {"seed": 3}),

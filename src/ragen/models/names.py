@@ -129,12 +129,13 @@ def is_embedded(name: str) -> bool:
 def taught_style(name: str) -> str | None:
     """The only style of prompts that a model here was taught, if `ragen base --env` made it.
 
-    A run's model has the style of the model that the run began with.
+    A run's model has the style of the model that the run began with, and an adapter that of its
+    base.
 
     Raises:
         RagenError: As `is_embedded`.
     """
-    config = Path(newest_of(name)) / "config.json"
+    config = Path(base_of(newest_of(name))) / "config.json"
     style = read_object(config).get(PROMPT_STYLE) if config.is_file() else None
     return style if style in ("compact", "paper") else None
 
