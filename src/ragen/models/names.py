@@ -118,9 +118,9 @@ def is_embedded(name: str) -> bool:
     Raises:
         RagenError: A run has no checkpoint, or a file of the model cannot be read.
     """
-    path = Path(newest_of(name))
-    if name == "base":
+    if name == "base":  # also where a folder has this name
         return True
+    path = Path(newest_of(name))
     if not (path / SETTINGS).is_file() and is_adapter(path):
         path = Path(base_of(path))
     return has_embedded_tokenizer(path) or taught_style(str(path)) == "compact"
@@ -135,6 +135,8 @@ def taught_style(name: str) -> str | None:
     Raises:
         RagenError: As `is_embedded`.
     """
+    if name == "base":
+        return None
     config = Path(base_of(newest_of(name))) / "config.json"
     style = read_object(config).get(PROMPT_STYLE) if config.is_file() else None
     return style if style in ("compact", "paper") else None
