@@ -265,6 +265,8 @@ def test_a_name_that_cannot_be_a_hub_id_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ragen").mkdir()
-    with pytest.raises(RagenError, match="there is no model or run"):
+    with pytest.raises(RagenError, match="there is no model or run") as failure:
         resolve_model(name, "bandit")
+    hides = str(failure.value).endswith("(none of ragen/ while the folder ragen is here)")
+    assert hides == (name == "ragen/none")
     assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct", "bandit") == "Qwen/Qwen2.5-0.5B-Instruct"

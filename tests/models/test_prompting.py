@@ -104,6 +104,14 @@ def test_lengths_follow_from_each_other_the_turns_and_the_model(
     assert (config.rollout.max_tokens, config.model.max_length) == (reply, longest)
 
 
+def test_lengths_fit_a_model_whose_config_has_another_name_for_its_positions(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_positions": 1024}')
+    config = config_for(str(tmp_path), {"env": "sokoban"})
+    assert (config.rollout.max_tokens, config.model.max_length) == (400, 1024)
+
+
 @pytest.mark.parametrize(
     ("line", "remedy"),
     [

@@ -111,6 +111,16 @@ def test_an_adapter_reads_what_its_base_was_taught(taught: str, tmp_path: Path) 
     assert config.prompt.style == "compact" and config.update.lr == SMALL["update.lr"]
 
 
+@pytest.mark.parametrize("file", ["config.json", "config.toml"])
+def test_base_is_the_embedded_model_also_where_a_folder_has_this_name(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / file).write_text(json.dumps({PROMPT_STYLE: "compact"}))
+    assert resolve_run(None, {"env": "sokoban"}) == (resolve("sokoban"), None)
+
+
 def test_an_environment_of_the_embedded_models_brings_its_recipe() -> None:
     assert resolve_run(None, {"env": "sokoban", "seed": 3}) == (
         resolve("sokoban", {"seed": 3}),

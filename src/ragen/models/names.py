@@ -42,6 +42,9 @@ PROMPT_STYLE = "prompt_style"
 
 LONGEST_PATH = 1000
 
+NO_OWNERS = ("", ".", "..", "~", "runs")
+"""What a hub id cannot begin with, so that a path that leads nowhere is not looked for there."""
+
 CONFIGS = ("config.json", ADAPTER_CONFIG)
 """The files of which a model folder has one."""
 
@@ -81,16 +84,18 @@ def resolve_model(name: str, env: str, words: str = "base") -> str:
     if path != Path(name):
         return str(path)
     owner, *rest = name.split("/")  # a hub id is owner/name, and no folder here has that owner
-    mistyped = owner in ("", ".", "..", "~", "runs") or path.parent.is_dir()
+    mistyped = owner in NO_OWNERS or path.parent.is_dir()
     if not path.exists() and owner == "models":
         raise RagenError(
             f"there is no model {name!r} here: make it first (docs/small-models.md has the "
             "warm-ups of the recipes), or name another with --model"
         )
     if not path.exists() and (mistyped or len(rest) != 1):
+        hides = len(rest) == 1 and owner not in NO_OWNERS
         raise RagenError(
             f"there is no model or run {name!r}: name a run or model folder that exists, {words}, "
             "or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+            + (f" (none of {owner}/ while the folder {owner} is here)" if hides else "")
         )
     if path.is_dir() and not any((path / config).exists() for config in CONFIGS):
         raise RagenError(
@@ -118,9 +123,9 @@ def is_embedded(name: str) -> bool:
     Raises:
         RagenError: A run has no checkpoint, or a file of the model cannot be read.
     """
-    path = Path(newest_of(name))
-    if name == "base":
+    if name == "base":  # also where a folder has this name
         return True
+    path = Path(newest_of(name))
     if not (path / SETTINGS).is_file() and is_adapter(path):
         path = Path(base_of(path))
     return has_embedded_tokenizer(path) or taught_style(str(path)) == "compact"
@@ -134,6 +139,8 @@ def taught_style(name: str) -> str | None:
     Raises:
         RagenError: As `is_embedded`, or an adapter's base is gone.
     """
+    if name == "base":
+        return None
     config = Path(base_of(newest_of(name))) / "config.json"
     style = read_object(config).get(PROMPT_STYLE) if config.is_file() else None
     return style if style in ("compact", "paper") else None

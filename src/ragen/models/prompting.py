@@ -91,7 +91,8 @@ def advice(style: str, model: str) -> str | None:
 
 def positions(model: str) -> int:
     """The longest sequence that a model knows, if its config is on this machine."""
-    most = local_config(model).get("max_position_embeddings")
+    config = local_config(model)
+    most = config.get("max_position_embeddings", config.get("n_positions"))  # GPT-2 and its kin
     return most if isinstance(most, int) and 16 <= most <= MOST_TOKENS else MOST_TOKENS
 
 

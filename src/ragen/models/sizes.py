@@ -187,7 +187,7 @@ def _is_plain_qwen2(config: Mapping[str, Any], head_width: int) -> bool:
         config.get("model_type") == "qwen2"
         and config.get("hidden_act", "silu") == "silu"
         and isinstance(rope, dict)
-        and rope.get("rope_type", "default") == "default"
+        and rope.get("rope_type", rope.get("type", "default")) == "default"  # the older name
         and not config.get("use_sliding_window")
         and not config.get("attention_dropout")
         and head_width % 2 == 0
