@@ -145,13 +145,14 @@ class RayEngine:
         }
         first = self._learners[0]
         store = self._wait(first, first.actor.address.remote())
-        threads = self.rooms.threads
+        models = [*self._learners, *self._samplers.values()]
+        threads = self.rooms.threads_of(each.name for each in models)
         started = [
-            (each, each.actor.start.remote(config, path, threads(each.name), rank, num, store))
+            (each, each.actor.start.remote(config, path, threads[each.name], rank, num, store))
             for rank, each in enumerate(self._learners)
         ]
         started += [
-            (each, each.actor.start.remote(config, path, threads(each.name)))
+            (each, each.actor.start.remote(config, path, threads[each.name]))
             for each in self._samplers.values()
         ]
         self._tokenizer, *_ = self._wait_all(started)
@@ -516,8 +517,10 @@ class RayEngine:
         if ray.util.client.ray.is_connected():  # Ray's client does not learn of draining nodes
             return
         drained = ray._private.state.state.get_draining_nodes()
-        for process in self._processes if drained else ():
-            process.drained = self.rooms.node_of(process.name) in drained
+        if drained:
+            nodes = self.rooms.nodes()
+            for process in self._processes:
+                process.drained = nodes.get(process.name, "") in drained
 
     def _look_for_room(self) -> None:
         """Let a further sampler join, up to `engine.most_samplers`, once there is room for it."""
