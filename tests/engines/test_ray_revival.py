@@ -130,6 +130,43 @@ def test_a_player_that_is_lost_as_it_meets_the_samplers_is_replaced_once(
     asyncio.run(play())
 
 
+def test_samplers_rest_at_the_same_time_and_a_new_player_meets_all_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To free a GPU's memory takes a second or more, which learners would wait for each sampler."""
+    called = list[tuple[str, str]]()
+
+    async def play() -> None:
+        engine = engine_of(monkeypatch, is_lost=False)
+        engine._settings = EngineConfig(name="ray", samplers=3)
+        every = asyncio.Event()
+
+        class Waiting(Process):
+            """A process whose calls last until there are three of them."""
+
+            async def call(self, method: str, *_: Any, phase: str = "") -> None:
+                if method == "start":
+                    return
+                called.append((self.name, method))
+                if len(called) == 3:
+                    every.set()
+                await every.wait()
+
+        for number in range(3):
+            sampler = Waiting(f"sampler {number}", None)
+            engine.samplers.join(Seat(sampler.name, RemoteProcess(sampler, "sampling")))
+        await asyncio.wait_for(engine._rest(), 5.0)
+        assert called == [(f"sampler {number}", "rest") for number in range(3)]
+        called.clear()
+        every.clear()
+        engine._player_pool = PlayerPool(engine.samplers, 60.0, engine._on_end)
+        engine._tokenizer = None
+        await asyncio.wait_for(engine._open_player(Waiting("player 0", None)), 5.0)
+        assert called == [("player 0", "meet")] * 3
+
+    asyncio.run(play())
+
+
 @pytest.mark.ray
 @pytest.mark.parametrize("later", ["lost", "fine", "open"])
 def test_a_broken_connection_at_the_start_is_told_unless_a_loss_explains_it(

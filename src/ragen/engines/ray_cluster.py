@@ -171,7 +171,7 @@ class Rooms:
         """
 
         def works(name: str) -> str:
-            """When a process works: learners and samplers work at the same time if steps overlap."""
+            """With whom it works: learners and samplers at the same time only if steps overlap."""
             kind = name.split()[0]
             return "overlapping" if self._settings.max_staleness and kind != "player" else kind
 
