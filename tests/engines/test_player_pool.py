@@ -145,6 +145,8 @@ def test_a_player_plays_the_same_episodes_as_the_driver(
             told = pool.samplers.metrics()["rollout/prefix_cache_hit_fraction"].value
             assert 0 < told < 1 and pool.metrics()["engine/players"].value == 1
             assert set(pool._at.values()) == {0}
+            player._told()
+            assert player._told().samplers == {}  # the driver knows it already
         return groups, setup.env_time.seconds
 
     with closing(setup):

@@ -130,6 +130,43 @@ def test_a_player_that_is_lost_as_it_meets_the_samplers_is_replaced_once(
     asyncio.run(play())
 
 
+def test_samplers_rest_at_the_same_time_and_a_new_player_meets_all_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To free a GPU's memory takes a second or more, which learners would wait for each sampler."""
+    called = list[tuple[str, str]]()
+
+    async def play() -> None:
+        engine = engine_of(monkeypatch, is_lost=False)
+        engine._settings = EngineConfig(name="ray", samplers=3)
+        every = asyncio.Event()
+
+        class Waiting(Process):
+            """A process whose calls last until there are three of them."""
+
+            async def call(self, method: str, *_: Any, phase: str = "") -> None:
+                if method == "start":
+                    return
+                called.append((self.name, method))
+                if len(called) == 3:
+                    every.set()
+                await every.wait()
+
+        for number in range(3):
+            sampler = Waiting(f"sampler {number}", None)
+            engine.samplers.join(Seat(sampler.name, RemoteProcess(sampler, "sampling")))
+        await asyncio.wait_for(engine._rest(), 5.0)
+        assert called == [(f"sampler {number}", "rest") for number in range(3)]
+        called.clear()
+        every.clear()
+        engine._player_pool = PlayerPool(engine.samplers, 60.0, engine._on_end)
+        engine._tokenizer = None
+        await asyncio.wait_for(engine._open_player(Waiting("player 0", None)), 5.0)
+        assert called == [("player 0", "meet")] * 3
+
+    asyncio.run(play())
+
+
 @pytest.mark.ray
 @pytest.mark.parametrize("later", ["lost", "fine", "open"])
 def test_a_broken_connection_at_the_start_is_told_unless_a_loss_explains_it(
@@ -294,3 +331,52 @@ def test_room_on_gpus(about: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert type(caught.value) is expected
     else:
         assert (on(now, before).shares_gpus, reserved) == expected
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_cluster_is_asked_for_the_nodes_of_all_processes_at_once(
+    staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 512 learners and 512 samplers, a question for each pair of processes takes an hour."""
+    asked = list[str]()
+    nodes = {part: f"node {part // 8}" for part in range(32)}
+
+    def table(group: Any) -> dict[str, Any]:
+        asked.append("group")
+        return {"bundles_to_node_id": nodes}
+
+    stand_in = types.SimpleNamespace(
+        cluster_resources=lambda: {"CPU": 64},
+        wait=lambda refs, timeout: (refs, []),
+        nodes=lambda: (
+            asked.append("nodes")
+            or [{"NodeID": f"node {n}", "Resources": {"CPU": 48.0}} for n in range(4)]
+        ),
+        get_runtime_context=lambda: types.SimpleNamespace(get_node_id=lambda: "node 0"),
+    )
+    monkeypatch.setattr(ray_cluster, "ray", stand_in)
+    monkeypatch.setattr(ray_cluster, "placement_group_table", table)
+    monkeypatch.setattr(
+        ray_cluster,
+        "placement_group",
+        lambda bundles, strategy: types.SimpleNamespace(ready=lambda: "ready"),
+    )
+    monkeypatch.setattr(ray_cluster, "PlacementGroupSchedulingStrategy", lambda *_, **__: None)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 24)
+    rooms = Rooms(EngineConfig(name="ray", learners=12, samplers=20, max_staleness=staleness))
+    names = [f"learner {place}" for place in range(12)] + [
+        f"sampler {place}" for place in range(20)
+    ]
+    for name in names:
+        kind, place = name.split()
+        getattr(rooms, kind)(int(place))
+    found = rooms.threads_of(names)
+    assert sorted(asked) == ["group", "nodes"]
+    assert rooms.nodes() == {name: f"node {number // 8}" for number, name in enumerate(names)}
+    if staleness:
+        assert found == {name: 3 if number < 8 else 6 for number, name in enumerate(names)}
+    else:  # 8 learners; 4 learners and 4 samplers; 8 samplers; 8 samplers
+        expected = [3] * 8 + [12] * 8 + [6] * 16
+        assert found == dict(zip(names, expected, strict=True))
+    assert rooms.threads("learner 9") == found["learner 9"]

@@ -96,6 +96,43 @@ def test_a_conversation_stays_where_it_began_and_the_rest_is_shared_out() -> Non
     assert counts == {1: 10, 2: 10, 3: 10} and stayed
 
 
+class Watched(dict[Any, Any]):
+    """A mapping that counts how often one of its kind is looked at."""
+
+    looks = 0
+
+    def __len__(self) -> int:
+        Watched.looks += 1
+        return super().__len__()
+
+    def pop(self, *arguments: Any) -> Any:
+        Watched.looks += 1
+        return super().pop(*arguments)
+
+    def __iter__(self) -> Iterator[Any]:
+        Watched.looks += super().__len__()
+        return super().__iter__()
+
+
+def test_a_turn_costs_as_much_with_many_samplers_and_conversations_as_with_few() -> None:
+    """Else the driver of a thousand samplers takes longer for a turn than a sampler."""
+
+    async def play() -> tuple[bool, int]:
+        pool = pool_of(*(Scripted(number) for number in range(40)))
+        pool._known = Watched()
+        for seat in pool.seats:
+            seat.open = Watched()
+        prompts = [ask(7, number) for number in range(80)]
+        first = await asyncio.gather(*map(pool.complete, prompts))
+        Watched.looks = 0
+        ids = first[11].token_ids
+        second = await pool.complete(ask(7, 11, *(ids or ()), 9))
+        return second.token_ids == ids, Watched.looks
+
+    stayed, looks = asyncio.run(play())
+    assert stayed and looks < 10
+
+
 def test_what_a_lost_sampler_had_open_comes_once_from_another() -> None:
     async def play() -> tuple[list[int], list[Prompt], list[Prompt]]:
         dying, living = Scripted(1, free=False), Scripted(2)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ragen.config.config import Config
+from ragen.config.reading import resolve
 from ragen.core.errors import NotFiniteError, RagenError, UnplayableError
 from ragen.diagnostics.guard import Alarm, GuardState, read_history
 from ragen.engines.local import LocalEngine
 from ragen.storage import checkpoint
-from ragen.training import recovery, running
+from ragen.training import background, recovery, running
 from ragen.training.background import Background, Evaluated, evaluate_checkpoint
 from ragen.training.trainer import resume, train
 from tests.training.test_trainer import (
@@ -288,6 +292,34 @@ def test_a_killed_process_is_one_line_and_the_run_makes_the_evaluation_up(
     resume(run, watcher, {"eval.background": False})
     assert "step 2 is not evaluated: eval.background is false now" in watcher.alarms
     assert rows(run, "SELECT DISTINCT step FROM evaluations ORDER BY 1") == [(0,), (4,), (5,)]
+
+
+def test_the_process_has_one_sampler_however_many_the_run_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More episodes at once would take each other's place in its cache, and memory."""
+    several = {"engine.name": "ray", "engine.samplers": 4, "rollout.slots": 3}
+    saved = {"loop": {"threads": 1}, "engine": {"version": 2}}
+    at_once = list[int]()
+
+    async def nothing() -> None:
+        """There is nothing to close."""
+
+    async def noted(policy: Any, setups: Any, config: Config, *_: Any) -> None:
+        at_once.append(config.episodes_at_once)
+
+    policy = SimpleNamespace(close=nothing)
+    for name, stand_in in {
+        "run_config": lambda folder: resolve("bandit", several),
+        "sound": lambda folder, files: saved,
+        "make_policy": lambda config, path: (policy, None),
+        "open_setups": lambda config, chat, stack: {},
+        "use_threads": lambda threads: None,
+        "evaluate_envs": noted,
+    }.items():
+        monkeypatch.setattr(background, name, stand_in)
+    asyncio.run(evaluate_checkpoint(Path("run"), 4, lambda _: None))
+    assert at_once == [3]
 
 
 def test_an_evaluation_that_fails_is_the_line_of_its_error(

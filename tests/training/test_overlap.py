@@ -225,6 +225,54 @@ def test_a_group_with_too_few_episodes_waits() -> None:
     assert [len(group.episodes) for group in groups] == [4, 4] and rests == [{}, {}]
 
 
+def test_the_end_of_an_episode_costs_as_much_in_a_large_collection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not all open episodes are waited for anew each time that one of them ends."""
+    waited, wait, setup = list[int](), asyncio.wait, a_setup()
+
+    async def counted(tasks: Any, **how: Any) -> Any:
+        waited.append(len(tasks))
+        return await wait(tasks, **how)
+
+    class OneByOne(SlowPolicy):
+        async def complete(self, prompt: Prompt) -> Completion:
+            self.calls += 1
+            await asyncio.sleep(0.1 + 0.005 * self.calls)
+            return await super().complete(prompt)
+
+    async def play() -> list[Group]:
+        what = OneByOne(), [setup] * 8, list(range(8)), 4, (0, "x"), GATE(32), None
+        groups, rests = await run_most(*what, 4, 0.05)
+        assert rests == [{}] * 8
+        return groups
+
+    monkeypatch.setattr(asyncio, "wait", counted)
+    groups = asyncio.run(play())
+    assert [len(group.episodes) for group in groups] == [4] * 8
+    assert sum(waited) <= 2 * 32
+
+
+@pytest.mark.parametrize("close_after_s", [0.05, 5.0])
+def test_a_bug_in_an_episode_ends_a_collection_that_closes_early(close_after_s: float) -> None:
+    setup = a_setup()
+
+    class Broken(SlowPolicy):
+        async def complete(self, prompt: Prompt) -> Completion:
+            if self.calls == 5:
+                await asyncio.sleep(0.2)
+                raise RagenError("the policy is broken")
+            return await super().complete(prompt)
+
+    async def play() -> None:
+        what = Broken(*range(5)), [setup] * 2, [5, 6], 4, (0, "x"), GATE(8), None
+        with pytest.raises(RagenError, match="the policy is broken"):
+            await asyncio.wait_for(run_most(*what, 3, close_after_s), 3)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(play())
+
+
 def test_late_episodes_are_a_group_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from ragen.engines.hosts import LOOK_S, Failure, ServingHost, or_failure
 from ragen.engines.machine import use_threads
 from ragen.engines.player_pool import Order, PlayerTold
 from ragen.engines.pool import ProcessLost, Remote, Seat
-from ragen.engines.sampler_pool import SamplerPool
+from ragen.engines.sampler_pool import SamplerPool, SamplerTold
 from ragen.rollout.episode import play_episode
 from ragen.rollout.setup import Setup, make_chat, open_setups, open_stages
 
@@ -45,6 +45,7 @@ class PlayerHost(ServingHost):
             every = {(each.env, each.stage): each for each in (*setups.values(), *stages)}
             self._work = partial(_play, self._samplers, every)
             self._began = time.process_time()
+            self._reported: dict[str, SamplerTold] = {}
             self._tick()
 
         return or_failure(lambda: self._run(work()))
@@ -89,7 +90,13 @@ class PlayerHost(ServingHost):
 
     def _told(self) -> PlayerTold:
         env_s = self._env_time.seconds
-        told = {seat.name: seat.told for seat in self._samplers.seats if seat.told is not None}
+        # Only what is new: with many samplers, the driver would spend most of its time on the rest.
+        told = {
+            seat.name: seat.told
+            for seat in self._samplers.seats
+            if seat.told is not None and seat.told is not self._reported.get(seat.name)
+        }
+        self._reported |= told
         return PlayerTold(time.process_time() - self._began + env_s, env_s, told)
 
 

@@ -45,7 +45,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class PlayerTold:
-    """What a player reports about itself, and what the samplers reported to it, by their names.
+    """What a player reports about itself, and what samplers have reported to it since, by name.
 
     `busy_s` are the seconds in which it computed or waited for environments, `env_s` those in
     environments.
@@ -106,8 +106,7 @@ class PlayerPool(Pool):
         before = seat.told.env_s if seat.told is not None else 0.0
         self._env_time.seconds += (told.env_s - before) / len(self.seats)
         super()._heard(seat, told)
-        for name, sampler in told.samplers.items():
-            self.samplers.hear(name, sampler)
+        self.samplers.hear(told.samplers)
 
     @override
     def _shares(self, requests: Sequence[Request]) -> Iterable[tuple[Seat, Sequence[Request]]]:

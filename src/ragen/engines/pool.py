@@ -112,6 +112,8 @@ def divided(items: Sequence[T], loads: Sequence[int]) -> list[Sequence[T]]:
     target = -(-(sum(loads) + len(items)) // len(loads))
     shares, begin = [items[:0]] * len(loads), 0
     for index in sorted(range(len(loads)), key=loads.__getitem__):
+        if begin >= len(items):
+            break
         end = begin + max(0, target - loads[index])
         shares[index], begin = items[begin:end], end
     return shares
@@ -354,7 +356,9 @@ class Pool:
         request.answer.set_result(answer)
 
     def _withdraw(self, request: Request) -> None:
-        """Give up a request for which nobody waits any more."""
+        """Give up a request for which nobody waits any more, unless it has been answered."""
+        if request.answer.done() and not request.answer.cancelled():
+            return
         if request in self._fresh:
             self._fresh.remove(request)
         for seat in self.seats:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -147,29 +148,41 @@ class Rooms:
 
     def nodes(self) -> dict[str, str]:
         """The node on which each process has its room; empty if the room is gone."""
-        return {name: self.node_of(name) for name in self._places}
+        places = self._places.copy()  # another thread may add to it
+        # The cluster is asked once for a group, which may have the rooms of all processes.
+        groups = {id(group): group for group, _ in places.values()}
+        tables = {key: placement_group_table(group) for key, group in groups.items()}
+        return {name: _node_in(tables[id(group)], part) for name, (group, part) in places.items()}
 
     def node_of(self, name: str) -> str:
         """See `nodes`."""
         group, part = self._places.get(name, (None, 0))
-        table = placement_group_table(group) if group is not None else {}
-        node: str = table.get("bundles_to_node_id", {}).get(part, "")
-        return node
+        return _node_in(placement_group_table(group), part) if group is not None else ""
 
     def threads(self, name: str) -> int:
-        """The number of threads of a process.
+        """See `threads_of`."""
+        return self.threads_of([name])[name]
+
+    def threads_of(self, names: Iterable[str]) -> dict[str, int]:
+        """The number of threads of each of these processes, which are learners or samplers.
 
         The threads of its node are divided among all processes there that work at the same time. On
         the driver's node these are the threads of this process, on any other node all of its CPUs.
         """
+
+        def works(name: str) -> str:
+            """With whom it works: learners and samplers at the same time only if steps overlap."""
+            kind = name.split()[0]
+            return "overlapping" if self._settings.max_staleness and kind != "player" else kind
+
         nodes = self.nodes()
-        kinds = ("learner", "sampler") if self._settings.max_staleness else (name.split()[0],)
-        here = [each for each, node in nodes.items() if node == nodes[name]]
-        together = sum(each.startswith(kinds) for each in here)
-        if nodes[name] == ray.get_runtime_context().get_node_id():
-            return max(1, torch.get_num_threads() // together)
-        cpus = {each["NodeID"]: each["Resources"].get("CPU", 1.0) for each in ray.nodes()}
-        return max(1, int(cpus.get(nodes[name], 1.0)) // together)
+        together = Counter((node, works(name)) for name, node in nodes.items())
+        threads = {each["NodeID"]: each["Resources"].get("CPU", 1.0) for each in ray.nodes()}
+        threads[ray.get_runtime_context().get_node_id()] = torch.get_num_threads()
+        return {
+            name: max(1, int(threads.get(nodes[name], 1.0)) // together[nodes[name], works(name)])
+            for name in names
+        }
 
     # Samplers beyond `engine.samplers`.
 
@@ -204,6 +217,11 @@ class Rooms:
         yield from self._further.values()
         if self._asked is not None:
             yield self._asked[0]
+
+
+def _node_in(table: Mapping[str, Any], part: int) -> str:
+    node: str = table.get("bundles_to_node_id", {}).get(part, "")
+    return node
 
 
 def connect(address: str, num_processes: int) -> bool:

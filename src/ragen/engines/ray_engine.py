@@ -145,13 +145,14 @@ class RayEngine:
         }
         first = self._learners[0]
         store = self._wait(first, first.actor.address.remote())
-        threads = self.rooms.threads
+        models = [*self._learners, *self._samplers.values()]
+        threads = self.rooms.threads_of(each.name for each in models)
         started = [
-            (each, each.actor.start.remote(config, path, threads(each.name), rank, num, store))
+            (each, each.actor.start.remote(config, path, threads[each.name], rank, num, store))
             for rank, each in enumerate(self._learners)
         ]
         started += [
-            (each, each.actor.start.remote(config, path, threads(each.name)))
+            (each, each.actor.start.remote(config, path, threads[each.name]))
             for each in self._samplers.values()
         ]
         self._tokenizer, *_ = self._wait_all(started)
@@ -175,10 +176,14 @@ class RayEngine:
             self._check(process.name, held)
         for process in self._samplers.values():
             self._join(self.samplers, process)
+        met = [
+            (each, each.actor.meet.remote(*self._known_as(seat, each)))
+            for each in self._players.values()
+            for seat in self.samplers.seats
+        ]
+        for process, ref in met:
+            self._wait(process, ref)
         for process in self._players.values():
-            for seat in self.samplers.seats:
-                known = self._known_as(seat, process)
-                self._wait(process, process.actor.meet.remote(*known))
             assert self._player_pool is not None
             self._join(self._player_pool, process)
 
@@ -259,8 +264,8 @@ class RayEngine:
 
     async def _rest(self) -> None:
         if self._settings.max_staleness == 0:
-            for seat in list(self.samplers.seats):
-                await self._tell(self.samplers, seat, "rest")
+            seats = list(self.samplers.seats)
+            await asyncio.gather(*(self._tell(self.samplers, each, "rest") for each in seats))
 
     async def score(self, batch: Batch, role: Role) -> Batch:
         """See `Engine.score`."""
@@ -477,9 +482,10 @@ class RayEngine:
         assert pool is not None
         await process.call("start", self._config, self._tokenizer)
         seat = self._join(pool, process)
-        for each in list(self.samplers.seats):  # `_join` introduces later ones
-            # If it is lost now, its pool has it replaced.
-            await self._tell(pool, seat, "meet", *self._known_as(each, process))
+        seats = list(self.samplers.seats)  # `_join` introduces later ones
+        known = [self._known_as(each, process) for each in seats]
+        # If it is lost now, its pool has it replaced.
+        await asyncio.gather(*(self._tell(pool, seat, "meet", *each) for each in known))
 
     # Signs of life.
 
@@ -516,8 +522,10 @@ class RayEngine:
         if ray.util.client.ray.is_connected():  # Ray's client does not learn of draining nodes
             return
         drained = ray._private.state.state.get_draining_nodes()
-        for process in self._processes if drained else ():
-            process.drained = self.rooms.node_of(process.name) in drained
+        if drained:
+            nodes = self.rooms.nodes()
+            for process in self._processes:
+                process.drained = nodes.get(process.name, "") in drained
 
     def _look_for_room(self) -> None:
         """Let a further sampler join, up to `engine.most_samplers`, once there is room for it."""

@@ -6,7 +6,8 @@ sampler that it names, or else to one with few open requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from typing_extensions import override
@@ -43,6 +44,7 @@ class SamplerPool(Pool):
         super().__init__(timeout_s, on_end)
         self._most_known = most_known
         self._known: dict[tuple[int, Tokens], dict[Tokens, Seat]] = {}  # by length and last tokens
+        self._lengths = Counter[int]()  # of what is known
         self._order: dict[Tokens, None] = {}  # what is known, the oldest first
 
     async def complete(self, prompt: Prompt, sampler: str = "") -> Completion:
@@ -61,6 +63,7 @@ class SamplerPool(Pool):
     def forget(self, era: int = 0) -> None:
         super().forget(era)
         self._known.clear()
+        self._lengths.clear()
         self._order.clear()
 
     @override
@@ -80,11 +83,12 @@ class SamplerPool(Pool):
             found["engine/sampler_idle_fraction"] = mean(idle)
         return found
 
-    def hear(self, name: str, told: SamplerTold) -> None:
-        """Take what a sampler has reported to another client, unless a later report is known."""
-        seat = self.seat_of(name)
-        if seat is not None and told.busy_s >= seat.busy_s:
-            self._heard(seat, told)
+    def hear(self, reports: Mapping[str, SamplerTold]) -> None:
+        """Take what samplers have reported to another client, unless a later report is known."""
+        for seat in self.seats if reports else ():
+            told = reports.get(seat.name)
+            if told is not None and told.busy_s >= seat.busy_s:
+                self._heard(seat, told)
 
     @override
     def _heard(self, seat: Seat, told: SamplerTold) -> None:
@@ -99,20 +103,23 @@ class SamplerPool(Pool):
         Requests that belong to no sampler are divided into consecutive pieces. Equal prompts are
         neighbours, so that a sampler reads most of them only once.
         """
-        seats = self._taking
-        shares: dict[int, list[Request]] = {id(seat): [] for seat in seats}
-        by_name = {seat.name: seat for seat in seats}
+        shares: dict[Seat, list[Request]] = {}
         rest = []
         for request in requests:
-            seat = self._knowing(request.work.token_ids or ()) or by_name.get(request.at)
+            seat = self._knowing(request.work.token_ids or ())
+            if seat is None and request.at:
+                seat = self.seat_of(request.at)
             if seat is None or seat.leaves:
                 rest.append(request)
             else:
-                shares[id(seat)].append(request)
-        loads = [len(seat.open) + len(shares[id(seat)]) for seat in seats]
-        for seat, share in zip(seats, divided(rest, loads), strict=True):
-            shares[id(seat)] += share
-        return [(seat, shares[id(seat)]) for seat in seats]
+                shares.setdefault(seat, []).append(request)
+        if rest:  # otherwise it does not matter how many samplers there are
+            seats = self._taking
+            loads = [len(seat.open) + len(shares.get(seat, ())) for seat in seats]
+            for seat, share in zip(seats, divided(rest, loads), strict=True):
+                if share:
+                    shares.setdefault(seat, []).extend(share)
+        return shares.items()
 
     @override
     def _answered(self, seat: Seat, request: Request, answer: Completion) -> None:
@@ -126,6 +133,7 @@ class SamplerPool(Pool):
         if tokens in self._order:
             return
         self._order[tokens] = None
+        self._lengths[len(tokens)] += 1
         self._known.setdefault((len(tokens), tokens[-TAIL:]), {})[tokens] = seat
         if len(self._order) > self._most_known:
             self._forget(next(iter(self._order)))
@@ -139,14 +147,17 @@ class SamplerPool(Pool):
         del self._known[key][tokens]
         if not self._known[key]:
             del self._known[key]
+        self._lengths[len(tokens)] -= 1
+        if not self._lengths[len(tokens)]:
+            del self._lengths[len(tokens)]
 
     def _knowing(self, tokens: Tokens) -> Seat | None:
         """The sampler that knows the longest beginning of `tokens`; the beginning is forgotten."""
-        lengths = {length for length, _ in self._known if length <= len(tokens)}
-        for length in sorted(lengths, reverse=True):
-            begin = tokens[:length]
-            seat = self._known.get((length, begin[-TAIL:]), {}).get(begin)
-            if seat is not None:
-                self._forget(begin)
+        for length in range(len(tokens), 0, -1):
+            if length not in self._lengths:
+                continue
+            known = self._known.get((length, tokens[max(0, length - TAIL) : length]))
+            if known is not None and (seat := known.get(tokens[:length])) is not None:
+                self._forget(tokens[:length])
                 return seat
         return None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from ragen.core.errors import RagenError
@@ -85,21 +85,27 @@ async def run_most(
         for number, (setup, level) in enumerate(zip(setups, levels, strict=True))
     ]
     every = [task for group in groups for task in group]
+    enough, ended, short = asyncio.Event(), [0] * len(groups), len(groups)
+
+    def count(number: int, task: asyncio.Task[Episode]) -> None:
+        """Count an episode that has ended: to look at all of them each time would take too long."""
+        nonlocal short
+        ended[number] += 1
+        short -= ended[number] == min(min_members, group_size)
+        if not short or task.cancelled() or task.exception() is not None:
+            enough.set()
+
+    for number, group in enumerate(groups):
+        for task in group:
+            task.add_done_callback(partial(count, number))
     try:
         await begun.wait()
-        open_tasks, left_s = set(every), close_after_s
-        while open_tasks:
-            began = time.monotonic()
-            when = asyncio.FIRST_COMPLETED if left_s <= 0 else asyncio.FIRST_EXCEPTION
-            done, open_tasks = await asyncio.wait(
-                open_tasks, timeout=left_s if left_s > 0 else None, return_when=when
-            )
-            for task in done:
+        await asyncio.wait(every, timeout=close_after_s, return_when=asyncio.FIRST_EXCEPTION)
+        if not all(task.done() for task in every):
+            await enough.wait()
+        for task in every:
+            if task.done():
                 task.result()
-            left_s -= time.monotonic() - began
-            ended = (sum(task.done() for task in group) for group in groups)
-            if left_s <= 0 and min(ended) >= min_members:
-                break
     except BaseException:
         for task in every:
             task.cancel()

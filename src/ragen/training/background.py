@@ -164,6 +164,9 @@ async def evaluate_checkpoint(
     use_threads(int(saved["loop"]["threads"]))
     policy, chat = make_policy(config, str(checkpoint))
     policy.version = int(saved["engine"]["version"])
+    # This process has one sampler, however many the run has.
+    alone = config.engine.model_copy(update={"samplers": 1, "most_samplers": 0})
+    config = config.model_copy(update={"engine": alone})
     try:
         with ExitStack() as stack:
             target, seed, temperature = str(folder), config.seed, config.eval.temperature
