@@ -76,7 +76,10 @@ class FaultyServer:
             protocol_version = "HTTP/1.1"
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                sent = self.rfile.read(int(self.headers["Content-Length"]))
+                if len(sent) < int(self.headers["Content-Length"]):
+                    raise ConnectionAbortedError  # the client has closed it within its request
+                body = json.loads(sent)
                 with outer._lock:
                     number = len(outer.requests)
                     outer.requests.append(body)
