@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -152,10 +152,12 @@ class Rooms:
         # The cluster is asked once for a group, which may have the rooms of all processes.
         groups = {id(group): group for group, _ in places.values()}
         tables = {key: placement_group_table(group) for key, group in groups.items()}
-        return {
-            name: tables[id(group)].get("bundles_to_node_id", {}).get(part, "")
-            for name, (group, part) in places.items()
-        }
+        return {name: _node_in(tables[id(group)], part) for name, (group, part) in places.items()}
+
+    def node_of(self, name: str) -> str:
+        """See `nodes`."""
+        group, part = self._places.get(name, (None, 0))
+        return _node_in(placement_group_table(group), part) if group is not None else ""
 
     def threads(self, name: str) -> int:
         """See `threads_of`."""
@@ -215,6 +217,11 @@ class Rooms:
         yield from self._further.values()
         if self._asked is not None:
             yield self._asked[0]
+
+
+def _node_in(table: Mapping[str, Any], part: int) -> str:
+    node: str = table.get("bundles_to_node_id", {}).get(part, "")
+    return node
 
 
 def connect(address: str, num_processes: int) -> bool:

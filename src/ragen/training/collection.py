@@ -16,7 +16,11 @@ from ragen.algorithms.estimator import compares_group, needs_values
 from ragen.algorithms.filters import reward_std, scores_of, select
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
-from ragen.config.sections import AdvantageConfig, FilterConfig, UpdateConfig
+from ragen.config.sections import (
+    AdvantageConfig,
+    FilterConfig,
+    UpdateConfig,
+)
 from ragen.core.metrics import Metrics
 from ragen.core.seeding import refill_level
 from ragen.core.types import Episode, Group, Sample
