@@ -127,6 +127,36 @@ def test_a_shared_prompt_is_computed_once() -> None:
     assert counted == [30 + 6 + 0 + 9]  # the third row has no wanted token: all of it is a prompt
 
 
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Qwen2"])
+def test_different_prompts_that_begin_alike_share_their_beginning(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three prompts that begin alike, two of them for longer, and a row of its own."""
+    monkeypatch.setattr(packing_module, "QUERIES", 4)
+    generator = torch.Generator().manual_seed(6)
+    token_ids_BT = torch.randint(1, 40, (6, 30), generator=generator)
+    token_ids_BT[[1, 2, 4, 5], :12] = token_ids_BT[0, :12]
+    token_ids_BT[4, :20], token_ids_BT[2, :18] = token_ids_BT[1, :20], token_ids_BT[0, :18]
+    token_ids_BT[5, :16] = token_ids_BT[1, :16]
+    lengths_B = torch.tensor([30, 28, 26, 9, 27, 29])
+    wanted_BT = torch.zeros(6, 30, dtype=torch.bool)
+    wanted_BT[0, 18:29] = wanted_BT[1, 20:27] = wanted_BT[2, 18:25] = True
+    wanted_BT[3, 3:8] = wanted_BT[4, 20:26] = wanted_BT[5, 22:28] = True
+    shared = {}
+    for least in (12, 17):
+        monkeypatch.setattr(packing_module, "BEGINNING", least)
+        origin_B, shared_B = packing_module.shared_prefixes(token_ids_BT, lengths_B, wanted_BT)
+        shared[least] = list(zip(origin_B.tolist(), shared_B.tolist(), strict=True))
+    assert shared[12] == [(0, 0), (0, 12), (0, 18), (3, 0), (1, 20), (1, 16)]
+    assert shared[17] == [(0, 0), (1, 0), (0, 18), (3, 0), (1, 20), (5, 0)]
+    monkeypatch.setattr(packing_module, "BEGINNING", 12)
+    model, batch = build(name), (token_ids_BT, lengths_B, wanted_BT)
+    expected, expected_grads = states_and_gradients(padded_hidden_states, model, *batch)
+    got, grads = states_and_gradients(hidden_states, model, *batch)
+    assert_close(got, expected)
+    assert_close(grads, expected_grads, GRADIENT)
+
+
 def test_recomputed_layers_use_the_attention_of_their_forward() -> None:
     plain, recomputing = build("Llama"), build("Llama")
     recompute_layers(recomputing)

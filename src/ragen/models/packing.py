@@ -2,6 +2,7 @@
 
 The samples of a group begin with the same prompt. Attention is causal, so the prompt's keys and
 values are the same in all of them: the first sample computes them, and the others attend to them.
+Different prompts often begin alike, with the rules of an environment, and share that beginning.
 Attention works on blocks of a sample's queries, and a block reads only the keys up to its own last
 query.
 
@@ -23,6 +24,8 @@ QUERIES = 192
 """Queries in a block."""
 SHARED = 16
 """Shortest prompt in tokens that is computed in one sample for the others."""
+BEGINNING = 64
+"""Shortest beginning in tokens of different prompts that is computed in one of them."""
 
 
 class Block(NamedTuple):
@@ -66,8 +69,8 @@ class Packing(NamedTuple):
 
     `places` are row and column of each flat token in the batch; the column is its position.
     `wanted_N` are the flat tokens whose states are wanted. `shared_B` is the number of tokens of
-    each sample that another one computes. `keys_S` are the flat tokens that a sample's queries see:
-    those of the prompt that it shares, then its own.
+    each sample that others compute. `keys_S` are the flat tokens that a sample's queries see: those
+    that it shares, then its own.
     """
 
     places: tuple[Tensor, Tensor]
@@ -106,36 +109,47 @@ def pack(token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor) -> Packing:
     rows_F, columns_F = own_BT.nonzero(as_tuple=True)
     wanted_N = wanted_BT[rows_F, columns_F].nonzero()[:, 0]
     assert len(wanted_N) == int(wanted_BT.sum()), "wanted beyond a row's length"
-    counts_B = own_BT.sum(1)
-    starts_B = counts_B.cumsum(0) - counts_B
-    keys = []
-    for row, origin in enumerate(origin_B.tolist()):
-        for first, size_B in ((starts_B[origin], shared_B), (starts_B[row], counts_B)):
-            keys.append(torch.arange(int(first), int(first + size_B[row])))
+    own = torch.arange(len(columns_F)).split(own_BT.sum(1).tolist())
+    keys: list[Tensor] = []  # an origin comes before the samples that share with it
+    for origin, shared, own_F in zip(origin_B.tolist(), shared_B.tolist(), own, strict=True):
+        keys.append(torch.cat((keys[origin][:shared], own_F)) if shared else own_F)
     return Packing((rows_F, columns_F), wanted_N, torch.cat(keys), shared_B, own_BT, wanted_BT)
 
 
 def shared_prefixes(
     token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """For each sample: which sample computes its prompt, and how many tokens that saves.
+    """For each sample: which earlier sample it shares a beginning with, and how many tokens.
 
-    The prompt is the tokens before the first wanted position. If no earlier sample has the
-    same prompt, a sample computes its own; its entries are its own number and 0 tokens.
+    The prompt is the tokens before the first wanted position. If an earlier sample has the same
+    prompt, the first such sample computes it. Otherwise a sample shares the longest beginning of
+    its prompt that an earlier sample has, from `BEGINNING` tokens on. A sample that computes all of
+    its tokens has its own number and 0 tokens.
     """
     origin_B, shared_B = torch.arange(len(lengths_B)), torch.zeros_like(lengths_B)
     columns_T = torch.arange(token_ids_BT.shape[1])
     prompt_B = torch.where(wanted_BT, columns_T, lengths_B[:, None]).amin(1)
-    left = list(range(len(lengths_B)))
-    while len(left) > 1:
-        first, *others = left
-        others_R = torch.tensor(others)
-        same_RT = token_ids_BT[others_R] == token_ids_BT[first]
-        common_R = same_RT.cumprod(1).sum(1).minimum(lengths_B[first])
-        is_member_R = (prompt_B[others_R] >= SHARED) & (common_R >= prompt_B[others_R])
+
+    def common_with(row: int, others_R: Tensor) -> Tensor:
+        same_RT = token_ids_BT[others_R] == token_ids_BT[row]
+        return same_RT.cumprod(1).sum(1).minimum(lengths_B[row])
+
+    left_R = origin_B.clone()
+    firsts: list[int] = []  # of each prompt
+    while len(left_R):
+        first, others_R = int(left_R[0]), left_R[1:]
+        if prompt_B[first] >= BEGINNING and firsts:
+            common_R = common_with(first, torch.tensor(firsts)).minimum(prompt_B[first])
+            longest = int(common_R.argmax())
+            if common_R[longest] >= BEGINNING:
+                origin_B[first], shared_B[first] = firsts[longest], common_R[longest]
+        firsts.append(first)
+        is_member_R = (prompt_B[others_R] >= SHARED) & (
+            common_with(first, others_R) >= prompt_B[others_R]
+        )
         members_R = others_R[is_member_R]
         origin_B[members_R], shared_B[members_R] = first, prompt_B[members_R]
-        left = others_R[~is_member_R].tolist()
+        left_R = others_R[~is_member_R]
     return origin_B, shared_B
 
 

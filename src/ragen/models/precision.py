@@ -193,12 +193,11 @@ def product(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
         return a_MK @ b_KN if bias_N is None else torch.addmm(bias_N, a_MK, b_KN)
     parts = []
     for a_RK in a_MK.split(WIDENED):
-        sums_RN = torch.zeros(len(a_RK), b_KN.shape[1])
-        if bias_N is not None:
-            sums_RN += bias_N
-        add_product(sums_RN, a_RK, b_KN)
+        a_RS, b_SN = a_RK[:, :WIDENED].float(), b_KN[:WIDENED].float()
+        sums_RN = a_RS @ b_SN if bias_N is None else torch.addmm(bias_N.float(), a_RS, b_SN)
+        add_product(sums_RN, a_RK[:, WIDENED:], b_KN[WIDENED:])
         parts.append(sums_RN.to(a_MK.dtype))
-    return torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @torch.no_grad()
