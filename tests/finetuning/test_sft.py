@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from threading import Thread
@@ -17,7 +18,7 @@ import ragen.finetuning.sft as sft_module
 from ragen import evaluate, train
 from ragen.cli.main import main
 from ragen.config.config import Config
-from ragen.config.reading import resolve
+from ragen.config.reading import changed, resolve
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import RagenError
 from ragen.core.seeding import SFT_LEVELS
@@ -220,6 +221,39 @@ def test_a_teacher_shows_optimal_play_in_the_thoughts_of_the_embedded_models(env
         own.reset(seed=level, options={"noise_seed": 0})
         reading = own.read_thought(example[0][1].text.partition("</think>")[0])
         assert reading is not None and reading.true == reading.stated > 0
+
+
+@pytest.mark.parametrize("env", ["frozen-lake", "sokoban"])
+def test_a_wanderer_describes_the_map_and_moves_at_random(env: str) -> None:
+    """Its thought tells where things are; each of the actions follows in a tenth or more."""
+    config = resolve(env, {"prompt.style": "paper", "env.params.observation": "coord"})
+    config = changed(config, {"rollout.max_tokens": 400, "model.max_length": 4096})
+    chat = Chat(tiny_tokenizer("chatml"))
+    examples = played_examples(config, chat, "wanderer", 32, None)
+    assert examples.unsolved == examples.too_long == 0 and "no skill" in examples.shows
+    actions = []
+    for example in examples.kept:
+        for prompt, reply in example:
+            thought, written = reply.text.split("</think><answer>")
+            actions.append(written.removesuffix("</answer>"))
+            assert thought.endswith(f"I go {actions[-1]}.")
+            state = prompt.messages[-1]["content"]
+            here = re.search(r"Player: (\(.*?\))", state)
+            assert here and thought.startswith(f"I am at {here[1]}.")
+            (goal,) = re.findall(r"(?:Goal|Targets): (\(.*?\))", state)
+            assert f"at {goal} is" in thought
+    shares = [actions.count(action) / len(actions) for action in make(env).actions or ()]
+    assert len(shares) == 4 and min(shares) > 0.1 and sum(shares) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("env", "more"),
+    [("bandit", {}), ("sokoban", {"env.params.boxes": 2})],
+)
+def test_a_wanderer_needs_a_map_that_it_can_describe(env: str, more: dict[str, Any]) -> None:
+    config = resolve(env, more)
+    with pytest.raises(RagenError, match="a wanderer plays frozen-lake, and sokoban with one box"):
+        played_examples(config, Chat(tiny_tokenizer("chatml")), "wanderer", 2, None)
 
 
 def test_there_is_no_teacher_elsewhere() -> None:

@@ -21,9 +21,9 @@ from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
 def _sft_options(parser: Parser) -> None:
     parser.take("recipe", "RECIPE", "a recipe's name, or a path to a .toml")
     parser.take("--out", "DIR", "the model's folder; must not exist", Path, required=True)
-    player = "random, solver, teacher, a run or model, or conversations in FILE.jsonl"
+    player = "random, wanderer, solver, teacher, a run or model, or conversations in FILE.jsonl"
     parser.take("--player", "P", player, default="solver")
-    keep = "which episodes: solved or all [all of random, else solved]"
+    keep = "which episodes: solved or all [all of random and wanderer, else solved]"
     parser.take("--keep", "K", keep, choices=("solved", "all"))
     parser.take("--episodes", "N", "episodes that it plays [1024]", whole(2, 10_000_000))
     parser.take("--epochs", "E", "epochs over the examples [3]", whole(1, 1000))

@@ -36,6 +36,7 @@ from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.evaluation.targets import load_target, refuse_absent
 from ragen.finetuning.curriculum import TEACHERS
 from ragen.finetuning.demonstrations import Demonstrator, neutral_thought, plan_in_words
+from ragen.finetuning.descriptions import wanderer
 from ragen.finetuning.transcripts import Transcript, is_file, read_transcripts, to_exchanges
 from ragen.models.loading import save_model
 from ragen.models.names import resolve_model
@@ -69,6 +70,12 @@ KEYS = (
 
 Keep = Literal["solved", "all"]
 """Which episodes are learnt from."""
+
+UNSKILLED = {
+    "random": "lean to no action",
+    "wanderer": "describe the map: positions, directions and neighbouring cells",
+}
+"""Random players, and what their thoughts do."""
 
 Example = list[Exchange]
 """The prompts and completions of an episode or a conversation."""
@@ -141,14 +148,15 @@ def sft(
     """Fine-tune a model on examples and save it in Hugging Face's layout, or its adapter in PEFT's.
 
     Only the keys in `KEYS` are read. `out` is a folder that does not exist yet. `player` is
-    ``random`` (with thoughts that lean to no action), ``solver`` (whose thought is its plan),
-    ``teacher`` (optimal play with the thoughts of the embedded models), a run or a model with the
-    same tokenizer, which plays at temperature 1, or a file of conversations
-    (`ragen.finetuning.transcripts`). Except with a file, it plays `episodes` on levels that neither
-    training nor evaluation uses, and the examples are those that `keep` names: by default all of
-    random play, and the solved ones of others. `lr` is the peak learning rate, by default
-    `LR_FACTOR` times ``update.lr``. `watch` receives lines of progress. On one machine, with one
-    thread count, the same call gives the same weights.
+    ``random`` (with thoughts that lean to no action), ``wanderer`` (random play with thoughts that
+    describe the map), ``solver`` (whose thought is its plan), ``teacher`` (optimal play with the
+    thoughts of the embedded models), a run or a model with the same tokenizer, which plays at
+    temperature 1, or a file of conversations (`ragen.finetuning.transcripts`). Except with a file,
+    it plays `episodes` on levels that neither training nor evaluation uses, and the examples are
+    those that `keep` names: by default all of random play (`UNSKILLED`), and the solved ones of
+    others. `lr` is the peak learning rate, by default `LR_FACTOR` times ``update.lr``. `watch`
+    receives lines of progress. On one machine, with one thread count, the same call gives the same
+    weights.
 
     Raises:
         RagenError: `out` exists, a number is out of its range, there is no such player, there are
@@ -257,7 +265,7 @@ def played_examples(
         RagenError: There is no such player, its tokenizer differs from the model's, it cannot play
             the environment, or too few episodes are left.
     """
-    env, keep = config.env.name, keep or ("all" if player == "random" else "solved")
+    env, keep = config.env.name, keep or ("all" if player in UNSKILLED else "solved")
     policy, setup = _player(config, chat, player)
     setup = replace(setup, temperature=1.0, reward_terms={})  # keys that `sft` does not read
     levels = [SFT_LEVELS + index for index in range(episodes)]
@@ -285,9 +293,9 @@ def played_examples(
             )
     if keep == "solved":
         shows = f"Only episodes of {player} play in {env} that ended in success were kept."
-    elif player == "random":
+    elif player in UNSKILLED:
         shows = (
-            f"All of them are random play in {env}, with thoughts that lean to no action. "
+            f"All of them are random play in {env}, with thoughts that {UNSKILLED[player]}. "
             "Successes and failures were kept, so they show the form of a reply and legal actions, "
             "and no skill."
         )
@@ -298,20 +306,22 @@ def played_examples(
 
 def _player(config: Config, chat: Chat, player: str) -> tuple[Policy | PlayerPolicy, Setup]:
     """The policy or player of the examples, and the set-up of its episodes."""
-    if player not in ("random", "solver", "teacher"):
+    if player not in (*UNSKILLED, "solver", "teacher"):
         refuse_absent(player)
         return load_target(player, config)
     setup = make_setup(config, chat)
+    if player in ("teacher", "wanderer") and setup.prefill.strip() != "<think>":
+        raise RagenError(
+            f"the reply of a {player} begins after a pre-filled <think>: set prompt.think = true "
+            "and prompt.prefill = true, or take --player solver"
+        )
+    if player == "wanderer":
+        return Demonstrator(wanderer, chat), setup
     if player == "teacher":
         if config.env.name not in TEACHERS:
             raise RagenError(
                 f"there is no teacher for {config.env.name}, only for {', '.join(TEACHERS)}: "
                 "take --player solver"
-            )
-        if setup.prefill.strip() != "<think>":
-            raise RagenError(
-                "a teacher's reply begins after a pre-filled <think>: set prompt.think = true and "
-                "prompt.prefill = true, or take --player solver"
             )
         if config.env.params.get("boxes", 1) != 1:
             raise RagenError("the teacher of sokoban pushes one box only: take --player solver")

@@ -1,0 +1,87 @@
+"""The wanderer: random moves on a map, with thoughts in plain English that describe the map.
+
+A thought says where the player and its aims are, in which direction they lie and, on a lake, what
+the neighbouring cells hold. Then it goes to one of these at random::
+
+    I am at (1, 1). The goal at (2, 1) is down. Left (1, 0) is free, Down (2, 1) is the goal,
+    Right (1, 2) is a hole, Up (0, 1) is free. I go Right.
+
+So a language model learns the form of a reply and to read the map, but no aim and no plan. The
+positions are those of the observation ``coord``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ragen.core.errors import RagenError
+from ragen.envs.contract import Env, pick
+from ragen.envs.frozen_lake import FrozenLake
+from ragen.envs.grid import Cell, GridEnv, cells_of
+from ragen.envs.sokoban import Sokoban
+from ragen.finetuning.demonstrations import Piece, Reply, answer
+from ragen.rollout.prompt import Limits
+
+STEPS = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
+"""The change of row and column by each action."""
+
+
+def wanderer(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
+    """One random move inside the map, after a description of the map.
+
+    Raises:
+        RagenError: The environment is neither FrozenLake nor Sokoban with one box.
+
+    Example:
+        >>> env = FrozenLake(success_probability=1.0, observation="coord")
+        >>> print(env.reset(seed=123)[0])
+        Size: 4 x 4
+        Player: (0, 3)
+        Goal: (3, 1)
+        Holes: (1, 2), (2, 3), (3, 3)
+        >>> wanderer(env, Limits(1, 5, 10, 1), np.random.Generator(np.random.PCG64(0)))[0].text
+        'I am at (0, 3). The goal at (3, 1) is down and left. Left (0, 2) is free, Down (1, 3) is \
+free. I go Down.</think><answer>Down</answer>'
+    """
+    if isinstance(env, FrozenLake):
+        (here,), (goal,) = places(env, "Player"), places(env, "Goal")
+        holds = dict.fromkeys(places(env, "Holes"), "a hole") | {goal: "the goal"}
+        text = f"I am at {here}. The goal at {goal} is {direction(here, goal)}."
+        looks = ", ".join(
+            f"{action} {cell} is {holds.get(cell, 'free')}"
+            for action, cell in neighbours(env, here).items()
+        )
+        text += f" {looks}."
+    elif isinstance(env, Sokoban) and len(places(env, "Boxes")) == 1:
+        (here,), (box,), (target,) = (places(env, mark) for mark in env.marks)
+        text = f"I am at {here}. The box at {box} is {direction(here, box)}."
+        text += f" From the box, the target at {target} is {direction(box, target)}."
+    else:
+        raise RagenError("a wanderer plays frozen-lake, and sokoban with one box: take random")
+    action = pick(generator, list(neighbours(env, here)))
+    return [Piece(f"{text} I go {action}.{answer([action])}")]
+
+
+def places(env: GridEnv, mark: str) -> list[Cell]:
+    """The cells that hold a mark."""
+    return [cell for cell, symbol in cells_of(env.rows()).items() if symbol in env.marks[mark]]
+
+
+def neighbours(env: GridEnv, here: Cell) -> dict[str, Cell]:
+    """The neighbouring cells inside the map, its border left out, by the action towards each."""
+    cells, (row, col) = cells_of(env.rows()), here
+    ahead = {action: (row + STEPS[action][0], col + STEPS[action][1]) for action in env.actions}
+    return {action: cell for action, cell in ahead.items() if cell in cells}
+
+
+def direction(start: Cell, end: Cell) -> str:
+    """Where a cell lies from another one.
+
+    Example:
+        >>> direction((0, 3), (3, 1)), direction((1, 1), (1, 2)), direction((1, 1), (1, 1))
+        ('down and left', 'right', 'here')
+    """
+    down, right = (there - here for here, there in zip(start, end, strict=True))
+    parts = ["down" if down > 0 else "up"] if down else []
+    parts += ["right" if right > 0 else "left"] if right else []
+    return " and ".join(parts) or "here"
