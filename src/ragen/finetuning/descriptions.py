@@ -70,7 +70,9 @@ def places(env: GridEnv, mark: str) -> list[Cell]:
 def neighbours(env: GridEnv, here: Cell) -> dict[str, Cell]:
     """The neighbouring cells inside the map, its border left out, by the action towards each."""
     cells, (row, col) = cells_of(env.rows()), here
-    ahead = {action: (row + STEPS[action][0], col + STEPS[action][1]) for action in env.actions}
+    ahead = {
+        action: (row + STEPS[action][0], col + STEPS[action][1]) for action in env.actions or ()
+    }
     return {action: cell for action, cell in ahead.items() if cell in cells}
 
 
