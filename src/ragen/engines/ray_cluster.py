@@ -154,11 +154,6 @@ class Rooms:
         tables = {key: placement_group_table(group) for key, group in groups.items()}
         return {name: _node_in(tables[id(group)], part) for name, (group, part) in places.items()}
 
-    def node_of(self, name: str) -> str:
-        """See `nodes`."""
-        group, part = self._places.get(name, (None, 0))
-        return _node_in(placement_group_table(group), part) if group is not None else ""
-
     def threads(self, name: str) -> int:
         """See `threads_of`."""
         return self.threads_of([name])[name]
