@@ -13,6 +13,7 @@ from ragen.config.sections import EngineConfig
 from ragen.core.errors import EngineLost, MachineAway, RagenError
 from ragen.core.types import Prompt
 from ragen.engines import ray_cluster, ray_engine
+from ragen.engines.hosts import Beat
 from ragen.engines.player_pool import PlayerPool
 from ragen.engines.pool import ProcessLost, Seat
 from ragen.engines.ray_cluster import Rooms
@@ -41,7 +42,7 @@ def engine_of(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> Any:
     monkeypatch.setattr(ray_engine, "ray", types.SimpleNamespace(kill=lambda actor: None))
     engine: Any = object.__new__(ray_engine.RayEngine)
     engine._closed, engine._events, engine._samplers, engine._tasks = False, [], {}, set()
-    engine._publishing, engine._weights = asyncio.Lock(), (None, {"w": 2}, 0)
+    engine.version, engine._weights = 0, (None, {"w": 2}, 0)
     engine._config, engine._path, engine._error = None, "", None
     engine._players, engine._player_pool, engine._learners = {}, None, []
     engine.rooms = types.SimpleNamespace(is_further=lambda place: False, threads=lambda name: 1)
@@ -80,6 +81,56 @@ def test_wrong_weights_of_a_new_sampler_end_the_run_also_if_nobody_samples(
             await engine.publish()
 
     asyncio.run(play())
+
+
+def test_samplers_that_join_load_their_weights_at_the_same_time_and_none_misses_a_publication(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For 64 samplers of 7B, one after the other takes ten minutes, also of a publication."""
+    loaded = list[tuple[str, int]]()
+
+    async def play() -> None:
+        engine = engine_of(monkeypatch, is_lost=False)
+        every, published = asyncio.Event(), asyncio.Event()
+
+        class Loading(Process):
+            """A sampler that loads its first weights until others are published."""
+
+            async def begin(self) -> None:
+                """It runs."""
+
+            async def call(self, method: str, *arguments: Any, phase: str = "") -> Any:
+                if method != "load":
+                    return None
+                _, version = arguments
+                loaded.append((self.name, version))
+                if len(loaded) == 3:
+                    every.set()
+                if version == 0:
+                    await published.wait()
+                return {"w": version}
+
+        class Publishing(Process):
+            async def answer(self, ref: Any, phase: str) -> Any:
+                return {"w": engine.version}, 8
+
+        weights = types.SimpleNamespace(remote=lambda: ("a block", "about it"))
+        engine._learners = [Publishing("learner 0", types.SimpleNamespace(weights=weights))]
+        engine._weights = (None, {"w": 0}, 0)
+        engine._spawn_sampler = lambda place: Loading(f"sampler {place}", None)
+        for place in range(3):
+            engine._begin(engine._revive(place))
+        await asyncio.wait_for(every.wait(), 5.0)
+        await asyncio.wait_for(engine.publish(), 5.0)
+        assert not engine.samplers.seats
+        published.set()
+        while engine._tasks:
+            await asyncio.sleep(0)
+        assert engine._error is None
+        assert [seat.name for seat in engine.samplers.seats] == [f"sampler {n}" for n in range(3)]
+
+    asyncio.run(play())
+    assert loaded == [(f"sampler {place}", version) for version in (0, 1) for place in range(3)]
 
 
 @pytest.mark.parametrize("is_told_first", [True, False])
@@ -207,15 +258,55 @@ def test_a_sign_of_life_that_fails_is_a_loss(monkeypatch: pytest.MonkeyPatch) ->
         def get(ref: Any, failure: Exception = failure) -> Any:
             raise failure
 
-        stand_in = types.SimpleNamespace(wait=lambda refs, timeout: (refs, []), get=get)
+        stand_in = types.SimpleNamespace(wait=lambda refs, **_: (refs, []), get=get)
         monkeypatch.setattr(ray_engine, "ray", stand_in)
         engine: Any = object.__new__(ray_engine.RayEngine)
         removed: list[Any] = []
         engine._in_loop = lambda function, *arguments, to=removed: to.append(arguments)
         process = Process("sampler 0", None, beating="asked")
-        engine._look_at(process, 0.0)
+        engine._look_at([process], 0.0)
         ((lost, loss),) = removed
         assert lost is process and str(loss).startswith("sampler 0 ")
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_ray_is_asked_once_for_the_signs_of_life_of_all_processes(
+    is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a thousand processes, questions for each take a fifth of the driver's time."""
+    from ray.exceptions import ActorDiedError
+
+    asked = list[str]()
+
+    def wait(refs: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        asked.append("wait")
+        assert num_returns == len(refs) == 4 and timeout == 0
+        return [ref for ref in refs if ref != "silent"], ["silent"]
+
+    def get(refs: str | list[str]) -> Any:
+        asked.append("get")
+        if is_lost and "lost" in refs:
+            raise ActorDiedError()
+        beats = {ref: Beat(0.0, "", False, f"at {ref}") for ref in ("one", "two", "lost")}
+        return beats[refs] if isinstance(refs, str) else [beats[ref] for ref in refs]
+
+    monkeypatch.setattr(ray_engine, "ray", types.SimpleNamespace(wait=wait, get=get))
+    engine: Any = object.__new__(ray_engine.RayEngine)
+    removed, engine._timeout_s = list[Any](), 60.0
+    engine._in_loop = lambda function, *arguments: removed.append(arguments)
+    refs = ["one", "lost", "silent", "two"]
+    processes = [Process(ref, None, beating=ref, alive=0.0) for ref in refs]
+    for process in processes:
+        process.calls[0] = "update", 0.0
+    engine._look_at(processes, 50.0)
+    lost = {"lost"} if is_lost else set()
+    heard = {"one", "two", "lost"} - lost
+    assert {each.name for each in processes if each.beating is not None} == {"silent"}
+    assert {each.name for each in processes if each.address == f"at {each.name}"} == heard
+    assert {each.name for each in processes if each.alive == 50.0} == heard
+    assert {process.name for process, _ in removed} == lost
+    assert asked == (["wait", *["get"] * 4] if is_lost else ["wait", "get"])
 
 
 @pytest.mark.ray
@@ -380,3 +471,57 @@ def test_the_cluster_is_asked_for_the_nodes_of_all_processes_at_once(
         expected = [3] * 8 + [12] * 8 + [6] * 16
         assert found == dict(zip(names, expected, strict=True))
     assert rooms.threads("learner 9") == found["learner 9"]
+
+
+@pytest.mark.ray
+def test_the_cluster_is_asked_for_many_further_samplers_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One after the other, each with a look of its own, 1,000 samplers take half an hour."""
+    groups, there, removed, tables = list[str](), set[str](), list[Any](), list[str]()
+
+    def reserve(bundles: list[dict[str, float]], strategy: str = "PACK") -> Any:
+        name = f"group {len(groups)}"
+        groups.append(name)
+        number = types.SimpleNamespace(hex=lambda: name)
+        return types.SimpleNamespace(name=name, id=number, ready=lambda: name)
+
+    def table(group: Any = None) -> dict[str, Any]:
+        assert group is None, "one question for each sampler, and each of them asks"
+        tables.append("asked")
+        return {name: {"bundles_to_node_id": {0: f"node of {name}"}} for name in groups}
+
+    def wait(refs: list[str], timeout: float, num_returns: int = 1) -> tuple[list[str], list[str]]:
+        assert num_returns == len(refs)
+        return [ref for ref in refs if ref in there], [ref for ref in refs if ref not in there]
+
+    stand_in = types.SimpleNamespace(cluster_resources=lambda: {"CPU": 8}, wait=wait)
+    monkeypatch.setattr(ray_cluster, "ray", stand_in)
+    monkeypatch.setattr(ray_cluster, "placement_group", reserve)
+    monkeypatch.setattr(ray_cluster, "placement_group_table", table)
+    monkeypatch.setattr(ray_cluster, "remove_placement_group", lambda each: removed.append(each))
+    monkeypatch.setattr(ray_cluster, "PlacementGroupSchedulingStrategy", lambda *_, **__: None)
+    there.add("group 0")
+    rooms = Rooms(EngineConfig(name="ray", samplers=2, most_samplers=202, timeout_s=1.0))
+    assert rooms.further() == [] and len(groups) == 1 + ray_cluster.MOST_ASKED == 65
+    there |= {"group 3", "group 9"}
+    assert rooms.further() == [2, 3] and len(groups) == 65
+    assert rooms.further() == [] and len(groups) == 67
+    there |= {f"group {number}" for number in range(202)}
+    joined = [2, 3]
+    while places := rooms.further():
+        joined += places
+    assert joined == [*range(2, 202)] and len(groups) == 201
+    assert rooms.further() == [] and len(groups) == 201
+    assert rooms.sampler(7) and rooms.sampler(8) and rooms.is_further(7)
+    found = {"sampler 7": "node of group 5", "sampler 8": "node of group 6"}
+    assert rooms.nodes() == found and len(tables) == 1
+    rooms.clear(7)
+    assert rooms.further() == [7] and len(groups) == 202
+    assert rooms.sampler(7) is not None
+    rooms.clear(7)
+    there.clear()
+    assert rooms.further() == []
+    removed.clear()
+    rooms.close()
+    assert len(removed) == len({each.name for each in removed}) == 1 + 199 + 1

@@ -8,6 +8,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from pretend import Answer, pretend_server
 from tiny import tiny_model, tiny_tokenizer
@@ -145,13 +146,23 @@ def test_an_adapter_is_published_under_its_own_name() -> None:
         ("/reset_prefix_cache", (200, {"success": False}), "samples for another client"),
     ],
 )
-def test_an_unsuitable_server_is_refused_in_one_line(path: str, answer: Answer, words: str) -> None:
+def test_an_unsuitable_server_is_refused_in_one_line_and_its_connections_are_closed(
+    path: str, answer: Answer, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, make = list[httpx.Client](), httpx.Client
+
+    def noted(**settings: Any) -> httpx.Client:
+        opened.append(make(**settings))
+        return opened[-1]
+
+    monkeypatch.setattr(httpx, "Client", noted)
     with (
         pretend_server(answers() | {path: answer}) as url,
         pytest.raises(RagenError, match=words) as caught,
     ):
         connect(url)
     assert "\n" not in str(caught.value)
+    assert [each.is_closed for each in opened] == [True]
 
 
 @pytest.mark.parametrize(

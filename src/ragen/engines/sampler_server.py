@@ -63,8 +63,12 @@ class VllmServer(WeightedPolicy):
             self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT)
         self._async_http: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop of those connections
-        self._served = self._model_of()
-        self.push(model)
+        try:
+            self._served = self._model_of()
+            self.push(model)
+        except BaseException:
+            self._http.close()
+            raise
 
     async def complete(self, prompt: Prompt) -> Completion:
         """See `WeightedPolicy.complete`.
