@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -483,6 +484,23 @@ def test_unwritable_results_give_one_line(tiny: Study, tmp_path: Path) -> None:
     (tmp_path / "runs.csv").mkdir()
     with pytest.raises(RagenError, match=r"cannot write .*runs\.csv: is a directory; .*--out"):
         conclude(tiny.model_copy(update={"environments": {}}), "laptop", 2, tmp_path, [])
+
+
+def test_the_table_of_runs_is_utf_8_whatever_the_locale(
+    tiny: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, name = Path.open, "transfer:größe"
+    monkeypatch.setattr(
+        Path,
+        "open",
+        lambda path, mode="r", buffering=-1, encoding=None, *more, **named: opened(
+            path, mode, buffering, encoding or (None if "b" in mode else "ascii"), *more, **named
+        ),
+    )
+    study = tiny.model_copy(update={"environments": {}, "describe": [name]})
+    with suppress(ValueError):  # there is nothing to draw
+        conclude(study, "laptop", 2, tmp_path, [])
+    assert name in (tmp_path / "runs.csv").read_text("utf-8")
 
 
 def test_study_command_lists_previews_and_reports_mistakes(
