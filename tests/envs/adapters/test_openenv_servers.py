@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,17 @@ def test_an_application_that_does_not_start_is_told_in_one_line(
     with pytest.raises(RagenError, match=re.escape(said)) as error:
         make(f"openenv:{tmp_path / 'broken.py'}:app")
     assert "\n" not in str(error.value)
+
+
+def test_an_application_that_hangs_is_ended_outside_the_main_thread_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openenv_servers, "READY_S", 0.5)
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(60)\n", "utf-8")
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(make, f"openenv:{tmp_path / 'hangs.py'}:app")
+        with pytest.raises(RagenError, match=r"cannot be served: it did not start within 0\.5 s"):
+            made.result(30)
 
 
 DOCKER = """#!{python}
