@@ -23,8 +23,8 @@ from ragen.engines.learner import Learner
 from ragen.models import fast_qwen2, lora, model, sizes
 from ragen.models.adapter_folder import (
     ADAPTER_WEIGHTS,
-    BASE,
     fingerprint_of_base,
+    hash_tensors,
     load_adapter,
     put_on,
     save_adapter,
@@ -33,7 +33,7 @@ from ragen.models.decoder import HFDecoder, make_decoder
 from ragen.models.loading import recompute_layers
 from ragen.models.lora import acting, adapter_of, attach
 from ragen.models.model import hidden_states
-from ragen.models.names import ADAPTER_CONFIG, base_of, is_adapter
+from ragen.models.names import ADAPTER_CONFIG, BASE, base_of, is_adapter
 from tests.engines.test_learner import batch, close, equal, gradient, weights
 from tests.models.test_fast_qwen2 import assert_equal_to_the_general_path
 from tests.models.test_model import ragged, tiny

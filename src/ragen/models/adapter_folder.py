@@ -19,13 +19,11 @@ from transformers import PreTrainedModel
 from ragen.core.errors import RagenError
 from ragen.models.lora import adapter_tensors, attach_saved, is_adapter_weight
 from ragen.models.model_files import check_files, read_object, shapes, shown
-from ragen.models.names import ADAPTER_CONFIG, base_of
+from ragen.models.names import ADAPTER_CONFIG, BASE, base_of
 from ragen.models.pretrained import load_errors
 from ragen.models.sharding import fill
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-BASE = "base.json"
-"""Holds the `fingerprint_of_base` of the model that the adapter was trained on."""
 
 PLAIN = {
     "peft_type": ("LORA",),
