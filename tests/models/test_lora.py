@@ -418,6 +418,12 @@ def saved(base: Path, tmp_path: Path) -> tuple[Path, Any]:
     return tmp_path / "adapter", one
 
 
+def test_a_scalar_is_hashed_as_one_element() -> None:
+    one = torch.tensor(1.5)
+    first, same, other = (hash_tensors([("scale", each)]) for each in (one, one[None], one + 1))
+    assert first == same != other
+
+
 def test_a_saved_folder_is_read_by_peft_and_transformers(
     saved: tuple[Path, Any], base: Path
 ) -> None:

@@ -201,5 +201,6 @@ def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in tensors:
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)  # a scalar cannot be viewed as bytes
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
