@@ -417,6 +417,18 @@ def test_play_with_the_solver_solves_the_level(capsys: Capture) -> None:
     assert "Phoenix" in capsys.readouterr().out
 
 
+def test_play_cuts_the_turn_of_a_solver_that_asks_for_too_much(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    hasty = "    def solve(self, *budgets):\n        return ['Left'] * 4\n"
+    text = f"from ragen.envs.sokoban import Sokoban\nclass Hasty(Sokoban):\n{hasty}"
+    (tmp_path / "hasty.py").write_text(text)
+    name, budgets = f"{tmp_path / 'hasty.py'}:Hasty", ["--env.actions_per_turn", "3"]
+    assert main(["play", name, "--player", "solver", *budgets, "--env.max_actions", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("> Left") == 5 and "out of actions" in shown
+
+
 def test_doctor_passes_on_this_machine(capsys: Capture) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
