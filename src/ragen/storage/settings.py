@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,9 +167,14 @@ def _texts(run: Path) -> list[str]:
     if not (run / DATABASE).is_file():
         return []
     with reading_database(run) as connection:
-        known = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'settings'").fetchall()
-        query = "SELECT text FROM settings ORDER BY id"
-        return [str(text) for (text,) in connection.execute(query)] if known else []
+        return kept_texts(connection)
+
+
+def kept_texts(connection: sqlite3.Connection) -> list[str]:
+    """Every text that `config.toml` has had, in order; none in a database of an earlier version."""
+    known = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'settings'").fetchall()
+    query = "SELECT text FROM settings ORDER BY id"
+    return [str(text) for (text,) in connection.execute(query)] if known else []
 
 
 def _text_of_file(run: Path) -> str:
