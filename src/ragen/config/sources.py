@@ -58,3 +58,24 @@ def absolute(name: str) -> str:
     """
     file, _, attribute = name.rpartition(":")
     return f"{Path(file).resolve()}:{attribute}" if file.endswith(".py") else name
+
+
+def without_folder(name: str, value: Any) -> Any:
+    """An environment's parameter; a path in it is shortened to its last part.
+
+    A text is a path if the parameter's name ends in ``path``, or if it is a whole absolute path.
+
+    Example:
+        >>> without_folder("path", "data/shop.json"), without_folder("files", ["/home/me/a.txt"])
+        ('shop.json', ['a.txt'])
+        >>> without_folder("symbols", "a/b"), without_folder("prefix", "/say")
+        ('a/b', '/say')
+    """
+    if isinstance(value, dict):
+        return {key: without_folder(str(key), each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_folder(name, each) for each in value]
+    if not isinstance(value, str):
+        return value
+    is_whole = Path(value).is_absolute() and len(Path(value).parts) > 2
+    return Path(value).name if is_whole or name.endswith("path") else value

@@ -14,7 +14,7 @@ from pathlib import Path
 from ragen.config.config import Config
 from ragen.config.extensions import KINDS, library_of
 from ragen.config.sections import EnvConfig
-from ragen.config.sources import value_of
+from ragen.config.sources import value_of, without_folder
 from ragen.core.tables import Section, markdown
 from ragen.core.types import Message
 from ragen.reports.facts import Facts
@@ -77,6 +77,9 @@ def without_paths(config: Config) -> Config:
     for key, model in config.local_models.items():
         section, name = key.split(".")
         tree[section][name] = hub_id(model) or _short(Path(model))
+    for env in (tree["env"], *tree["env"]["mix"].values()):
+        env["params"] = without_folder("", env["params"])
+    tree["curriculum"]["stages"] = without_folder("", tree["curriculum"]["stages"])
     tree["sources"] = {short[name]: each for name, each in config.sources.items()}
     for key in KINDS:
         section, name = key.split(".")
