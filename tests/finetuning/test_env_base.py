@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ragen.envs.registry import env_factory
 from ragen.finetuning.base import LessonPlayer
 from ragen.finetuning.copying import Copier
 from ragen.finetuning.curriculum import Lesson, Stage
-from ragen.finetuning.env_base import copying_stages, prepare_env
+from ragen.finetuning.env_base import EnvBase, card, copying_stages, prepare_env
 from ragen.finetuning.screen import (
     HABITS,
     ITEMS,
@@ -200,6 +201,21 @@ def test_a_base_is_deterministic_says_what_it_was_shown_and_trains_without_a_rec
     assert result.run.name == "Echo-1" and taught_style(str(result.run)) == "compact"
     again = resolve_run(None, {"env": ECHO, "model": str(result.run)}).config
     assert again.prompt.style == "compact", "a run's model reads what it read"
+
+
+def test_the_card_says_how_to_train_in_the_same_environment() -> None:
+    met: Any = SimpleNamespace(screens=["A screen"])
+    teacher = Copier([], random_actions)
+    made = EnvBase(Path("out"), 1, 1, 1.0)
+    for name, params, command in (
+        ("/home/me/w.py:W", {"rows": 4, "wide": True}, "w.py:W --model DIR --env.params.rows 4"),
+        ("openenv:http://host:8000", {"field": "a b"}, "openenv:http://host:8000 --model DIR"),
+        ("word-problems", {"path": "/home/me/w.jsonl"}, "word-problems --model DIR"),
+    ):
+        text = card(EnvConfig(name=name, params=params), made, teacher, met, 0)
+        assert f"`ragen train --env {command}" in text and "/home" not in text
+        assert all(f"--env.params.{key} " in text for key in params)
+    assert " --env.params.path w.jsonl`" in text
 
 
 @pytest.mark.parametrize(

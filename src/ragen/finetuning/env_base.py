@@ -8,6 +8,7 @@ do is left to reinforcement learning.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 
+from ragen.config.extensions import library_of
 from ragen.config.sections import EnvConfig
+from ragen.config.sources import without_folder
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError
 from ragen.engines.machine import use_threads
@@ -38,6 +41,7 @@ from ragen.models.names import PROMPT_STYLE
 from ragen.rollout.chat import Chat
 from ragen.rollout.setup import Setup, knows_no_tools
 from ragen.storage.checkpoint import new_folder
+from ragen.storage.settings import typed
 
 LAYERS = 3
 MOST_WORDS, MOST_FREE_WORDS = 1000, 2500
@@ -203,7 +207,10 @@ screen; none was chosen for its use."""
         habits = habits if count else ""
         thought = teacher.thought(shown).strip()
         seen = f"A screen, and what a thought says about it:\n\n```\n{shown}\n\n{thought}\n```"
-    return f"""# A base model for {Path(env.name).name}
+    name = env.name if library_of(env.name) else Path(env.name).name
+    shared = {f"env.params.{key}": each for key, each in without_folder("", env.params).items()}
+    params = (f" --{key} {shlex.quote(typed(key, each))}" for key, each in shared.items())
+    return f"""# A base model for {name}
 
 A Qwen2 of {made.parameters / 1e6:.2f} million parameters, made from scratch by RAGEN
 {version("ragen-rl")} (seed {seed}). Its tokenizer holds the words of this environment and spells
@@ -214,5 +221,5 @@ evaluation uses, with at most {env.max_turns} turns, {env.actions_per_turn} acti
 {env.max_actions} actions in all. They teach the form of a reply, legal actions, and {taught}:
 {skill}.{habits} {seen}
 
-`ragen train --env {Path(env.name).name} --model DIR` trains it further.
+`ragen train --env {name} --model DIR{"".join(params)}` trains it further.
 """

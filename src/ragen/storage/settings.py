@@ -206,7 +206,7 @@ def _differs(run: Path, config: Config, edits: Flat) -> str:
     own = flatten(config)
     named = [f"{key} = {_show(edits[key])}, not {_show(own.get(key))}" for key in edits]
     more = f", and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
-    options = " ".join(f"--{key} {_word(_typed(key, value))}" for key, value in edits.items())
+    options = " ".join(f"--{key} {_word(typed(key, value))}" for key, value in edits.items())
     can_change = not more and None not in edits.values()
     change = f" (to change them: ragen resume {_word(run)} {options})" if can_change else ""
     return (
@@ -219,11 +219,17 @@ def _show(value: Any) -> str:
     return "unset" if value is None else show(value)
 
 
-def _typed(key: str, value: Any) -> str:
-    """A value as the command line takes it."""
+def typed(key: str, value: Any) -> str:
+    """A value as the command line takes it: `parse_value` reads it back.
+
+    Example:
+        >>> typed("env.params.flags", [True, "a"]), typed("env.params.name", "true")
+        ('[true,"a",]', '"true"')
+    """
     if isinstance(value, str) and parse_value(key, value) == value:
         return value
-    return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
+    text = tomli_w.dumps({"value": value}, indent=0)
+    return text.removeprefix("value = ").replace("\n", "")
 
 
 def _word(text: object) -> str:
