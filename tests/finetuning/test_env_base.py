@@ -210,6 +210,7 @@ def test_the_card_says_how_to_train_in_the_same_environment() -> None:
     for name, params, command in (
         ("/home/me/w.py:W", {"rows": 4, "wide": True}, "w.py:W --model DIR --env.params.rows 4"),
         ("openenv:http://host:8000", {"field": "a b"}, "openenv:http://host:8000 --model DIR"),
+        ("openenv:/home/me/a.py:app", {}, "openenv:a.py:app --model DIR"),
         ("word-problems", {"path": "/home/me/w.jsonl"}, "word-problems --model DIR"),
     ):
         text = card(EnvConfig(name=name, params=params), made, teacher, met, 0)

@@ -17,9 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 
-from ragen.config.extensions import library_of
 from ragen.config.sections import EnvConfig
-from ragen.config.sources import without_folder
+from ragen.config.sources import parts_of, without_folder
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError
 from ragen.engines.machine import use_threads
@@ -207,7 +206,8 @@ screen; none was chosen for its use."""
         habits = habits if count else ""
         thought = teacher.thought(shown).strip()
         seen = f"A screen, and what a thought says about it:\n\n```\n{shown}\n\n{thought}\n```"
-    name = env.name if library_of(env.name) else Path(env.name).name
+    library, file, attribute = parts_of(env.name)
+    name = f"{library}{Path(file).name}:{attribute}" if file else env.name
     shared = {f"env.params.{key}": each for key, each in without_folder("", env.params).items()}
     params = (f" --{key} {shlex.quote(typed(key, each))}" for key, each in shared.items())
     return f"""# A base model for {name}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs.adapters import openenv_servers
@@ -25,6 +26,7 @@ from ragen.envs.tools import write_call
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, random_player
 from ragen.rollout.setup import Setup
+from ragen.training.code_check import resolve_paths
 
 pytest.importorskip("openenv", reason="needs the package openenv")
 pytest.importorskip("websockets", reason="needs the extra openenv")
@@ -151,6 +153,18 @@ def test_a_module_is_named_by_its_import_and_its_code_identifies_it(
     assert described.startswith("Walk ") and code == [
         openenv_servers.hash_code(FILE, FILE.read_bytes())
     ]
+
+
+def test_a_run_names_the_file_of_an_application_by_its_whole_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(FILE.parent)
+    for name, whole in (
+        ("openenv:openenv_walk.py:app", NAME),
+        (NAME, NAME),
+        ("openenv:http://127.0.0.1:1/a.py:1", "openenv:http://127.0.0.1:1/a.py:1"),
+    ):
+        assert resolve_paths(resolve(None, {"env.name": name})).env.name == whole
 
 
 @pytest.mark.parametrize(
