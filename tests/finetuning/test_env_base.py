@@ -279,6 +279,14 @@ def test_a_level_that_fails_in_the_lessons_gives_one_line(tmp_path: Path, capsys
     assert "LookupError: no such level; run `ragen check`" in error and error.count("\n") == 1
 
 
+def test_tools_that_cannot_be_read_give_one_line(tmp_path: Path, capsys: Capture) -> None:
+    text = "class Odd(Echo):\n    tools = property(lambda _: 1 / 0)\n"
+    (tmp_path / "odd.py").write_text(f"from tests.free_text import Echo\n{text}")
+    assert main(["base", "--env", f"{tmp_path}/odd.py:Odd", "--out", f"{tmp_path}/there"]) == 2
+    error = capsys.readouterr().err
+    assert "fails: ZeroDivisionError" in error and error.count("\n") == 1
+
+
 def test_lessons_close_each_environment_and_keep_its_limits(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text(ODD)
     name = f"{tmp_path}/odd.py:Counted"

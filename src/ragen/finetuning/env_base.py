@@ -20,10 +20,10 @@ from statistics import fmean
 from ragen.config.sections import EnvConfig
 from ragen.config.sources import parts_of, without_folder
 from ragen.core.errors import RagenError
-from ragen.core.user_code import UserCodeError
+from ragen.core.user_code import UserCodeError, boundary
 from ragen.engines.machine import use_threads
 from ragen.envs.contract import Env
-from ragen.envs.registry import closing_env, env_factory
+from ragen.envs.registry import build_env, closing_env, env_factory
 from ragen.finetuning.base import LessonPlayer, new_model, save, teach
 from ragen.finetuning.copying import ROPE_THETA, Copier, write_induction, write_words
 from ragen.finetuning.curriculum import Lesson, Stage
@@ -96,10 +96,14 @@ def prepare_env(
     use_threads(1)  # the same weights however many cores are free
     make = env_factory(env.name, **env.params)
     try:
-        with closing_env(make()) as first:
-            if first.tools:
+        with closing_env(build_env(make, env.name)) as first:
+            with boundary("tools"):
+                tools = first.tools
+            if tools:
                 raise knows_no_tools(env.name)
-            choose, actions = choice_in(first), first.actions
+            choose = choice_in(first)
+            with boundary("actions"):
+                actions = first.actions
     except UserCodeError as failure:
         raise RagenError(
             f"the environment {env.name!r} fails: {failure.reason}; run `ragen check` on it"
