@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 import ragen
-from ragen.cli.command import complain, terminal
+from ragen.cli.command import complain, program, terminal
 from ragen.cli.help import FIRST_KEYS
 from ragen.cli.main import COMMANDS, main
 from ragen.cli.play import show_episode
@@ -614,6 +614,15 @@ def test_lines_show_the_same_without_a_terminal(tmp_path: Path) -> None:
         f"step 2/2  success 100%  {signals}",
         "! step 2, grad_spike: 30, usual is 1",
     ]
+
+
+def test_printed_commands_quote_the_folder_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "my env" / "bin" / "python"))
+    assert program() == "'my env/bin/ragen'"
 
 
 def test_printed_commands_quote_a_folder_with_a_space(
