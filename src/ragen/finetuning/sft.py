@@ -36,7 +36,13 @@ from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.evaluation.targets import load_target, refuse_absent
 from ragen.finetuning.curriculum import TEACHERS
 from ragen.finetuning.demonstrations import Demonstrator, neutral_thought, plan_in_words
-from ragen.finetuning.transcripts import Transcript, is_file, read_transcripts, to_exchanges
+from ragen.finetuning.transcripts import (
+    OWN_PLAYERS,
+    Transcript,
+    is_file,
+    read_transcripts,
+    to_exchanges,
+)
 from ragen.models.loading import save_model
 from ragen.models.names import is_adapter, resolve_model
 from ragen.models.prompting import advice
@@ -299,7 +305,7 @@ def played_examples(
 
 def _player(config: Config, chat: Chat, player: str) -> tuple[Policy | PlayerPolicy, Setup]:
     """The policy or player of the examples, and the set-up of its episodes."""
-    if player not in ("random", "solver", "teacher"):
+    if player not in OWN_PLAYERS:
         refuse_absent(player)
         return load_target(player, config)
     setup = make_setup(config, chat)
