@@ -206,9 +206,10 @@ def _differs(run: Path, config: Config, edits: Flat) -> str:
     own = flatten(config)
     named = [f"{key} = {_show(edits[key])}, not {_show(own.get(key))}" for key in edits]
     more = f", and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
-    options = " ".join(f"--{key} {_word(typed(key, value))}" for key, value in edits.items())
-    can_change = not more and None not in edits.values()
-    change = f" (to change them: ragen resume {_word(run)} {options})" if can_change else ""
+    change = ""
+    if not more and not any(value is None or isinstance(value, dict) for value in edits.values()):
+        options = " ".join(f"--{key} {_word(typed(key, value))}" for key, value in edits.items())
+        change = f" (to change them: ragen resume {_word(run)} {options})"
     return (
         f"{run / CONFIG} has other values than the run: {'; '.join(named[:MOST_NAMED])}{more}"
         f"{change}; to keep the run's, move the file away and resume: it is written again"
