@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 import ragen
-from ragen.cli.command import complain, terminal
+from ragen.cli.command import complain, program, terminal
 from ragen.cli.help import FIRST_KEYS
 from ragen.cli.main import COMMANDS, main
 from ragen.cli.play import show_episode
@@ -417,6 +417,18 @@ def test_play_with_the_solver_solves_the_level(capsys: Capture) -> None:
     assert "Phoenix" in capsys.readouterr().out
 
 
+def test_play_cuts_the_turn_of_a_solver_that_asks_for_too_much(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    hasty = "    def solve(self, *budgets):\n        return ['Left'] * 4\n"
+    text = f"from ragen.envs.sokoban import Sokoban\nclass Hasty(Sokoban):\n{hasty}"
+    (tmp_path / "hasty.py").write_text(text)
+    name, budgets = f"{tmp_path / 'hasty.py'}:Hasty", ["--env.actions_per_turn", "3"]
+    assert main(["play", name, "--player", "solver", *budgets, "--env.max_actions", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("> Left") == 5 and "out of actions" in shown
+
+
 def test_doctor_passes_on_this_machine(capsys: Capture) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -602,6 +614,15 @@ def test_lines_show_the_same_without_a_terminal(tmp_path: Path) -> None:
         f"step 2/2  success 100%  {signals}",
         "! step 2, grad_spike: 30, usual is 1",
     ]
+
+
+def test_printed_commands_quote_the_folder_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "my env" / "bin" / "python"))
+    assert program() == "'my env/bin/ragen'"
 
 
 def test_printed_commands_quote_a_folder_with_a_space(

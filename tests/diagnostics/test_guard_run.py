@@ -35,7 +35,7 @@ from ragen.training import loop, recovery
 from ragen.training.progress import Watcher
 from ragen.training.running import LoopState, kept_checkpoints
 from ragen.training.trainer import resume, train
-from ragen.training.watchdog import STACKS, Watchdog, report_stall
+from ragen.training.watchdog import STACKS, Watchdog, end_late, report_stall
 from tests.training.test_trainer import (
     SendSignal,
     assert_same_results,
@@ -382,6 +382,25 @@ def test_a_stall_is_reported_if_the_checkpoints_cannot_be_read(tmp_path: Path) -
     ((step, text),) = seen.alarms
     assert step == 0 and "cannot read" in text and STACKS in text
     assert "report_stall" in (tmp_path / STACKS).read_text()
+
+
+def test_stacks_are_written_in_utf_8_whatever_the_locale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, seen, folder = Path.open, NotedAlarms(), tmp_path / "läufe"
+    monkeypatch.setattr(
+        Path,
+        "open",
+        lambda path, mode="r", buffering=-1, encoding=None, *more, **named: opened(
+            path, mode, buffering, encoding or (None if "b" in mode else "ascii"), *more, **named
+        ),
+    )
+    folder.mkdir()
+    late = SimpleNamespace(process="learner 1", phase="update", seconds=9.0, stacks="in müll.py")
+    engine = SimpleNamespace(end_late=lambda: [late])
+    run: Any = SimpleNamespace(folder=folder, state=LoopState(), watcher=seen, engine=engine)
+    end_late(run)
+    assert len(seen.alarms) == 1 and "in müll.py" in (folder / STACKS).read_text("utf-8")
 
 
 def test_every_beat_resets_the_watchdog() -> None:

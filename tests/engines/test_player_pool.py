@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -17,6 +18,7 @@ from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group, Turn
+from ragen.core.user_code import boundary
 from ragen.engines.model_hosts import SamplerHost
 from ragen.engines.player_host import PlayerHost
 from ragen.engines.player_pool import Order, PlayerPool, PlayerTold
@@ -167,6 +169,20 @@ def test_a_player_plays_the_same_episodes_as_the_driver(
         (here, _), (there, env_s) = asyncio.run(play(False)), asyncio.run(play(True))
     assert exact(there) == exact(here) and env_s > 0
     assert all(turn.completion_s for group in there for turn in group.episodes[0].turns)
+
+
+def test_what_an_environment_computes_counts_once_and_its_waits_too(config: Config) -> None:
+    player = PlayerHost()
+    assert player.start(config, setup_of(config)[0]) is None
+    before, began = player._told(), time.process_time()
+    with boundary("step", None, player._env_time):
+        while time.process_time() - began < 0.3:
+            pass
+    with boundary("step", None, player._env_time):
+        time.sleep(0.2)
+    after = player._told()
+    env_s = after.env_s - before.env_s
+    assert env_s >= 0.5 and env_s <= after.busy_s - before.busy_s < env_s + 0.1
 
 
 class ScriptedPlayer(Scripted):

@@ -370,6 +370,18 @@ def test_a_broken_rule_is_named(cls):
         check(cls())
 
 
+def test_an_environment_that_breaks_a_rule_is_closed():
+    class Opened(Silent):
+        closed = 0
+
+        def close(self):
+            Opened.closed += 1
+
+    with pytest.raises(RagenError, match="rules must be a text"):
+        check(Opened())
+    assert Opened.closed == 1
+
+
 def test_level_and_noise_generators_are_independent():
     level, noise = generators(5, {"noise_seed": 5})
     assert level.random() != noise.random()

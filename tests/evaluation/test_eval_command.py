@@ -384,6 +384,24 @@ def test_hash_of_a_model_folder_covers_weights_tokenizer_and_template(tmp_path: 
         before = hash_model_folder(tmp_path)
 
 
+def test_hash_of_an_adapter_from_elsewhere_covers_its_base(tmp_path: Path) -> None:
+    """One of RAGEN has the hash of its base's weights in a file of its own."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    adapter.mkdir()
+    (base / "config.json").write_text("{}")
+    (base / "model.safetensors").write_text("w")
+    (adapter / "adapter_model.safetensors").write_text("a")
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    before = hash_model_folder(adapter)
+    (base / "model.safetensors").write_text("another")
+    assert hash_model_folder(adapter) != before
+    (adapter / "base.json").write_text("{}")
+    before = hash_model_folder(adapter)
+    (base / "model.safetensors").write_text("w")
+    assert hash_model_folder(adapter) == before
+
+
 def test_several_environments_and_samples_are_shown_in_tables(capsys: Capture) -> None:
     line = "eval solver --env bandit,frozen-lake-still --env sokoban --episodes 4 --samples 2"
     assert main([*line.split(), "--markdown", "all.md"]) == 0

@@ -68,6 +68,14 @@ def test_outcomes_are_read_in_order_and_replaced_by_level_and_sample(tmp_path: P
         assert store.outcomes() == stored
 
 
+def test_a_database_that_is_lost_before_it_is_closed_gives_one_line(tmp_path: Path) -> None:
+    store = OutcomeStore(tmp_path, A)
+    store._execute("DROP TABLE outcomes")
+    with pytest.raises(RagenError, match=r"cannot write .*no such table: outcomes"):
+        store.close()
+    assert [path.name for path in tmp_path.iterdir()] == [DATABASE], "it is closed"
+
+
 def test_two_stores_write_at_once(tmp_path: Path) -> None:
     with OutcomeStore(tmp_path, A) as one, OutcomeStore(tmp_path, A) as other:
         one.add(LOST)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ragen.envs.registry import env_factory
 from ragen.finetuning.base import LessonPlayer
 from ragen.finetuning.copying import Copier
 from ragen.finetuning.curriculum import Lesson, Stage
-from ragen.finetuning.env_base import copying_stages, prepare_env
+from ragen.finetuning.env_base import EnvBase, card, copying_stages, prepare_env
 from ragen.finetuning.screen import (
     HABITS,
     ITEMS,
@@ -202,6 +203,22 @@ def test_a_base_is_deterministic_says_what_it_was_shown_and_trains_without_a_rec
     assert again.prompt.style == "compact", "a run's model reads what it read"
 
 
+def test_the_card_says_how_to_train_in_the_same_environment() -> None:
+    met: Any = SimpleNamespace(screens=["A screen"])
+    teacher = Copier([], random_actions)
+    made = EnvBase(Path("out"), 1, 1, 1.0)
+    for name, params, command in (
+        ("/home/me/w.py:W", {"rows": 4, "wide": True}, "w.py:W --model DIR --env.params.rows 4"),
+        ("openenv:http://host:8000", {"field": "a b"}, "openenv:http://host:8000 --model DIR"),
+        ("openenv:/home/me/a.py:app", {}, "openenv:a.py:app --model DIR"),
+        ("word-problems", {"path": "/home/me/w.jsonl"}, "word-problems --model DIR"),
+    ):
+        text = card(EnvConfig(name=name, params=params), made, teacher, met, 0)
+        assert f"`ragen train --env {command}" in text and "/home" not in text
+        assert all(f"--env.params.{key} " in text for key in params)
+    assert " --env.params.path w.jsonl`" in text
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -260,6 +277,14 @@ def test_a_level_that_fails_in_the_lessons_gives_one_line(tmp_path: Path, capsys
     assert main(["base", "--env", rogue, *odd, "--out", str(tmp_path / "there")]) == 2
     error = capsys.readouterr().err
     assert "LookupError: no such level; run `ragen check`" in error and error.count("\n") == 1
+
+
+def test_tools_that_cannot_be_read_give_one_line(tmp_path: Path, capsys: Capture) -> None:
+    text = "class Odd(Echo):\n    tools = property(lambda _: 1 / 0)\n"
+    (tmp_path / "odd.py").write_text(f"from tests.free_text import Echo\n{text}")
+    assert main(["base", "--env", f"{tmp_path}/odd.py:Odd", "--out", f"{tmp_path}/there"]) == 2
+    error = capsys.readouterr().err
+    assert "fails: ZeroDivisionError" in error and error.count("\n") == 1
 
 
 def test_lessons_close_each_environment_and_keep_its_limits(tmp_path: Path) -> None:

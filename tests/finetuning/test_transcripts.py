@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ragen.algorithms.samples import join
 from ragen.core.errors import RagenError
 from ragen.core.types import Sample
-from ragen.finetuning.transcripts import Transcript, read_transcripts, to_exchanges
+from ragen.finetuning.transcripts import Transcript, is_file, read_transcripts, to_exchanges
 from ragen.rollout.chat import Chat
 from tests.tiny import TEMPLATES, tiny_tokenizer
 
@@ -231,3 +231,12 @@ def test_invalid_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(RagenError, match="is not UTF-8"):
         read_transcripts(tmp_path / "bytes")
+
+
+def test_a_file_with_the_name_of_a_player_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("solver", "talks"):
+        Path(name).touch()
+    assert [is_file(name) for name in ("solver", "./solver", "talks")] == [False, True, True]

@@ -23,8 +23,8 @@ from ragen.engines.learner import Learner
 from ragen.models import fast_qwen2, lora, model, sizes
 from ragen.models.adapter_folder import (
     ADAPTER_WEIGHTS,
-    BASE,
     fingerprint_of_base,
+    hash_tensors,
     load_adapter,
     put_on,
     save_adapter,
@@ -33,7 +33,7 @@ from ragen.models.decoder import HFDecoder, make_decoder
 from ragen.models.loading import recompute_layers
 from ragen.models.lora import acting, adapter_of, attach
 from ragen.models.model import hidden_states
-from ragen.models.names import ADAPTER_CONFIG, base_of, is_adapter
+from ragen.models.names import ADAPTER_CONFIG, BASE, base_of, is_adapter
 from tests.engines.test_learner import batch, close, equal, gradient, weights
 from tests.models.test_fast_qwen2 import assert_equal_to_the_general_path
 from tests.models.test_model import ragged, tiny
@@ -416,6 +416,12 @@ def saved(base: Path, tmp_path: Path) -> tuple[Path, Any]:
     one = adapted(loaded(base), base=str(base))
     save_adapter(one, tmp_path / "adapter", fingerprint_of_base(one))
     return tmp_path / "adapter", one
+
+
+def test_a_scalar_is_hashed_as_one_element() -> None:
+    one = torch.tensor(1.5)
+    first, same, other = (hash_tensors([("scale", each)]) for each in (one, one[None], one + 1))
+    assert first == same != other
 
 
 def test_a_saved_folder_is_read_by_peft_and_transformers(

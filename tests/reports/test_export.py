@@ -194,9 +194,22 @@ def test_card_does_not_tell_where_the_judge_of_a_run_lies(tmp_path: Path) -> Non
         assert f"| judge.model |  | {shown} |" in text and str(tmp_path) not in text
 
 
+def test_card_does_not_tell_where_the_files_of_an_environment_lie(tmp_path: Path) -> None:
+    words = {"path": f"{tmp_path}/own/words.jsonl", "attempts": 2}
+    shop = {"params": {"path": "../own/shop.json", "files": [f"{tmp_path}/own/a.txt"]}}
+    for env in (
+        {"env.name": "word-problems", "env.params": words},
+        {"env.mix": {"webshop": {"share": 0.5, **shop}, "bandit": 0.5}},
+    ):
+        facts = Facts(tmp_path, resolve(None, env), {}, (), (), {})
+        text = card(facts, 2, Usage((), "", {}, False))
+        assert "own" not in text and str(tmp_path) not in text
+        assert ("words.jsonl" in text) != ("shop.json" in text and "a.txt" in text)
+
+
 def test_card_tells_files_of_one_name_in_two_folders_apart(tmp_path: Path) -> None:
     envs = [f"{tmp_path}/{folder}/env.py:Maze" for folder in ("small", "large")]
-    envs.append("gymnasium:ALE/Pong-v5")
+    envs += ["gymnasium:ALE/Pong-v5", f"openenv:{tmp_path}/served.py:app"]
     terms = {f"{tmp_path}/{folder}/env.py:brevity": 0.5 for folder in ("small", "large")}
     config = resolve(None, {"env.mix": dict.fromkeys(envs, 1), "reward.terms": terms})
     parts = tuple(replace(evaluation(0.5), env=env) for env in envs)
@@ -204,6 +217,7 @@ def test_card_tells_files_of_one_name_in_two_folders_apart(tmp_path: Path) -> No
     text = card(Facts(tmp_path, config, {}, (whole,), (), {}), 2, Usage((), "", {}, False))
     assert str(tmp_path) not in text
     assert "## Success in gymnasium:ALE/Pong-v5" in text
+    assert "## Success in openenv:served.py:app" in text
     for folder in ("small", "large"):
         assert f"## Success in {folder}/env.py:Maze" in text
         assert f"{folder}/env.py:brevity" in text

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -162,6 +163,18 @@ def test_a_run_that_does_not_fall_survives_and_has_no_lead() -> None:
     assert MEASURES["survived"](run) == 1.0 and math.isnan(measure_of("lead:a")(run))
     metrics["success/mean"] |= dict.fromkeys(range(8, 21), 0.0)
     assert MEASURES["survived"](run) == 9 / 20  # the mean of steps 6 to 10 is the first below .25
+
+
+def test_a_metric_below_zero_falls_by_half_of_its_size() -> None:
+    metrics = {"a": dict.fromkeys(range(1, 21), -1.0)}
+    assert measure_of("onset:a")(RunFacts({}, metrics)) == 21
+    metrics["a"] |= dict.fromkeys(range(11, 21), -2.0)
+    assert measure_of("onset:a")(RunFacts({}, metrics)) == 13  # the mean of steps 9 to 13 is −1.6
+
+
+def test_differences_of_measures_are_taken_from_left_to_right() -> None:
+    run = RunFacts({0: 0.25, 5: 1.0, 10: 0.5}, {})
+    assert measure_of("peak - final - before")(run) == 0.25
 
 
 def test_rolled_back_results_are_ignored(tmp_path: Path) -> None:
@@ -471,6 +484,23 @@ def test_unwritable_results_give_one_line(tiny: Study, tmp_path: Path) -> None:
     (tmp_path / "runs.csv").mkdir()
     with pytest.raises(RagenError, match=r"cannot write .*runs\.csv: is a directory; .*--out"):
         conclude(tiny.model_copy(update={"environments": {}}), "laptop", 2, tmp_path, [])
+
+
+def test_the_table_of_runs_is_utf_8_whatever_the_locale(
+    tiny: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, name = Path.open, "transfer:größe"
+    monkeypatch.setattr(
+        Path,
+        "open",
+        lambda path, mode="r", buffering=-1, encoding=None, *more, **named: opened(
+            path, mode, buffering, encoding or (None if "b" in mode else "ascii"), *more, **named
+        ),
+    )
+    study = tiny.model_copy(update={"environments": {}, "describe": [name]})
+    with suppress(ValueError):  # there is nothing to draw
+        conclude(study, "laptop", 2, tmp_path, [])
+    assert name in (tmp_path / "runs.csv").read_text("utf-8")
 
 
 def test_study_command_lists_previews_and_reports_mistakes(

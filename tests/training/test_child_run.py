@@ -13,6 +13,7 @@ import pytest
 from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
 from ragen.evaluation.evaluation import evaluate_target
+from ragen.finetuning.sft import sft
 from ragen.reports.card import origin
 from ragen.storage import checkpoint
 from ragen.storage.settings import run_config
@@ -80,6 +81,14 @@ def test_a_child_goes_on_bit_for_bit_after_its_parent_went_on(
     assert_same_results(child, expected)
     evaluate_target(str(child), episodes=2)
     assert origin(str(child)) == run_config(parent).model.path
+
+
+def test_fine_tuning_keeps_the_checkpoint_that_it_began_with_only_for_an_adapter(
+    parent: Path,
+) -> None:
+    for kind in ("kl", "lora"):
+        sft(child_of(parent, kind), parent.with_name(kind), episodes=4, epochs=1)
+        assert (checkpoint.newest(parent) / checkpoint.IN_USE).exists() == (kind == "lora")
 
 
 def test_a_child_goes_on_after_its_parent_was_rolled_back(parent: Path) -> None:

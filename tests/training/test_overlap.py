@@ -195,9 +195,10 @@ def a_setup() -> Setup:
 
 def play_most(policy: SlowPolicy, least: int) -> tuple[list[Group], list[list[Episode]]]:
     """Two groups of four; the episodes that they did not wait for, once these have ended."""
+    setup = a_setup()
 
     async def play() -> tuple[list[Group], list[list[Episode]]]:
-        work = run_most(policy, [a_setup()] * 2, [5, 6], 4, (0, "x"), GATE(8), None, least, 0.05)
+        work = run_most(policy, [setup] * 2, [5, 6], 4, (0, "x"), GATE(8), None, least, 0.05)
         groups, tasks = await asyncio.wait_for(work, 20)
         policy.released.set()
         return groups, [[await task for task in each.values()] for each in tasks]
@@ -215,11 +216,11 @@ def test_groups_close_without_their_last_episodes() -> None:
 
 
 def test_a_group_with_too_few_episodes_waits() -> None:
-    policy = SlowPolicy(0, 1)
+    policy, setup = SlowPolicy(0, 1), a_setup()
 
     async def play() -> tuple[list[Group], list[dict[int, asyncio.Task[Episode]]]]:
         asyncio.get_running_loop().call_later(0.3, policy.released.set)
-        return await run_most(policy, [a_setup()] * 2, [5, 6], 4, (0, "x"), GATE(8), None, 3, 0.05)
+        return await run_most(policy, [setup] * 2, [5, 6], 4, (0, "x"), GATE(8), None, 3, 0.05)
 
     groups, rests = asyncio.run(play())
     assert [len(group.episodes) for group in groups] == [4, 4] and rests == [{}, {}]

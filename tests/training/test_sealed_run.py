@@ -18,7 +18,7 @@ import pytest
 import ragen
 from ragen.cli.main import main
 from ragen.config.keys import keys
-from ragen.config.reading import read_config
+from ragen.config.reading import dump, read_config, resolve
 from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
 from ragen.diagnostics.guard import GuardState
@@ -26,6 +26,7 @@ from ragen.evaluation.targets import EPISODE_KEYS, is_measured
 from ragen.storage import checkpoint
 from ragen.storage.database import CONFIG, DATABASE
 from ragen.storage.reader import read_events
+from ragen.storage.recorder import Recorder
 from ragen.storage.settings import find_settings, run_config
 from ragen.training.trainer import resume, train
 from tests.diagnostics.test_guard_run import Plan, alarms_at
@@ -162,6 +163,22 @@ def test_an_edited_config_is_refused_until_the_change_is_given(run: Path, capsys
     changes = [event["data"] for event in read_events(run, "settings")]
     assert changes == [{"changes": {"steps": [2, 3]}}]
     assert main(["resume", str(run), "--quiet"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "line", "said"),
+    [
+        ({"env.params.slip": 0.25}, "slip = 0.25\n", r"params\.slip = unset, not 0\.25; to keep"),
+        ({"guard.responses.mi_drop": "off"}, 'mi_drop = "off"\n', 'unset, not "off"; to keep'),
+    ],
+)
+def test_an_entry_that_is_removed_from_a_config_is_named(
+    values: dict[str, Any], line: str, said: str, tmp_path: Path
+) -> None:
+    Recorder.create(tmp_path, dump(resolve("bandit", values))).close()
+    changed_text(lambda text: text.replace(line, ""))(tmp_path / CONFIG)
+    with pytest.raises(RagenError, match=said):
+        run_config(tmp_path)
 
 
 def test_an_edited_config_that_is_moved_away_is_written_again(

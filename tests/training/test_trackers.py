@@ -193,6 +193,16 @@ def test_trackers_write_nothing_to_standard_output(tmp_path: Path, capsys: Captu
     assert capsys.readouterr().out == ""
 
 
+@needs("trackio")
+def test_trackio_that_does_not_start_gives_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "localhost:8000")
+    words = r"trackio does not start \(.*full URL.*\); .*unset .*, and then: ragen resume "
+    with pytest.raises(RagenError, match=words):
+        with_trackers(Watcher(), "trackio").begin(tmp_path, resolve("bandit"), 0)
+
+
 # Tests that need no tracker installed.
 
 
@@ -326,6 +336,20 @@ def test_a_missing_tracker_is_one_line_before_the_run_starts(
         f"ragen: record.trackers: {name} is not installed: pip install 'ragen-rl[{name}]'\n"
     )
     assert not out.exists()
+
+
+def test_the_id_in_trackers_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "write_text", lambda path, text: (path.touch(), interrupt()))
+        trackers._id(tmp_path)
+    assert not list(tmp_path.iterdir())
+    first = trackers._id(tmp_path)
+    assert len(first) == 8 and trackers._id(tmp_path) == first
 
 
 def test_unknown_tracker_names_are_refused() -> None:

@@ -12,6 +12,7 @@ import argparse
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 from argparse import Namespace
@@ -216,10 +217,10 @@ def number(least: float, most: float) -> Callable[[str], float]:
 
 
 def program() -> str:
-    """The command that starts RAGEN from the current folder."""
+    """The command that starts RAGEN from the current folder, as it is typed."""
     if shutil.which("ragen"):
         return "ragen"
     script = Path(sys.executable).with_name("ragen")
     with suppress(FileNotFoundError):  # the current folder was removed
-        return os.path.relpath(script)
-    return str(script)
+        return shlex.quote(os.path.relpath(script))
+    return shlex.quote(str(script))

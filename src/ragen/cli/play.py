@@ -53,7 +53,8 @@ def _play(
         console.rule(title, align="left")
         if not env.tools or turn == 1:
             console.print(Text(env.observation))
-        for action in player(env.env, turns_left, actions_left, budget.actions_per_turn):
+        most = min(actions_left, budget.actions_per_turn)  # as in an episode
+        for action in player(env.env, turns_left, actions_left, budget.actions_per_turn)[:most]:
             reward = env.step(action)
             total += reward
             actions_left -= 1

@@ -80,9 +80,10 @@ def _typed(overrides: Overrides, prefixes: tuple[str, ...], but: Container[str] 
         >>> _typed({"prompt.think": False, "env.params.names": "two words"}, ("prompt.", "env."))
         " --prompt.think false --env.params.names 'two words'"
     """
+    from ragen.storage.settings import typed
+
     asked = {k: v for k, v in overrides.items() if k.startswith(prefixes) and k not in but}
-    texts = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in asked.items()}
-    return "".join(f" --{key} {shlex.quote(text)}" for key, text in texts.items())
+    return "".join(f" --{key} {shlex.quote(typed(key, value))}" for key, value in asked.items())
 
 
 def _base_options(parser: Parser) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen.config.config import Config
-from ragen.config.extensions import KINDS, load
+from ragen.config.extensions import KINDS, library_of, load
 from ragen.core.errors import RagenError
 from ragen.core.plugins import installed
 
@@ -53,8 +53,38 @@ def absolute(name: str) -> str:
     """A reference with the full path of its file, so that it holds in any folder.
 
     Example:
-        >>> absolute("ppo_clip"), absolute("/tmp/mine.py:loss")
-        ('ppo_clip', '/tmp/mine.py:loss')
+        >>> absolute("ppo_clip"), absolute("/tmp/mine.py:loss"), absolute("openenv:/tmp/a.py:app")
+        ('ppo_clip', '/tmp/mine.py:loss', 'openenv:/tmp/a.py:app')
     """
-    file, _, attribute = name.rpartition(":")
-    return f"{Path(file).resolve()}:{attribute}" if file.endswith(".py") else name
+    library, file, attribute = parts_of(name)
+    return f"{library}{Path(file).resolve()}:{attribute}" if file else name
+
+
+def parts_of(name: str) -> tuple[str, str, str]:
+    """The library with its colon, the file and the attribute; no file, if a name has none."""
+    library = f"{name.partition(':')[0]}:" if library_of(name) else ""
+    file, _, attribute = name.removeprefix(library).rpartition(":")
+    return (
+        (library, file, attribute) if file.endswith(".py") and "://" not in file else ("", "", "")
+    )
+
+
+def without_folder(name: str, value: Any) -> Any:
+    """An environment's parameter; a path in it is shortened to its last part.
+
+    A text is a path if the parameter's name ends in ``path``, or if it is a whole absolute path.
+
+    Example:
+        >>> without_folder("path", "data/shop.json"), without_folder("files", ["/home/me/a.txt"])
+        ('shop.json', ['a.txt'])
+        >>> without_folder("symbols", "a/b"), without_folder("prefix", "/say")
+        ('a/b', '/say')
+    """
+    if isinstance(value, dict):
+        return {key: without_folder(str(key), each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_folder(name, each) for each in value]
+    if not isinstance(value, str):
+        return value
+    is_whole = Path(value).is_absolute() and len(Path(value).parts) > 2
+    return Path(value).name if is_whole or name.endswith("path") else value

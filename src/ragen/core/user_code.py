@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Awaitable
 from math import inf
 from threading import get_ident
-from time import perf_counter
+from time import perf_counter, process_time
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -74,10 +74,14 @@ class _TimedOutError(BaseException):
 
 
 class Stopwatch:
-    """Adds up the seconds spent in calls of user code."""
+    """Adds up the seconds spent in calls of user code.
+
+    With `counts_cpu` it adds up in `cpu_s`, too, for how many of them this process computed.
+    """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self.cpu_s = 0.0
+        self.counts_cpu = False
 
 
 class boundary(Call):  # noqa: N801 - it is used like a function
@@ -108,7 +112,7 @@ class boundary(Call):  # noqa: N801 - it is used like a function
     """
 
     __slots__ = (
-        *("_arithmetic", "_around", "_began", "_call", "_interrupted", "_interruptible"),
+        *("_arithmetic", "_around", "_began", "_call", "_cpu", "_interrupted", "_interruptible"),
         *("_limit", "_loop", "_stopwatch", "_streams", "_thread", "_timeout_s", "deadline"),
     )
 
@@ -124,6 +128,8 @@ class boundary(Call):  # noqa: N801 - it is used like a function
         thread = self._thread = get_ident()
         around: Any = CALLS.get(thread)
         self._around = around
+        if self._stopwatch is not None and self._stopwatch.counts_cpu:
+            self._cpu = process_time()
         self._began = perf_counter()
         self._limit = deadline = self._began + self._timeout_s
         if around is None:
@@ -181,6 +187,8 @@ class boundary(Call):  # noqa: N801 - it is used like a function
         now = perf_counter()
         if self._stopwatch is not None:
             self._stopwatch.seconds += now - self._began
+            if self._stopwatch.counts_cpu:
+                self._stopwatch.cpu_s += process_time() - self._cpu
         if now > self._limit and error is None and _is_main_thread():
             failure = timeout_error(self._call, self._timeout_s)  # it kept the timer's signal away
         if failure is not None:

@@ -15,9 +15,9 @@ from ragen.config.config import Config
 from ragen.config.reading import changed
 from ragen.core.errors import RagenError
 from ragen.engines.factory import load_model, prepare_model
-from ragen.models.adapter_folder import BASE, fingerprint_of_base, hash_tensors
+from ragen.models.adapter_folder import fingerprint_of_base, hash_tensors
 from ragen.models.model_files import read_object
-from ragen.models.names import is_adapter, resolve_model
+from ragen.models.names import BASE, is_adapter, resolve_model
 from ragen.storage.checkpoint import folders, held, hold, is_checkpoint, is_intact, run_of
 
 

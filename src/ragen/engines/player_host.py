@@ -38,6 +38,7 @@ class PlayerHost(ServingHost):
             if "torch" in sys.modules:  # an environment or a judge has loaded it
                 use_threads(1)
             self._env_time = next(iter(setups.values())).env_time
+            self._env_time.counts_cpu = True
             stages = open_stages(config, chat, stack, self._env_time)
             self._samplers = SamplerPool(
                 4 * config.episodes_at_once, config.engine.timeout_s, lambda seat, loss: None
@@ -90,6 +91,8 @@ class PlayerHost(ServingHost):
 
     def _told(self) -> PlayerTold:
         env_s = self._env_time.seconds
+        # What environments compute in this process is in both times.
+        outside_s = time.process_time() - self._began - self._env_time.cpu_s
         # Only what is new: with many samplers, the driver would spend most of its time on the rest.
         told = {
             seat.name: seat.told
@@ -97,7 +100,7 @@ class PlayerHost(ServingHost):
             if seat.told is not None and seat.told is not self._reported.get(seat.name)
         }
         self._reported |= told
-        return PlayerTold(time.process_time() - self._began + env_s, env_s, told)
+        return PlayerTold(outside_s + env_s, env_s, told)
 
 
 class _PreferredSampler:

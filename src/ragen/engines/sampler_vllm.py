@@ -21,7 +21,7 @@ from ragen.core.files import file_errors
 from ragen.core.types import Completion, Prompt
 from ragen.engines.sampling import QUIET_ROUNDS, Decode, QueuedPolicy
 from ragen.engines.vllm_engine import Sampled, Vllm
-from ragen.engines.weights import MEMORY, published, some
+from ragen.engines.weights import MEMORY, MORE_MEMORY, published, some
 from ragen.models.adapter_folder import save_adapter
 from ragen.models.lora import has_adapters, scale_of
 
@@ -98,8 +98,7 @@ class VllmSampler(QueuedPolicy):
         if has_adapters(model):
             folders = MEMORY if os.access(MEMORY, os.W_OK) else None  # None: Python's own place
             with tempfile.TemporaryDirectory(prefix="ragen-adapter-", dir=folders) as folder:
-                remedy = "free space there, or allow for more shared memory (docker: --shm-size)"
-                with file_errors("write", folder, remedy):
+                with file_errors("write", folder, f"free space there, or {MORE_MEMORY}"):
                     save_adapter(model, Path(folder), tensors=weights)
                 scale = scale_of(model)
                 others = self._vllm.load_adapter(Path(folder), weights.items(), scale)

@@ -30,6 +30,9 @@ Entry = tuple[str, str, tuple[int, ...]]
 MEMORY = Path("/dev/shm")
 """On Linux a folder in memory, which all processes of a machine can read."""
 
+MORE_MEMORY = "allow for more shared memory (docker: --shm-size)"
+"""The remedy if that folder is full."""
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -102,9 +105,9 @@ def offered(block: Block) -> Iterator[Shared]:
         RagenError: There is too little shared memory.
     """
     with tempfile.TemporaryDirectory(prefix="ragen-weights-", dir=MEMORY) as folder:
-        path, remedy = Path(folder) / "block", "allow for more shared memory (docker: --shm-size)"
+        path = Path(folder) / "block"
         # Closing the file writes what is left of it, so that may fail, too.
-        with file_errors("write", MEMORY, remedy), path.open("wb") as file:
+        with file_errors("write", MEMORY, MORE_MEMORY), path.open("wb") as file:
             for part in block.parts:
                 file.write(bytes(_gap(file.tell())))
                 file.write(part.data)

@@ -16,6 +16,7 @@ from ragen.core.process import STARTED
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs import answers
 from ragen.envs.contract import Env, Reading, is_picture, pick
+from ragen.envs.registry import CLOSE_S, close_env
 from ragen.envs.tools import write_call
 
 Result = tuple[Any, ...]
@@ -30,7 +31,7 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
     On each level, the same random actions are played twice, in two copies that take turns, and from
     a snapshot. The results are compared. An environment of free text (``actions`` is ``None``)
     receives short words, which it must accept. One with tools also receives random play and wrong
-    calls. A successful check closes the environment, and its state afterwards is undefined.
+    calls. The check closes the environment, and its state afterwards is undefined.
 
     `levels` is the number of levels. An episode is cut after `steps` actions.
 
@@ -69,6 +70,7 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
             env.close()
             _check_threads(running)
     except UserCodeError as failure:
+        close_env(env, CLOSE_S)
         if failure.__cause__ is None:
             raise RagenError(f"{name}: {failure}") from None
         if isinstance(failure.__cause__, RagenError):

@@ -172,7 +172,7 @@ def refuse_absent_targets(a: Sequence[str], b: Sequence[str], server: Server | N
         if not all(arm or [""]):
             raise RagenError("an arm is one target, or several separated by commas: A1,A2,A3")
         for target in arm:
-            if [Path(each) for each in arm].count(Path(target)) > 1:
+            if [Path(each).resolve() for each in arm].count(Path(target).resolve()) > 1:
                 raise RagenError(f"{target} is named twice, but a seed counts once: leave one out")
             refuse_absent(target, server)
 

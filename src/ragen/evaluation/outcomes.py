@@ -230,8 +230,10 @@ class OutcomeStore:
     def close(self) -> None:
         """Leave one plain file, unless another process still uses it."""
         played = "SELECT EXISTS (SELECT 1 FROM outcomes WHERE error IS NULL AND num_turns > 0)"
-        is_empty = self._made and self._connection.execute(played).fetchone() == (0,)
-        close_database(self._connection)
+        try:
+            is_empty = self._made and self._execute(played) == [(0,)]
+        finally:
+            close_database(self._connection)
         # The write-ahead log remains while another process uses the database.
         if is_empty and not (self.folder / f"{DATABASE}-wal").exists():
             (self.folder / DATABASE).unlink(missing_ok=True)

@@ -8,6 +8,7 @@ do is left to reinforcement learning.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +18,12 @@ from pathlib import Path
 from statistics import fmean
 
 from ragen.config.sections import EnvConfig
+from ragen.config.sources import parts_of, without_folder
 from ragen.core.errors import RagenError
-from ragen.core.user_code import UserCodeError
+from ragen.core.user_code import UserCodeError, boundary
 from ragen.engines.machine import use_threads
 from ragen.envs.contract import Env
-from ragen.envs.registry import closing_env, env_factory
+from ragen.envs.registry import build_env, closing_env, env_factory
 from ragen.finetuning.base import LessonPlayer, new_model, save, teach
 from ragen.finetuning.copying import ROPE_THETA, Copier, write_induction, write_words
 from ragen.finetuning.curriculum import Lesson, Stage
@@ -38,6 +40,7 @@ from ragen.models.names import PROMPT_STYLE
 from ragen.rollout.chat import Chat
 from ragen.rollout.setup import Setup, knows_no_tools
 from ragen.storage.checkpoint import new_folder
+from ragen.storage.settings import typed
 
 LAYERS = 3
 MOST_WORDS, MOST_FREE_WORDS = 1000, 2500
@@ -93,10 +96,14 @@ def prepare_env(
     use_threads(1)  # the same weights however many cores are free
     make = env_factory(env.name, **env.params)
     try:
-        with closing_env(make()) as first:
-            if first.tools:
+        with closing_env(build_env(make, env.name)) as first:
+            with boundary("tools"):
+                tools = first.tools
+            if tools:
                 raise knows_no_tools(env.name)
-            choose, actions = choice_in(first), first.actions
+            choose = choice_in(first)
+            with boundary("actions"):
+                actions = first.actions
     except UserCodeError as failure:
         raise RagenError(
             f"the environment {env.name!r} fails: {failure.reason}; run `ragen check` on it"
@@ -203,7 +210,11 @@ screen; none was chosen for its use."""
         habits = habits if count else ""
         thought = teacher.thought(shown).strip()
         seen = f"A screen, and what a thought says about it:\n\n```\n{shown}\n\n{thought}\n```"
-    return f"""# A base model for {Path(env.name).name}
+    library, file, attribute = parts_of(env.name)
+    name = f"{library}{Path(file).name}:{attribute}" if file else env.name
+    shared = {f"env.params.{key}": each for key, each in without_folder("", env.params).items()}
+    params = (f" --{key} {shlex.quote(typed(key, each))}" for key, each in shared.items())
+    return f"""# A base model for {name}
 
 A Qwen2 of {made.parameters / 1e6:.2f} million parameters, made from scratch by RAGEN
 {version("ragen-rl")} (seed {seed}). Its tokenizer holds the words of this environment and spells
@@ -214,5 +225,5 @@ evaluation uses, with at most {env.max_turns} turns, {env.actions_per_turn} acti
 {env.max_actions} actions in all. They teach the form of a reply, legal actions, and {taught}:
 {skill}.{habits} {seen}
 
-`ragen train --env {Path(env.name).name} --model DIR` trains it further.
+`ragen train --env {name} --model DIR{"".join(params)}` trains it further.
 """

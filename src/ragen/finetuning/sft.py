@@ -37,9 +37,15 @@ from ragen.evaluation.targets import load_target, refuse_absent
 from ragen.finetuning.curriculum import TEACHERS
 from ragen.finetuning.demonstrations import Demonstrator, neutral_thought, plan_in_words
 from ragen.finetuning.descriptions import wanderer
-from ragen.finetuning.transcripts import Transcript, is_file, read_transcripts, to_exchanges
+from ragen.finetuning.transcripts import (
+    OWN_PLAYERS,
+    Transcript,
+    is_file,
+    read_transcripts,
+    to_exchanges,
+)
 from ragen.models.loading import save_model
-from ragen.models.names import resolve_model
+from ragen.models.names import is_adapter, resolve_model
 from ragen.models.prompting import advice
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
@@ -186,7 +192,8 @@ def sft(
     num_steps = epochs * max(1, round(len(training) / size))
     learner = Learner(model, update, LossConfig(name="nll"), steps=num_steps)
     watch(f"{examples}, {len(held_out)} of them held out; {num_steps} steps at lr {lr:g}")
-    hold_first(config, path, watch)
+    if config.lora.rank > 0 and not is_adapter(path):  # a KL term is not read
+        hold_first(config, path, watch)
     with new_folder(out) as folder:
         before = mean_nll(learner, test_batch)
         learn(learner, epoch_minibatches(train_batch, size, epochs, config.seed), num_steps, watch)
@@ -306,7 +313,7 @@ def played_examples(
 
 def _player(config: Config, chat: Chat, player: str) -> tuple[Policy | PlayerPolicy, Setup]:
     """The policy or player of the examples, and the set-up of its episodes."""
-    if player not in (*UNSKILLED, "solver", "teacher"):
+    if player not in OWN_PLAYERS:
         refuse_absent(player)
         return load_target(player, config)
     setup = make_setup(config, chat)

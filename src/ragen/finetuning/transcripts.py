@@ -46,9 +46,13 @@ class Transcript:
     messages: tuple[Message, ...]
 
 
+OWN_PLAYERS = ("random", "wanderer", "solver", "teacher")
+"""The players that a name means, also where a file has this name."""
+
+
 def is_file(player: str) -> bool:
     """Whether a player is a file of conversations: any file, also a pipe, such as /dev/stdin."""
-    return Path(player).exists() and not Path(player).is_dir()
+    return player not in OWN_PLAYERS and Path(player).exists() and not Path(player).is_dir()
 
 
 def read_transcripts(path: Path) -> list[Transcript]:

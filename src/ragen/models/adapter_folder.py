@@ -19,13 +19,11 @@ from transformers import PreTrainedModel
 from ragen.core.errors import RagenError
 from ragen.models.lora import adapter_tensors, attach_saved, is_adapter_weight
 from ragen.models.model_files import check_files, read_object, shapes, shown
-from ragen.models.names import ADAPTER_CONFIG, base_of
+from ragen.models.names import ADAPTER_CONFIG, BASE, base_of
 from ragen.models.pretrained import load_errors
 from ragen.models.sharding import fill
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-BASE = "base.json"
-"""Holds the `fingerprint_of_base` of the model that the adapter was trained on."""
 
 PLAIN = {
     "peft_type": ("LORA",),
@@ -203,5 +201,6 @@ def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in tensors:
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)  # a scalar cannot be viewed as bytes
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -34,6 +34,8 @@ POLICY_FILES = (
 
 ADAPTER_CONFIG = "adapter_config.json"
 """The config file of an adapter's folder in PEFT's layout."""
+BASE = "base.json"
+"""Holds the hash of the weights of the base that RAGEN trained an adapter on."""
 
 TEMPLATE, WORDS, SETTINGS = "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"
 """The files of a tokenizer."""
@@ -204,8 +206,11 @@ def is_available_offline(name: str | Path) -> bool:
 def hash_model_folder(folder: Path) -> str:
     """A hash of the files that decide what a policy says: weights, tokenizer, template, config.
 
+    An adapter's base counts if it is a folder. RAGEN's own adapters have a hash of its weights.
+
     Raises:
-        RagenError: An entry is not a regular file, or the weights are far larger than memory.
+        RagenError: An entry is not a regular file, the weights are far larger than memory, or the
+            base of an adapter is gone.
     """
     check_files(folder)
     digest = hashlib.blake2b(digest_size=16)
@@ -214,6 +219,10 @@ def hash_model_folder(folder: Path) -> str:
     refuse_huge(files)
     for path in files:
         digest.update(f"{path.name} {hash_file(path)}\n".encode())
+    if is_adapter(folder) and not (folder / BASE).exists():
+        base = Path(base_of(folder))
+        if base.is_dir() and not is_adapter(base):
+            digest.update(f"base {hash_model_folder(base)}\n".encode())
     return digest.hexdigest()
 
 

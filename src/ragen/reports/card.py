@@ -14,7 +14,7 @@ from pathlib import Path
 from ragen.config.config import Config
 from ragen.config.extensions import KINDS, library_of
 from ragen.config.sections import EnvConfig
-from ragen.config.sources import value_of
+from ragen.config.sources import parts_of, value_of, without_folder
 from ragen.core.tables import Section, markdown
 from ragen.core.types import Message
 from ragen.reports.facts import Facts
@@ -77,6 +77,9 @@ def without_paths(config: Config) -> Config:
     for key, model in config.local_models.items():
         section, name = key.split(".")
         tree[section][name] = hub_id(model) or _short(Path(model))
+    for env in (tree["env"], *tree["env"]["mix"].values()):
+        env["params"] = without_folder("", env["params"])
+    tree["curriculum"]["stages"] = without_folder("", tree["curriculum"]["stages"])
     tree["sources"] = {short[name]: each for name, each in config.sources.items()}
     for key in KINDS:
         section, name = key.split(".")
@@ -103,19 +106,21 @@ def origin(model: str) -> str:
 def _without_folders(config: Config) -> dict[str, str]:
     """Each name in a config with the last part of its path, or with as many as tell it apart.
 
-    A name of another library, or of a mixture, is no path.
+    A mixture's name, or a library's without a file, is no path.
     """
     names, mixture = set(config.sources), config.env.name if config.env.mix else ""
     for key in KINDS:
         value = value_of(config, key)
         names |= {value} if isinstance(value, str) else value.keys()
-    whole = {name for name in names if library_of(name) or name == mixture}
-    paths = {name: (name,) if name in whole else Path(name).parts for name in names}
+    libraries = {name: parts_of(name)[0] for name in names}
+    whole = {n for n in names if (library_of(n) and not libraries[n]) or n == mixture}
+    paths = {n: (n,) if n in whole else Path(n.removeprefix(libraries[n])).parts for n in names}
     short = {}
     for name, parts in paths.items():
         ends = (parts[-count:] for count in range(1, len(parts) + 1))
         alone = (end for end in ends if sum(p[-len(end) :] == end for p in paths.values()) == 1)
-        short[name] = str(Path(*next(alone, parts))) if len(parts) > 1 else name
+        end = str(Path(*next(alone, parts))) if len(parts) > 1 else name
+        short[name] = end if end == name else libraries[name] + end
     return short
 
 

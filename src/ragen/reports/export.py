@@ -20,9 +20,9 @@ from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.stopping import run_async
 from ragen.engines.factory import load_model
 from ragen.models import lora
-from ragen.models.adapter_folder import ADAPTER_WEIGHTS, BASE
+from ragen.models.adapter_folder import ADAPTER_WEIGHTS
 from ragen.models.loading import load_tokenizer
-from ragen.models.names import ADAPTER_CONFIG, is_adapter
+from ragen.models.names import ADAPTER_CONFIG, BASE, is_adapter
 from ragen.reports.card import Usage, card
 from ragen.reports.facts import read_facts
 from ragen.rollout.chat import Chat

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,9 +167,14 @@ def _texts(run: Path) -> list[str]:
     if not (run / DATABASE).is_file():
         return []
     with reading_database(run) as connection:
-        known = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'settings'").fetchall()
-        query = "SELECT text FROM settings ORDER BY id"
-        return [str(text) for (text,) in connection.execute(query)] if known else []
+        return kept_texts(connection)
+
+
+def kept_texts(connection: sqlite3.Connection) -> list[str]:
+    """Every text that `config.toml` has had, in order; none in a database of an earlier version."""
+    known = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'settings'").fetchall()
+    query = "SELECT text FROM settings ORDER BY id"
+    return [str(text) for (text,) in connection.execute(query)] if known else []
 
 
 def _text_of_file(run: Path) -> str:
@@ -200,9 +206,10 @@ def _differs(run: Path, config: Config, edits: Flat) -> str:
     own = flatten(config)
     named = [f"{key} = {_show(edits[key])}, not {_show(own.get(key))}" for key in edits]
     more = f", and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
-    options = " ".join(f"--{key} {_word(_typed(key, value))}" for key, value in edits.items())
-    can_change = not more and None not in edits.values()
-    change = f" (to change them: ragen resume {_word(run)} {options})" if can_change else ""
+    change = ""
+    if not more and not any(value is None or isinstance(value, dict) for value in edits.values()):
+        options = " ".join(f"--{key} {_word(typed(key, value))}" for key, value in edits.items())
+        change = f" (to change them: ragen resume {_word(run)} {options})"
     return (
         f"{run / CONFIG} has other values than the run: {'; '.join(named[:MOST_NAMED])}{more}"
         f"{change}; to keep the run's, move the file away and resume: it is written again"
@@ -213,11 +220,17 @@ def _show(value: Any) -> str:
     return "unset" if value is None else show(value)
 
 
-def _typed(key: str, value: Any) -> str:
-    """A value as the command line takes it."""
+def typed(key: str, value: Any) -> str:
+    """A value as the command line takes it: `parse_value` reads it back.
+
+    Example:
+        >>> typed("env.params.flags", [True, "a"]), typed("env.params.name", "true")
+        ('[true,"a",]', '"true"')
+    """
     if isinstance(value, str) and parse_value(key, value) == value:
         return value
-    return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
+    text = tomli_w.dumps({"value": value}, indent=0)
+    return text.removeprefix("value = ").replace("\n", "")
 
 
 def _word(text: object) -> str:

@@ -175,12 +175,6 @@ class Recorded:
     phase: str
     episode: Episode
 
-    @property
-    def path(self) -> tuple[int | str, ...]:
-        """The path from which, with the run's seed, its sampling seeds were derived."""
-        # A training episode's `step` counts finished steps; it was played one step earlier.
-        return ("train", self.step - 1) if self.phase == "train" else ("eval",)
-
     def exact(self, turn: int) -> bool:
         """Whether the token ids of its prompts up to a turn are known."""
         return all(each.prompt.token_ids is not None for each in self.episode.turns[: turn + 1])

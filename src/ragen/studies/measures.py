@@ -14,8 +14,9 @@ name                               meaning
 ``seconds``                        duration of the steps
 ``first:METRIC``, ``last:METRIC``  mean of a metric over its first or last five recorded steps
 ``mean:METRIC``                    its mean over all steps
-``onset:METRIC``                   the first step from which the trailing mean of five stays below
-                                   half of ``first``; the step after the last one if none does
+``onset:METRIC``                   the first step from which the trailing mean of five stays more
+                                   than half of the size of ``first`` below it; the step after the
+                                   last one if none does
 ``lead:METRIC``                    1 − ``onset:METRIC`` ÷ ``onset:success/mean``: by what share of
                                    the time earlier it falls; NaN if success does not fall
 ``warned``                         the same of the first alarm of the guard
@@ -24,7 +25,7 @@ name                               meaning
 =================================  ==============================================================
 
 In a mixture, success in an evaluation is that in the environment of the study's row, and metrics
-are of all environments. The difference of two measures is written with `` - `` between them:
+are of all environments. The difference of measures is written with `` - `` between them:
 ``onset:success/mean - onset:entropy/mean``. A measure is NaN where the run lacks what it needs.
 Evaluations and metrics that a rollback undid do not count.
 """
@@ -49,7 +50,8 @@ from ragen.evaluation.results import Evaluation, load_evaluations
 from ragen.storage.reader import read_metrics
 
 ONSET_SHARE = 0.5
-"""Share of a metric's first values; the step at which it falls below that for good is the onset."""
+"""Share of a metric's first values; the step at which it falls below that for good is the onset.
+Negative values fall by as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +117,18 @@ def last(series: Series) -> float:
 
 
 def onset(series: Series) -> float:
-    """The first step from which the trailing mean stays below half of the first.
+    """The first step from which the trailing mean stays below the first by half of its size.
 
     Example:
         >>> onset({step: 1.0 if step <= 10 else 0.0 for step in range(1, 21)})
         13.0
         >>> onset(dict.fromkeys(range(1, 21), 1.0))
         21.0
+        >>> onset({step: -1.0 if step <= 10 else -2.0 for step in range(1, 21)})
+        13.0
     """
     steps, values = list(series), list(series.values())
-    limit = ONSET_SHARE * first(series)
+    limit = first(series) - (1 - ONSET_SHARE) * abs(first(series))
     since = steps[-1] + 1
     for end in range(len(values), 0, -1):
         if fmean(values[max(0, end - WINDOW) : end]) >= limit:
@@ -279,9 +283,11 @@ def measure_of(name: str) -> Callable[[RunFacts], float]:
         >>> run = RunFacts({}, {"a": dict.fromkeys(range(1, 6), 1.0) | {6: 6.0}})
         >>> measure_of("last:a")(run), measure_of("last:a - first:a")(run)
         (2.0, 1.0)
+        >>> measure_of("last:a - first:a - first:a")(run)  # the first two, and then the third
+        0.0
     """
     if " - " in name:
-        one, other = (measure_of(part) for part in name.split(" - ", 1))
+        one, other = (measure_of(part) for part in name.rsplit(" - ", 1))
         return lambda run: one(run) - other(run)
     if name in MEASURES:
         return MEASURES[name]

@@ -101,7 +101,7 @@ def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[
         for name, value in measured.items():
             numbers[name].setdefault((cell.environment, cell.arm), []).append(value)
     findings = Findings(study, scale, seeds, numbers, decide(study, numbers))
-    with written(out / RUNS) as path, path.open("w", newline="") as file:
+    with written(out / RUNS) as path, path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["environment", "arm", "seed", *names])
         writer.writerows(rows)

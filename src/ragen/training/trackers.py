@@ -19,11 +19,13 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 from typing_extensions import override
 
 from ragen.config.config import Config
 from ragen.config.reading import flatten
 from ragen.core.errors import RagenError
+from ragen.core.files import whole_file
 from ragen.training.progress import Watcher, Watchers
 
 if TYPE_CHECKING:
@@ -141,18 +143,26 @@ class Trackio(Tracker):
 
     @override
     def begin(self, run: Path, config: Config, step: int) -> None:
+        name = f"{run.name}-{_id(run)}"
         with redirect_stdout(sys.stderr):
             import trackio
 
-            self._run = trackio.init(
-                project=PROJECT,
-                name=f"{run.name}-{_id(run)}",
-                resume="allow",
-                config=flatten(config),
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
+            try:
+                self._run = trackio.init(
+                    project=PROJECT,
+                    name=name,
+                    resume="allow",
+                    config=flatten(config),
+                    embed=False,
+                    auto_log_gpu=False,
+                    auto_log_cpu=False,
+                )
+            except (ValueError, OSError, RuntimeError, httpx.HTTPError) as error:
+                raise RagenError(
+                    f"record.trackers: trackio does not start ({error}); correct its variables, "
+                    "or unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to log on this machine, "
+                    f"and then: ragen resume {shlex.quote(str(run))}"
+                ) from error
 
 
 TRACKERS: Mapping[str, Callable[[], Watcher]] = {
@@ -187,5 +197,6 @@ def _id(run: Path) -> str:
     """
     path = run / ID
     if not path.exists():
-        path.write_text(secrets.token_hex(4))
+        with whole_file(path) as temporary:
+            temporary.write_text(secrets.token_hex(4))
     return path.read_text().strip()

@@ -77,7 +77,7 @@ def end_late(run: Run) -> None:
         text = f"after step {state.step}, {late} and is ended; its stacks are in {file}"
         about = {"process": late.process, "what": "late", "phase": late.phase}
         try:
-            with file.open("a") as stacks:
+            with file.open("a", encoding="utf-8") as stacks:
                 stacks.write(f"{text}\n{late.stacks}\n")
             data = about | {"seconds": late.seconds, "stacks": late.stacks}
             append_event(run.folder, state.attempt, state.step, "engine", text, data)
@@ -101,7 +101,7 @@ def report_stall(run: Run, seconds: float) -> None:
         last = str(error)
     text = f"{alarm}; {last}; all stacks are in {file}"
     try:
-        with file.open("a") as stacks:
+        with file.open("a", encoding="utf-8") as stacks:
             stacks.write(f"{alarm}; {last}\n")
             stacks.flush()
             faulthandler.dump_traceback(stacks, all_threads=True)

@@ -8,6 +8,7 @@ from statistics import stdev
 
 from ragen.config.keys import Flat
 from ragen.core.types import FAILED
+from ragen.storage.settings import kept_texts
 from ragen.viewer.episode_list import NAMED, as_json
 from ragen.viewer.reading import Answer, NotFound, Question, RunReader, array_of, loaded
 from ragen.viewer.run_list import read_settings, settings_of
@@ -125,10 +126,8 @@ def _settings_at(run: RunReader, attempt: int, step: int) -> Flat:
 
     A run of an earlier version kept no first settings; those of its file are taken.
     """
-    settings = read_settings(run.folder)
-    if run.value("SELECT 1 FROM sqlite_master WHERE name = 'settings'"):
-        first = run.value("SELECT CAST(text AS BLOB) FROM settings ORDER BY id LIMIT 1")
-        settings = settings if first is None else settings_of(first)
+    texts = kept_texts(run.connection)
+    settings = settings_of(texts[0].encode()) if texts else read_settings(run.folder)
     for kind, data in run.rows(
         "SELECT kind, data FROM events WHERE kind = 'guard' AND data ->> 'attempt' <= ?"
         " OR kind = 'settings' AND (attempt, step) < (?, ?) ORDER BY id",

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs.adapters import openenv_servers
@@ -24,6 +26,7 @@ from ragen.envs.tools import write_call
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, random_player
 from ragen.rollout.setup import Setup
+from ragen.training.code_check import resolve_paths
 
 pytest.importorskip("openenv", reason="needs the package openenv")
 pytest.importorskip("websockets", reason="needs the extra openenv")
@@ -152,6 +155,18 @@ def test_a_module_is_named_by_its_import_and_its_code_identifies_it(
     ]
 
 
+def test_a_run_names_the_file_of_an_application_by_its_whole_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(FILE.parent)
+    for name, whole in (
+        ("openenv:openenv_walk.py:app", NAME),
+        (NAME, NAME),
+        ("openenv:http://127.0.0.1:1/a.py:1", "openenv:http://127.0.0.1:1/a.py:1"),
+    ):
+        assert resolve_paths(resolve(None, {"env.name": name})).env.name == whole
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -166,6 +181,17 @@ def test_an_application_that_does_not_start_is_told_in_one_line(
     with pytest.raises(RagenError, match=re.escape(said)) as error:
         make(f"openenv:{tmp_path / 'broken.py'}:app")
     assert "\n" not in str(error.value)
+
+
+def test_an_application_that_hangs_is_ended_outside_the_main_thread_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openenv_servers, "READY_S", 0.5)
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(60)\n", "utf-8")
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(make, f"openenv:{tmp_path / 'hangs.py'}:app")
+        with pytest.raises(RagenError, match=r"cannot be served: it did not start within 0\.5 s"):
+            made.result(30)
 
 
 DOCKER = """#!{python}

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from ragen.core.plugins import hash_code
 from ragen.envs.adapters.adapted import version_of
 
 READY_S = 60.0
-"""Seconds that a container may take until it answers."""
+"""Seconds that an application or a container may take until it answers."""
 END_S = 10.0
 """Seconds that a server may take to end before it is killed."""
 SAID_CHARS = 300
@@ -120,6 +121,14 @@ def _serve(target: str) -> Running:
                 pipe.close()
 
     assert process.stdout is not None
+    is_late = threading.Event()
+
+    def kill() -> None:
+        is_late.set()
+        process.kill()
+
+    timer = threading.Timer(READY_S, kill)  # outside the main thread, calls have no time limit
+    timer.start()
     try:
         port = process.stdout.readline().strip()
         if not port.isdecimal():
@@ -127,9 +136,13 @@ def _serve(target: str) -> Running:
     except BaseException:  # a time limit, too
         end()
         raise
+    finally:
+        timer.cancel()
     if not port.isdecimal():
         log.seek(0)
         said = printable(last_line(log.read())[-SAID_CHARS:])
+        if is_late.is_set():
+            said = f"it did not start within {READY_S:g} s"
         end()
         raise RagenError(f"openenv:{target} cannot be served: {said}")
     return Running(f"http://127.0.0.1:{port}", lambda: process.poll() is None, end)
