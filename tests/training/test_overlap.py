@@ -309,7 +309,7 @@ def test_late_episodes_are_a_group_of_their_own(
 
 
 def test_late_groups_that_have_ended_are_found_without_comparing_each_pair() -> None:
-    """With a thousand of them, that would take seconds of each step."""
+    """Their number grows with that of the samplers, and that of the pairs with its square."""
     compared, start = list[int](), Start(a_setup(), 5)
 
     class Compared(Rest):
