@@ -29,7 +29,7 @@ from ragen.rollout.setup import Setup, make_setup
 from ragen.storage.reader import read_events, read_metrics
 from ragen.storage.stored_episodes import read_episode
 from ragen.training import experience
-from ragen.training.ahead import Ahead
+from ragen.training.ahead import Ahead, Rest, Start
 from ragen.training.experience import staleness
 from ragen.training.progress import Watcher
 from ragen.training.trainer import resume, train
@@ -305,6 +305,33 @@ def test_late_episodes_are_a_group_of_their_own(
     late = read_metrics(run)["engine/late_episodes"]
     assert sum(late.values()) == played - sum(n for _, g, n in sizes if g < 2)
     assert sum(late.values()) > 0 and STEPS * 4 <= played <= STEPS * 8
+
+
+def test_late_groups_that_have_ended_are_found_without_comparing_each_pair() -> None:
+    """Their number grows with that of the samplers, and that of the pairs with its square."""
+    compared, start = list[int](), Start(a_setup(), 5)
+
+    class Compared(Rest):
+        def __eq__(self, other: object) -> bool:
+            compared.append(1)
+            return self is other
+
+    async def take() -> tuple[list[Group], list[Rest]]:
+        loop, kept = asyncio.get_running_loop(), Ahead()
+        for number in range(40):
+            task: Any = loop.create_future()
+            if number % 2:
+                task.set_result(episode(turn(1.0)))
+            kept.rests.append(Compared(0, number, 1, start, {3: task}))
+        state, settings = SimpleNamespace(step=1), SimpleNamespace(seed=0)
+        run: Any = SimpleNamespace(ahead=kept, state=state, config=settings, judge=None)
+        groups, stages = await experience._ended(run, 7)
+        assert stages == [1] * 20
+        return groups, kept.rests
+
+    groups, left = asyncio.run(take())
+    assert [group.episodes[0].group for group in groups] == [*range(7, 27)]
+    assert [rest.group for rest in left] == [*range(0, 40, 2)] and not compared
 
 
 def test_late_episodes_of_an_easier_stage_count_as_such(

@@ -119,7 +119,8 @@ async def _ended(run: Run, first: int) -> tuple[list[Group], list[int]]:
         episodes = tuple(replace(t.result(), group=number) for t in rest.tasks.values())
         terms, seed = rest.start.setup.reward_terms, run.config.seed
         groups += await apply_episode_terms([Group(episodes)], terms, run.judge, seed, rest.step)
-    run.ahead.rests[:] = [rest for rest in run.ahead.rests if rest not in ended]
+    taken = {id(rest) for rest in ended}
+    run.ahead.rests[:] = [rest for rest in run.ahead.rests if id(rest) not in taken]
     return groups, [rest.stage for rest in ended]
 
 
