@@ -24,6 +24,7 @@ from ragen.engines.pool import Answers, ProcessLost, Seat
 from ragen.models.loading import load_tokenizer
 from ragen.models.names import resolve_model
 from ragen.rollout.groups import run_groups
+from ragen.rollout.policies import ManySamplers
 from ragen.rollout.setup import Setup, make_chat, make_setup
 
 PATH = (0, "train", 3)
@@ -103,6 +104,19 @@ def players_of(pool: PlayerPool, *players: Any) -> PlayerPool:
 def pool_with(num_samplers: int) -> PlayerPool:
     samplers = pool_of(*(Scripted(number) for number in range(num_samplers)))
     return PlayerPool(samplers, 5.0, lambda seat, loss: None)
+
+
+def test_both_pools_tell_how_many_samplers_there_are() -> None:
+    async def play() -> list[int]:
+        players = pool_with(3)
+        found = list[int]()
+        for pool in (players, players.samplers):
+            assert isinstance(pool, ManySamplers)
+            found.append(pool.num_samplers)
+        players.samplers.remove(players.samplers.seats[0], ProcessLost("sampler was killed"))
+        return [*found, players.num_samplers]
+
+    assert asyncio.run(play()) == [3, 3, 2]
 
 
 def exact(groups: Sequence[Group]) -> list[Episode]:

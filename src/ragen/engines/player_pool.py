@@ -80,6 +80,11 @@ class PlayerPool(Pool):
         self._at = Counter[str]()  # open episodes by the name of their sampler
         self._env_time = Stopwatch()
 
+    @property
+    def num_samplers(self) -> int:
+        """See `ManySamplers`."""
+        return self.samplers.num_samplers
+
     async def complete(self, prompt: Prompt) -> Completion:
         """See `SamplerPool.complete`."""
         return await self.samplers.complete(prompt)

@@ -47,6 +47,11 @@ class SamplerPool(Pool):
         self._lengths = Counter[int]()  # of what is known
         self._order: dict[Tokens, None] = {}  # what is known, the oldest first
 
+    @property
+    def num_samplers(self) -> int:
+        """See `ManySamplers`."""
+        return len(self.seats)
+
     async def complete(self, prompt: Prompt, sampler: str = "") -> Completion:
         """Sample one completion: the next tokens of `prompt.token_ids`.
 

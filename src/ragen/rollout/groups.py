@@ -5,17 +5,59 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ragen.core.errors import RagenError
 from ragen.core.process import own_states
 from ragen.core.types import Episode, Group
 from ragen.rollout.episode import play_episode
 from ragen.rollout.players import PlayerPolicy
-from ragen.rollout.policies import Policy
+from ragen.rollout.policies import ManySamplers, Policy
 from ragen.rollout.setup import EpisodeSpec, Setup
 
 T = TypeVar("T")
+
+
+class Gate(asyncio.Semaphore):
+    """Lets in as many episodes at once as the samplers of a policy have slots, `slots` for each.
+
+    Samplers may come and go (`ManySamplers`), so they are counted each time that an episode comes
+    or ends. After a loss, the episodes that are in go on, and others wait until there are slots.
+    """
+
+    def __init__(self, policy: Policy | PlayerPolicy, slots: int) -> None:
+        self._samplers = policy if isinstance(policy, ManySamplers) else None
+        self._slots = slots
+        self._places = self._wanted
+        super().__init__(self._places)
+
+    @property
+    def _wanted(self) -> int:
+        """How many places there should be: at least those of one sampler, which will come."""
+        number = 1 if self._samplers is None else self._samplers.num_samplers
+        return self._slots * max(1, number)
+
+    async def acquire(self) -> Literal[True]:
+        """Wait for a place."""
+        self._grow()
+        while self._places > self._wanted and not self.locked():
+            await super().acquire()  # this free place is gone with its sampler
+            self._places -= 1
+        return await super().acquire()
+
+    def release(self) -> None:
+        """Give a place back."""
+        if self._places > self._wanted:
+            self._places -= 1
+        else:
+            super().release()
+            self._grow()
+
+    def _grow(self) -> None:
+        """Add the places of samplers that have come."""
+        for _ in range(self._wanted - self._places):
+            super().release()
+            self._places += 1
 
 
 async def run_groups(

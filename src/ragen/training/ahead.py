@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from ragen.config.config import Config
 from ragen.core.types import Episode, Group
+from ragen.rollout.groups import Gate
+from ragen.rollout.policies import Policy
 from ragen.rollout.setup import Setup
 
 
@@ -93,12 +95,12 @@ class Ahead:
     plans: deque[Sequence[Start]] = field(default_factory=deque)
     plays: deque[asyncio.Task[Played]] = field(default_factory=deque)
     rests: list[Rest] = field(default_factory=list)
-    gate: asyncio.Semaphore | None = None
+    gate: Gate | None = None
 
-    def overlap(self, config: Config, stage: int) -> Overlap:
-        """How the collections of a run overlap."""
+    def overlap(self, config: Config, stage: int, policy: Policy) -> Overlap:
+        """How the collections of a run overlap, which `policy` samples."""
         engine = config.engine
-        self.gate = self.gate or asyncio.Semaphore(config.episodes_at_once)
+        self.gate = self.gate or Gate(policy, config.rollout.slots)
         return Overlap(self.gate, stage, engine.min_members, engine.close_after_s, self.rests)
 
     def saved(self, step: int) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from ragen.diagnostics.step_metrics import gradients_by_std
 from ragen.engines.engine import Engine
 from ragen.engines.exactness import verify_split, with_fingerprints
 from ragen.rollout.episode_terms import apply_episode_terms
-from ragen.rollout.groups import run_groups, run_most
+from ragen.rollout.groups import Gate, run_groups, run_most
 from ragen.rollout.judge import Judge
 from ragen.training.ahead import Overlap, Rest, Start
 from ragen.training.running import Run, is_due
@@ -60,7 +60,7 @@ async def collect_groups(
     for _ in range(1 + rollout.refill):
         setups, levels = zip(*starts, strict=True)
         what = engine.policy, setups, levels, rollout.group_size, (seed, "train", step)
-        gate = config.episodes_at_once if overlap is None else overlap.gate
+        gate = Gate(engine.policy, rollout.slots) if overlap is None else overlap.gate
         if overlap is not None and overlap.min_members:
             least = overlap.min_members, overlap.close_after_s
             fresh, tasks = await run_most(*what, overlap.gate, on_episode, *least)

@@ -69,7 +69,7 @@ async def _play(run: Run, starts: Sequence[Start], step: int, stage: int) -> Pla
     on_episode = partial(_episode_ended, run)
     config, overlap = run.config, None
     if config.engine.max_staleness:
-        overlap = run.ahead.overlap(config, stage)
+        overlap = run.ahead.overlap(config, stage, run.engine.policy)
     groups = await collect_groups(run.engine, starts, config, step, on_episode, run.judge, overlap)
     refuse_unplayable([outcome_of(episode) for group in groups for episode in group.episodes])
     return Played(starts, stage, groups, time.perf_counter() - began)
@@ -87,7 +87,7 @@ def _resume_rests(run: Run) -> None:
     for each in rests:
         playing = in_stage(run.setups, run.stages, each["stage"])
         start = Start(playing[each["env"]], each["level"])
-        gate = run.ahead.overlap(config, each["stage"]).gate
+        gate = run.ahead.overlap(config, each["stage"], run.engine.policy).gate
         place = each["step"], each["group"]
         path = config.seed, "train", each["step"]
         specs = {m: EpisodeSpec(start.level, each["group"], m, path) for m in each["members"]}
