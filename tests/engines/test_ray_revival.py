@@ -41,7 +41,7 @@ def engine_of(monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> Any:
     monkeypatch.setattr(ray_engine, "ray", types.SimpleNamespace(kill=lambda actor: None))
     engine: Any = object.__new__(ray_engine.RayEngine)
     engine._closed, engine._events, engine._samplers, engine._tasks = False, [], {}, set()
-    engine._publishing, engine._weights = asyncio.Lock(), (None, {"w": 2}, 0)
+    engine.version, engine._weights = 0, (None, {"w": 2}, 0)
     engine._config, engine._path, engine._error = None, "", None
     engine._players, engine._player_pool, engine._learners = {}, None, []
     engine.rooms = types.SimpleNamespace(is_further=lambda place: False, threads=lambda name: 1)
@@ -80,6 +80,56 @@ def test_wrong_weights_of_a_new_sampler_end_the_run_also_if_nobody_samples(
             await engine.publish()
 
     asyncio.run(play())
+
+
+def test_samplers_that_join_load_their_weights_at_the_same_time_and_none_misses_a_publication(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For 64 samplers of 7B, one after the other takes ten minutes, also of a publication."""
+    loaded = list[tuple[str, int]]()
+
+    async def play() -> None:
+        engine = engine_of(monkeypatch, is_lost=False)
+        every, published = asyncio.Event(), asyncio.Event()
+
+        class Loading(Process):
+            """A sampler that loads its first weights until others are published."""
+
+            async def begin(self) -> None:
+                """It runs."""
+
+            async def call(self, method: str, *arguments: Any, phase: str = "") -> Any:
+                if method != "load":
+                    return None
+                _, version = arguments
+                loaded.append((self.name, version))
+                if len(loaded) == 3:
+                    every.set()
+                if version == 0:
+                    await published.wait()
+                return {"w": version}
+
+        class Publishing(Process):
+            async def answer(self, ref: Any, phase: str) -> Any:
+                return {"w": engine.version}, 8
+
+        weights = types.SimpleNamespace(remote=lambda: ("a block", "about it"))
+        engine._learners = [Publishing("learner 0", types.SimpleNamespace(weights=weights))]
+        engine._weights = (None, {"w": 0}, 0)
+        engine._spawn_sampler = lambda place: Loading(f"sampler {place}", None)
+        for place in range(3):
+            engine._begin(engine._revive(place))
+        await asyncio.wait_for(every.wait(), 5.0)
+        await asyncio.wait_for(engine.publish(), 5.0)
+        assert not engine.samplers.seats
+        published.set()
+        while engine._tasks:
+            await asyncio.sleep(0)
+        assert engine._error is None
+        assert [seat.name for seat in engine.samplers.seats] == [f"sampler {n}" for n in range(3)]
+
+    asyncio.run(play())
+    assert loaded == [(f"sampler {place}", version) for version in (0, 1) for place in range(3)]
 
 
 @pytest.mark.parametrize("is_told_first", [True, False])

@@ -39,6 +39,9 @@ BEAT_S = 1.0
 LONGEST_PAUSE_S = 60.0
 """The longest pause between two attempts to start a process that its machine cannot run."""
 
+Weights = tuple[Any, dict[str, int], int]
+"""A publication: its block, the checksums of its tensors, and its version."""
+
 
 class RayEngine:
     """The `Engine` of learners, samplers and players on Ray; without players, the driver plays.
@@ -65,11 +68,9 @@ class RayEngine:
         self._late: list[Late] = []
         self._closed = False
         self._error: Exception | None = None
-        # The block, the checksums of its tensors, and its version.
-        self._weights: tuple[Any, dict[str, int], int] | None = None
+        self._weights: Weights | None = None
         self._published_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._publishing = asyncio.Lock()  # so that a sampler that joins misses no publication
         self._measured = time.monotonic()
         self._health = threading.Thread(target=self._watch, name="engine-health", daemon=True)
         self._learners: list[Process] = []
@@ -167,13 +168,10 @@ class RayEngine:
         about, *_ = self._wait_all(
             [(each, ref) for each, (_, ref) in zip(self._learners, sent, strict=True)]
         )
-        self._hold_weights(sent[0][0], *about)
-        assert self._weights is not None
-        loads = [
-            (each, each.actor.load.remote(self._weights[0], 0)) for each in self._samplers.values()
-        ]
+        weights = self._hold_weights(sent[0][0], *about)
+        loads = [(each, each.actor.load.remote(weights[0], 0)) for each in self._samplers.values()]
         for process, held in zip(self._samplers.values(), self._wait_all(loads), strict=True):
-            self._check(process.name, held)
+            _check(process.name, held, weights)
         for process in self._samplers.values():
             self._join(self.samplers, process)
         met = [
@@ -314,42 +312,32 @@ class RayEngine:
         await self._push()
 
     async def _push(self) -> None:
-        async with self._publishing:
-            sent = [each.actor.weights.remote() for each in self._learners]
-            pairs = zip(self._learners, sent, strict=True)
-            (held, size), *_ = await self._all(
-                [each.answer(about, "publish") for each, (_, about) in pairs]
-            )
-            self._hold_weights(sent[0][0], held, size)
-            await asyncio.gather(*(self._give(seat) for seat in list(self.samplers.seats)))
+        sent = [each.actor.weights.remote() for each in self._learners]
+        pairs = zip(self._learners, sent, strict=True)
+        (held, size), *_ = await self._all(
+            [each.answer(about, "publish") for each, (_, about) in pairs]
+        )
+        weights = self._hold_weights(sent[0][0], held, size)
+        # Without a pause in between, so that a sampler that joins gets them here or by itself.
+        await asyncio.gather(*(self._give(seat, weights) for seat in list(self.samplers.seats)))
 
-    def _hold_weights(self, block: Any, held: dict[str, int], size: int) -> None:
+    def _hold_weights(self, block: Any, held: dict[str, int], size: int) -> Weights:
         self._weights, self._published_bytes = (block, held, self.version), size
+        return self._weights
 
-    async def _give(self, seat: Seat) -> None:
+    async def _give(self, seat: Seat, weights: Weights) -> None:
         try:
-            await self._load(self._process_of(seat))
+            await self._load(self._process_of(seat), weights)
         except ProcessLost as failure:
             self.samplers.remove(seat, failure)
 
-    async def _load(self, process: Process) -> None:
-        assert self._weights is not None
-        block, _, version = self._weights
+    async def _load(self, process: Process, weights: Weights) -> None:
+        block, _, version = weights
         try:
             held = await process.call("load", block, version, phase="publish")
         except RagenError as error:
             raise RagenError(f"{process.name}: {error}") from error
-        self._check(process.name, held)
-
-    def _check(self, name: str, held: dict[str, int]) -> None:
-        assert self._weights is not None
-        _, sent, version = self._weights
-        if others := [each for each in sent if held.get(each) != sent[each]]:
-            raise RagenError(
-                f"the weights did not reach {name}: after publication {version} it holds others "
-                f"than the learner in {some(others)}; suspect the memory or the network of its "
-                "machine"
-            )
+        _check(process.name, held, weights)
 
     # Samplers and players that come and go.
 
@@ -473,9 +461,12 @@ class RayEngine:
     async def _open_sampler(self, process: Process) -> None:
         threads = self.rooms.threads(process.name)
         await process.call("start", self._config, self._path, threads)
-        async with self._publishing:
-            await self._load(process)
-            self._join(self.samplers, process)
+        loaded: Weights | None = None
+        while loaded is not self._weights:  # a publication may come meanwhile
+            loaded = self._weights
+            assert loaded is not None
+            await self._load(process, loaded)
+        self._join(self.samplers, process)
 
     async def _open_player(self, process: Process) -> None:
         pool = self._player_pool
@@ -642,3 +633,17 @@ class RayEngine:
         self.rooms.close()
         if self._owns_ray:
             ray.shutdown()
+
+
+def _check(name: str, held: dict[str, int], weights: Weights) -> None:
+    """Check that a sampler of this name holds what was sent; `held` are its checksums.
+
+    Raises:
+        RagenError: It holds other weights.
+    """
+    _, sent, version = weights
+    if others := [each for each in sent if held.get(each) != sent[each]]:
+        raise RagenError(
+            f"the weights did not reach {name}: after publication {version} it holds others than "
+            f"the learner in {some(others)}; suspect the memory or the network of its machine"
+        )
