@@ -430,3 +430,57 @@ def test_the_cluster_is_asked_for_the_nodes_of_all_processes_at_once(
         expected = [3] * 8 + [12] * 8 + [6] * 16
         assert found == dict(zip(names, expected, strict=True))
     assert rooms.threads("learner 9") == found["learner 9"]
+
+
+@pytest.mark.ray
+def test_the_cluster_is_asked_for_many_further_samplers_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One after the other, each with a look of its own, 1,000 samplers take half an hour."""
+    groups, there, removed, tables = list[str](), set[str](), list[Any](), list[str]()
+
+    def reserve(bundles: list[dict[str, float]], strategy: str = "PACK") -> Any:
+        name = f"group {len(groups)}"
+        groups.append(name)
+        number = types.SimpleNamespace(hex=lambda: name)
+        return types.SimpleNamespace(name=name, id=number, ready=lambda: name)
+
+    def table(group: Any = None) -> dict[str, Any]:
+        assert group is None, "one question for each sampler, and each of them asks"
+        tables.append("asked")
+        return {name: {"bundles_to_node_id": {0: f"node of {name}"}} for name in groups}
+
+    def wait(refs: list[str], timeout: float, num_returns: int = 1) -> tuple[list[str], list[str]]:
+        assert num_returns == len(refs)
+        return [ref for ref in refs if ref in there], [ref for ref in refs if ref not in there]
+
+    stand_in = types.SimpleNamespace(cluster_resources=lambda: {"CPU": 8}, wait=wait)
+    monkeypatch.setattr(ray_cluster, "ray", stand_in)
+    monkeypatch.setattr(ray_cluster, "placement_group", reserve)
+    monkeypatch.setattr(ray_cluster, "placement_group_table", table)
+    monkeypatch.setattr(ray_cluster, "remove_placement_group", lambda each: removed.append(each))
+    monkeypatch.setattr(ray_cluster, "PlacementGroupSchedulingStrategy", lambda *_, **__: None)
+    there.add("group 0")
+    rooms = Rooms(EngineConfig(name="ray", samplers=2, most_samplers=202, timeout_s=1.0))
+    assert rooms.further() == [] and len(groups) == 1 + ray_cluster.MOST_ASKED == 65
+    there |= {"group 3", "group 9"}
+    assert rooms.further() == [2, 3] and len(groups) == 65
+    assert rooms.further() == [] and len(groups) == 67
+    there |= {f"group {number}" for number in range(202)}
+    joined = [2, 3]
+    while places := rooms.further():
+        joined += places
+    assert joined == [*range(2, 202)] and len(groups) == 201
+    assert rooms.further() == [] and len(groups) == 201
+    assert rooms.sampler(7) and rooms.sampler(8) and rooms.is_further(7)
+    found = {"sampler 7": "node of group 5", "sampler 8": "node of group 6"}
+    assert rooms.nodes() == found and len(tables) == 1
+    rooms.clear(7)
+    assert rooms.further() == [7] and len(groups) == 202
+    assert rooms.sampler(7) is not None
+    rooms.clear(7)
+    there.clear()
+    assert rooms.further() == []
+    removed.clear()
+    rooms.close()
+    assert len(removed) == len({each.name for each in removed}) == 1 + 199 + 1

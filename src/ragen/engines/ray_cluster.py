@@ -27,6 +27,10 @@ if ray is not None:
 CONNECT_S = 10.0
 """Seconds that the head of a cluster may take to answer."""
 
+MOST_ASKED = 64
+"""Rooms for further samplers for which the cluster is asked at the same time, at most: it looks for
+those that it lacks again and again."""
+
 
 class Rooms:
     """The room that a cluster has reserved for the processes of an engine, by their names.
@@ -49,7 +53,7 @@ class Rooms:
     def __init__(self, settings: EngineConfig, before: Rooms | None = None) -> None:
         self._settings = settings
         self._further: dict[int, Any] = {}  # of each sampler beyond `engine.samplers`
-        self._asked: tuple[Any, Any] | None = None  # room for another one, and when it is there
+        self._asked: dict[Any, Any] = {}  # what is ready once it is there: room for another one
         self._places: dict[str, tuple[Any, int]] = {}  # of each process: a group, and a part of it
         self._group = placement_group(self._plan(before), strategy="PACK")
         try:
@@ -149,9 +153,13 @@ class Rooms:
     def nodes(self) -> dict[str, str]:
         """The node on which each process has its room; empty if the room is gone."""
         places = self._places.copy()  # another thread may add to it
-        # The cluster is asked once for a group, which may have the rooms of all processes.
         groups = {id(group): group for group, _ in places.values()}
-        tables = {key: placement_group_table(group) for key, group in groups.items()}
+        # The cluster is asked once: each further sampler has a group of its own.
+        every = placement_group_table() if len(groups) > 1 else {}
+        tables = {
+            key: every.get(group.id.hex(), {}) if every else placement_group_table(group)
+            for key, group in groups.items()
+        }
         return {name: _node_in(tables[id(group)], part) for name, (group, part) in places.items()}
 
     def threads(self, name: str) -> int:
@@ -181,17 +189,22 @@ class Rooms:
 
     # Samplers beyond `engine.samplers`.
 
-    def further(self) -> int | None:
-        """The place of a further sampler, up to `engine.most_samplers`, once it has room."""
+    def further(self) -> list[int]:
+        """The places of further samplers, up to `engine.most_samplers`, that have got room."""
         settings = self._settings
-        if self._asked is None and settings.samplers + len(self._further) < settings.most_samplers:
+        lacking = settings.most_samplers - settings.samplers - len(self._further)
+        while len(self._asked) < min(lacking, MOST_ASKED):
             group = placement_group([self._sampler_room])
-            self._asked = group, group.ready()
-        if self._asked is None or not ray.wait([self._asked[1]], timeout=0)[0]:
-            return None
-        place = next(each for each in count(settings.samplers) if each not in self._further)
-        self._further[place], self._asked = self._asked[0], None
-        return place
+            self._asked[group.ready()] = group
+        if not self._asked:
+            return []
+        done, _ = ray.wait([*self._asked], num_returns=len(self._asked), timeout=0)
+        free = (each for each in count(settings.samplers) if each not in self._further)
+        places = [next(free) for _ in done]
+        self._further |= {
+            place: self._asked.pop(ready) for place, ready in zip(places, done, strict=True)
+        }
+        return places
 
     def is_further(self, place: int) -> bool:
         """Whether the sampler in this place is beyond `engine.samplers`."""
@@ -210,8 +223,7 @@ class Rooms:
     def _groups(self) -> Iterator[Any]:
         yield self._group
         yield from self._further.values()
-        if self._asked is not None:
-            yield self._asked[0]
+        yield from self._asked.values()
 
 
 def _node_in(table: Mapping[str, Any], part: int) -> str:

@@ -519,13 +519,15 @@ class RayEngine:
                 process.drained = nodes.get(process.name, "") in drained
 
     def _look_for_room(self) -> None:
-        """Let a further sampler join, up to `engine.most_samplers`, once there is room for it."""
+        """Let further samplers join, up to `engine.most_samplers`, once there is room for them."""
         loop = self.policy.loop
         if loop is None or loop.is_closed() or self._closed:
             return
-        place = self.rooms.further()
-        if place is not None:
-            self._in_loop(lambda: self._begin(self._revive(place)))
+        for place in self.rooms.further():
+            self._in_loop(self._begin_further, place)
+
+    def _begin_further(self, place: int) -> None:
+        self._begin(self._revive(place))
 
     def _look_at(self, process: Process, now: float) -> None:
         if process.beating is None:
