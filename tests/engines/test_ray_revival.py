@@ -13,6 +13,7 @@ from ragen.config.sections import EngineConfig
 from ragen.core.errors import EngineLost, MachineAway, RagenError
 from ragen.core.types import Prompt
 from ragen.engines import ray_cluster, ray_engine
+from ragen.engines.hosts import Beat
 from ragen.engines.player_pool import PlayerPool
 from ragen.engines.pool import ProcessLost, Seat
 from ragen.engines.ray_cluster import Rooms
@@ -257,15 +258,55 @@ def test_a_sign_of_life_that_fails_is_a_loss(monkeypatch: pytest.MonkeyPatch) ->
         def get(ref: Any, failure: Exception = failure) -> Any:
             raise failure
 
-        stand_in = types.SimpleNamespace(wait=lambda refs, timeout: (refs, []), get=get)
+        stand_in = types.SimpleNamespace(wait=lambda refs, **_: (refs, []), get=get)
         monkeypatch.setattr(ray_engine, "ray", stand_in)
         engine: Any = object.__new__(ray_engine.RayEngine)
         removed: list[Any] = []
         engine._in_loop = lambda function, *arguments, to=removed: to.append(arguments)
         process = Process("sampler 0", None, beating="asked")
-        engine._look_at(process, 0.0)
+        engine._look_at([process], 0.0)
         ((lost, loss),) = removed
         assert lost is process and str(loss).startswith("sampler 0 ")
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_ray_is_asked_once_for_the_signs_of_life_of_all_processes(
+    is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a thousand processes, questions for each take a fifth of the driver's time."""
+    from ray.exceptions import ActorDiedError
+
+    asked = list[str]()
+
+    def wait(refs: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        asked.append("wait")
+        assert num_returns == len(refs) == 4 and timeout == 0
+        return [ref for ref in refs if ref != "silent"], ["silent"]
+
+    def get(refs: str | list[str]) -> Any:
+        asked.append("get")
+        if is_lost and "lost" in refs:
+            raise ActorDiedError()
+        beats = {ref: Beat(0.0, "", False, f"at {ref}") for ref in ("one", "two", "lost")}
+        return beats[refs] if isinstance(refs, str) else [beats[ref] for ref in refs]
+
+    monkeypatch.setattr(ray_engine, "ray", types.SimpleNamespace(wait=wait, get=get))
+    engine: Any = object.__new__(ray_engine.RayEngine)
+    removed, engine._timeout_s = list[Any](), 60.0
+    engine._in_loop = lambda function, *arguments: removed.append(arguments)
+    refs = ["one", "lost", "silent", "two"]
+    processes = [Process(ref, None, beating=ref, alive=0.0) for ref in refs]
+    for process in processes:
+        process.calls[0] = "update", 0.0
+    engine._look_at(processes, 50.0)
+    lost = {"lost"} if is_lost else set()
+    heard = {"one", "two", "lost"} - lost
+    assert {each.name for each in processes if each.beating is not None} == {"silent"}
+    assert {each.name for each in processes if each.address == f"at {each.name}"} == heard
+    assert {each.name for each in processes if each.alive == 50.0} == heard
+    assert {process.name for process, _ in removed} == lost
+    assert asked == (["wait", *["get"] * 4] if is_lost else ["wait", "get"])
 
 
 @pytest.mark.ray

@@ -489,10 +489,10 @@ class RayEngine:
             now = time.monotonic()
             slept, before = now - before - tick, now
             try:
-                for process in self._processes:
-                    if slept > BEAT_S:  # this process was suspended, or had no core
-                        process.alive += slept
-                    self._look_at(process, now)
+                processes = self._processes
+                for process in processes if slept > BEAT_S else ():
+                    process.alive += slept  # this process was suspended, or had no core
+                self._look_at(processes, now)
                 self._look_at_nodes()
                 self._look_for_room()
             except RayError as error:
@@ -529,18 +529,24 @@ class RayEngine:
     def _begin_further(self, place: int) -> None:
         self._begin(self._revive(place))
 
-    def _look_at(self, process: Process, now: float) -> None:
-        if process.beating is None:
-            process.beating = process.actor.beat.remote()
-        done, _ = ray.wait([process.beating], timeout=0)
-        if done:
-            try:
-                beat: Beat = ray.get(process.beating)
-            except RayError as error:
-                process.beating = None
-                self._in_loop(self._remove, process, process.lost(error))
-                return
+    def _look_at(self, processes: Sequence[Process], now: float) -> None:
+        """Take the signs of life that have come, and ask for the next ones."""
+        for process in processes:
+            if process.beating is None:
+                process.beating = process.actor.beat.remote()
+        # Ray is asked once, not once for each: with a thousand processes, that takes too long.
+        asked = [process.beating for process in processes]
+        done, _ = ray.wait(asked, num_returns=len(asked), timeout=0) if asked else ([], [])
+        beats = _beats(done) if done else {}
+        for process in processes:
+            self._note(process, beats.get(process.beating), now)
+
+    def _note(self, process: Process, beat: Beat | RayError | None, now: float) -> None:
+        if beat is not None:
             process.beating = None
+            if isinstance(beat, RayError):
+                self._in_loop(self._remove, process, process.lost(beat))
+                return
             process.address = beat.address
             rests = beat.idle and not process.calls
             process.alive = now if rests else max(process.alive, now - beat.still_s)
@@ -635,6 +641,22 @@ class RayEngine:
         self.rooms.close()
         if self._owns_ray:
             ray.shutdown()
+
+
+def _beats(done: Sequence[Any]) -> dict[Any, Beat | RayError]:
+    """The signs of life that have come, or what Ray raises for a process."""
+    try:
+        return dict(zip(done, ray.get(done), strict=True))
+    except RayError:
+        return {ref: _beat(ref) for ref in done}
+
+
+def _beat(ref: Any) -> Beat | RayError:
+    try:
+        beat: Beat = ray.get(ref)
+    except RayError as error:
+        return error
+    return beat
 
 
 def _check(name: str, held: dict[str, int], weights: Weights) -> None:
