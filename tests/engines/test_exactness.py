@@ -18,7 +18,7 @@ from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group, Sample
-from ragen.engines.exactness import verify, with_fingerprints
+from ragen.engines.exactness import verify, verify_num_rows, verify_share, with_fingerprints
 from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import fingerprint
 from ragen.storage.checkpoint import folders
@@ -73,6 +73,30 @@ def test_an_unchanged_batch_passes_under_any_split(groups: list[Group]) -> None:
 
 def test_demonstrations_are_not_verified() -> None:
     assert verify([collate(to_samples([records.group(0.0, 1.0)])[0])]) == {}
+
+
+@given(records.groups(min_episodes=2))
+def test_a_share_of_a_batch_is_verified_with_the_masks_of_all_rows(groups: list[Group]) -> None:
+    """The loss of its tokens is divided by the number of all tokens, for example."""
+    samples, episodes = to_samples(groups)
+    batch = with_fingerprints(collate(samples), episodes)
+    own = [take(batch, (batch.episode_B == episode).nonzero()[:, 0]) for episode in range(2)]
+    assert verify_share(batch, own[:1]) == verify(own[:1])
+    assert verify_share(batch, [])["exactness/tokens_checked"].value == 0
+    row, column = ((batch.episode_B == 1)[:, None] & batch.mask_BT).nonzero()[-1].tolist()
+    mask_BT = batch.mask_BT.clone()
+    mask_BT[row, column] = False
+    with pytest.raises(RagenError, match="the mask is not true exactly on the tokens of turns"):
+        verify_share(replace(batch, mask_BT=mask_BT), own[:1])
+    assert verify_share(replace(batch, born_BK=None), own) == {}
+
+
+def test_a_row_that_no_process_or_more_than_one_trains_on_is_refused() -> None:
+    batch = collate(to_samples([records.group(0.0, 1.0, 0.0)])[0])
+    verify_num_rows(batch, 3)
+    for number in (2, 4):
+        with pytest.raises(RagenError, match=f"have {number} rows of a minibatch of 3; no weight"):
+            verify_num_rows(batch, number)
 
 
 def test_a_policy_without_fingerprints_is_refused_with_a_remedy() -> None:

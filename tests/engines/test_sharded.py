@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from ragen.algorithms.batch import Batch, collate
 from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import NotFiniteError, RagenError
+from ragen.engines import exactness
 from ragen.engines.local import LocalEngine
 from ragen.engines.ranks import Ranks, join, leave
 from ragen.engines.sharded import Rank
@@ -174,8 +176,8 @@ def test_a_changed_token_is_refused_by_all_processes_without_a_change() -> None:
         batch = batch_for(one, config)
         before = [each.full_tensor() for each in one.model.parameters()]  # type: ignore[operator]
         ids_BT = batch.token_ids_BT.clone()
-        row, column = batch.mask_BT.nonzero()[-1].tolist()
-        ids_BT[row, column] += 1
+        row = int(one.learner._splits(batch)[1][0][0])  # the second process trains on it
+        ids_BT[row, int(batch.mask_BT[row].nonzero()[-1])] += 1
         if liar in (None, rank):
             batch = replace(batch, token_ids_BT=ids_BT)
         message = ""
@@ -192,6 +194,21 @@ def test_a_changed_token_is_refused_by_all_processes_without_a_change() -> None:
         (message, same), other = found
         assert "are not those that were sampled" in message and same
         assert other == (message, same)
+
+
+def test_each_process_hashes_its_own_tokens_only() -> None:
+    config = config_of("grpo")
+
+    def hashed(rank: int, address: str) -> tuple[int, float]:
+        one = Rank(config, str(bandit_model()), rank, 2, address)
+        batch = batch_for(one, config)
+        with patch.object(exactness, "fingerprint", wraps=exactness.fingerprint) as counted:
+            metrics = one.update(batch, 0)
+        one.close()
+        return counted.call_count, metrics["exactness/completions_checked"].value
+
+    (first, checked), (second, same) = in_processes(2, hashed)
+    assert first + second == checked == same and min(first, second) > 0
 
 
 def test_other_logprobs_at_equal_weights_are_refused_by_all_processes() -> None:

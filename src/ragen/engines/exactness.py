@@ -98,6 +98,31 @@ def verify(microbatches: Sequence[Batch]) -> Metrics:
     }
 
 
+def verify_share(batch: Batch, microbatches: Sequence[Batch]) -> Metrics:
+    """`verify` for one of several processes, which trains on `microbatches` of the whole `batch`.
+
+    Hashing takes time, so each process hashes the tokens of its own rows only. But the weights of
+    these tokens follow from the masks of all rows.
+
+    Raises:
+        RagenError: As `verify`.
+    """
+    if batch.born_BK is None:
+        return {}
+    _check_masks(batch)
+    return verify(microbatches)
+
+
+def verify_num_rows(batch: Batch, num_rows: int) -> None:
+    """Check that the processes which train on a batch together have all of its rows.
+
+    Raises:
+        RagenError: They have more or fewer.
+    """
+    if num_rows != batch.num_rows:
+        raise _inexact(f"the learners have {num_rows} rows of a minibatch of {batch.num_rows}")
+
+
 def verify_split(batch: Batch, minibatches: Sequence[Batch], epochs: int) -> None:
     """Check that every episode of a collection is trained once per epoch.
 

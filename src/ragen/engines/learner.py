@@ -37,7 +37,7 @@ from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import MismatchError, NotFiniteError
 from ragen.core.metrics import Metric, Metrics, largest, last, mean, merge, total
 from ragen.core.types import Role
-from ragen.engines.exactness import verify
+from ragen.engines.exactness import verify, verify_num_rows, verify_share
 from ragen.engines.machine import usable_device
 from ragen.engines.optimizers import WEIGHT_DECAY, optimizers
 from ragen.engines.ranks import ALONE, Ranks
@@ -459,12 +459,13 @@ class Learner:
         return passed
 
     def _verify(self, batch: Batch, microbatches: list[Batch]) -> Metrics:
-        """Verify the microbatches of all processes, in each of them; the first counts them."""
+        """Verify what this process trains on; if one process refuses its part, all do."""
         if self.ranks.size == 1:
             return verify(microbatches)
-        rows = [rows for split in self._splits(batch) for rows in split]
-        checked = self.ranks.together(lambda: verify([take(batch, each) for each in rows]))
-        return checked if self.ranks.rank == 0 else {}
+        checked = self.ranks.together(lambda: verify_share(batch, microbatches))
+        num_rows = sum(part.num_rows for part in microbatches)
+        verify_num_rows(batch, int(self.ranks.sum(torch.tensor(num_rows))))
+        return checked
 
     def _policy_backward(
         self, part: Batch, tokens: TokenFields, scale: float
