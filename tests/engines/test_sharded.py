@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from itertools import combinations_with_replacement, pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,9 +22,10 @@ from ragen.algorithms.batch import Batch, collate
 from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import NotFiniteError, RagenError
+from ragen.core.types import Sample
 from ragen.engines import exactness
 from ragen.engines.local import LocalEngine
-from ragen.engines.ranks import Ranks, join, leave
+from ragen.engines.ranks import Ranks, _pieces, join, leave
 from ragen.engines.sharded import Rank
 from ragen.models.loading import load_policy
 from ragen.models.names import resolve_model
@@ -150,19 +154,71 @@ def test_a_batch_of_fewer_episodes_than_processes() -> None:
 # The split.
 
 
-def test_shares_hold_whole_episodes_with_about_as_many_tokens() -> None:
+@pytest.mark.parametrize("shares_prompts", [False, True])
+def test_shares_hold_whole_episodes_with_about_as_many_tokens(shares_prompts: bool) -> None:
     samples, _ = collection()
     generator = torch.Generator().manual_seed(0)
     batch = collate(samples)
     lengths_B = torch.randint(10, 200, (batch.num_rows,), generator=generator)
     batch = replace(batch, lengths_B=lengths_B)
     for size in (2, 3, 5, 40):
-        shares = Ranks(0, size).shares(batch)
+        shares = Ranks(0, size).shares(batch, shares_prompts)
         assert torch.equal(torch.cat(shares).sort().values, torch.arange(batch.num_rows))
         owners = [set(batch.episode_B[rows].tolist()) for rows in shares]
         assert sum(map(len, owners)) == len(set(batch.episode_B.tolist()))
         even = float(lengths_B.sum()) / size
-        assert max(float(lengths_B[rows].sum()) for rows in shares) <= even + float(lengths_B.max())
+        largest = max(float(lengths_B[rows].sum()) for rows in shares)
+        assert shares_prompts or largest <= even + float(lengths_B.max())
+
+
+def share_loads(num_groups: int, prompt: int, size: int, shares_prompts: bool) -> list[int]:
+    """The tokens that each process computes, of groups of 16 with lengths as in `docs/scaling.md`.
+
+    All samples of a group begin with the same `prompt` tokens.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        Sample((1, 2), (False, True), (0.0, 0.0), (-1, 0), (False, True), episode, episode // 16)
+        for episode in torch.randperm(16 * num_groups, generator=generator).tolist()
+    ]
+    own_B = ((torch.randn(len(rows), generator=generator) - 0.5).exp() * 1500).clamp(max=8000)
+    mask_BT = torch.zeros(len(rows), prompt + 1, dtype=torch.bool)
+    mask_BT[:, -1] = True
+    batch = replace(collate(rows), lengths_B=prompt + 8 + own_B.long(), mask_BT=mask_BT)
+    loads = []
+    for rows_B in Ranks(0, size).shares(batch, shares_prompts):
+        repeated = len(rows_B) - len(set(batch.group_B[rows_B].tolist()))
+        loads.append(int(batch.lengths_B[rows_B].sum()) - shares_prompts * repeated * prompt)
+    return loads
+
+
+def test_no_process_waits_long_for_the_one_with_the_largest_share() -> None:
+    loads = share_loads(num_groups=16, prompt=300, size=16, shares_prompts=False)
+    assert max(loads) < 1.03 * sum(loads) / 16
+    loads = share_loads(num_groups=16, prompt=300, size=16, shares_prompts=True)
+    assert max(loads) < 1.15 * sum(loads) / 16
+    least = share_loads(num_groups=16, prompt=1500, size=1, shares_prompts=True)
+    loads = share_loads(num_groups=16, prompt=1500, size=16, shares_prompts=True)
+    assert sum(loads) <= sum(least) + 15 * 1500, "most prompts are computed once"
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=8))
+def test_the_largest_share_of_neighbours_is_as_small_as_possible(drawn: list[Any]) -> None:
+    """Of all ways to cut them into three."""
+    tokens = [own for own, _ in drawn]
+    pairs = zip(pairwise(tokens), drawn[1:], strict=True)
+    common = [0, *(min(before, own, shared) for (before, own), (_, shared) in pairs)]
+
+    def largest(cuts: Sequence[int]) -> int:
+        bounds = pairwise([0, *cuts, len(tokens)])
+        return max(sum(tokens[a:b]) - sum(common[a + 1 : b]) for a, b in bounds)
+
+    pieces = _pieces(tokens, common, 3)
+    assert pieces == sorted(pieces) and set(pieces) <= {0, 1, 2}
+    every = combinations_with_replacement(range(len(tokens) + 1), 2)
+    assert largest([pieces.index(n) if n in pieces else len(tokens) for n in (1, 2)]) == min(
+        map(largest, every)
+    )
 
 
 # What is refused.

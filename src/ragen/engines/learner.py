@@ -381,7 +381,7 @@ class Learner:
             [rows_B[rows] for rows in row_splits(take(batch, rows_B), *settings)]
             if len(rows_B)
             else []
-            for rows_B in self.ranks.shares(batch)
+            for rows_B in self.ranks.shares(batch, self._shares_prompts)
         ]
 
     @cached_property

@@ -1,12 +1,15 @@
 """The processes that train together: what each one computes, and how their results are combined.
 
-A batch is split by whole episodes into shares with about the same number of tokens. The episodes of
-a group stay neighbours, so that few of the prompts that they share are computed in two processes.
+A batch is split by whole episodes into shares with about the same number of tokens, since all wait
+for the largest. If a model computes a prompt that a group shares once, the episodes of a group stay
+neighbours, so that few of these prompts are computed in two processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -72,8 +75,10 @@ class Ranks:
                 raise kind(text)
         return result
 
-    def shares(self, batch: Batch) -> list[Tensor]:
+    def shares(self, batch: Batch, shares_prompts: bool = False) -> list[Tensor]:
         """The rows of each process, ascending; none for some if there are few episodes.
+
+        `shares_prompts` is whether the model computes a prompt that episodes share only once.
 
         Example:
             >>> from dataclasses import replace
@@ -88,13 +93,57 @@ class Ranks:
             return [torch.arange(batch.num_rows)]
         episode_E, rank_B = torch.unique(batch.episode_B, return_inverse=True)
         tokens_E = torch.zeros_like(episode_E).index_add_(0, rank_B, batch.lengths_B)
-        group_E = torch.zeros_like(episode_E).scatter_(0, rank_B, batch.group_B)
-        order_E = torch.argsort(group_E, stable=True)
-        ends_E = tokens_E[order_E].cumsum(0)
-        middle_E = ends_E - tokens_E[order_E] / 2
         owner_E = torch.empty_like(episode_E)
-        owner_E[order_E] = (middle_E * self.size / ends_E[-1]).long()
+        if shares_prompts:
+            group_E = torch.zeros_like(episode_E).scatter_(0, rank_B, batch.group_B)
+            order_E = torch.argsort(group_E, stable=True)
+            prompts_B = batch.mask_BT.int().argmax(1)
+            prompts_E = tokens_E.scatter_reduce(0, rank_B, prompts_B, "amin")[order_E]
+            follows_E = group_E[order_E].diff(prepend=torch.tensor([-1])) == 0
+            common_E = torch.minimum(prompts_E, prompts_E.roll(1)) * follows_E
+            pieces = _pieces(tokens_E[order_E].tolist(), common_E.tolist(), self.size)
+            owner_E[order_E] = torch.tensor(pieces)
+        else:
+            owner_E[:] = torch.tensor(_spread(tokens_E.tolist(), self.size))
         return [(owner_E[rank_B] == rank).nonzero()[:, 0] for rank in range(self.size)]
+
+
+def _spread(tokens: Sequence[int], size: int) -> list[int]:
+    """A process for each episode: the longest first, to the process with fewest tokens.
+
+    Example:
+        >>> _spread([3, 5, 4, 6], 2)
+        [0, 1, 1, 0]
+    """
+    owners, loads = [0] * len(tokens), [(0, owner) for owner in range(size)]
+    for place in sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True):
+        load, owners[place] = loads[0]
+        heapq.heapreplace(loads, (load + tokens[place], owners[place]))
+    return owners
+
+
+def _pieces(tokens: Sequence[int], common: Sequence[int], size: int) -> list[int]:
+    """A process for each episode: neighbours, and the largest share is as small as possible.
+
+    `common` are the tokens that an episode shares with the one before, which count once.
+
+    Example:
+        >>> _pieces([9, 9, 9, 9], [0, 8, 8, 8], 2), _pieces([9, 9, 9, 9], [0, 0, 8, 8], 2)
+        ([0, 0, 1, 1], [0, 1, 1, 1])
+    """
+
+    def cut(most: int) -> list[int]:
+        """Pieces of at most so many tokens, or of one episode."""
+        pieces, load = [0], tokens[0]
+        for own, shared in zip(tokens[1:], common[1:], strict=True):
+            load += own - shared
+            pieces.append(pieces[-1] + (load > most))
+            load = own if load > most else load
+        return pieces
+
+    least = max(tokens)
+    bounds = range(least, sum(tokens) + 1)
+    return cut(least + bisect_left(bounds, True, key=lambda most: cut(most)[-1] < size))
 
 
 ALONE = Ranks()
