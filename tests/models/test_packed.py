@@ -157,6 +157,19 @@ def test_different_prompts_that_begin_alike_share_their_beginning(
     assert_close(grads, expected_grads, GRADIENT)
 
 
+def test_padding_is_no_part_of_a_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt goes on, after all of an earlier row, with the token that pads that row."""
+    monkeypatch.setattr(packing_module, "BEGINNING", 8)
+    token_ids_BT = torch.arange(1, 21).repeat(2, 1)
+    token_ids_BT[0, 12:], token_ids_BT[1, 12:14] = 0, 0
+    wanted_BT = torch.zeros(2, 20, dtype=torch.bool)
+    wanted_BT[0, 9:11] = wanted_BT[1, 16:19] = True
+    batch = token_ids_BT, torch.tensor([12, 20]), wanted_BT
+    assert packing_module.shared_prefixes(*batch)[1].tolist() == [0, 12]
+    model = build("Llama")
+    assert_close(hidden_states(model, *batch), padded_hidden_states(model, *batch))
+
+
 def test_recomputed_layers_use_the_attention_of_their_forward() -> None:
     plain, recomputing = build("Llama"), build("Llama")
     recompute_layers(recomputing)

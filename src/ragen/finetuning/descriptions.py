@@ -68,7 +68,7 @@ def places(env: GridEnv, mark: str) -> list[Cell]:
 
 
 def neighbours(env: GridEnv, here: Cell) -> dict[str, Cell]:
-    """The neighbouring cells inside the map, its border left out, by the action towards each."""
+    """The neighbouring cells that are on the map, by the action towards each."""
     cells, (row, col) = cells_of(env.rows()), here
     ahead = {
         action: (row + STEPS[action][0], col + STEPS[action][1]) for action in env.actions or ()

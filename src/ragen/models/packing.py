@@ -132,7 +132,7 @@ def shared_prefixes(
 
     def common_with(row: int, others_R: Tensor) -> Tensor:
         same_RT = token_ids_BT[others_R] == token_ids_BT[row]
-        return same_RT.cumprod(1).sum(1).minimum(lengths_B[row])
+        return same_RT.cumprod(1).sum(1).minimum(lengths_B[row]).minimum(lengths_B[others_R])
 
     left_R = origin_B.clone()
     firsts: list[int] = []  # of each prompt
