@@ -242,6 +242,11 @@ def test_a_wanderer_describes_the_map_and_moves_at_random(env: str) -> None:
             assert here and thought.startswith(f"I am at {here[1]}.")
             (goal,) = re.findall(r"(?:Goal|Targets): (\(.*?\))", state)
             assert f"at {goal} is" in thought
+    batch = collate_examples(examples.kept, examples.trained)
+    every = collate_examples(examples.kept).mask_BT
+    left_out = batch.token_ids_BT[every & ~batch.mask_BT].tolist()
+    chosen = [chat.encode_text(f" {action}") for action in actions]
+    assert left_out == [token for tokens in chosen for token in tokens], "only the choices"
     shares = [actions.count(action) / len(actions) for action in make(env).actions or ()]
     assert len(shares) == 4 and min(shares) > 0.1 and sum(shares) == pytest.approx(1)
 

@@ -11,8 +11,7 @@ import copy
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +29,11 @@ from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import RagenError, last_line
 from ragen.core.seeding import derive
 from ragen.core.stopping import run_async
-from ragen.core.types import Episode, Sample
+from ragen.core.types import Sample
 from ragen.engines.learner import Learner
 from ragen.engines.machine import use_threads
 from ragen.finetuning.curriculum import FAMILIES, LAYERS, WARMUP_STEPS, Lesson, Stage
-from ragen.finetuning.demonstrations import Demonstrator
+from ragen.finetuning.demonstrations import Demonstrator, mask_untrained
 from ragen.finetuning.tokenizer import build
 from ragen.models.loading import save_model
 from ragen.rollout.chat import Chat
@@ -196,23 +195,6 @@ class LessonPlayer:
             raise RagenError(
                 f"the environment {setup.env!r} fails: {reason}; run `ragen check` on it"
             )
-        return mask_untrained(*to_samples(groups), demonstrator.trained)
-
-
-def mask_untrained(
-    samples: Sequence[Sample], episodes: Sequence[Episode], trained: Mapping[int, Sequence[bool]]
-) -> list[Sample]:
-    """Remove from the loss mask the tokens that a teacher marks as not trained.
-
-    `trained` says, for each turn by its prompt's seed, which tokens of the completion are trained.
-    """
-    masked = []
-    for sample in samples:
-        turns = episodes[sample.episode].turns
-        numbers = sorted({number for number in sample.turn_index if number >= 0})
-        flags = [flag for number in numbers for flag in trained[turns[number].prompt.seed]]
-        assert len(flags) == sum(sample.loss_mask), "a completion is in one sample as a whole"
-        remaining = iter(flags)
-        mask = tuple(sampled and next(remaining) for sampled in sample.loss_mask)
-        masked.append(replace(sample, loss_mask=mask))
-    return masked
+        samples, episodes = to_samples(groups)
+        prompts = [[turn.prompt for turn in episode.turns] for episode in episodes]
+        return mask_untrained(samples, prompts, demonstrator.trained)

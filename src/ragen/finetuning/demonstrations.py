@@ -7,13 +7,14 @@ answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ragen.core.seeding import derive
-from ragen.core.types import Completion, Prompt
+from ragen.core.types import Completion, Prompt, Sample
 from ragen.envs.bandit import Bandit
 from ragen.envs.contract import Env, Info, State, generators, pick
 from ragen.rollout.chat import Chat
@@ -53,6 +54,27 @@ class Demonstrator(PlayerPolicy):
         ids = tuple(token for tokens, _ in encoded for token in tokens)
         self.trained[prompt.seed] = tuple(trained for tokens, trained in encoded for _ in tokens)
         return written_completion("".join(piece.text for piece in reply), lambda _: ids)
+
+
+def mask_untrained(
+    samples: Sequence[Sample],
+    prompts: Sequence[Sequence[Prompt]],
+    trained: Mapping[int, Sequence[bool]],
+) -> list[Sample]:
+    """Remove from the loss mask the tokens that a teacher marks as not trained.
+
+    `prompts` are those of each episode's turns. `trained` is that of `Demonstrator`.
+    """
+    masked = []
+    for sample in samples:
+        numbers = sorted({number for number in sample.turn_index if number >= 0})
+        turns = prompts[sample.episode]
+        flags = [flag for number in numbers for flag in trained[turns[number].seed]]
+        assert len(flags) == sum(sample.loss_mask), "a completion is in one sample as a whole"
+        remaining = iter(flags)
+        mask = tuple(sampled and next(remaining) for sampled in sample.loss_mask)
+        masked.append(replace(sample, loss_mask=mask))
+    return masked
 
 
 def answer(actions: list[str]) -> str:

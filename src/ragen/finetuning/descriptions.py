@@ -6,8 +6,10 @@ the neighbouring cells hold. Then it goes to one of these at random::
     I am at (1, 1). The goal at (2, 1) is down. Left (1, 0) is free, Down (2, 1) is the goal,
     Right (1, 2) is a hole, Up (0, 1) is free. I go Right.
 
-So a language model learns the form of a reply and to read the map, but no aim and no plan. The
-positions are those of the observation ``coord``.
+The word for the chosen move is not trained. So a language model learns the form of a reply and to
+read the map, but no aim and no plan, and it keeps what it knows about words: a model that is
+trained to choose at random learns to ignore its own description. The positions are those of the
+observation ``coord``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ STEPS = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 
 
 def wanderer(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
-    """One random move inside the map, after a description of the map.
+    """One random move inside the map, after a description of the map; its choice is not trained.
 
     Raises:
         RagenError: The environment is neither FrozenLake nor Sokoban with one box.
@@ -39,7 +41,8 @@ def wanderer(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
         Player: (0, 3)
         Goal: (3, 1)
         Holes: (1, 2), (2, 3), (3, 3)
-        >>> wanderer(env, Limits(1, 5, 10, 1), np.random.Generator(np.random.PCG64(0)))[0].text
+        >>> reply = wanderer(env, Limits(1, 5, 10, 1), np.random.Generator(np.random.PCG64(0)))
+        >>> "".join(piece.text for piece in reply)
         'I am at (0, 3). The goal at (3, 1) is down and left. Left (0, 2) is free, Down (1, 3) is \
 free. I go Down.</think><answer>Down</answer>'
     """
@@ -59,7 +62,8 @@ free. I go Down.</think><answer>Down</answer>'
     else:
         raise RagenError("a wanderer plays frozen-lake, and sokoban with one box: take random")
     action = pick(generator, list(neighbours(env, here)))
-    return [Piece(f"{text} I go {action}.{answer([action])}")]
+    chosen = Piece(f" {action}", trained=False)
+    return [Piece(f"{text} I go"), chosen, Piece(f".{answer([action])}")]
 
 
 def places(env: GridEnv, mark: str) -> list[Cell]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -35,7 +35,12 @@ from ragen.engines.machine import use_threads
 from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.evaluation.targets import load_target, refuse_absent
 from ragen.finetuning.curriculum import TEACHERS
-from ragen.finetuning.demonstrations import Demonstrator, neutral_thought, plan_in_words
+from ragen.finetuning.demonstrations import (
+    Demonstrator,
+    mask_untrained,
+    neutral_thought,
+    plan_in_words,
+)
 from ragen.finetuning.descriptions import wanderer
 from ragen.finetuning.transcripts import (
     OWN_PLAYERS,
@@ -79,7 +84,7 @@ Keep = Literal["solved", "all"]
 
 UNSKILLED = {
     "random": "lean to no action",
-    "wanderer": "describe the map: positions, directions and neighbouring cells",
+    "wanderer": "describe the map and then name a move, a word that is not trained",
 }
 """Random players, and what their thoughts do."""
 
@@ -93,7 +98,8 @@ class Examples:
 
     `unsolved` counts the episodes that are not kept: failed ones and, where only solved ones are
     kept, those without success. `too_long` counts the examples that do not fit into a rollout. Both
-    are left out. `shows` says in a sentence what there is to learn from the examples.
+    are left out. `shows` says in a sentence what there is to learn from the examples. `trained` is
+    that of a `Demonstrator`; without one, all tokens of the replies are trained.
     """
 
     source: str
@@ -101,6 +107,7 @@ class Examples:
     kept: list[Example]
     unsolved: int
     too_long: int
+    trained: Mapping[int, Sequence[bool]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """One line."""
@@ -186,7 +193,8 @@ def sft(
     else:
         examples = transcript_examples(config, chat, transcripts)
     training, held_out = split_examples(examples.kept, derive(config.seed, "sft", "held out"))
-    train_batch, test_batch = collate_examples(training), collate_examples(held_out)
+    train_batch = collate_examples(training, examples.trained)
+    test_batch = collate_examples(held_out, examples.trained)
     update = config.update.model_copy(update={"lr": lr})
     size = update.minibatch_episodes
     num_steps = epochs * max(1, round(len(training) / size))
@@ -308,7 +316,8 @@ def played_examples(
         )
     else:
         shows = f"All episodes of {player} in {env} were kept, successes and failures."
-    return _fitting(f"{player} episodes", shows, examples, len(played) - len(kept), config)
+    fitting = _fitting(f"{player} episodes", shows, examples, len(played) - len(kept), config)
+    return replace(fitting, trained=policy.trained) if isinstance(policy, Demonstrator) else fitting
 
 
 def _player(config: Config, chat: Chat, player: str) -> tuple[Policy | PlayerPolicy, Setup]:
@@ -404,9 +413,15 @@ def split_examples(examples: Sequence[Example], seed: int) -> tuple[list[Example
     return training, [examples[i] for i in sorted(held_out)]
 
 
-def collate_examples(examples: Sequence[Example]) -> Batch:
+def collate_examples(
+    examples: Sequence[Example], trained: Mapping[int, Sequence[bool]] | None = None
+) -> Batch:
     """One batch of the examples; each is one episode and one group."""
-    return collate([sample for i, each in enumerate(examples) for sample in join(each, i, i)])
+    samples = [sample for i, each in enumerate(examples) for sample in join(each, i, i)]
+    if trained:
+        prompts = [[prompt for prompt, _ in example] for example in examples]
+        samples = mask_untrained(samples, prompts, trained)
+    return collate(samples)
 
 
 def epoch_minibatches(
