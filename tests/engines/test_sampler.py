@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ragen.core.errors import NotFiniteError
 from ragen.core.types import Completion, Prompt
 from ragen.engines.sampler import Sampler, draw
+from ragen.engines.slots import BEGINNING
 from ragen.models.model import hidden_states, token_logprobs
 from tests.models.test_model import tiny
 from tests.tolerance import LOGPROB
@@ -181,6 +182,28 @@ def test_every_turn_prefills_only_new_tokens() -> None:
     prompts = sum(len(p.token_ids) for turns in played for p, _ in turns)
     assert sampler.stats.reused == prompts - sampler.stats.prefilled
     assert sampler.stats.sampled == sum(len(c.token_ids) for turns in played for _, c in turns)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
+@pytest.mark.parametrize(("slots", "times"), [(3, 2), (5, 1), (8, 1)])
+def test_different_prompts_that_begin_alike_read_their_beginning_once(
+    kind: str, slots: int, times: int
+) -> None:
+    """Some begin longer alike; a slot that is not taken again gives its beginning to later ones."""
+    model, rules = tiny(kind), tuple(3 + i % 20 for i in range(BEGINNING + 6))
+    ends = [(1, 4, 5), (1, 4, 6, 7), (9,), (9, 8, 7), (1, 5), (10,)]
+    prompts = [make_prompt(rules + end, seed) for seed, end in enumerate(ends)]
+    sampler = make_sampler(model, slots=slots)
+
+    async def together() -> list[Completion]:
+        return await asyncio.gather(*map(sampler.complete, prompts))
+
+    for prompt, completion in zip(prompts, asyncio.run(together()), strict=True):
+        expected = recomputed(model, prompt, completion)
+        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=LOGPROB)
+    total = sum(len(prompt.token_ids) for prompt in prompts)
+    assert sampler.stats.prefilled <= times * len(rules) + sum(map(len, ends))
+    assert sampler.stats.reused == total - sampler.stats.prefilled
 
 
 def test_running_episodes_keep_their_slots_when_slots_are_few() -> None:

@@ -2,7 +2,8 @@
 
 Requests occupy slots of a key–value cache. All slots step together. A slot that becomes free is
 filled again before the next forward. If a prompt extends what a slot remembers, only the new tokens
-are read. A prompt that several requests share is read once (`ragen.engines.slots`).
+are read. A prompt that several requests share is read once, and so is a long beginning of
+different prompts (`ragen.engines.slots`).
 
 The order of all work follows from the order of the requests, and every request draws from its own
 generator. So the same requests in the same order give the same tokens and logprobs, bit for bit.
@@ -24,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ragen.core.types import Prompt
 from ragen.engines.sampling import QUIET_ROUNDS, Decode, QueuedPolicy
-from ragen.engines.slots import SlotTable, Tokens
+from ragen.engines.slots import BEGINNING, SlotTable, Tokens, common
 from ragen.models.decoder import PATHS, Decoder, make_decoder
 from ragen.models.device import to_device
 from ragen.models.graphs import GraphDecoder, recorder
@@ -194,16 +195,43 @@ class Sampler(QueuedPolicy):
                 known = len(request.tokens) - 1
                 self._decoder.copy(holder, request.slot, known)
             reads.append((request, known))
-        logits_NV = self._prefill(reads)
+        before = self.stats.prefilled
+        logits_NV = self._prefill(self._share_beginnings(reads))
         for row, request in followers:
             self._decoder.copy(reads[row][0].slot, request.slot, len(request.tokens))
         for request in fresh:
             self._table.set_first_prompt(request.slot, request.tokens)
         prompts = sum(len(request.tokens) for request in resumed + fresh)
-        prefilled = sum(len(request.tokens) - known for request, known in reads)
-        self.stats.prefilled += prefilled
-        self.stats.reused += prompts - prefilled
+        self.stats.reused += prompts - (self.stats.prefilled - before)
         return logits_NV[rows] if followers else logits_NV
+
+    def _share_beginnings(self, reads: list[tuple[_Request, int]]) -> list[tuple[_Request, int]]:
+        """Give prompts that begin alike what a slot holds of that, or read it in the first of them.
+
+        `reads` are requests with the number of tokens that are known of each prompt; so is what is
+        returned.
+        """
+        alike: dict[Tokens, list[int]] = {}
+        for row, (request, known) in enumerate(reads):
+            if known == 0 and len(request.tokens) > BEGINNING:
+                alike.setdefault(request.tokens[:BEGINNING], []).append(row)
+        shared = list(reads)
+        for first, *rows in alike.values():
+            leader, _ = reads[first]
+            slot, tokens = leader.slot, leader.tokens
+            found = self._table.alike(tokens)
+            if found is not None:
+                (slot, tokens), rows = found, [first, *rows]
+            elif rows:
+                count = min(common(tokens, reads[row][0].tokens) for row in rows)
+                shared[first] = leader, self._read_until(leader, 0, count)
+                tokens = tokens[: count + 1]
+            for row in rows:
+                request, _ = reads[row]
+                count = common(tokens, request.tokens)
+                self._decoder.copy(slot, request.slot, count)
+                shared[row] = request, count
+        return shared
 
     def _start(self, request: _Request) -> None:
         slot, prompt = request.slot, request.prompt
@@ -240,6 +268,7 @@ class Sampler(QueuedPolicy):
 
     def _prefill(self, reads: list[tuple[_Request, int]]) -> Tensor:
         reads = [(request, self._read_ahead(request, known)) for request, known in reads]
+        self.stats.prefilled += sum(len(request.tokens) - known for request, known in reads)
         logits, batch, size = [], [], 0
         for k, (request, known) in enumerate(reads):
             batch.append((request.slot, known, request.tokens[known:]))
@@ -254,12 +283,17 @@ class Sampler(QueuedPolicy):
 
     def _read_ahead(self, request: _Request, known: int) -> int:
         """Read a long prompt up to its last `PREFILL_TOKENS`; returns how many tokens are known."""
-        while len(request.tokens) - known > PREFILL_TOKENS:
-            tokens = request.tokens[known : known + PREFILL_TOKENS]
-            self._decoder.prefill([request.slot], [known], [tokens])
+        parts = (len(request.tokens) - known - 1) // PREFILL_TOKENS
+        return self._read_until(request, known, known + parts * PREFILL_TOKENS)
+
+    def _read_until(self, request: _Request, known: int, end: int) -> int:
+        """Read a prompt's tokens before `end`, and return it."""
+        for start in range(known, end, PREFILL_TOKENS):
+            tokens = request.tokens[start : min(start + PREFILL_TOKENS, end)]
+            self._decoder.prefill([request.slot], [start], [tokens])
             self.stats.forwards += 1
-            known += PREFILL_TOKENS
-        return known
+        self.stats.prefilled += end - known
+        return end
 
     def _step(self) -> None:
         """Sample one token of every running request."""

@@ -2,7 +2,7 @@
 
 A slot is free (nothing in it is of use), running, or idle: it remembers the tokens of a finished
 request. Within an episode the next prompt extends them, so it resumes the slot and reads only what
-is new. The slots of a group's first prompts are known by that prompt, so that it can be copied.
+is new. Slots are known by their first prompt, so that it, or its beginning, can be copied.
 """
 
 from __future__ import annotations
@@ -11,8 +11,23 @@ from collections.abc import Collection
 
 Tokens = tuple[int, ...]
 
+BEGINNING = 64
+"""Shortest beginning in tokens of different prompts that is read in one of them."""
+
 TAIL = 8
 """Last tokens by which a remembered sequence is looked up before it is compared in full."""
+
+
+def common(one: Tokens, other: Tokens) -> int:
+    """The number of tokens with which both begin, but for the last of each, which is read anyway.
+
+    Example:
+        >>> common((5, 6, 7, 8), (5, 6, 9)), common((5, 6), (5, 6, 7))
+        (2, 1)
+    """
+    pairs = zip(one[:-1], other[:-1], strict=False)
+    alike = (count for count, (a, b) in enumerate(pairs) if a != b)
+    return next(alike, min(len(one), len(other)) - 1)
 
 
 class SlotTable:
@@ -85,6 +100,21 @@ class SlotTable:
     def holder(self, prompt: Tokens) -> int | None:
         """A slot whose cache begins with a first prompt."""
         return self._holders.get(prompt)
+
+    def alike(self, prompt: Tokens) -> tuple[int, Tokens] | None:
+        """A slot whose cache begins with a first prompt that begins like this one, and that prompt.
+
+        Example:
+            >>> table, rules = SlotTable(1), (5,) * BEGINNING
+            >>> table.set_first_prompt(table.take(), (*rules, 1, 2))
+            >>> slot, first = table.alike((*rules, 1, 3))
+            >>> slot, len(first), table.alike((*rules[1:], 1, 3))
+            (0, 66, None)
+        """
+        for first, slot in self._holders.items():
+            if first[:BEGINNING] == prompt[:BEGINNING]:
+                return slot, first
+        return None
 
     def set_first_prompt(self, slot: int, prompt: Tokens) -> None:
         """Record that a slot's cache begins with a first prompt."""
