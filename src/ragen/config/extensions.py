@@ -151,7 +151,8 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
 def load(name: str, kind: Kind) -> Loaded:
     """The object of a name from outside, loaded once.
 
-    A run calls ``load.cache_clear()`` when it begins, so it runs the code whose hash it records.
+    A run or an evaluation calls ``load.cache_clear()`` when it begins, so it runs the code whose
+    hash it records.
 
     Raises:
         RagenError: It cannot be loaded, or its signature is wrong.
