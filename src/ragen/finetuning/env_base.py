@@ -91,8 +91,8 @@ def prepare_env(
     config says that it reads compact prompts.
 
     Raises:
-        RagenError: `out` exists, or the environment fails, has tools, or has neither a random
-            player nor a solver.
+        RagenError: `out` exists or cannot be written, or the environment fails, has tools, or has
+            neither a random player nor a solver.
     """
     began = time.monotonic()
     if out.exists():
@@ -141,10 +141,10 @@ def prepare_env(
         stages = stages_of(teacher, partial(Screen, make), env, episodes, window)
     setattr(model.config, PROMPT_STYLE, "compact")
     player = LessonPlayer(chat, seed, LONGEST)
-    for number, stage in enumerate(stages):
-        teach(model, player, stage, number, steps, watch)
     count = sum(min(stage.steps, steps or stage.steps) * stage.episodes for stage in stages)
     with new_folder(out) as folder:
+        for number, stage in enumerate(stages):
+            teach(model, player, stage, number, steps, watch)
         save(model, tokenizer, folder)
         made = EnvBase(out, model.num_parameters(), count, time.monotonic() - began)
         text = card(env, made, teacher, met, seed, _changes(env, window))
