@@ -297,7 +297,7 @@ def _cautions(a: Sequence[str], b: Sequence[str]) -> Iterator[str]:
             "truth far more often than in 5 of 100 cases. So does that of the difference if some "
             f"seeds of a method collapse. Train {FEW_SEEDS} or more."
         )
-    runs = {run_of(target) for target in (*a, *b)}
+    runs = {run.resolve() if (run := run_of(target)) else None for target in (*a, *b)}
     if len(a) == len(b) == 1 and len(runs) == 2 and None not in runs:
         yield (
             "One training seed per arm shows which run is better, not which method: name the runs "
