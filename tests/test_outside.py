@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 import ragen
 from ragen.cli.main import main
+from ragen.config.config import Config
 from ragen.config.extensions import DETECTOR, ESTIMATOR, KINDS, LOSS, SCORE, TERM, TOOL_PARSER
 from ragen.config.reading import resolve
 from ragen.config.sources import sources
@@ -23,6 +25,7 @@ from ragen.core.plugins import load_object, reference_to
 from ragen.core.types import Turn
 from ragen.envs.contract import Env
 from ragen.models.names import base_folder
+from ragen.training.code_check import load_code
 
 DOCS = Path(__file__).parents[1] / "docs"
 SMALL = {"steps": 2, "eval.episodes": 8, "rollout.num_groups": 4, "threads": 1}
@@ -311,6 +314,18 @@ def test_two_functions_with_the_same_name_are_refused() -> None:
         ragen.train("bandit", SMALL, rewards=rewards, out="run")
     with refused:
         ragen.train("bandit", SMALL, loss=lambda _: 0.0, advantage=lambda _: [0.0], out="run")
+    assert not Path("run").exists()
+
+
+def test_a_config_is_not_trained_with_a_later_function_of_the_same_name() -> None:
+    def config_with(term: Callable[[Turn], float]) -> Config:
+        return load_code(resolve("bandit", {"reward.terms": {term: 0.1}}))
+
+    first = config_with(lambda turn: 1.0)
+    assert load_code(first) == first
+    assert config_with(lambda turn: 0.5).sources != first.sources
+    with pytest.raises(RagenError, match=r"^python:.*<lambda> of this config has lost its name"):
+        ragen.train(first, out="run")
     assert not Path("run").exists()
 
 

@@ -66,6 +66,23 @@ def test_a_sampler_that_never_starts_is_tried_again_and_told_once(
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("is_player", [False, True])
+def test_between_two_attempts_nothing_asks_for_a_sign_of_life(
+    monkeypatch: pytest.MonkeyPatch, is_player: bool
+) -> None:
+    async def play() -> None:
+        engine = engine_of(monkeypatch, is_lost=True)
+        engine._spawn_player = engine._spawn_sampler
+        monkeypatch.setattr(ray_engine, "BEAT_S", 60.0)
+        task = asyncio.create_task(engine._revive(0, is_player))
+        while not engine._events:
+            await asyncio.sleep(0)
+        assert not task.done() and engine._processes == []
+        task.cancel()
+
+    asyncio.run(play())
+
+
 def test_wrong_weights_of_a_new_sampler_end_the_run_also_if_nobody_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -135,9 +135,12 @@ def test_runs_with_different_seeds_form_an_arm(tmp_path: Path) -> None:
     page = markdown([comparison_table(comparison), *closing_sections([comparison])])
     assert f"{a} (3 seeds): 62.5%, 75.0%, 87.5%." in page
     assert "2 training seeds are few" in page and FEW_SEEDS == 5
-    for again in (f"{a}/", os.path.relpath(a)):
+    checkpoint = f"{a}/checkpoints/step-4"
+    for again in (f"{a}/", os.path.relpath(a), checkpoint):
         with pytest.raises(RagenError, match="named twice"):
             refuse_absent_targets([a, again], [b], None)
+    with pytest.raises(RagenError, match=rf"^{a} is named twice \({checkpoint}, .*-2\), but"):
+        refuse_absent_targets([checkpoint, f"{a}/checkpoints/step-2"], [b], None)
 
 
 def test_one_run_per_arm_gives_a_caution(tmp_path: Path) -> None:
@@ -148,7 +151,9 @@ def test_one_run_per_arm_gives_a_caution(tmp_path: Path) -> None:
         "which run is better, not which method"
         in compare_arms("", [a], [b], {}, measure).cautions[0]
     )
-    for other in (a, "random"):
+    again = os.path.relpath(a)
+    for other in (a, again, "random"):
+        measure = scripted(solved | {again: levels(1, 1)})
         assert compare_arms("", [a], [other], {}, measure).cautions == ()
 
 

@@ -241,6 +241,16 @@ def test_an_edited_parser_and_edited_data_are_another_evaluation(tmp_path: Path)
     assert known[0] != known[1]
 
 
+def test_a_parser_that_is_edited_between_two_evaluations_is_loaded_anew(tmp_path: Path) -> None:
+    parser, folders = tmp_path / "parser.py", set[str]()
+    for content in ("def read(reply):\n    return []\n", "def read(reply):\n    return [1]\n"):
+        parser.write_text(content)
+        values = {"env": "bandit", "prompt.tool_parser": f"{parser}:read"}
+        found, _ = evaluate_target("random", values, episodes=1, out=tmp_path / "out")
+        folders.add(found.folder)
+    assert len(folders) == 2
+
+
 @pytest.mark.parametrize("env", [["bandit"], {"sokoban": 1}, 3])
 def test_an_environment_s_name_that_is_no_text_is_one_line(env: Any) -> None:
     with pytest.raises(RagenError, match=r"^env\.name = .*: expected text$"):

@@ -1,6 +1,7 @@
 """The embedded models: preparation is deterministic, and the shipped models load and learn."""
 
 import asyncio
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ from ragen import evaluate, train
 from ragen.core.errors import RagenError
 from ragen.core.seeding import BASE_LEVELS, EVAL_LEVELS
 from ragen.envs.registry import env_factory
+from ragen.finetuning import base
 from ragen.finetuning.base import LessonPlayer, new_model, prepare, save
 from ragen.finetuning.curriculum import FAMILIES, Lesson, Stage
 from ragen.finetuning.demonstrations import Demonstrator, Lookup, Piece, answer, look_up
+from ragen.finetuning.env_base import prepare_env
 from ragen.finetuning.tokenizer import build
 from ragen.models.adapter_folder import hash_tensors
 from ragen.models.names import EMBEDDED, base_folder
 from ragen.rollout.chat import Chat
+from ragen.rollout.env_settings import config_of_env
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import Setup
 
@@ -47,6 +51,33 @@ def test_a_short_preparation_is_deterministic_and_in_the_right_format(tmp_path: 
             prepare("bandit", tmp_path / "new", stages_out=tmp_path / folder)
     with pytest.raises(RagenError, match="exists already"):
         prepare("bandit", tmp_path / "a")
+    with pytest.raises(RagenError, match=r"new/parts is in .*new, which is made last"):
+        prepare("bandit", tmp_path / "new", stages_out=tmp_path / "new" / "parts")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_any_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LessonPlayer, "samples", lambda *_: pytest.fail("a step was taken"))
+    (tmp_path / "file").write_text("")
+    env = config_of_env({"env.name": "bandit"}).env
+    for make in (partial(prepare, "bandit"), partial(prepare_env, env)):
+        with pytest.raises(RagenError, match=r"^cannot write .*new: not a directory; free space"):
+            make(tmp_path / "file" / "new")
+
+
+def test_an_interrupted_preparation_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_model: Any, _tokenizer: Any, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "model.safetensors").write_text("")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(base, "save_model", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare("bandit", tmp_path / "new", steps=1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_seed_gives_another_model(tmp_path: Path) -> None:

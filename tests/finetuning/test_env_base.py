@@ -213,10 +213,20 @@ def test_the_card_says_how_to_train_in_the_same_environment() -> None:
         ("openenv:/home/me/a.py:app", {}, "openenv:a.py:app --model DIR"),
         ("word-problems", {"path": "/home/me/w.jsonl"}, "word-problems --model DIR"),
     ):
-        text = card(EnvConfig(name=name, params=params), made, teacher, met, 0)
+        text = card(EnvConfig(name=name, params=params), made, teacher, met, 0, {})
         assert f"`ragen train --env {command}" in text and "/home" not in text
         assert all(f"--env.params.{key} " in text for key in params)
     assert " --env.params.path w.jsonl`" in text
+
+
+def test_the_command_of_the_card_has_the_budgets_and_the_window_that_were_changed(
+    tmp_path: Path,
+) -> None:
+    out, keys = tmp_path / "base", "--prompt.window 1 --env.timeout_s 9.0 --env.max_turns 3"
+    same = "--env.max_actions 2"  # as the environment has it
+    line = f"base --env {ECHO} --out {out} --steps 1 {keys} {same}"
+    assert main(line.split()) == 0
+    assert f"--model DIR {keys}` trains it further" in (out / "README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,23 @@ def test_fine_tuning_keeps_the_checkpoint_that_it_began_with_only_for_an_adapter
     for kind in ("kl", "lora"):
         sft(child_of(parent, kind), parent.with_name(kind), episodes=4, epochs=1)
         assert (checkpoint.newest(parent) / checkpoint.IN_USE).exists() == (kind == "lora")
+
+
+def test_an_interrupted_fine_tuning_does_not_keep_the_checkpoint_for_itself(parent: Path) -> None:
+    mark, config = checkpoint.newest(parent) / checkpoint.IN_USE, child_of(parent, "lora")
+
+    def interrupt(line: str, other: str) -> None:
+        if line.startswith("step"):
+            assert mark.exists()
+            if other == "meanwhile":
+                checkpoint.hold(mark.parent)
+            raise KeyboardInterrupt
+
+    for other in ("none", "meanwhile", "before"):  # when another run began to hold it
+        watch = partial(interrupt, other=other)
+        with pytest.raises(KeyboardInterrupt):
+            sft(config, parent.with_name("tuned"), episodes=4, epochs=1, watch=watch)
+        assert mark.exists() == (other != "none")
 
 
 def test_a_child_goes_on_after_its_parent_was_rolled_back(parent: Path) -> None:

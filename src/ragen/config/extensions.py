@@ -14,6 +14,7 @@ from functools import cache
 from inspect import signature
 from types import MappingProxyType
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -126,12 +127,17 @@ def library_of(name: str) -> Library | None:
 
 
 def short_name(name: str) -> str:
-    """A name without the file or module that it comes from, for metrics and messages.
+    """A name without the file or module that it comes from, for metrics, messages and run folders.
 
     Example:
         >>> short_name("/home/me/terms.py:brevity"), short_name("grounding")
         ('brevity', 'grounding')
+        >>> short_name("openenv:http://host:8000")
+        'openenv-host'
     """
+    library, _, target = name.partition(":")
+    if "://" in target:
+        return f"{library}-{urlsplit(target).hostname}"
     return name.rpartition(":")[2].rpartition(".")[2]
 
 
@@ -151,7 +157,8 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
 def load(name: str, kind: Kind) -> Loaded:
     """The object of a name from outside, loaded once.
 
-    A run calls ``load.cache_clear()`` when it begins, so it runs the code whose hash it records.
+    A run or an evaluation calls ``load.cache_clear()`` when it begins, so it runs the code whose
+    hash it records.
 
     Raises:
         RagenError: It cannot be loaded, or its signature is wrong.

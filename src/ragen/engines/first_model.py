@@ -32,18 +32,21 @@ def pin_first(config: Config) -> Config:
     return changed(config, {key: resolve_model(name, env) for key, name in runs.items()})
 
 
-def hold_first(config: Config, path: str, note: Callable[[str], None]) -> None:
+def hold_first(config: Config, path: str, note: Callable[[str], None]) -> Callable[[], None]:
     """Keep the checkpoint that a run began with, if the run needs its weights later.
 
     `note` gets a warning if the checkpoint cannot be kept.
+
+    Returns:
+        What takes this back (`hold`), if nothing comes of the run.
 
     Raises:
         RagenError: The other run has deleted it.
     """
     if not (is_checkpoint(Path(path)) and _is_needed(config, path)):
-        return
+        return lambda: None
     try:
-        hold(Path(path))
+        return hold(Path(path))
     except OSError as error:
         if not Path(path).is_dir():
             raise RagenError(
@@ -53,6 +56,7 @@ def hold_first(config: Config, path: str, note: Callable[[str], None]) -> None:
             f"{path} cannot be kept ({error.strerror}): once its run deletes it, this run cannot "
             "be resumed; to be safe, begin with a copy (ragen export)"
         )
+        return lambda: None
 
 
 def find_first(config: Config, checkpoint: Path, engine_state: dict[str, Any]) -> str:

@@ -430,9 +430,10 @@ class RayEngine:
         if self._closed:  # since this task was begun
             return
         start, pause_s, reported = time.monotonic(), BEAT_S, set[str]()
+        processes = self._players if is_player else self._samplers
         while True:
             process = self._spawn_player(place) if is_player else self._spawn_sampler(place)
-            (self._players if is_player else self._samplers)[place] = process
+            processes[place] = process
             try:
                 await process.begin()  # this may wait for a machine until the run ends
                 if is_player:
@@ -442,13 +443,13 @@ class RayEngine:
                 break
             except ProcessLost as failure:
                 ray.kill(process.actor)
+                del processes[place]  # there is no sign of life to ask for until the next attempt
                 text = f"before it could join, the new {failure}; another one takes its place"
                 about = {"process": process.name, "what": "lost", "details": failure.details}
                 if text not in reported:
                     reported.add(text)
                     self._events.append((text, about))
                 if not is_player and self.rooms.is_further(place):
-                    del self._samplers[place]
                     self.rooms.clear(place)
                     return
             await asyncio.sleep(pause_s)

@@ -166,14 +166,22 @@ def refuse_absent_targets(a: Sequence[str], b: Sequence[str], server: Server | N
     """Refuse missing targets before anything is played.
 
     Raises:
-        RagenError: An arm is empty or names a target twice, or a target does not exist.
+        RagenError: An arm is empty, names a target or a run twice, or a target does not exist.
     """
+
+    def seed_of(target: str) -> Path:
+        return (run_of(target) or Path(target)).resolve()
+
     for arm in (a, b):
         if not all(arm or [""]):
             raise RagenError("an arm is one target, or several separated by commas: A1,A2,A3")
         for target in arm:
-            if [Path(each).resolve() for each in arm].count(Path(target).resolve()) > 1:
-                raise RagenError(f"{target} is named twice, but a seed counts once: leave one out")
+            same = [each for each in arm if seed_of(each) == seed_of(target)]
+            if len(same) > 1:
+                raise RagenError(
+                    f"{run_of(target) or target} is named twice ({', '.join(same)}), but a seed "
+                    "counts once: leave one out"
+                )
             refuse_absent(target, server)
 
 
@@ -289,7 +297,7 @@ def _cautions(a: Sequence[str], b: Sequence[str]) -> Iterator[str]:
             "truth far more often than in 5 of 100 cases. So does that of the difference if some "
             f"seeds of a method collapse. Train {FEW_SEEDS} or more."
         )
-    runs = {run_of(target) for target in (*a, *b)}
+    runs = {run.resolve() if (run := run_of(target)) else None for target in (*a, *b)}
     if len(a) == len(b) == 1 and len(runs) == 2 and None not in runs:
         yield (
             "One training seed per arm shows which run is better, not which method: name the runs "

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from ragen.config.config import Config
+from ragen.config.extensions import load
 from ragen.config.sections import MOST_EPISODES
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
@@ -101,6 +102,7 @@ def evaluate_target(
             out of its range, every episode failed, or the episodes cannot be stored.
     """
     start = time.monotonic()
+    load.cache_clear()  # a parser may have been edited, or another one passed under its name
     _refuse_out_of_range(episodes, samples, concurrency)
     config = config_for(target, overrides or {}, server)
     check_sampling(seed, temperature, config.rollout.sampler)

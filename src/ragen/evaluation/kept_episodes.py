@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ragen.config.config import Config
+from ragen.config.extensions import short_name
 from ragen.config.reading import changed, dump
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group, Turn
@@ -152,8 +153,10 @@ def _file_name(name: str) -> str:
     Example:
         >>> _file_name("models/smollm2/"), _file_name("my envs/maze.py:Maze"), _file_name("..")
         ('smollm2', 'Maze', 'eval')
+        >>> _file_name("openenv:http://host:8000")
+        'openenv-host'
     """
-    last = re.split(r"[/\\:]", name.rstrip("/\\"))[-1]
+    last = short_name(name) if "://" in name else re.split(r"[/\\:]", name.rstrip("/\\"))[-1]
     return re.sub(r"[^A-Za-z0-9_.]+", "-", last).strip("-.")[:60] or "eval"
 
 

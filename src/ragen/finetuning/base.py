@@ -39,6 +39,7 @@ from ragen.models.loading import save_model
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import Setup
+from ragen.storage.checkpoint import new_folder
 
 
 def model_config(
@@ -73,22 +74,28 @@ def prepare(
     stage, for a trial. `watch` receives a line of progress every 50 steps.
 
     Raises:
-        RagenError: There is no such family, or `out` or `stages_out` exists.
+        RagenError: There is no such family, `out` or `stages_out` exists or cannot be written, or
+            `stages_out` is in `out`.
     """
     if family not in FAMILIES:
         raise RagenError(f"unknown family {family!r}; choose one of {', '.join(FAMILIES)}")
     for folder in (out, stages_out):
         if folder is not None and folder.exists():
             raise RagenError(f"{folder} exists already; name a folder that does not")
+    if stages_out is not None and stages_out.resolve().is_relative_to(out.resolve()):
+        raise RagenError(f"{stages_out} is in {out}, which is made last; name one outside of it")
     use_threads(1)  # the same weights however many cores are free
     tokenizer, stages = build(), FAMILIES[family]
     model = new_model(tokenizer, LAYERS[family], seed)
     player = LessonPlayer(Chat(tokenizer), seed)
-    for number, stage in enumerate(stages):
-        teach(model, player, stage, number, steps, watch)
-        if stages_out is not None and stage is not stages[-1]:
-            save(model, tokenizer, stages_out / stage.name.replace(" ", "-").replace(",", ""))
-    save(model, tokenizer, out)
+    with new_folder(out) as whole:
+        for number, stage in enumerate(stages):
+            teach(model, player, stage, number, steps, watch)
+            if stages_out is not None and stage is not stages[-1]:
+                name = stage.name.replace(" ", "-").replace(",", "")
+                with new_folder(stages_out / name) as part:
+                    save(model, tokenizer, part)
+        save(model, tokenizer, whole)
     return out
 
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+from ragen.config.keys import BUDGETS, PARAMS
+from ragen.config.reading import flatten
 from ragen.config.sections import EnvConfig
 from ragen.config.sources import parts_of, without_folder
 from ragen.core.errors import RagenError
@@ -38,6 +41,7 @@ from ragen.finetuning.screen import (
 from ragen.finetuning.tokenizer import build, words_for
 from ragen.models.names import PROMPT_STYLE
 from ragen.rollout.chat import Chat
+from ragen.rollout.env_settings import config_of_env
 from ragen.rollout.setup import Setup, knows_no_tools
 from ragen.storage.checkpoint import new_folder
 from ragen.storage.settings import typed
@@ -87,8 +91,8 @@ def prepare_env(
     config says that it reads compact prompts.
 
     Raises:
-        RagenError: `out` exists, or the environment fails, has tools, or has neither a random
-            player nor a solver.
+        RagenError: `out` exists or cannot be written, or the environment fails, has tools, or has
+            neither a random player nor a solver.
     """
     began = time.monotonic()
     if out.exists():
@@ -137,13 +141,13 @@ def prepare_env(
         stages = stages_of(teacher, partial(Screen, make), env, episodes, window)
     setattr(model.config, PROMPT_STYLE, "compact")
     player = LessonPlayer(chat, seed, LONGEST)
-    for number, stage in enumerate(stages):
-        teach(model, player, stage, number, steps, watch)
     count = sum(min(stage.steps, steps or stage.steps) * stage.episodes for stage in stages)
     with new_folder(out) as folder:
+        for number, stage in enumerate(stages):
+            teach(model, player, stage, number, steps, watch)
         save(model, tokenizer, folder)
         made = EnvBase(out, model.num_parameters(), count, time.monotonic() - began)
-        text = card(env, made, teacher, met, seed)
+        text = card(env, made, teacher, met, seed, _changes(env, window))
         (folder / "README.md").write_text(text, encoding="utf-8")
     return made
 
@@ -192,8 +196,27 @@ def copying_stages(
     return (Stage("copying", 600, lessons, episodes, context_weight=0.03, **rates),)
 
 
-def card(env: EnvConfig, made: EnvBase, teacher: Reader | Copier, met: Survey, seed: int) -> str:
-    """What the model is and what it was shown, for the README of its folder."""
+def _changes(env: EnvConfig, window: int) -> dict[str, Any]:
+    """What is not as a run in the environment has it by itself, besides parameters, by key."""
+    given = {"env.name": env.name, PARAMS: env.params}
+    used = {f"env.{key}": each for key, each in env} | {"prompt.window": window}
+    keys = ("prompt.window", "env.timeout_s", "env.max_chars", *(f"env.{key}" for key in BUDGETS))
+    usual = flatten(config_of_env(given))
+    return {key: used[key] for key in keys if used[key] != usual[key]}
+
+
+def card(
+    env: EnvConfig,
+    made: EnvBase,
+    teacher: Reader | Copier,
+    met: Survey,
+    seed: int,
+    changes: Mapping[str, Any],
+) -> str:
+    """What the model is and what it was shown, for the README of its folder.
+
+    A run needs the `changes` of its settings, by key, to play as the model was shown.
+    """
     is_random = teacher.choose is random_actions
     play = "random play" if is_random else "optimal play, since nothing plays it at random"
     skill = "no plan and no skill" if is_random else "the solver's actions, without a reason"
@@ -212,8 +235,10 @@ screen; none was chosen for its use."""
         seen = f"A screen, and what a thought says about it:\n\n```\n{shown}\n\n{thought}\n```"
     library, file, attribute = parts_of(env.name)
     name = f"{library}{Path(file).name}:{attribute}" if file else env.name
-    shared = {f"env.params.{key}": each for key, each in without_folder("", env.params).items()}
-    params = (f" --{key} {shlex.quote(typed(key, each))}" for key, each in shared.items())
+    params = {f"{PARAMS}.{key}": each for key, each in without_folder("", env.params).items()}
+    given = (
+        f" --{key} {shlex.quote(typed(key, each))}" for key, each in {**params, **changes}.items()
+    )
     return f"""# A base model for {name}
 
 A Qwen2 of {made.parameters / 1e6:.2f} million parameters, made from scratch by RAGEN
@@ -225,5 +250,5 @@ evaluation uses, with at most {env.max_turns} turns, {env.actions_per_turn} acti
 {env.max_actions} actions in all. They teach the form of a reply, legal actions, and {taught}:
 {skill}.{habits} {seen}
 
-`ragen train --env {name} --model DIR{"".join(params)}` trains it further.
+`ragen train --env {name} --model DIR{"".join(given)}` trains it further.
 """

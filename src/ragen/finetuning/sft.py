@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -200,19 +200,23 @@ def sft(
     num_steps = epochs * max(1, round(len(training) / size))
     learner = Learner(model, update, LossConfig(name="nll"), steps=num_steps)
     watch(f"{examples}, {len(held_out)} of them held out; {num_steps} steps at lr {lr:g}")
-    if config.lora.rank > 0 and not is_adapter(path):  # a KL term is not read
-        hold_first(config, path, watch)
-    with new_folder(out) as folder:
-        before = mean_nll(learner, test_batch)
-        learn(learner, epoch_minibatches(train_batch, size, epochs, config.seed), num_steps, watch)
-        try:
-            after = mean_nll(learner, test_batch)
-        except NotFiniteError as failure:
-            raise RagenError(
-                f"{failure.numbers} are not finite after {num_steps} steps: set a lower --lr"
-            ) from failure
-        save_model(model, tokenizer, folder)
-        (folder / "README.md").write_text(card(config, examples, len(training)), encoding="utf-8")
+    parts = epoch_minibatches(train_batch, size, epochs, config.seed)
+    with ExitStack() as on_failure:
+        if config.lora.rank > 0 and not is_adapter(path):  # a KL term is not read
+            on_failure.callback(hold_first(config, path, watch))
+        with new_folder(out) as folder:
+            before = mean_nll(learner, test_batch)
+            learn(learner, parts, num_steps, watch)
+            try:
+                after = mean_nll(learner, test_batch)
+            except NotFiniteError as failure:
+                raise RagenError(
+                    f"{failure.numbers} are not finite after {num_steps} steps: set a lower --lr"
+                ) from failure
+            save_model(model, tokenizer, folder)
+            about = card(config, examples, len(training))
+            (folder / "README.md").write_text(about, encoding="utf-8")
+        on_failure.pop_all()
     return SftResult(
         model=out,
         examples=len(training),

@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from glob import escape
@@ -146,13 +146,26 @@ def run_of(name: str | Path) -> Path | None:
     return run if (run / CONFIG).is_file() else None
 
 
-def hold(folder: Path) -> None:
+def hold(folder: Path) -> Callable[[], None]:
     """Keep a checkpoint for another run, for good.
+
+    Returns:
+        What takes this back, unless another run held the checkpoint before, or holds it since.
 
     Raises:
         OSError: The checkpoint is gone or cannot be written.
     """
-    (folder / IN_USE).touch()
+    mark = folder / IN_USE
+    was_held = mark.exists()
+    mark.touch()
+    touched = mark.stat().st_mtime_ns
+
+    def release() -> None:
+        with suppress(OSError):
+            if not was_held and mark.stat().st_mtime_ns == touched:
+                mark.unlink()
+
+    return release
 
 
 def held(run: Path) -> list[Path]:

@@ -220,11 +220,18 @@ def load_code(config: Config) -> Config:
     """The config with the sources of all code from outside, which is loaded and checked.
 
     Raises:
-        RagenError: A name cannot be loaded, a signature is wrong, or an estimator that compares the
-            episodes of a group would have only one.
+        RagenError: A name cannot be loaded, a signature is wrong, an object that was passed in
+            Python has lost its name to another one, or an estimator that compares the episodes of a
+            group would have only one.
     """
     load.cache_clear()  # A file may have been edited: what is recorded is what runs.
     found = changed(config, {"sources": sources(config)})
+    for name, source in found.sources.items():
+        if name.startswith("python:") and config.sources.get(name, source) != source:
+            raise RagenError(
+                f"{name} of this config has lost its name to what was passed later: give both "
+                "different names, or define them in a file"
+            )
     estimator = find_estimator(config.advantage.name)
     if compares_group(estimator) and config.rollout.group_size < 2:
         raise RagenError(
