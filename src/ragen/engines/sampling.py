@@ -27,7 +27,7 @@ An episode whose environment answers at once sends its next request within them,
 rollout's own awaits."""
 
 STOP_IDS = 128
-"""Most tokens at which vLLM can stop a completion."""
+"""Maximum number of tokens at which vLLM can stop a completion."""
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ Cell: TypeAlias = tuple[int, int]
 
 
 MOST_VIEWS = 256
-"""The most observations that are kept of a level."""
+"""Maximum number of observations kept for a level."""
 
 
 class GridEnv(Env):

@@ -38,7 +38,7 @@ EPISODES = 500
 """Environments that a worker makes before it is replaced, which frees what they leaked. A rollout
 makes one for each episode."""
 ANSWER_BYTES = 64 * 2**20
-"""The most bytes of an answer; a worker that sends more is killed."""
+"""Maximum number of bytes in an answer; a worker that sends more is killed."""
 MEMORY_GB = 4.0
 """The default of `env.memory_gb`."""
 TEXTS = (

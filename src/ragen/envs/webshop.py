@@ -44,7 +44,7 @@ DETAILS = ("description", "features", "reviews")
 
 ACTION = re.compile(r"\s*(search|click)\s*\[(.*)\]\s*", re.IGNORECASE | re.DOTALL)
 SHOWN_KEYWORDS = 80
-"""The most characters of a search that its results show."""
+"""Maximum number of characters of a search that its results show."""
 
 
 class Place(NamedTuple):

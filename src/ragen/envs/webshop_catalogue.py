@@ -14,9 +14,9 @@ from ragen.core.errors import RagenError
 from ragen.envs.contract import pick
 
 RESULTS = 50
-"""The most products that a search finds."""
+"""Maximum number of products that a search finds."""
 QUERY_WORDS = 20
-"""The most words of a search that count; the rest is ignored."""
+"""Maximum number of words of a search that count; the others are ignored."""
 SIMILAR = 85
 """Two phrases match if their similarity is above this."""
 NO_LIMIT = 1_000_000.0

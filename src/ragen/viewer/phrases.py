@@ -17,7 +17,7 @@ MOST_PHRASES = 30
 """Phrases in an answer."""
 
 LONGEST = 12
-"""Most words of a phrase; longer ones hardly occur twice."""
+"""Maximum number of words in a phrase; longer phrases hardly occur twice."""
 
 Item = TypeVar("Item")
 

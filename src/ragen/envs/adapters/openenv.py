@@ -134,7 +134,7 @@ class OpenEnvEnv(Adapted):
             session.close()
 
     def _call(self, action: str) -> dict[str, Any] | None:
-        """The call that an action is, as the server reads it; ``None`` for any other text."""
+        """The call in an action, in the server's form; ``None`` for any other text."""
         call = read_call(action)
         if call is None:
             return None
