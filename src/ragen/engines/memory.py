@@ -54,7 +54,7 @@ CHANGES: tuple[tuple[str, Any], ...] = (
     ("lora.rank", 64),
     ("model.critic", "shared"),
 )
-"""Changes that are tried to make a run fit, in this order; 64 is the rank in RAGEN's paper."""
+"""The changes that are tried, in this order, to make a run fit; 64 is the rank in RAGEN's paper."""
 
 CERTAIN = (
     *("weights", "gradients", "optimizer", "reference", "critic", "copies"),

@@ -32,7 +32,7 @@ STOP_IDS = 128
 
 @dataclass(slots=True)
 class Stats:
-    """Counts so far: prompt tokens read, prompt tokens found in the cache, and tokens sampled.
+    """Counts so far: prompt tokens that were read or found in the cache, and sampled tokens.
 
     `forwards` counts the model's forwards; only the local sampler counts them.
 

@@ -26,8 +26,8 @@ JSON_CHARS = 1_000_000
 PICTURE_CELLS = 100_000
 """Maximum number of cells in a picture."""
 MAX_REWARD = 1e30
-"""The greatest size of a reward or an expected return: sums and squares of such numbers are finite
-in double precision."""
+"""Maximum size of a reward or an expected return. Sums and squares of such numbers are finite in
+double precision."""
 DEPTH = 100
 """Maximum nesting depth of lists and dicts in an info, a snapshot or a tool."""
 

@@ -27,10 +27,10 @@ MOST_VIEWS = 256
 class GridEnv(Env):
     """An environment whose state is a map.
 
-    `marks` has three entries, and `letters` their names in thoughts, in the same order. `named`
-    observations leave out the outer wall, `border` cells wide, because it never changes. `views`
-    holds the observations of the present level so far, by `moving`. All environments that play the
-    level in the same format share it.
+    `marks` has three entries, and `letters` has their names in thoughts, in the same order. `named`
+    observations leave out the outer wall, which is `border` cells wide, because it never changes.
+    `views` holds the observations of the present level so far, by `moving`. All environments that
+    play the level in the same format share it.
     """
 
     marks: Mapping[str, str]

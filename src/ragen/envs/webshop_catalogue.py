@@ -98,7 +98,7 @@ def score(goal: Goal, bought: Product, chosen: Iterable[str]) -> float:
 
 
 def type_factor(bought: Product, wanted: Product) -> float:
-    """How far two products are of one type: 1, 0.5, 0.1 or 0.
+    """How similar the types of two products are: 1, 0.5, 0.1 or 0.
 
     It depends on the share of the wanted title's words that the bought title has: 0 if none, 0.1 if
     below 10 %. Otherwise it is 1 if the products have the same query, share two levels of their
