@@ -163,7 +163,7 @@ def json_copy(value: Any, call: str, what: str) -> Any:
         if written.count("[") + written.count("{") > DEPTH:
             _require_shallow(copy)
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
-        raise UserCodeError(f"{call} returned {what} that is no JSON: {error}") from error
+        raise UserCodeError(f"{call} returned {what} that is not JSON: {error}") from error
     if not written.isascii():
         _require_unicode(written, call, what)
     return copy
@@ -237,7 +237,7 @@ def _require_unicode(value: str, call: str, what: str) -> None:
     except UnicodeEncodeError as error:
         raise UserCodeError(
             f"{call} returned a lone surrogate (U+{ord(value[error.start]):04X}) in its {what}, "
-            "which is no character"
+            "which is not a character"
         ) from None
 
 

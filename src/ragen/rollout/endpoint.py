@@ -137,7 +137,7 @@ def check_address(name: str, address: str, remedy: str) -> None:
         raise RagenError(f"{name} must hold neither a password nor a query; {remedy}")
     if not _is_address(address):
         raise RagenError(
-            f"{name} {address[:MAX_SHOWN]!r} is no address: expected one such as "
+            f"{name} {address[:MAX_SHOWN]!r} is not an address: expected one such as "
             "http://localhost:8000/v1"
         )
 
@@ -467,7 +467,7 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
     try:
         answer = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError):  # RecursionError: thousands of brackets
-        raise _wrong("an answer that is no JSON", text) from None
+        raise _wrong("an answer that is not JSON", text) from None
     if not isinstance(answer, dict) or answer.get("error"):
         words, code = error_message(data)
         number = int(code) if code.isdecimal() and len(code) <= MAX_DIGITS else 0
