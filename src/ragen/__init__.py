@@ -224,7 +224,7 @@ def check(env: Env) -> None:
     """Check that an environment keeps the contract that training relies on.
 
     Raises:
-        RagenError: It breaks a rule; the message says which, and on which level.
+        RagenError: It breaks a rule, which the message names, or it raises.
     """
     from ragen.envs.checker import check
 

@@ -214,6 +214,8 @@ def test_differences_name_the_preset_value() -> None:
         ({"wrld.name": "x"}, "unknown key 'wrld.name'; did you mean 'env.name'?"),
         ({"qqqq": 1}, "unknown key 'qqqq'; ragen help keys lists them all"),
         ({"filter": "top_k"}, "'filter' is a section: set one of filter.score, filter.rule"),
+        ({"env.timeout_s": 0.0}, "env.timeout_s = 0.0: expected a number ≥ 0.001 and ≤ 86400"),
+        ({"seed": -1}, "seed = -1: expected a whole number ≥ 0 and < 9223372036854775808"),
         ({"update.lr": "fast"}, 'update.lr = "fast": expected a number > 0'),
         ({"update.lr": float("nan")}, "update.lr = nan: expected a number > 0"),
         ({"update.epochs": 1.5}, "update.epochs = 1.5: expected a whole number ≥ 1"),

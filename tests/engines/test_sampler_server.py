@@ -131,9 +131,9 @@ def test_an_adapter_is_published_under_its_own_name() -> None:
     ("path", "answer", "words"),
     [
         ("/version", (200, {"version": "0.10.2"}), "runs vLLM 0.10.2, and RAGEN was tested with"),
-        ("/version", (200, b"<html>"), "no vLLM server .HTTP 200 and no JSON object"),
+        ("/version", (200, b"<html>"), "not a vLLM server .HTTP 200 and no JSON object"),
         ("/version", (404, {"detail": "Not Found"}), "refuses: .*Not Found"),
-        ("/v1/models", (200, []), "no vLLM server .HTTP 200 and no JSON object"),
+        ("/v1/models", (200, []), "not a vLLM server .HTTP 200 and no JSON object"),
         ("/v1/models", (200, {"data": [{"id": "x"}]}), "no list of models"),
         ("/v1/models", (200, {"data": [MODEL | {"max_model_len": 32}]}), "--max-model-len 64"),
         ("/collective_rpc", (404, {"detail": "Not Found"}), "VLLM_SERVER_DEV_MODE=1"),
@@ -206,7 +206,7 @@ def test_a_server_that_is_down_is_reported_before_the_run_folder_is_made(tmp_pat
 
 def test_an_invalid_address_is_refused() -> None:
     for url in ("http://127.0.0.1:port", "http://[::1", "http:///v1", "http://127.0.0.1:99999"):
-        with pytest.raises(RagenError, match="is no address"):
+        with pytest.raises(RagenError, match="is not an address"):
             connect(url)
     with pytest.raises(RagenError, match="neither a password") as caught:
         connect("http://user:secret@127.0.0.1:8000/v1")

@@ -71,23 +71,23 @@ def test_an_expression_has_its_exact_value(text, value):
     [
         ("", "ends before it is complete"),
         ("2 +", "ends before it is complete"),
-        ("()", "no expression"),
-        ("2 3", "no expression"),
-        ("-2", "no expression"),
-        ("2 ** 3", "no expression"),
-        ("2 ^ 3", "no expression"),
-        ("2(3)", "no expression"),
-        ("2 + 3 = 5", "no expression"),
-        ("2.0 + 3", "no expression"),
-        ("2_5", "no expression"),
+        ("()", "not an expression"),
+        ("2 3", "not an expression"),
+        ("-2", "not an expression"),
+        ("2 ** 3", "not an expression"),
+        ("2 ^ 3", "not an expression"),
+        ("2(3)", "not an expression"),
+        ("2 + 3 = 5", "not an expression"),
+        ("2.0 + 3", "not an expression"),
+        ("2_5", "not an expression"),
         ("1e9", "not given"),
         ("0x7", "not given"),
-        ("__import__('os')", "no expression"),
-        ("٣ + 2", "no expression"),  # an Arabic three
-        ("３ + 2", "no expression"),  # a full-width three
-        ("² + 3", "no expression"),
-        ("2\u200b+ 3", "no expression"),  # a space of no width
-        ("2\u00a0+ 3", "no expression"),
+        ("__import__('os')", "not an expression"),
+        ("٣ + 2", "not an expression"),  # an Arabic three
+        ("３ + 2", "not an expression"),  # a full-width three
+        ("² + 3", "not an expression"),
+        ("2\u200b+ 3", "not an expression"),  # a space of no width
+        ("2\u00a0+ 3", "not an expression"),
         ("2 + 3)", "not open"),
         ("(2 + 3", "leaves a bracket open"),
         ("03 + 2", "not given"),
@@ -186,9 +186,9 @@ def begin(**params):
         ("2 * 3 + 7", 1.0, "gave 13"),
         ("2 + 3", 0.1, "gave 5"),
         ("7 / 3", 0.1, "gave 7/3"),
-        ("13", 0.0, "counted as nothing: it uses a number that is not given"),
-        ("I think that it is 13", 0.0, "counted as nothing: it is no expression"),
-        ("", 0.0, "counted as nothing: it ends"),
+        ("13", 0.0, "did not count: it uses a number that is not given"),
+        ("I think that it is 13", 0.0, "did not count: it is not an expression"),
+        ("", 0.0, "did not count: it ends"),
     ],
 )
 def test_one_answer_ends_the_episode(answer, reward, report):

@@ -457,7 +457,7 @@ def test_evaluation_table_equals_values_computed_by_hand() -> None:
         ("--concurrency 0", "argument --concurrency: expected a whole number from 1"),
         ("--seed=-1", "argument --seed: expected a whole number ≥ 0"),
         ("--env bandit,sokobann", "unknown environment 'sokobann'; did you mean 'sokoban'?"),
-        ("--base-url nowhere", "--base-url 'nowhere' is no address"),
+        ("--base-url nowhere", "--base-url 'nowhere' is not an address"),
         ("--key-env NO_SUCH_KEY --base-url http://127.0.0.1:1/v1", "NO_SUCH_KEY: that environment"),
         ("--rpm 5", "configure an endpoint: add --base-url URL"),
         ("--price-in=-1", "argument --price-in: expected a number ≥ 0"),

@@ -425,12 +425,12 @@ def test_the_key_is_masked_where_the_server_repeats_it(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"base_url": "localhost:8000"}, "is no address"),
-        ({"base_url": "ftp://host/v1"}, "is no address"),
-        ({"base_url": "http://"}, "is no address"),
+        ({"base_url": "localhost:8000"}, "is not an address"),
+        ({"base_url": "ftp://host/v1"}, "is not an address"),
+        ({"base_url": "http://"}, "is not an address"),
         ({"base_url": "http://user:secret@host/v1"}, "neither a password nor a query"),
         ({"base_url": "http://host/v1?key=secret"}, "neither a password nor a query"),
-        ({"base_url": "http://host:port/v1"}, "is no address"),
+        ({"base_url": "http://host:port/v1"}, "is not an address"),
         ({"base_url": "http://host/v1", "timeout_s": 0.0}, "--timeout 0: expected seconds"),
         ({"base_url": "http://host/v1", "requests_per_minute": -1.0}, "--rpm -1: expected"),
     ],

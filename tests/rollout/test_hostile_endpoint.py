@@ -129,7 +129,7 @@ def chunk(data: bytes) -> bytes:
 GO = json.dumps(reply("go")).encode()
 CHUNKED = head(Transfer_Encoding="chunked")
 BOMB = gzip.compress(GO + b" " * 50 * MB)
-NO_JSON, NO_CHOICE = "an answer that is no JSON", "an answer without a choice that has a message"
+NO_JSON, NO_CHOICE = "an answer that is not JSON", "an answer without a choice that has a message"
 TOO_LONG, COMPRESSED = "an answer of more than 4 MB", "a compressed answer"
 LATE, BROKEN = "no answer in 0.5 s", "RemoteProtocolError"
 
@@ -489,7 +489,7 @@ def test_a_strange_retry_after_is_no_error(header: str) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"<html>\x1b[1mIt works!</html>", "no JSON: <html>\\x1b[1mIt works!</html>; check that"),
+        (b"<html>\x1b[1mIt works!</html>", "not JSON: <html>\\x1b[1mIt works!</html>; check that"),
         ({"object": "list", "data": []}, 'a message: {"object": "list", "data": []}; check that'),
         ({"detail": f"bad {KEY}"}, 'a message: {"detail": "bad ***"}; check that'),
         (f'{{"note": "\\u0073{KEY[1:]}"}}'.encode(), 'a message: {"note": "***"}; check that'),

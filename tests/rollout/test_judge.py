@@ -221,7 +221,7 @@ def test_a_wrong_address_or_key_is_one_line() -> None:
         ask(refuses, [said("a")])
     with pytest.raises(RagenError, match=r"judge\.url must hold neither a password"):
         server_of(JudgeConfig(url="http://me:secret@localhost/v1"))
-    with pytest.raises(RagenError, match=r"judge\.url 'nowhere' is no address"):
+    with pytest.raises(RagenError, match=r"judge\.url 'nowhere' is not an address"):
         server_of(JudgeConfig(url="nowhere"))
 
 

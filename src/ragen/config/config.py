@@ -24,7 +24,7 @@ class Config(Sections):
 
     @property
     def episodes_at_once(self) -> int:
-        """The most episodes that are played at once: one for each slot of each sampler.
+        """Maximum number of episodes played at once: one for each slot of each sampler.
 
         Example:
             >>> Config().episodes_at_once

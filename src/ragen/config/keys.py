@@ -106,6 +106,8 @@ def expected(key: str) -> str:
     Example:
         >>> expected("update.epochs"), expected("reward.over"), expected("reward.terms.length")
         ('a whole number ≥ 1 and ≤ 1000', 'group, env or batch', 'a number ≥ 0 and ≤ 1000000')
+        >>> expected("env.timeout_s")
+        'a number ≥ 0.001 and ≤ 86400'
     """
     field = keys()[table_of(key) or key]
     if table_of(key) == MIX:
@@ -121,12 +123,17 @@ def expected(key: str) -> str:
     words: dict[object, str] = {int: "a whole number", float: "a number"}
     words |= {bool: "true or false", str: "text", list[dict[str, Any]]: "a list of tables"}
     bounds = [
-        f"{sign} {getattr(rule, name):.20g}"
+        f"{sign} {_written(getattr(rule, name))}"
         for rule in field.metadata
         for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
         if hasattr(rule, name)
     ]
     return " ".join([words.get(kind, "a table"), " and ".join(bounds)]).strip()
+
+
+def _written(bound: float) -> str:
+    """A bound in words: a whole number with all of its digits, any other as it is typed."""
+    return str(int(bound) if bound == int(bound) else bound)
 
 
 def dotted(tree: Mapping[Any, Any], where: str = "") -> Flat:

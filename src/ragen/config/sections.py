@@ -135,7 +135,7 @@ def _unfit(value: Any) -> str | None:
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return "a whole number of more than 64 bits"
     if isinstance(value, float) and not math.isfinite(value):
-        return f"{value}, which is no number"
+        return f"{value}, which is not a finite number"
     return None
 
 

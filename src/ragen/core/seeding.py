@@ -11,7 +11,7 @@ SFT_LEVELS = 2**31 + 2**30
 (`refill_level`), and of demonstrations for base preparation and for supervised fine-tuning."""
 
 MAX_REFILLS = 3
-"""Most rounds of refilling per step (`rollout.refill`)."""
+"""Maximum number of rounds of refilling per step (`rollout.refill`)."""
 
 
 def derive(run_seed: int, *path: int | str) -> int:

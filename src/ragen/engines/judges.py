@@ -24,15 +24,15 @@ from ragen.rollout.judge import Judge, server_of
 from ragen.rollout.policies import NoCompletion
 
 MAX_LENGTH = 8192
-"""Most tokens of a question and its answer for a model on this machine."""
+"""Maximum number of tokens of a question and its answer for a model on this machine."""
 
 
 class LocalModel:
     """A `Policy` that answers messages with a model on this machine, as a chat endpoint does.
 
-    `path` is a folder or a hub id; `config` gives the dtype. One completion is made at a time, and
-    nothing is left of the one before. So an answer depends on its question alone, and a resumed run
-    gets it again, bit for bit.
+    `path` is a folder or a hub id; `config` gives the dtype. The model makes one completion at a
+    time and keeps nothing of the one before. So an answer depends on its question alone, and a
+    resumed run gets the same answer, bit for bit.
 
     Raises:
         RagenError: As `load_model` and `Chat`.

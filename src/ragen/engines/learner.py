@@ -109,12 +109,12 @@ class Learner:
         reference: Whether to keep the initial policy.
         steps: The length of the run, over which the learning rate decays, as in `Config.budget`.
         temperature: The sampling temperature.
-        longest: The most sampled tokens that an episode can have.
+        longest: The maximum number of sampled tokens in an episode.
         mismatch_bound: The largest difference, in nats, of a sampled and a recomputed logprob at
             equal weights that rounding explains.
         refuses_mismatch: Whether a larger difference is an error.
-        on_policy: Whether the present weights have sampled what is trained on. If earlier weights
-            may have, a difference is no mismatch.
+        on_policy: Whether the present weights sampled what is trained on. If earlier weights may
+            have sampled it, a difference is not a mismatch.
         muon_lr: The learning rate of Muon, which then trains the weight matrices; 0 for AdamW only.
         weight_decay: That of both optimisers.
         ranks: This process's place among those that train together.

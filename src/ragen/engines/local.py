@@ -29,7 +29,7 @@ from ragen.rollout.chat import Chat
 from ragen.rollout.setup import make_chat
 
 NUM_TOKENS = 16
-"""Most tokens that `check_parity` samples and compares."""
+"""Maximum number of tokens that `check_parity` samples and compares."""
 
 
 class LocalEngine:
@@ -47,7 +47,8 @@ class LocalEngine:
 
     def __init__(self, config: Config, path: str) -> None:
         self.model, self.tokenizer = load_for_training(config, path)
-        # Recorded also without a KL term, which may come later. LoRA identifies its base itself.
+        # Recorded even without a KL term, because a resumed run may add one. An adapter does not
+        # need it: it has the fingerprint of its base.
         self._first = None if config.lora.rank else hash_tensors(self.model.state_dict().items())
         self.chat = make_chat(config, self.tokenizer)
         self.version = 0
@@ -155,11 +156,11 @@ class LocalEngine:
 def check_parity(
     policy: VllmSampler | VllmServer, learner: Learner, chat: Chat, temperature: float, dtype: str
 ) -> Metrics:
-    """Sample a short completion and score it with the learner, whose weights the policy has.
+    """Sample a short completion and score it with the learner, which should have the same weights.
 
-    A sampler with weights of its own may keep old ones, or load new ones wrongly, without an error.
-    The run would then learn from samples of another policy, and importance weights would hide it.
-    Both use the run's temperature and compute in `dtype`.
+    A sampler with its own weights may keep old ones or load new ones wrongly, and raise no error.
+    The run would then learn from samples of another policy, and importance weights would hide this.
+    Sampler and learner both use the run's temperature and compute in `dtype`.
 
     Returns:
         ``publish/logprob_difference``: max |sampled logprob − learner's|, in nats.

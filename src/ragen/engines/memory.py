@@ -54,7 +54,7 @@ CHANGES: tuple[tuple[str, Any], ...] = (
     ("lora.rank", 64),
     ("model.critic", "shared"),
 )
-"""Changes that are tried to make a run fit, in this order; 64 is the rank in RAGEN's paper."""
+"""The changes that are tried, in this order, to make a run fit; 64 is the rank in RAGEN's paper."""
 
 CERTAIN = (
     *("weights", "gradients", "optimizer", "reference", "critic", "copies"),
@@ -248,7 +248,7 @@ def gathered_bytes(sizes: Sizes, config: Config, device: str) -> int:
 
 
 def published_bytes(config: Config, sizes: Sizes) -> int:
-    """The most bytes of publications: the last one, the next one, and the next one as packed."""
+    """Maximum bytes of publications: the last one, the next one, and the next one as packed."""
     adapter = adapter_shapes(config, sizes)
     one = FLOAT * _numbers(adapter) if adapter else ITEM[config.model.dtype] * sizes.numbers
     return (3 + (config.engine.learners > 1)) * one

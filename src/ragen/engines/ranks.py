@@ -133,7 +133,7 @@ def _pieces(tokens: Sequence[int], common: Sequence[int], size: int) -> list[int
     """
 
     def cut(most: int) -> list[int]:
-        """Pieces of at most so many tokens, or of one episode."""
+        """Pieces of at most `most` tokens, or of one longer episode."""
         pieces, load = [0], tokens[0]
         for own, shared in zip(tokens[1:], common[1:], strict=True):
             load += own - shared

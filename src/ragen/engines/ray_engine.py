@@ -505,8 +505,8 @@ class RayEngine:
                 raise
 
     def _end_watch(self, error: Exception) -> None:
-        """Let the run fail, because nothing would notice a process that hangs any more."""
-        self._error = error  # also if nothing was sampled yet, so that there is no event loop
+        """Let the run fail, because without this thread no hung process would be noticed."""
+        self._error = error  # even if nothing was sampled yet and there is no event loop
         self._in_loop(self._fail, error)
 
     def _look_at_nodes(self) -> None:

@@ -31,7 +31,7 @@ from ragen.models.device import to_device
 from ragen.models.graphs import GraphDecoder, recorder
 
 PREFILL_TOKENS = 2048
-"""Most new prompt tokens that one forward reads, which bounds the memory of attention scores."""
+"""Maximum number of new prompt tokens in one forward; it bounds the memory of attention scores."""
 
 
 @dataclass(slots=True, eq=False)

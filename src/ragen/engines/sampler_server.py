@@ -227,7 +227,7 @@ class VllmServer(WeightedPolicy):
 
     def _strange(self, what: str) -> RagenError:
         return RagenError(
-            f"what answers at {self.url} is no vLLM server ({what}): "
+            f"what answers at {self.url} is not a vLLM server ({what}): "
             "let rollout.sampler name one, or use vllm or local"
         )
 

@@ -27,12 +27,12 @@ An episode whose environment answers at once sends its next request within them,
 rollout's own awaits."""
 
 STOP_IDS = 128
-"""Most tokens at which vLLM can stop a completion."""
+"""Maximum number of tokens at which vLLM can stop a completion."""
 
 
 @dataclass(slots=True)
 class Stats:
-    """Counts so far: prompt tokens read, prompt tokens found in the cache, and tokens sampled.
+    """Counts so far: prompt tokens that were read or found in the cache, and sampled tokens.
 
     `forwards` counts the model's forwards; only the local sampler counts them.
 

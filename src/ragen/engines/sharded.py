@@ -1,8 +1,8 @@
 """One process of several that train one policy together, with its weights split among them.
 
 A `Rank` is what a `LocalEngine` is without its sampler: a model and a learner, which with several
-processes are joined by torch's FSDP2. Whoever starts the processes calls the same method in all of
-them, and takes the answer of rank 0.
+processes are joined by torch's FSDP2. The caller calls the same method in all processes, and takes
+the answer of rank 0.
 """
 
 from __future__ import annotations

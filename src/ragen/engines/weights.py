@@ -106,7 +106,7 @@ def offered(block: Block) -> Iterator[Shared]:
     """
     with tempfile.TemporaryDirectory(prefix="ragen-weights-", dir=MEMORY) as folder:
         path = Path(folder) / "block"
-        # Closing the file writes what is left of it, so that may fail, too.
+        # Closing the file writes the rest of it, so closing may also fail.
         with file_errors("write", MEMORY, MORE_MEMORY), path.open("wb") as file:
             for part in block.parts:
                 file.write(bytes(_gap(file.tell())))

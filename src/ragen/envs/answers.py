@@ -20,16 +20,16 @@ from ragen.core.user_code import UserCodeError
 from ragen.envs.contract import Baselines, Reading, Schema, is_picture
 
 MAX_CHARS = 100_000
-"""The default of the key ``env.max_chars``: the most characters of a text."""
+"""The default of the key ``env.max_chars``: the maximum number of characters in a text."""
 JSON_CHARS = 1_000_000
-"""The most characters of an info, a snapshot or a tool as JSON."""
+"""Maximum number of characters in an info, a snapshot or a tool as JSON."""
 PICTURE_CELLS = 100_000
-"""The most cells of a picture."""
+"""Maximum number of cells in a picture."""
 MAX_REWARD = 1e30
-"""The greatest size of a reward or an expected return: sums and squares of such numbers are finite
-in double precision."""
+"""Maximum size of a reward or an expected return. Sums and squares of such numbers are finite in
+double precision."""
 DEPTH = 100
-"""The most levels of nested lists and dicts in an info, a snapshot or a tool."""
+"""Maximum nesting depth of lists and dicts in an info, a snapshot or a tool."""
 
 
 def text(value: Any, call: str, what: str, max_chars: int) -> str:
@@ -163,7 +163,7 @@ def json_copy(value: Any, call: str, what: str) -> Any:
         if written.count("[") + written.count("{") > DEPTH:
             _require_shallow(copy)
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
-        raise UserCodeError(f"{call} returned {what} that is no JSON: {error}") from error
+        raise UserCodeError(f"{call} returned {what} that is not JSON: {error}") from error
     if not written.isascii():
         _require_unicode(written, call, what)
     return copy
@@ -237,7 +237,7 @@ def _require_unicode(value: str, call: str, what: str) -> None:
     except UnicodeEncodeError as error:
         raise UserCodeError(
             f"{call} returned a lone surrogate (U+{ord(value[error.start]):04X}) in its {what}, "
-            "which is no character"
+            "which is not a character"
         ) from None
 
 

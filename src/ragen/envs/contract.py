@@ -33,10 +33,10 @@ State: TypeAlias = dict[str, Any]
 class Baselines:
     """Random play and optimal play on one level, or their mean over several levels.
 
-    `random` and `optimal` are probabilities of success, `random_return` and `optimal_return`
+    `random` and `optimal` are probabilities of success. `random_return` and `optimal_return` are
     expected returns. Optimal play has the highest probability of success. `optimal` and
-    `optimal_return` are ``None`` where no solver is known. `draws` is the number of random
-    episodes behind `random`, or ``None`` if `random` is exact.
+    `optimal_return` are ``None`` if no solver is known. `draws` is the number of random episodes
+    from which `random` was estimated, or ``None`` if `random` is exact.
 
     Example:
         >>> Baselines(0.5, 1.0, 0.2, 0.25).optimal
@@ -54,8 +54,8 @@ class Baselines:
 class Reading:
     """What a thought says about the environment: facts, and the actions that it plans.
 
-    `stated` counts the facts, `true` those that hold in the environment's state. `plan` is ``None``
-    if the thought holds no plan.
+    `stated` is the number of facts, and `true` the number of those that hold in the environment's
+    state. `plan` is ``None`` if the thought has no plan.
 
     Example:
         >>> Reading(stated=3, true=2, plan=("Right", "Down")).plan
@@ -86,12 +86,12 @@ class Env(gymnasium.Env[str, str], ABC):
     goal: str
     """The environment in a few words: all that the compact prompt says about it."""
     max_turns: int = 5
-    """The most turns of an episode. This and the next two are the default budgets; a recipe for
-    this environment or a setting may replace them."""
+    """Maximum number of turns in an episode. This attribute and the next two are the default
+    budgets. A recipe for this environment or a setting may replace them."""
     actions_per_turn: int = 5
-    """The most actions of a turn."""
+    """Maximum number of actions in a turn."""
     max_actions: int = 10
-    """The most actions of an episode."""
+    """Maximum number of actions in an episode."""
     prompt_style: Literal["compact", "paper"] | None = None
     """The style of prompts that suits the environment; ``None`` leaves it to the model."""
 
@@ -120,8 +120,8 @@ class Env(gymnasium.Env[str, str], ABC):
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         """Begin a level.
 
-        Returns the observation and an info. ``options["noise_seed"]`` determines the random events;
-        without it, `seed` determines them, too. A seed of ``None`` draws a fresh level.
+        Returns the observation and an info. ``options["noise_seed"]`` determines the random events.
+        Without it, `seed` determines them as well. A seed of ``None`` draws a fresh level.
         """
 
     @abstractmethod
@@ -171,9 +171,9 @@ class Env(gymnasium.Env[str, str], ABC):
     def random_action(self, generator: np.random.Generator) -> str | None:
         """An action of random play in free text; ``None`` if there is no random play.
 
-        The action follows from `generator` and the present state. The call leaves the environment
-        and its other generators as they are. It is made only if `actions` is ``None``: random play
-        of named actions draws from `actions`.
+        The action depends only on `generator` and the present state. The call changes neither the
+        environment nor its generators. RAGEN calls it only if `actions` is ``None``, because
+        random play of named actions draws from `actions`.
         """
         return None
 

@@ -7,8 +7,8 @@ in its length, without recursion, and computed with exact fractions:
     term       = factor { ("*" | "/") factor }
     factor     = number | "(" expression ")"
 
-``×``, ``÷`` and ``−`` stand for ``*``, ``/`` and ``-``. A number is one of the level's numbers,
-written in the same digits. There are no signs and no powers.
+``×``, ``÷`` and ``−`` stand for ``*``, ``/`` and ``-``. A number is one of the level's numbers in
+the same digits. There are no signs and no powers.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ RANKS = {"+": 1, "-": 1, "*": 2, "/": 2}
 OTHER_SIGNS = str.maketrans("×÷−", "*/-")
 TOKEN = re.compile(r"[0-9]+|[^ \t\r\n]")
 LONGEST = 1000
-"""The most characters of an answer."""
+"""Maximum number of characters in an answer."""
 MOST_EXACT = 4
-"""The most numbers of a level for which the `chances` of random play are computed."""
+"""The `chances` of random play are computed for levels with at most this many numbers."""
 LEGAL = 0.1
 """The reward of an expression that uses the numbers as allowed and misses the target."""
 Ratio: TypeAlias = tuple[int, int]
@@ -96,7 +96,7 @@ def evaluate(text: str, numbers: Sequence[int]) -> Value:
         elif not has_value and token.isdecimal() and token.isascii():
             values.append(_take(unused, token))
         else:
-            raise ValueError("it is no expression of numbers, + - * / and brackets")
+            raise ValueError("it is not an expression of numbers, + - * / and brackets")
         has_value = not has_value
     if not has_value:
         raise ValueError("it ends before it is complete")
@@ -178,7 +178,7 @@ def _join(
 ) -> tuple[str, int]:
     """A random expression of all numbers, and its value according to `results`.
 
-    Two random parts are joined by one of their `results`, until one part is left.
+    It joins two random parts by one of their `results` until one part is left.
     """
     parts = [(str(number), number) for number in numbers]
     while len(parts) > 1:
@@ -192,10 +192,10 @@ def _join(
 
 @lru_cache(maxsize=1024)
 def chances(numbers: tuple[int, ...], target: int) -> tuple[float, float]:
-    """The probabilities that an expression of random play gives the target, and any value at all.
+    """The probabilities that random play reaches the target, and that its expression has a value.
 
-    The recursion covers all results of joining two values and visits each set of values once. It is
-    exact, because values are fractions.
+    An expression that divides by 0 has no value. The recursion covers all results of joining two
+    values and visits each set of values once. It is exact, because values are fractions.
 
     Example:
         >>> chances((2, 2), 1)  # of four operators, division reaches it
@@ -258,9 +258,9 @@ class Countdown(Env):
         Random play joins two or more of the numbers by random operators.
 
     Reward:
-        1 for the target; 0.1 for another value, if the numbers are used as allowed; else 0. Of
-        several attempts the best counts: a later one earns the amount by which it is better than
-        the best before.
+        1 for the target; 0.1 for another value, if the numbers are used as allowed; otherwise 0.
+        The best of several attempts counts: a later attempt earns only what it adds to the best
+        one before it.
 
     Ends when:
         The target is reached (a success), or the attempts are used up.
@@ -269,7 +269,7 @@ class Countdown(Env):
         min_numbers, max_numbers: How many numbers a level has.
         largest_number: The numbers are from 1 to this.
         largest_target: The target is from 1 to this.
-        attempts: Answers that may be given, one a turn; a wrong one brings feedback.
+        attempts: Number of answers, one a turn; feedback follows a wrong answer.
 
     Example:
         >>> env = Countdown(attempts=2)
@@ -327,7 +327,7 @@ class Countdown(Env):
             value = evaluate(action, self._level.numbers)
         except ValueError as problem:
             solved, worth = False, 0.0
-            self._report = f"\nYour last answer counted as nothing: {problem}."
+            self._report = f"\nYour last answer did not count: {problem}."
         else:
             solved = value == self._level.target
             worth = 1.0 if solved else LEGAL

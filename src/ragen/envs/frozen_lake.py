@@ -34,7 +34,7 @@ DRAWN = str.maketrans("OX√", "H@*")
 """From the map's symbols to those of `Env.picture`, where `O` is a target and not a hole."""
 Floats = npt.NDArray[np.float64]
 MOST_DRAWS = 10_000
-"""The most maps that are drawn in search of a level whose distance lies within bounds."""
+"""Maximum number of maps drawn in search of a level whose distance lies within bounds."""
 
 
 @dataclass(frozen=True)

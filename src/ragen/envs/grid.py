@@ -21,16 +21,16 @@ Cell: TypeAlias = tuple[int, int]
 
 
 MOST_VIEWS = 256
-"""The most observations that are kept of a level."""
+"""Maximum number of observations kept for a level."""
 
 
 class GridEnv(Env):
     """An environment whose state is a map.
 
-    `marks` has three entries, and `letters` their names in thoughts, in the same order. `named`
-    observations leave out the outer wall, `border` cells wide, because it never changes. `views`
-    holds the observations of the present level so far, by `moving`. All environments that play the
-    level in the same format share it.
+    `marks` has three entries, and `letters` has their names in thoughts, in the same order. `named`
+    observations leave out the outer wall, which is `border` cells wide, because it never changes.
+    `views` holds the observations of the present level so far, by `moving`. All environments that
+    play the level in the same format share it.
     """
 
     marks: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Environments in worker processes, so that one that hangs, leaks or dies harms nothing else.
+"""Environments in worker processes: one that hangs, leaks or dies harms nothing else.
 
 A worker process plays one environment at a time and answers one call after the other. The caller
 waits for each answer, so the order of events is the same as without workers. Messages are lines of
@@ -38,7 +38,7 @@ EPISODES = 500
 """Environments that a worker makes before it is replaced, which frees what they leaked. A rollout
 makes one for each episode."""
 ANSWER_BYTES = 64 * 2**20
-"""The most bytes of an answer; a worker that sends more is killed."""
+"""Maximum number of bytes in an answer; a worker that sends more is killed."""
 MEMORY_GB = 4.0
 """The default of `env.memory_gb`."""
 TEXTS = (
@@ -384,7 +384,7 @@ def _confine(memory_gb: float) -> None:
     if sys.platform == "linux":
         import resource
 
-        # Not the address space, of which libraries reserve far more than they use.
+        # Not the address space: libraries reserve far more of it than they use.
         most = int(memory_gb * 2**30)
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

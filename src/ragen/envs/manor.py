@@ -263,9 +263,9 @@ def shortest_solution(house: House, start: Position) -> tuple[str, ...] | None:
 class Manor(Env):
     """Choose a key in the hall, pull levers all over the house, and unlock the vault with it.
 
-    Only one key may be taken, and the house cannot be entered without one. Which of them fits is
-    written in the hall. So the first action decides the episode, and the last one shows it: this
-    environment tells whether credit reaches the turn that earned it.
+    Only one key may be taken, and the house cannot be entered without one. A note in the hall says
+    which key fits. So the first action decides the episode, but only the last one shows it. This
+    environment tests whether credit reaches the turn that earned it.
 
     Observation:
         What the last action did; the room, its doors and what is in it; in the hall a plan of the
@@ -285,8 +285,8 @@ class Manor(Env):
         rooms: Number of rooms, the hall included.
         levers: Number of levers; only when all are down can the vault be unlocked.
         keys: Number of keys on the hooks.
-        delay: Turns from the choice of the key to its effect, at least. An episode has 25 turns
-            more than these; the shortest solution needs at most half of the 25.
+        delay: Minimum number of turns from the choice of the key to its effect. An episode has 25
+            turns more; the shortest solution needs at most half of the 25.
         lever_reward: The reward of a lever.
 
     Example:

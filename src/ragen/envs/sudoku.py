@@ -29,9 +29,10 @@ from ragen.envs.contract import (
 
 BLANK = "."
 MOST_BLANKS = {4: 10, 9: 50}
-"""The most blank cells, by the size of the board; the generator reaches them in a few boards."""
+"""Maximum number of blank cells, by the size of the board. The generator needs only a few boards
+to reach it."""
 LONGEST = 2000
-"""The most characters of an answer."""
+"""Maximum number of characters in an answer."""
 SEPARATORS = re.compile(r"[;,\n]|\|\|")
 """What separates moves; `||` separates actions in other environments."""
 MOVE = re.compile(r"[ \t\r]*([1-9])[ \t]+([1-9])[ \t]+([1-9])[ \t\r]*")

@@ -25,9 +25,9 @@ from ragen.envs.contract import Env, Info, Schema
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 MOST_ERRORS = 3
-"""The most wrong arguments that a result names."""
+"""Maximum number of wrong arguments that a result names."""
 MOST_LEVELS = 64
-"""The most levels of nested lists and objects in a call; chat templates write it by recursion."""
+"""Maximum nesting depth of lists and objects in a call, which chat templates write by recursion."""
 
 
 class ToolError(Exception):
@@ -52,7 +52,7 @@ def write_call(name: str, /, **arguments: Any) -> str:
 
 
 def read_call(action: str) -> Call | None:
-    """The call that an action is; ``None`` for any other text, which is an answer.
+    """The call in an action; ``None`` for any other text, which is an answer.
 
     The key may be ``parameters`` in place of ``arguments``, because some models write that. Numbers
     must be finite, and at most `MOST_LEVELS` lists and objects may be nested.
@@ -87,7 +87,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ DETAILS = ("description", "features", "reviews")
 
 ACTION = re.compile(r"\s*(search|click)\s*\[(.*)\]\s*", re.IGNORECASE | re.DOTALL)
 SHOWN_KEYWORDS = 80
-"""The most characters of a search that its results show."""
+"""Maximum number of characters of a search that its results show."""
 
 
 class Place(NamedTuple):
@@ -76,14 +76,14 @@ class WebShop(Env):
 
     Reward:
         For a purchase, from 0 to 1: the share of the attributes, options and price limit that it
-        meets, times how far it is of the right type (`webshop_catalogue.score`). Nothing else pays.
+        meets, times a factor for its type (`webshop_catalogue.score`). Nothing else pays.
 
     Ends when:
         Something is bought. The episode is a success if the reward is exactly 1.
 
     Parameters:
-        products: Number of products: 1,000, or with `path` all. With more than 1,000, an episode
-            has 15 turns.
+        products: Number of products; by default 1,000, or all with `path`. With more than 1,000,
+            an episode has 15 turns.
         catalogue_seed: The seed of RAGEN's own products and goals, and with `path` of the prices
             and limits that the files leave open.
         split: The goals of the levels. The published splits are test (500 goals), validation

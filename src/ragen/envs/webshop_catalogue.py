@@ -14,9 +14,9 @@ from ragen.core.errors import RagenError
 from ragen.envs.contract import pick
 
 RESULTS = 50
-"""The most products that a search finds."""
+"""Maximum number of products that a search finds."""
 QUERY_WORDS = 20
-"""The most words of a search that count; the rest is ignored."""
+"""Maximum number of words of a search that count; the others are ignored."""
 SIMILAR = 85
 """Two phrases match if their similarity is above this."""
 NO_LIMIT = 1_000_000.0
@@ -98,7 +98,7 @@ def score(goal: Goal, bought: Product, chosen: Iterable[str]) -> float:
 
 
 def type_factor(bought: Product, wanted: Product) -> float:
-    """How far two products are of one type: 1, 0.5, 0.1 or 0.
+    """How similar the types of two products are: 1, 0.5, 0.1 or 0.
 
     It depends on the share of the wanted title's words that the bought title has: 0 if none, 0.1 if
     below 10 %. Otherwise it is 1 if the products have the same query, share two levels of their

@@ -29,9 +29,9 @@ HELD_OUT = 4
 """One problem in this many is for evaluation, unless there is a separate file for it."""
 MOST_BYTES = 2**28
 LONGEST = 50
-"""The most characters of a number."""
+"""Maximum number of characters in a number."""
 MOST_NUMBERS = 8
-"""The most numbers of a question that random play computes with."""
+"""Maximum number of a question's numbers that random play computes with."""
 MARK = "####"
 NUMBER = re.compile(
     r"(?P<sign>[-+−]?)\$?(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?P<rest>\.[0-9]+|/[0-9]+)?[.%]?"
@@ -128,8 +128,8 @@ class WordProblems(Env):
 
     Levels below 10,000 are for evaluation and all others for training, and they share no problem.
     The first of every four problems of a file is for evaluation, or those of `test_path` if it is
-    given; a question that appears in both parts is left out of training. In each part, level
-    follows level in the order of the file, and begins again at its end.
+    given; a question that appears in both parts is left out of training. In each part, the levels
+    follow the order of the file and begin again at its end.
 
     Observation:
         The question; after a wrong answer, what was wrong with it.
@@ -147,7 +147,7 @@ class WordProblems(Env):
     Parameters:
         path: A file in GSM8K's format; RAGEN's own sample if it is empty.
         test_path: A second file, for evaluation only.
-        attempts: Answers that may be given, one a turn.
+        attempts: Number of answers, one a turn.
 
     Example:
         >>> env = WordProblems(attempts=2)

@@ -1,4 +1,4 @@
-"""Baselines: how random and optimal play do on the levels that are evaluated.
+"""Baselines: the success of random and optimal play on the evaluated levels.
 
 Random play spends the whole budget on uniformly random valid actions. Optimal play has the highest
 probability of success under the same turn and action budgets. It chooses all actions of a turn
@@ -34,14 +34,14 @@ from ragen.envs.registry import closing_env, env_class, make
 from ragen.rollout.players import Player, has_random_play, random_player, solver
 
 VERSION = 2
-"""Part of the cache key, as are the environment's sources. Raise it when this module's results
-change."""
+"""Part of the cache key, like the hashes of the environment's code. Raise it when this module's
+results change."""
 
 CALL_S = 60.0
-"""Time limit in seconds of one level's exact answer and of one episode."""
+"""Time limit in seconds for the exact baselines of a level, and for an episode."""
 
 FEW = 4
-"""`_most` gives up once its failures outnumber its successes by more than this."""
+"""`_most` gives up when failed calls outnumber successful ones by more than this."""
 
 Result = TypeVar("Result")
 
@@ -66,10 +66,11 @@ def measure_baselines(
 ) -> Baselines:
     """Mean baselines over `levels`, from the cache if they were computed before.
 
-    They are exact for environments with `Env.baselines` (all of RAGEN's). In others, both players
-    play `draws` episodes per level, and episodes in which the environment fails are left out.
-    `name` and `params` are those of `make`, and `levels` are seeds. `build` makes the environment
-    to play, for example in a worker process; by default, `make` makes it in this process.
+    `Env.baselines` computes them where it can, which for nearly all of RAGEN's environments means
+    exactly. Otherwise, both players play `draws` episodes per level, and episodes in which the
+    environment fails are left out. `name` and `params` are the arguments of `make`, and `levels`
+    are seeds. `build` builds the environment that is played, for example in a worker process. By
+    default, it is built in this process.
 
     Raises:
         RagenError: The environment cannot be made, or mostly fails when it is played.
@@ -93,7 +94,7 @@ def measure_baselines(
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=repr).encode()).hexdigest()
     path = cache_folder() / "baselines" / f"{digest[:32]}.json"
-    # A file that is missing or cannot be read is computed again.
+    # If the file is missing or unreadable, the baselines are computed again.
     with suppress(OSError, ValueError, TypeError, RecursionError, UserCodeError):
         known = answers.baselines(Baselines(**json.loads(path.read_text(encoding="utf-8"))))
         if known is not None:
@@ -116,7 +117,7 @@ def measure_baselines(
 def files_of(params: Mapping[str, Any]) -> list[tuple[str, int, int]]:
     """Size and time of change of each file at a parameter such as `path`, or in its folder.
 
-    A link to nothing, such as an editor's lock, has neither and is left out.
+    A dangling link, such as the lock file of an editor, has neither and is left out.
 
     Example:
         >>> files_of({"observation": "named", "path": ""})
@@ -166,8 +167,8 @@ def level_baselines(env: Env, budget: Budget, level: int, draws: int) -> Baselin
 def sample_baselines(env: Env, budget: Budget, level: int, draws: int) -> Baselines:
     """Baselines on one level, sampled by `draws` episodes of each player.
 
-    Random play of free text is the environment's own (`Env.random_action`). Without one it counts
-    as no success and no reward.
+    `Env.random_action` writes the actions of random play in free text. Without it, random play
+    counts as no success and no reward.
     """
 
     def means(player: Player) -> tuple[float, float]:
@@ -187,7 +188,7 @@ def sample_baselines(env: Env, budget: Budget, level: int, draws: int) -> Baseli
 
 
 def _most(calls: Iterable[Callable[[], Result]]) -> list[Result]:
-    """The results of calls of user code, which may fail now and then, as a network does.
+    """The results of the calls that succeed; calls of user code may fail now and then.
 
     Raises:
         UserCodeError: A call took too long, or more have failed than have worked.
@@ -211,7 +212,7 @@ def _play(env: Env, player: Player, budget: Budget, level: int, draw: int) -> tu
     with boundary("an episode of its baselines", CALL_S):
         env.reset(seed=level, options={"noise_seed": derive(0, "reference noise", level, draw)})
         for turns_left in range(budget.turns, 0, -1):
-            most = min(actions_left, budget.actions_per_turn)  # as in an episode, whoever asks
+            most = min(actions_left, budget.actions_per_turn)  # the limits of an episode
             for action in player(env, turns_left, actions_left, budget.actions_per_turn)[:most]:
                 _, reward, terminated, truncated, info = env.step(action)
                 total += answers.reward(reward)
@@ -237,9 +238,9 @@ def cache_folder() -> Path:
 def sources(cls: type[Env]) -> list[str]:
     """Hashes of the code of an environment class and its base classes (`hash_code`).
 
-    A class of a notebook, or one without a file, has a hash of its own in each process. An
-    environment of another library adds the versions of its packages. RAGEN's own add the modules of
-    `ragen.envs` that they import.
+    A class from a notebook, or without a file, has a new random hash in each process. An
+    environment of another library also has the versions of its packages. RAGEN's own environments
+    also have the hashes of the modules of `ragen.envs` that they import.
     """
     bases = [base for base in cls.__mro__ if issubclass(base, Env)]
     hashes = set(cls.versions) if issubclass(cls, Adapted) else set()

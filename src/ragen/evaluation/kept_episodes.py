@@ -30,13 +30,13 @@ EVENT = "evaluation"
 """The kind of the first event. Its data hold the key of the outcomes."""
 
 MOST = 10_000
-"""Most episodes that are kept of an evaluation: those that end first."""
+"""Maximum number of episodes kept of an evaluation: those that end first."""
 
 LONGEST = 100_000
-"""Most characters that are kept of a reply; a server's answer may have 4 MB."""
+"""Maximum number of characters kept of a reply; a server's answer may have 4 MB."""
 
 MOST_ACTIONS = 1000
-"""Most actions that are kept of a reply."""
+"""Maximum number of actions kept of a reply."""
 
 
 class KeptEpisodes:

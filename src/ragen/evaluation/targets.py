@@ -40,17 +40,17 @@ ENDPOINT_DEFAULTS: Mapping[str, Any] = {
     "rollout.max_tokens": 1024,
     "model.max_length": 2**20,
 }
-"""Default prompts of an endpoint's model: full words and room to think. The server knows how long a
-conversation may be."""
+"""Default settings for an endpoint's model: prompts in full words, and long replies. The server
+itself limits the length of a conversation."""
 
 EPISODE_KEYS = ("env.", "prompt.", "model.", "rollout.max_tokens")
 """Prefixes of the keys that determine an episode."""
 
 LIMITS = ("env.timeout_s", "env.max_chars", "env.isolate", "env.memory_gb")
-"""Keys of an environment that say how it is run, and what it may use."""
+"""Keys of an environment that determine how it runs and how much it may use."""
 
 DISPLAY_KEYS = ("env.params.observation", *LIMITS)
-"""Keys of an environment that do not change the task, only how it is shown and run."""
+"""Keys of an environment that change only how the task is shown and run, not the task itself."""
 
 PROMPT_KEYS = ("prompt.", "rollout.max_tokens", "model.max_length", "env.params.observation")
 """Prefixes of the keys that determine an agent's prompts. A model folder does not record them."""
@@ -100,10 +100,11 @@ def resolve_target(target: str, overrides: Overrides, server: Server | None = No
 
     A run in another environment keeps its own prompts and form of observation, and takes the other
     environment's budgets and parameters. A model at an endpoint gets `ENDPOINT_DEFAULTS` and the
-    environment's default observation. A model here that is not embedded gets the latter too, and
-    lengths of its own (`with_prompts`), unless the recipe sets ``prompt.style``. An environment
-    without a recipe brings its own budgets, and prompts and lengths for a model (`env_settings`).
-    The note says which budgets a run gets in another environment than its own.
+    environment's default observation. A local model that is not embedded also gets the default
+    observation, and it gets lengths of its own (`with_prompts`), unless the recipe sets
+    ``prompt.style``. An environment without a recipe determines the budgets, and for a model also
+    the prompts and lengths (`env_settings`). If a run plays another environment than its own, the
+    note says which budgets it gets.
 
     Raises:
         RagenError: There is no such key or environment, or values exclude each other.
@@ -150,10 +151,10 @@ def resolve_target(target: str, overrides: Overrides, server: Server | None = No
 
 
 def _env_in(given: Flat) -> str | None:
-    """The environment that values by key name.
+    """The environment that the given values name, if they name one.
 
     Raises:
-        RagenError: Its name is no text, or a mixture is named.
+        RagenError: The name is not a text, or the values name a mixture.
     """
     if mixed := mixed_in(given):
         names = ", ".join(mixed)
@@ -181,7 +182,7 @@ def _config_in(run: Path, env: str | None) -> Config:
 
 
 def envs_of(target: str, server: Server | None = None) -> list[str]:
-    """The environments of a target that is a run in a mixture; of any other, none.
+    """The environments of a run that trained on a mixture; for any other target, an empty list.
 
     Raises:
         RagenError: Its settings cannot be read.
@@ -235,7 +236,7 @@ def shared_settings(
 
 
 def task_settings(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of some settings that determine the task: levels, events and budgets."""
+    """The settings among `keys` that determine the task: its levels, events and budgets."""
     return {k: v for k, v in keys.items() if k.startswith("env.") and k not in DISPLAY_KEYS}
 
 
@@ -269,9 +270,10 @@ def outcome_settings(
 ) -> dict[str, Any]:
     """Everything that determines an evaluation's episodes, except the number of levels and samples.
 
-    A model on this machine is identified by its weights' hash, a model of a hub or a server by its
-    name. The sampler counts, since vLLM draws other tokens than the local one; so does the code of
-    a parser from outside, and so do the files that the environment's parameters name.
+    The hash of its weights identifies a model on this machine, and its name a model of a hub or a
+    server. The settings include the sampler, because vLLM draws other tokens than the local
+    sampler. They also include the code of a parser from outside and the state of the files that the
+    environment's parameters name.
 
     Raises:
         RagenError: There is no such target, environment or parser.

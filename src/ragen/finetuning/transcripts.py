@@ -51,8 +51,17 @@ OWN_PLAYERS = ("random", "wanderer", "solver", "teacher")
 
 
 def is_file(player: str) -> bool:
-    """Whether a player is a file of conversations: any file, also a pipe, such as /dev/stdin."""
-    return player not in OWN_PLAYERS and Path(player).exists() and not Path(player).is_dir()
+    """Whether a player is a file of conversations: any file, also a pipe, such as /dev/stdin.
+
+    Raises:
+        RagenError: It is the name of such a file, and there is no such file.
+    """
+    if player in OWN_PLAYERS:
+        return False
+    path = Path(player)
+    if path.suffix == ".jsonl" and not path.exists():
+        raise RagenError(f"there is no file {player}: --player FILE.jsonl names conversations")
+    return path.exists() and not path.is_dir()
 
 
 def read_transcripts(path: Path) -> list[Transcript]:

@@ -34,8 +34,8 @@ from ragen.models.packed import Attending
 from ragen.models.precision import output_logits, shape_of
 
 PADDED_QUERIES = 4096
-"""Most queries of one forward of `FlatDecoder` with the padding inside attention, which bounds its
-memory (more only for a single longer row)."""
+"""Maximum number of queries in one forward of `FlatDecoder`, with the padding inside attention. It
+bounds the memory. Only a single longer row may have more."""
 
 
 def make_decoder(

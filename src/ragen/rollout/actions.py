@@ -25,8 +25,8 @@ class Parsed:
     """The contents of a reply.
 
     Attributes:
-        thought: The text between the think tags as written; ``None`` if the reply does not begin
-            with a closed thought, or must not have one.
+        thought: The text between the think tags, as written; ``None`` if the reply does not begin
+            with a closed thought, or if it must not have a thought.
         thought_chars: Half-open range of the thought's characters in the reply.
         actions_asked: The names in the answer as written, trimmed, unknown ones included.
         actions: The actions to carry out: the legal ones in canonical spelling, in order, at most

@@ -5,7 +5,7 @@ on. There are three kinds of errors. An error that the user can fix (a wrong key
 ends the command at once, with one line. After a temporary error (a busy or broken server) the
 request is repeated, with growing waits. Any other error ends its episode, which is kept as data.
 
-What a server sends is not trusted. A request has a time limit, and an answer has a greatest size.
+What a server sends is not trusted. Requests have a time limit, and answers have a maximum size.
 No compression, charset, redirect or cookie of the server is accepted, and its messages are escaped.
 """
 
@@ -41,7 +41,7 @@ KEY_ENV = "OPENAI_API_KEY"
 CONNECT_S = 4.5
 """Time limit for opening a connection."""
 SOON_S = 4.0
-"""Seconds for which a request is repeated where that helps rarely: the server cannot be reached (it
+"""Seconds for which a request is repeated if that rarely helps: the server cannot be reached (it
 may be restarting), or what it sends is not a completion."""
 TRIES = 8
 """Number of attempts for one completion."""
@@ -54,17 +54,17 @@ MAX_LOST = 16
 TEMPORARY = (408, 409, 425, 429)
 """Status codes below 500 after which the same request may succeed later."""
 MAX_BODY = 2**22
-"""Greatest size of an answer in bytes, about a million tokens of text."""
+"""Maximum size of an answer in bytes, about a million tokens of text."""
 MAX_ERROR = 2**16
-"""How many bytes of an error's body are read."""
+"""Maximum number of bytes that are read of an error's body."""
 MAX_SHOWN = 300
-"""Greatest number of characters of a server's error message that are shown."""
+"""Maximum number of characters that are shown of a server's error message."""
 MAX_TOKENS = 2**31
-"""A server's token counts are ignored from this size on."""
+"""Token counts of a server are ignored if they are this large or larger."""
 MAX_DIGITS = 9
-"""Digits of an error's code above which it is no number."""
+"""Maximum number of digits of an error's code that is read as a number."""
 MIN_KEY = 8
-"""Length from which a key is a secret; shorter ones are dummies for local servers."""
+"""Minimum length of a secret key; shorter keys are dummies for local servers."""
 SECRET = re.compile(r"[^@]*//[^/]*@|[^/]*@|.*[?#]", re.DOTALL)
 """An address with a password, a query or a fragment, which may be a secret."""
 
@@ -137,7 +137,7 @@ def check_address(name: str, address: str, remedy: str) -> None:
         raise RagenError(f"{name} must hold neither a password nor a query; {remedy}")
     if not _is_address(address):
         raise RagenError(
-            f"{name} {address[:MAX_SHOWN]!r} is no address: expected one such as "
+            f"{name} {address[:MAX_SHOWN]!r} is not an address: expected one such as "
             "http://localhost:8000/v1"
         )
 
@@ -450,7 +450,7 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
     Without one, a ``<think>`` is put in front of a thought that is only closed, because the model's
     own template opened it. With `tools`, calls are appended in the form of
     `ragen.rollout.tool_calls.hermes`; otherwise a call without text is an empty reply. Half a
-    surrogate pair, which is no text, becomes the replacement character.
+    surrogate pair, which is not text, becomes the replacement character.
 
     Raises:
         _RequestFailed: The answer is not JSON in UTF-8, is an error, or has no choice or message.
@@ -467,7 +467,7 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
     try:
         answer = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError):  # RecursionError: thousands of brackets
-        raise _wrong("an answer that is no JSON", text) from None
+        raise _wrong("an answer that is not JSON", text) from None
     if not isinstance(answer, dict) or answer.get("error"):
         words, code = error_message(data)
         number = int(code) if code.isdecimal() and len(code) <= MAX_DIGITS else 0

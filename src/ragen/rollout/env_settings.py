@@ -1,7 +1,7 @@
 """What an environment brings to a run's settings: its budgets, and lengths that fit its texts.
 
-They apply where the user sets nothing and there is no recipe, or only one for another environment.
-One environment's budgets, parameters and lengths never apply to another. Loads no torch.
+They apply if the user sets nothing and there is no recipe, or only one for another environment.
+Budgets, parameters and lengths of one environment never apply to another. Loads no torch.
 """
 
 from __future__ import annotations

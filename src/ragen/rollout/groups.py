@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 class Gate(asyncio.Semaphore):
-    """Lets in as many episodes at once as the samplers of a policy have slots, `slots` for each.
+    """Lets in as many episodes at once as a policy's samplers have slots, `slots` for each sampler.
 
-    Samplers may come and go (`ManySamplers`), so they are counted each time that an episode comes
-    or ends. After a loss, the episodes that are in go on, and others wait until there are slots.
+    Samplers may come and go (`ManySamplers`), so they are counted each time an episode begins or
+    ends. After a loss, the episodes that are in continue, and others wait until there are slots.
     """
 
     def __init__(self, policy: Policy | PlayerPolicy, slots: int) -> None:
@@ -33,7 +33,7 @@ class Gate(asyncio.Semaphore):
 
     @property
     def _wanted(self) -> int:
-        """How many places there should be: at least those of one sampler, which will come."""
+        """The number of places there should be: at least those of one sampler, which will join."""
         number = 1 if self._samplers is None else self._samplers.num_samplers
         return self._slots * max(1, number)
 

@@ -5,11 +5,11 @@ less of a model than an absolute score does (RULER of OpenPipe's ART compares in
 episodes are shown once and get equal scores. The order of a group is drawn from the run's seed,
 because judges may prefer a position (`ragen.evaluation.order_bias` measures how much).
 
-What an episode says is not trusted: it is shown in strings of JSON, from which it cannot break
-out, and the judge is told not to follow it. An answer has to be the JSON that was asked for. If the
-second answer is not, the question counts as failed. Answers are kept by the hash of their question
-(`ragen.storage.judgements`), also unreadable ones, so that a run that was killed repeats its
-numbers.
+What an episode says is not trusted. It is shown in strings of JSON, from which it cannot break out,
+and the judge is told not to follow it. An answer must be the JSON that the question asks for. If
+the second answer is not, the question counts as failed. Answers, unreadable ones included, are kept
+by the hash of their question (`ragen.storage.judgements`), so that a killed run repeats its numbers
+when it is resumed.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ CONCURRENCY = 16
 """Questions that are asked at the same time."""
 
 MAX_TOKENS = 4096
-"""Greatest length of an answer, with the thoughts of a model that reasons."""
+"""Maximum number of tokens of an answer, with the thoughts of a model that reasons."""
 
 TRIES = 2
-"""How often a question is asked at most, until the answer can be read."""
+"""Maximum number of times that a question is asked until its answer can be read."""
 
 INSTRUCTIONS = """\
 You judge how well an agent did. {what}
@@ -76,7 +76,7 @@ class Failure:
 
 @dataclass(slots=True)
 class _Cost:
-    """A step's questions (new, known, without a score), defaulted episodes, and tokens."""
+    """A step's counts: questions (new, known, without a score), defaulted episodes, and tokens."""
 
     calls: int = 0
     cached: int = 0
@@ -152,7 +152,7 @@ class Judge:
         return self._settings.failed_score
 
     async def scores_of(self, texts: Sequence[str], step: int) -> dict[str, float | Failure]:
-        """The score of each text of a group; the judge sees the texts in this order.
+        """The score of each text of a group; the judge sees the texts in the given order.
 
         Raises:
             RagenError: The endpoint refuses to answer, or is gone.

@@ -202,7 +202,7 @@ class PlayerPolicy:
         actions = play(env, limits.turns_left, limits.actions_left, limits.actions_per_turn)
         thought = f"<think>{self._thought(actions, prompt.seed)}</think>" if self._think else ""
         reply = f"{thought}{self._write(actions)}"
-        # A template may open the thought with white space behind the tag.
+        # A template may write white space after the tag that opens the thought.
         return written_completion(reply.removeprefix(self._prefill.rstrip()), self._encode)
 
 

@@ -54,8 +54,8 @@ BAND = (1 / 20, 3 / 4)
 shorter one has hardly a word, and a longer one leaves hardly any room for the answer."""
 
 
-# Faults, each from 0 (none) to 1. A reward term costs its weight times the fault and never pays: a
-# term that paid in each turn would pay for more turns. A fault that cannot be determined is 0.
+# Faults, each from 0 (none) to 1. A reward term costs its weight times the fault and never pays,
+# because a term that pays in each turn would reward more turns. An unknown fault is 0.
 
 
 def grounding(turn: Turn) -> float:

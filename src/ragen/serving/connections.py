@@ -31,11 +31,11 @@ PATIENCE_S = 10.0
 """Seconds that a client may take to send a request, or to receive 48 KB of an answer."""
 
 MOST = 96
-"""The most connections at the same time. An answer opens up to four files, and 256 files is the
-smallest limit of a process in use."""
+"""Maximum number of connections at the same time. An answer opens up to four files, and the lowest
+limit of a process that is in use is 256 files."""
 
 MOST_EACH = 48
-"""The most connections from one address; a browser opens six."""
+"""Maximum number of connections from one address; a browser opens six."""
 
 LEAST = 8
 """The connections that are kept even if the process has no room for more."""
@@ -44,13 +44,13 @@ NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors of a process or a system that has no room for a connection."""
 
 MESSAGE_BYTES = 2**20
-"""The most bytes of a message to a WebSocket."""
+"""Maximum number of bytes in a message to a WebSocket."""
 
 PONG_S = 60.0
 """Seconds that a WebSocket's client may be out of reach."""
 
 QUEUE = 1024
-"""The most connections that the system holds until they are accepted."""
+"""Maximum number of connections that the system holds until they are accepted."""
 
 ENDING_S = 2
 """Seconds that unfinished answers may take when the server ends."""

@@ -33,7 +33,8 @@ PHASE = "branch"
 checkpoint's."""
 
 MOST = 64
-"""Most branches of a request: they fit on a screen, and a small model plays them in a minute."""
+"""Maximum number of branches of a request. They fit on a screen, and a small model plays them in a
+minute."""
 
 _SCHEMA = f"""
 {PLAYED}

@@ -65,7 +65,7 @@ MOST_LOSSES = 3
 """How many engines a run may lose without a new checkpoint in between."""
 
 AWAY_S = 120.0
-"""Most seconds that a new engine waits for a machine of the old one to come back."""
+"""Maximum time in seconds that a new engine waits for a machine of the old one to come back."""
 
 RETRY_S = 5.0
 """Seconds between two looks at a cluster that lacks a machine."""

@@ -28,7 +28,7 @@ from ragen.viewer.reading import Answer, Question, RunReader, loaded
 from ragen.viewer.run_list import evaluations, read_settings, with_parts
 
 MOST_OF_LEVEL = 400
-"""Most episodes of one level that are sent at once; a run records fewer."""
+"""Maximum number of episodes of one level that are sent at once; a run records fewer."""
 
 
 class EpisodeSet(NamedTuple):

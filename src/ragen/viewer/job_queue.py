@@ -21,22 +21,22 @@ from ragen.storage.branches import Request
 from ragen.viewer.reading import Answer, NotFound, Unanswered
 
 AT_ONCE = 2
-"""Processes that run at the same time; each holds a model."""
+"""Maximum number of processes that run at the same time; each holds a model."""
 
 MOST_WAITING = 16
-"""Requests that may wait; a user would not send more by hand."""
+"""Maximum number of requests that wait; a user would not send more by hand."""
 
 MOST_EACH = 10
-"""How many running or waiting requests may come from one address."""
+"""Maximum number of running or waiting requests from one address."""
 
 MOST_FAILED = 50
-"""Failed requests that are kept; beyond these, the oldest is dropped."""
+"""Maximum number of failed requests that are kept; then the oldest is dropped."""
 
 LONGEST_S = 3600.0
-"""How long a process may run. One that hangs would hold its slot for ever."""
+"""Time limit of a process in seconds. Otherwise, one that hangs would hold its slot for ever."""
 
 PATIENCE_S = 5.0
-"""How long a process may take to end before it is killed."""
+"""Seconds that a process may take to end before it is killed."""
 
 TAIL = 4096
 """Bytes of a process's last output that are kept; the last line is its problem."""

@@ -10,14 +10,14 @@ from typing import TypeVar
 from ragen.viewer.reading import Answer, Question, RunReader, Unanswered
 
 MOST_STEPS, MOST_EPISODES = 40, 128
-"""Steps that are counted, evenly over the run, and episodes of each: more would take longer without
-a visible change of any share."""
+"""Maximum number of steps, evenly over the run, and of episodes of each. More would take longer and
+change no share visibly."""
 
 MOST_PHRASES = 30
-"""Phrases in an answer."""
+"""Maximum number of phrases in an answer."""
 
 LONGEST = 12
-"""Most words of a phrase; longer ones hardly occur twice."""
+"""Maximum number of words in a phrase; longer phrases hardly occur twice."""
 
 Item = TypeVar("Item")
 

@@ -20,8 +20,8 @@ STATES = {
 """The state of a process after an event, by what happened."""
 
 MOST = 4096
-"""Most processes of a kind that a config allows; another program may have written a larger number
-into it."""
+"""Maximum number of processes of a kind that a config allows. Another program may have written a
+larger number into it."""
 
 KINDS = {
     "learner": ("engine.learners", 1),

@@ -41,7 +41,7 @@ NO_RUNS_INSIDE = ("checkpoints", "__pycache__", "node_modules")
 """Folders that may hold thousands of files, but no run."""
 
 MOST_FOLDERS = 5000
-"""Folders that are searched at most; more would be a whole disk."""
+"""Maximum number of folders that are searched; more would be a whole disk."""
 
 FILES = (DATABASE, CONFIG, BRANCHES)
 """The files of a run; the last one exists only if something was branched. None may be a link, which

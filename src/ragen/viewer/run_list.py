@@ -121,7 +121,7 @@ def settings_of(text: bytes) -> Flat:
 
 
 def _progress(run: RunReader, config: Flat) -> Answer:
-    """How far a run got, and how successful it is."""
+    """The progress of a run, and its success."""
     histories = run.histories(("success/mean", "progress/updates"))
     attempts, course = list(histories), current(histories)
     # Evaluations by `ragen eval` have no step and may be of any environment: they are left out.

@@ -187,7 +187,7 @@ def test_an_object_without_the_field_is_a_text(server, answer):
 )
 def test_another_server_is_one_line(server, schema):
     server.schema = schema
-    with pytest.raises(RagenError, match="what answers there is no OpenEnv server"):
+    with pytest.raises(RagenError, match="what answers there is not an OpenEnv server"):
         make(f"openenv:{server.url}")
 
 

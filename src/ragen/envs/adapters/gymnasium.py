@@ -26,7 +26,7 @@ from ragen.envs.contract import Baselines, generators
 DOCS = ("Description", "Rewards", "Reward")
 """Sections of a docstring that become rules."""
 DOCS_CHARS = 1500
-"""The most characters of rules that are taken from a docstring."""
+"""Maximum number of characters that rules take from a docstring."""
 
 
 class GymnasiumEnv(Adapted):

@@ -37,7 +37,7 @@ CLOSE_S = 5.0
 INVALID_PARAMS, METHOD_NOT_FOUND = -32602, -32601
 """JSON-RPC's errors for a wrong call; the agent reads them, like errors of the tool."""
 SAID_CHARS = 300
-"""The most characters kept of the last line that a server wrote to its standard error."""
+"""Maximum number of characters kept of the last line that a server wrote to standard error."""
 
 
 @dataclass(frozen=True, slots=True)

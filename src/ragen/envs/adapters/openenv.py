@@ -134,7 +134,7 @@ class OpenEnvEnv(Adapted):
             session.close()
 
     def _call(self, action: str) -> dict[str, Any] | None:
-        """The call that an action is, as the server reads it; ``None`` for any other text."""
+        """The call in an action, in the server's form; ``None`` for any other text."""
         call = read_call(action)
         if call is None:
             return None
@@ -268,7 +268,7 @@ def _about(url: str, target: str) -> About:
             schema["tools"] = [_tool_of(each) for each in listed["observation"]["tools"]]
         return _about_of(target, metadata, schema)
     except (AttributeError, KeyError, TypeError, RecursionError):
-        raise RagenError(f"openenv:{target}: what answers there is no OpenEnv server") from None
+        raise RagenError(f"openenv:{target}: what answers there is not an OpenEnv server") from None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 401:
             raise RagenError(

@@ -28,7 +28,7 @@ READY_S = 60.0
 END_S = 10.0
 """Seconds that a server may take to end before it is killed."""
 SAID_CHARS = 300
-"""The most characters that are kept of the reason why a server did not start."""
+"""Maximum number of characters kept of the reason why a server did not start."""
 MODULE = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*:[A-Za-z_]\w*")
 """The name of an application in a module; that of an image may look the same."""
 IMAGE = re.compile(r"[a-z0-9][a-z0-9._/-]*(?::\w[\w.-]*)?(?:@sha256:[0-9a-f]{64})?")

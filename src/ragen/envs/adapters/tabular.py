@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 MOST_PLANS = 2048
-"""The most sequences of a turn's actions that are compared; beyond, optimal play is unknown."""
+"""Maximum number of plans of a turn that are compared; with more, optimal play is unknown."""
 FIRST = 1e9
 """The weight of success in the choice of a plan: success takes precedence over the return."""
 
@@ -124,7 +124,7 @@ class Table:
 
 
 def table_of(env: Any, every_end_solves: bool) -> Table | None:
-    """The table of a bare environment, if its steps are nothing but draws from its transitions."""
+    """The table of a bare environment, if its steps only draw from its transitions."""
     if getattr(env, "P", None) is None or getattr(env, "fickle_passenger", False):
         return None
     return Table(env.P, every_end_solves)

@@ -20,9 +20,9 @@ from ragen.envs.adapters.randomness import GlobalRandomness
 from ragen.envs.contract import generators, pick
 
 MOST_TURNS = 30
-"""The most turns of an episode; games without a limit get this many."""
+"""Maximum number of turns in an episode; games without a limit get this many."""
 IN_A_ROW = 100
-"""The most moves of an opponent before the player's next one."""
+"""Maximum number of moves of an opponent before the player's next one."""
 MOVES = re.compile(r"(?:available|valid) (?:moves?|actions?): *(.+)", re.IGNORECASE)
 
 Opponent = Callable[[str, np.random.Generator], str]
