@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from ragen.core.errors import NotFiniteError
 from ragen.core.types import Completion, Prompt
 from ragen.engines.sampler import Sampler, draw
-from ragen.engines.slots import BEGINNING
 from ragen.models.model import hidden_states, token_logprobs
+from ragen.models.packing import BEGINNING
 from tests.models.test_model import tiny
 from tests.tolerance import LOGPROB
 

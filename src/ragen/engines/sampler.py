@@ -25,10 +25,11 @@ from transformers import PreTrainedModel
 
 from ragen.core.types import Prompt
 from ragen.engines.sampling import QUIET_ROUNDS, Decode, QueuedPolicy
-from ragen.engines.slots import BEGINNING, SlotTable, Tokens, common
+from ragen.engines.slots import SlotTable, Tokens, common
 from ragen.models.decoder import PATHS, Decoder, make_decoder
 from ragen.models.device import to_device
 from ragen.models.graphs import GraphDecoder, recorder
+from ragen.models.packing import BEGINNING
 
 PREFILL_TOKENS = 2048
 """Maximum number of new prompt tokens in one forward; it bounds the memory of attention scores."""
@@ -206,20 +207,20 @@ class Sampler(QueuedPolicy):
         return logits_NV[rows] if followers else logits_NV
 
     def _share_beginnings(self, reads: list[tuple[_Request, int]]) -> list[tuple[_Request, int]]:
-        """Give prompts that begin alike what a slot holds of that, or read it in the first of them.
+        """Copy a beginning that prompts share from a slot that holds it, or read it in one of them.
 
-        `reads` are requests with the number of tokens that are known of each prompt; so is what is
-        returned.
+        `reads` are requests with the number of tokens of each prompt that are in the cache already.
+        Returns them with the new numbers.
         """
         alike: dict[Tokens, list[int]] = {}
         for row, (request, known) in enumerate(reads):
             if known == 0 and len(request.tokens) > BEGINNING:
                 alike.setdefault(request.tokens[:BEGINNING], []).append(row)
         shared = list(reads)
-        for first, *rows in alike.values():
+        for head, (first, *rows) in alike.items():
             leader, _ = reads[first]
             slot, tokens = leader.slot, leader.tokens
-            found = self._table.alike(tokens)
+            found = self._table.beginning(head)
             if found is not None:
                 (slot, tokens), rows = found, [first, *rows]
             elif rows:

@@ -11,9 +11,6 @@ from collections.abc import Collection
 
 Tokens = tuple[int, ...]
 
-BEGINNING = 64
-"""Shortest beginning in tokens of different prompts that is read in one of them."""
-
 TAIL = 8
 """Last tokens by which a remembered sequence is looked up before it is compared in full."""
 
@@ -101,19 +98,18 @@ class SlotTable:
         """A slot whose cache begins with a first prompt."""
         return self._holders.get(prompt)
 
-    def alike(self, prompt: Tokens) -> tuple[int, Tokens] | None:
-        """A slot whose cache begins with a first prompt that begins like this one, and that prompt.
+    def beginning(self, tokens: Tokens) -> tuple[int, Tokens] | None:
+        """A slot whose cache begins with a first prompt that begins with `tokens`, and that prompt.
 
         Example:
-            >>> table, rules = SlotTable(1), (5,) * BEGINNING
-            >>> table.set_first_prompt(table.take(), (*rules, 1, 2))
-            >>> slot, first = table.alike((*rules, 1, 3))
-            >>> slot, len(first), table.alike((*rules[1:], 1, 3))
-            (0, 66, None)
+            >>> table = SlotTable(1)
+            >>> table.set_first_prompt(table.take(), (5, 6, 7, 8))
+            >>> table.beginning((5, 6)), table.beginning((6, 7))
+            ((0, (5, 6, 7, 8)), None)
         """
-        for first, slot in self._holders.items():
-            if first[:BEGINNING] == prompt[:BEGINNING]:
-                return slot, first
+        for prompt, slot in self._holders.items():
+            if prompt[: len(tokens)] == tokens:
+                return slot, prompt
         return None
 
     def set_first_prompt(self, slot: int, prompt: Tokens) -> None:
