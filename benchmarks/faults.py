@@ -323,6 +323,7 @@ def two_machines() -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
     with mock.patch.dict(os.environ, OF_NETWORK):
         token = [ray, "get-auth-token", "--generate"]
         subprocess.run(token, check=True, stdout=subprocess.DEVNULL)
+        disconnect()  # what a killed process left
         shell(f"ip netns add {NAMESPACE}")
         try:
             shell(f"ip link add {OURS} type veth peer name {THEIRS} netns {NAMESPACE}")
@@ -346,9 +347,15 @@ def two_machines() -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
                     node.wait(20)
                 kill(*(pid for pid in processes if command_of(pid)))
                 node.wait()
-            if Path(f"/sys/class/net/{OURS}").exists():
-                shell(f"ip link del {OURS}")  # with its other end
-            shell(f"ip netns del {NAMESPACE}")
+            disconnect()
+
+
+def disconnect() -> None:
+    """Remove the cable and the network namespace, where they are."""
+    if Path(f"/sys/class/net/{OURS}").exists():
+        shell(f"ip link del {OURS}")  # with its other end
+    if Path(f"/run/netns/{NAMESPACE}").exists():
+        shell(f"ip netns del {NAMESPACE}")
 
 
 def shell(*commands: str) -> None:
