@@ -150,9 +150,7 @@ def test_an_engine_that_replaces_another_needs_the_machines_that_it_had(machines
     before.close()
     machines.remove_node(node)
     for known, kind in ((None, RagenError), (before, MachineAway)):
-        with pytest.raises(
-            kind, match="the cluster has 2 CPUs, and 1 learners and 2 sam"
-        ) as caught:
+        with pytest.raises(kind, match="the cluster has 2 CPUs, and 1 learner and 2 sam") as caught:
             Rooms(two, known)
         assert type(caught.value) is kind
     machines.add_node(num_cpus=1)

@@ -435,6 +435,7 @@ def test_interrupted_or_failed_sft_leaves_nothing_behind(
         (("--loss.kl", "0.1"), "loss.kl has no effect on supervised fine-tuning"),
         (("--rollout.max_tokens", "3"), "0 solver episodes (left out: 0 unsolved, 1024 too"),
         (("--player", "none.jsonl"), "there is no file none.jsonl"),
+        (("--player", "wandere"), "random, wanderer, solver, teacher, a FILE.jsonl, or a hub id"),
         (("--player", "talks", "--episodes", "3"), "leave out --episodes and --keep"),
         (
             ("--env", f"{ROGUE}:Rogue", "--env.max_actions", "1", "--quiet"),

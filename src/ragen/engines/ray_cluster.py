@@ -73,10 +73,11 @@ class Rooms:
     @property
     def _who(self) -> str:
         settings = self._settings
-        who = f"{settings.learners} learners and {settings.samplers} samplers"
-        if settings.players:
-            who = who.replace(" and", ",") + f" and {settings.players} players"
-        return who
+        counts = {each: getattr(settings, f"{each}s") for each in ("learner", "sampler", "player")}
+        *most, last = [
+            f"{count} {each}{'s' * (count > 1)}" for each, count in counts.items() if count
+        ]
+        return f"{', '.join(most)} and {last}"
 
     def _plan(self, before: Rooms | None) -> list[dict[str, float]]:
         """The parts to reserve; also notes the part of each process.

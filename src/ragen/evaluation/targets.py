@@ -68,10 +68,10 @@ def is_local(target: str) -> bool:
     return target == "base" or target in PLAYERS or Path(target).exists()
 
 
-def refuse_absent(target: str, server: Server | None = None) -> None:
+def refuse_absent(target: str, server: Server | None = None, words: str = TARGETS) -> None:
     """Refuse a target that does not exist, without reading weights.
 
-    Names of a server's models are not checked.
+    Names of a server's models are not checked. `words` are the names that a message offers.
 
     Raises:
         RagenError: There is no such run or model, or the folder holds no model.
@@ -80,7 +80,7 @@ def refuse_absent(target: str, server: Server | None = None) -> None:
         raise RagenError("a person plays with `ragen play ENV`; evaluate random or solver")
     if target == "base" or target in PLAYERS or (server is not None and not is_local(target)):
         return
-    model = base_of(resolve_model(target, "", TARGETS))
+    model = base_of(resolve_model(target, "", words))
     from ragen.models.hub import model_folder
     from ragen.models.pretrained import model_config
 

@@ -327,7 +327,7 @@ def played_examples(
 def _player(config: Config, chat: Chat, player: str) -> tuple[Policy | PlayerPolicy, Setup]:
     """The policy or player of the examples, and the set-up of its episodes."""
     if player not in OWN_PLAYERS:
-        refuse_absent(player)
+        refuse_absent(player, words=", ".join((*OWN_PLAYERS, "a FILE.jsonl")))
         return load_target(player, config)
     setup = make_setup(config, chat)
     if player in ("teacher", "wanderer") and setup.prefill.strip() != "<think>":
