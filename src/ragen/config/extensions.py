@@ -7,6 +7,7 @@ other libraries are named ``LIBRARY:NAME``.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -132,12 +133,14 @@ def short_name(name: str) -> str:
     Example:
         >>> short_name("/home/me/terms.py:brevity"), short_name("grounding")
         ('brevity', 'grounding')
-        >>> short_name("openenv:http://host:8000")
-        'openenv-host'
+        >>> short_name("openenv:http://host:8000"), short_name("openenv:registry/echo:latest")
+        ('openenv-host', 'echo')
     """
     library, _, target = name.partition(":")
     if "://" in target:
         return f"{library}-{urlsplit(target).hostname}"
+    if "/" in target and ".py:" not in target:  # an image, with a tag or a digest
+        return re.split("[:@]", target.rpartition("/")[2])[0]
     return name.rpartition(":")[2].rpartition(".")[2]
 
 
