@@ -2,10 +2,12 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -30,6 +32,14 @@ def one_thread() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ragen.engines.machine._probe", lambda: 1)
         yield
+
+
+@pytest.fixture
+def set_sigint() -> Iterator[Callable[[Any], None]]:
+    """Sets the handler of SIGINT; the process that runs the tests may ignore it."""
+    before = signal.getsignal(signal.SIGINT)
+    yield lambda handler: signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

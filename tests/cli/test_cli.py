@@ -10,7 +10,7 @@ import sys
 import time
 import tomllib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Never
 
@@ -307,14 +307,6 @@ def test_stopped_run_prints_how_to_resume(
     trainer(train)
     assert main(["train", "bandit", "--out", str(tmp_path / "run")]) == code
     assert f"ragen resume {tmp_path / 'run'}\n" in capsys.readouterr().err
-
-
-@pytest.fixture
-def set_sigint() -> Iterator[Callable[[Any], None]]:
-    """Sets the handler of SIGINT; the process that runs the tests may ignore it."""
-    before = signal.getsignal(signal.SIGINT)
-    yield lambda handler: signal.signal(signal.SIGINT, handler)
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(

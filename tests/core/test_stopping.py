@@ -7,7 +7,7 @@ import inspect
 import signal
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from traceback import extract_stack
 from typing import Any
 
@@ -49,8 +49,9 @@ def test_work_that_is_cancelled_before_it_begins_is_closed(monkeypatch: pytest.M
     assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
 
 
-def test_an_interrupt_in_a_notebook_cancels_the_work() -> None:
+def test_an_interrupt_in_a_notebook_cancels_the_work(set_sigint: Callable[[Any], None]) -> None:
     """It reaches the thread of the notebook, and the work runs in another one."""
+    set_sigint(signal.default_int_handler)
     ends: list[str] = []
     main = threading.get_ident()
 

@@ -11,7 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -271,10 +271,23 @@ def test_an_environment_with_no_action_is_refused(isolate: bool) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="there are no process groups")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("isolate", ["true", "false"])
+@pytest.mark.parametrize(
+    ("number", "sigint_handler"),
+    [
+        (signal.SIGTERM, signal.default_int_handler),
+        (signal.SIGTERM, signal.SIG_IGN),  # as in a background job of a script
+        (signal.SIGINT, signal.default_int_handler),
+    ],
+)
 def test_a_signal_to_the_group_interrupts_an_evaluation_and_fails_no_episode(
-    number: signal.Signals, tmp_path: Path
+    number: signal.Signals,
+    sigint_handler: Any,
+    isolate: str,
+    set_sigint: Callable[[Any], None],
+    tmp_path: Path,
 ) -> None:
+    set_sigint(sigint_handler)
     path = tmp_path / "slow.py"
     path.write_text(
         """
@@ -288,7 +301,8 @@ class Slow(FrozenLake):
 """,
         encoding="utf-8",
     )
-    options = ("--env.isolate", "true", "--out", f"{tmp_path}/out", "--env.memory_gb", "2")
+    limits = ("--env.memory_gb", "2") if isolate == "true" else ()
+    options = ("--env.isolate", isolate, "--out", f"{tmp_path}/out", *limits)
     command = (sys.executable, "-m", "ragen", "eval", "random", "--env", f"{path}:Slow", *options)
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, start_new_session=True, text=True, env=os.environ

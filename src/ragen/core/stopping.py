@@ -14,6 +14,9 @@ from ragen.core.process import SIGNALS
 
 Answer = TypeVar("Answer")
 
+_RUNNING: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+"""What `run_async` runs, and where. User code, in which a signal may arrive, sees no event loop."""
+
 
 class StopRequested(Exception):
     """The user requested a stop by the signal of this number."""
@@ -95,15 +98,17 @@ def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
         KeyboardInterrupt: The work was cancelled by Ctrl-C.
     """
     answers: list[Answer] = []
-    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 
     async def keep() -> None:
         task = asyncio.current_task()
         assert task is not None
-        running.append((task.get_loop(), task))
-        # Of what it returns, `asyncio.run` makes a text, unused, in Python 3.11: seconds for many
-        # episodes.
-        answers.append(await work)
+        _RUNNING.append(here := (task.get_loop(), task))
+        try:
+            # Of what it returns, `asyncio.run` makes a text, unused, in Python 3.11: seconds for
+            # many episodes.
+            answers.append(await work)
+        finally:
+            _RUNNING.remove(here)
 
     if _running_loop() is None:
         try:
@@ -117,23 +122,21 @@ def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
             try:
                 pool.submit(asyncio.run, keep()).result()
             except KeyboardInterrupt:
-                for loop, task in running:
-                    with suppress(RuntimeError):  # it has just ended
-                        loop.call_soon_threadsafe(task.cancel)
+                cancel_running()
                 raise
     return answers[0]
 
 
 def cancel_running() -> bool:
-    """Cancel all tasks of this thread's event loop, if there is one, from a signal handler.
+    """Cancel what `run_async` runs, if anything, from a signal handler.
 
-    An exception raised in the handler would end only the task that happens to be running.
+    An exception raised in the handler would end only the task or the user code that happens to be
+    running.
     """
-    loop = _running_loop()
-    if loop is not None:
-        tasks = asyncio.all_tasks(loop)
-        loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
-    return loop is not None
+    for loop, task in _RUNNING:
+        with suppress(RuntimeError):  # it has just ended
+            loop.call_soon_threadsafe(task.cancel)
+    return bool(_RUNNING)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -155,6 +155,8 @@ def test_an_episode_has_a_session_of_its_own_which_is_ended_with_it() -> None:
     env.close()
     env.close()
     assert seen[0] != seen[1] and not any(map(is_alive, seen))
+    for thread in set(threading.enumerate()) - others:
+        thread.join(10)  # asyncio's own, which waits for the end of a server, is a moment behind
     assert not set(threading.enumerate()) - others
 
 
