@@ -17,6 +17,7 @@ from ragen.config.config import Config
 from ragen.config.extensions import ESTIMATOR, JUDGE, load
 from ragen.config.reading import changed, flatten
 from ragen.config.rules import CRITIC
+from ragen.config.sections import EngineConfig
 from ragen.core.errors import RagenError
 from ragen.core.inputs import names_input
 from ragen.engines.machine import available, is_amd, usable_device
@@ -150,6 +151,17 @@ def plan(config: Config) -> Plan:
     )
 
 
+def processes_of(engine: EngineConfig) -> list[str]:
+    """The kinds of processes on Ray with their numbers: learners, samplers and, if any, players.
+
+    Example:
+        >>> processes_of(EngineConfig(name="ray", samplers=2))
+        ['1 learner', '2 samplers']
+    """
+    counts = {"learner": engine.learners, "sampler": engine.samplers, "player": engine.players}
+    return [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count]
+
+
 def plans(config: Config) -> list[Plan]:
     """The memory of all processes of a run: a plan for each memory, of a machine or a GPU.
 
@@ -165,8 +177,7 @@ def plans(config: Config) -> list[Plan]:
     sizes, device = _sizes_of(config), usable_device()
     learner = learner_plan(config, sizes, device, engine.learners)
     sampler = sampler_plan(config, sizes, device)
-    learners = f"{engine.learners} learner{'s' * (engine.learners > 1)}"
-    samplers = f"{engine.samplers} sampler{'s' * (engine.samplers > 1)}"
+    learners, samplers, *_ = processes_of(engine)
     learner = replace(learner, processes=f"each of {learners}")
     sampler = replace(sampler, processes=f"each of {samplers}")
     if engine.address:

@@ -14,6 +14,7 @@ import torch
 
 from ragen.config.sections import EngineConfig
 from ragen.core.errors import MachineAway, RagenError
+from ragen.engines.memory import processes_of
 from ragen.engines.ray_process import ray
 
 if ray is not None:
@@ -72,11 +73,7 @@ class Rooms:
 
     @property
     def _who(self) -> str:
-        settings = self._settings
-        counts = {each: getattr(settings, f"{each}s") for each in ("learner", "sampler", "player")}
-        *most, last = [
-            f"{count} {each}{'s' * (count > 1)}" for each, count in counts.items() if count
-        ]
+        *most, last = processes_of(self._settings)
         return f"{', '.join(most)} and {last}"
 
     def _plan(self, before: Rooms | None) -> list[dict[str, float]]:
