@@ -4,17 +4,29 @@
 
 ``random`` takes any of the four actions. ``careful`` takes any that leads neither into a hole nor
 against the edge, if there is one. ``goal`` is careful, and steps onto a goal beside it.
+
+    python benchmarks/walks.py runs/frozen-lake-no-skill-1
+
+prints instead, for the first and the last evaluation of each run at its temperature, how often the
+first move of a turn led onto a goal beside the player, and how often into a hole.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 from statistics import fmean
 
 from ragen.core.seeding import EVAL_LEVELS
-from ragen.envs.frozen_lake import FrozenLake, Lake
+from ragen.envs.frozen_lake import MOVES, FrozenLake, Lake
+from ragen.storage.database import read
 
 WALKS = ("random", "careful", "goal")
+_TURNS = """
+    SELECT step, state_key, actions_executed FROM turns JOIN episodes ON episodes.id = episode_id
+    WHERE phase = 'eval' AND actions_executed != '[]'
+"""
 
 
 def choices(lake: Lake, walk: str, cell: int) -> list[int]:
@@ -40,11 +52,46 @@ def success(lake: Lake, walk: str, moves: int) -> float:
     return reaches[lake.start]
 
 
+def first_moves(run: Path) -> list[tuple[int, float, float]]:
+    """Of the first and the last evaluation: the step, the share of the turns beside the goal whose
+    first move leads onto it, and the share of all turns whose first move leads into a hole."""
+    turns: dict[int, list[tuple[bool, str]]] = {}
+    for step, grid, actions in read(run, _TURNS):
+        cells = cells_beside(grid)
+        turns.setdefault(step, []).append(("G" in cells.values(), cells[json.loads(actions)[0]]))
+    return [
+        (
+            step,
+            fmean(cell == "G" for beside_goal, cell in turns[step] if beside_goal),
+            fmean(cell == "O" for _, cell in turns[step]),
+        )
+        for step in (min(turns), max(turns))
+    ]
+
+
+def cells_beside(grid: str) -> dict[str, str]:
+    """What lies beside the player in each direction; nothing beyond the edge."""
+    rows = grid.split("\n")
+    row = next(index for index, cells in enumerate(rows) if "P" in cells)
+    column = rows[row].index("P")
+    found = {}
+    for action, (down, right) in MOVES.items():
+        inside = 0 <= row + down < len(rows) and 0 <= column + right < len(rows)
+        found[action] = rows[row + down][column + right] if inside else ""
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("runs", nargs="*", type=Path, help="runs on FrozenLake")
     parser.add_argument("--episodes", type=int, default=512, help="held-out levels")
     parser.add_argument("--moves", type=int, default=10)
     args = parser.parse_args()
+    for run in args.runs:
+        for step, goal, hole in first_moves(run):
+            print(f"{run}, step {step}: {goal:.1%} onto a goal beside, {hole:.1%} into a hole")
+    if args.runs:
+        return
     env, lakes = FrozenLake(success_probability=1.0), []
     for number in range(args.episodes):
         env.reset(seed=EVAL_LEVELS + number)
