@@ -15,6 +15,7 @@ from viewer_run import make_run
 
 from ragen.config.reading import dump, resolve
 from ragen.core.types import Completion, Episode, Group, Prompt, Usage
+from ragen.envs.grid import observe
 from ragen.storage.recorder import Recorder
 from tests.browser.visitor import Visitor
 
@@ -63,6 +64,28 @@ def test_a_board_names_its_rows_and_columns_as_the_thoughts_do(
         if "G" in row
     )
     assert goal in board.locator("title").all_text_contents()
+
+
+def test_a_board_has_numbered_rows_where_observations_give_coordinates(
+    newcomer: Path, visitor: Visitor
+) -> None:
+    rows = ("P_", "_G")
+    words = observe(rows, {"Player": "P", "Goal": "G"}, "coord")
+    newcomer.mkdir()
+    with Recorder.create(newcomer, dump(resolve("frozen-lake", {"steps": 0}))) as recorder:
+        first = replace(make_turn(0.0, thought="hm"), observation=words, picture=rows)
+        ends = {"final_observation": words, "final_picture": rows}
+        played = Episode(
+            "frozen-lake", 1, 7, 0, 0, (first,), "max_turns", False, True, False, **ends
+        )
+        recorder.episodes(0, [Group((played,))], phase="eval", timed=True)
+    page = visitor.visit("#/episode/newcomer/1")
+    board = page.get_by_test_id("board").first
+    for _ in range(2):
+        assert board.locator(".coordinate").all_text_contents() == [*"01", *"01"]
+        assert "(1, 1): goal" in board.locator("title").all_text_contents()
+        page.keyboard.press("ArrowRight")  # Then the board after the last turn.
+        expect(page.locator(".caption")).to_contain_text("After the last turn")
 
 
 def test_the_notation_of_the_embedded_models_is_explained_and_a_language_is_not(

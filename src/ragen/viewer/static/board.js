@@ -27,6 +27,9 @@ const ICE = /[HG@*]/;
 /** Boards with more cells are shown as text, because each cell is several nodes of the page. */
 const MOST_CELLS = 4096;
 
+/** A cell as the coordinates of an observation name it; other texts name its row by a letter. */
+const COORDINATES = /\(\d+, \d+\)/;
+
 /** The room for the names of rows and columns, in cells. */
 const EDGE = 0.45;
 
@@ -64,7 +67,8 @@ const SHAPES = {
  */
 export function Board({ picture, env, turn = null, after = null }) {
   if (picture?.length && picture.length * picture[0].length <= MOST_CELLS) {
-    return html`<${Grid} rows=${picture} env=${env} />`;
+    const numbered = COORDINATES.test(turn?.observation ?? "");
+    return html`<${Grid} rows=${picture} env=${env} names=${numbered ? NUMBERS : LETTERS} />`;
   }
   const arms = env.startsWith("bandit") && turn && armsOf(turn.observation);
   if (arms) return html`<${Arms} arms=${arms} turn=${turn} after=${after} />`;
@@ -74,20 +78,20 @@ export function Board({ picture, env, turn = null, after = null }) {
   </div>`;
 }
 
-function Grid({ rows, env }) {
+function Grid({ rows, env, names }) {
   const cells = rows.map((row) => Array.from(row));
   const height = cells.length;
   const width = Math.max(...cells.map((row) => row.length));
   const ice = rows.some((row) => ICE.test(row));
   return html`<svg class=${`board board-grid ${ice ? "on-ice" : ""}`} data-testid="board"
     viewBox=${`${-EDGE} ${-EDGE} ${width + EDGE + 0.03} ${height + EDGE + 0.03}`} role="img"
-    aria-label=${`${env}: ${described(cells)}`}>
+    aria-label=${`${env}: ${described(cells, names)}`}>
     ${cells.map((_, y) => html`<text class="coordinate" x=${-EDGE / 2} y=${y + 0.5}>${
-      rowName(y)}</text>`)}
+      names.row(y)}</text>`)}
     ${cells[0].map((_, x) => html`<text class="coordinate" x=${x + 0.5} y=${-EDGE / 2}>${x}</text>`)}
     ${cells.map((row, y) => row.map((character, x) => html`
       <g key=${`${x},${y}`} transform=${`translate(${x} ${y})`}>
-        <title>${[place(y, x), CELLS[character]?.name].filter(Boolean).join(": ")}</title>
+        <title>${[names.cell(y, x), CELLS[character]?.name].filter(Boolean).join(": ")}</title>
         <${Cell} character=${character} />
       </g>`))}
   </svg>`;
@@ -109,19 +113,21 @@ function Cell({ character }) {
 const seen = (character) => (pieces(character)[0].hidden ? "\ufffd" : character);
 
 /** The board in words, for screen readers: `4 rows of 4, player at a3, hole at b1, …`. */
-function described(cells) {
+function described(cells, names) {
   const named = cells.flatMap((row, y) => row.map((character, x) => {
     const name = CELLS[character]?.name;
-    return name && name !== "wall" ? `${name} at ${place(y, x)}` : null;
+    return name && name !== "wall" ? `${name} at ${names.cell(y, x)}` : null;
   }));
   return [`${cells.length} rows of ${cells[0].length}`, ...named.filter(Boolean)].join(", ");
 }
 
-/** The letter of a row; a board may have more rows than the alphabet has letters. */
-const rowName = (y) => (y < 26 ? String.fromCharCode(97 + y) : y);
+/** Names with a letter for the row; a board may have more rows than the alphabet has letters. */
+const LETTERS = {
+  row: (y) => (y < 26 ? String.fromCharCode(97 + y) : y),
+  cell: (y, x) => `${LETTERS.row(y)}${x}`,
+};
 
-/** Row letter and column number, as in the environments' texts. */
-const place = (y, x) => `${rowName(y)}${x}`;
+const NUMBERS = { row: (y) => y, cell: (y, x) => `(${y}, ${x})` };
 
 /** The arms of Bandit, from `Arms: Dragon, Phoenix`; undefined for any other text. */
 const armsOf = (observation) => /^Arms: (.+)$/.exec(observation)?.[1].split(", ");
