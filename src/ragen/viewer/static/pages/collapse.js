@@ -52,8 +52,8 @@ function Collapse({ run, data, query, setQuery }) {
 }
 
 function Unmeasured({ how, also }) {
-  return html`<p class="muted">This was not measured. To see it here, train with <code>${how}</code>.
-    ${also}</p>`;
+  return html`<p class="muted">This was not measured. To see it here, train with <code>${how}</code>.${
+    also && ` ${also}`}</p>`;
 }
 
 function Axes({ paths, thresholds, path, query, setQuery }) {
