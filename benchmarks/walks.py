@@ -20,11 +20,14 @@ from statistics import fmean
 
 from ragen.core.seeding import EVAL_LEVELS
 from ragen.envs.frozen_lake import MOVES, FrozenLake, Lake
+from ragen.envs.grid import cells_of
 from ragen.storage.database import read
+from ragen.storage.reader import standing
 
 WALKS = ("random", "careful", "goal")
 _TURNS = """
-    SELECT step, state_key, actions_executed FROM turns JOIN episodes ON episodes.id = episode_id
+    SELECT attempt, step, state_key, actions_executed
+    FROM turns JOIN episodes ON episodes.id = episode_id
     WHERE phase = 'eval' AND actions_executed != '[]'
 """
 
@@ -55,10 +58,12 @@ def success(lake: Lake, walk: str, moves: int) -> float:
 def first_moves(run: Path) -> list[tuple[int, float, float]]:
     """Of the first and the last evaluation: the step, the share of the turns beside the goal whose
     first move leads onto it, and the share of all turns whose first move leads into a hole."""
-    turns: dict[int, list[tuple[bool, str]]] = {}
-    for step, grid, actions in read(run, _TURNS):
-        cells = cells_beside(grid)
-        turns.setdefault(step, []).append(("G" in cells.values(), cells[json.loads(actions)[0]]))
+    counts, turns = standing(run), dict[int, list[tuple[bool, str]]]()
+    for attempt, step, grid, actions in read(run, _TURNS):
+        if counts(attempt, step):
+            cells = cells_beside(grid)
+            reached = cells[json.loads(actions)[0]]
+            turns.setdefault(step, []).append(("G" in cells.values(), reached))
     return [
         (
             step,
@@ -71,14 +76,9 @@ def first_moves(run: Path) -> list[tuple[int, float, float]]:
 
 def cells_beside(grid: str) -> dict[str, str]:
     """What lies beside the player in each direction; nothing beyond the edge."""
-    rows = grid.split("\n")
-    row = next(index for index, cells in enumerate(rows) if "P" in cells)
-    column = rows[row].index("P")
-    found = {}
-    for action, (down, right) in MOVES.items():
-        inside = 0 <= row + down < len(rows) and 0 <= column + right < len(rows)
-        found[action] = rows[row + down][column + right] if inside else ""
-    return found
+    cells = cells_of(grid.split("\n"))
+    row, col = next(cell for cell, symbol in cells.items() if symbol == "P")
+    return {move: cells.get((row + down, col + right), "") for move, (down, right) in MOVES.items()}
 
 
 def main() -> None:
