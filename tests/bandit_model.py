@@ -1,7 +1,7 @@
 """A tiny model that plays Bandit: it replies in the required format with either arm.
 
-RAGEN trains it on scripted episodes in two seconds, so that runs in tests have different rewards
-and gradients other than zero.
+RAGEN trains it on scripted episodes in two seconds, once per run of the suite, so that runs in
+tests have different rewards and gradients other than zero.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import asyncio
 import random
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
+from tests.shared import once
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SETTINGS: dict[str, Any] = {
@@ -45,7 +45,11 @@ def settings(**more: Any) -> dict[str, Any]:
 
 @cache
 def bandit_model() -> Path:
-    """The folder of the model, which is trained once per process."""
+    """The folder of the model."""
+    return once("bandit-model", _prepare)
+
+
+def _prepare(folder: Path) -> None:
     import torch
 
     from ragen.algorithms.batch import collate
@@ -75,6 +79,4 @@ def bandit_model() -> Path:
     batch = collate(to_samples(groups)[0])
     for step in range(80):
         learner.update(batch, step)
-    folder = Path(mkdtemp(prefix="ragen-bandit-model-"))
     save_model(model, tokenizer, folder)
-    return folder

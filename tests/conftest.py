@@ -1,4 +1,4 @@
-"""Settings of the whole suite: deterministic examples, no deadlines, one thread."""
+"""Settings of the whole suite: deterministic examples, no deadlines, one thread, shared runs."""
 
 import os
 import shutil
@@ -13,11 +13,13 @@ import pytest
 from hypothesis import settings
 
 from ragen.engines.machine import use_threads
+from tests import shared
 
 # Programs that tests start, with extras.
 collect_ignore = ["mcp_tools.py", "openenv_shop.py", "openenv_walk.py"]
 
-settings.register_profile("ragen", deadline=None, derandomize=True)
+settings.register_profile("ragen", deadline=None, derandomize=True, max_examples=20)
+settings.register_profile("thorough", settings.get_profile("ragen"), max_examples=500)
 settings.load_profile("ragen")
 
 
@@ -32,6 +34,64 @@ def one_thread() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ragen.engines.machine._probe", lambda: 1)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_root(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let all workers of this run of the suite share one folder, with one cache of baselines."""
+    base = tmp_path_factory.getbasetemp()
+    shared.ROOT = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    os.environ["XDG_CACHE_HOME"] = str(shared.ROOT / "cache")
+
+
+@pytest.fixture(scope="session")
+def bandit_run() -> Path:
+    """A finished run of Bandit: three steps, a checkpoint and an evaluation of each. Read only."""
+    from ragen.config.reading import resolve
+    from ragen.training.trainer import train
+    from tests.bandit_model import settings
+
+    config = resolve("bandit", settings(eval__every=1, checkpoint__keep=9))
+    return shared.once("bandit-run", lambda folder: train(config, folder))
+
+
+@pytest.fixture(scope="session")
+def lake_run() -> Path:
+    """A finished run of FrozenLake with the embedded model: two steps, else as `bandit_run`."""
+    from ragen.config.reading import resolve
+    from ragen.training.trainer import train
+
+    keys = {
+        "steps": 2,
+        "threads": 1,
+        "rollout.num_groups": 3,
+        "rollout.group_size": 4,
+        "eval.episodes": 6,
+        "eval.every": 1,
+        "checkpoint.every": 1,
+        "checkpoint.keep": 9,
+    }
+    config = resolve("frozen-lake", keys)
+    return shared.once("lake-run", lambda folder: train(config, folder))
+
+
+@pytest.fixture(scope="session")
+def mixed_run() -> Path:
+    """A finished run of a mixture of Bandit and its reverse: three steps. Read only."""
+    from ragen.config.reading import resolve
+    from ragen.training.trainer import train
+    from tests.bandit_model import settings
+
+    config = resolve(
+        "bandit", settings(env__mix={"bandit": 2, "bandit-rev": 1}, rollout__num_groups=4)
+    )
+    return shared.once("mixed-run", lambda folder: train(config, folder))
+
+
+@pytest.fixture
+def own_bandit_run(bandit_run: Path, tmp_path: Path) -> Path:
+    """A copy of `bandit_run` that the test may change."""
+    return shared.own(bandit_run, tmp_path)
 
 
 @pytest.fixture
