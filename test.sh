@@ -5,4 +5,6 @@ root=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 . "$root/scripts/setup.sh"
 set_up dev
 cd -- "$root"
+# Without Python's cache, each worker would prepare all test files anew: half a minute of a core.
+unset PYTHONDONTWRITEBYTECODE
 exec "$python" -m pytest -n logical --maxprocesses 4 --dist worksteal "$@"

@@ -1,6 +1,7 @@
-"""CPU seconds that commands take to start: to their end, or to the end of the first step of a run.
+"""CPU seconds that commands take: to their end, or to the end of the first step of a run.
 
-    python benchmarks/startup.py [--repeat 5]
+    python benchmarks/startup.py [--repeat 5]    # commands that should start at once
+    python benchmarks/startup.py --whole         # demo.sh and test.sh, whole, once
 
 Prints a table of medians, with the least and the most. The commands take turns. CPU seconds are
 those of the process and hardly depend on what else the machine does; the clock's do.
@@ -19,13 +20,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+RAGEN = [sys.executable, "-m", "ragen"]
 COMMANDS: dict[str, list[str]] = {
-    "ragen envs": ["envs"],
-    "ragen study": ["study"],
-    "ragen train bandit --dry-run": ["train", "bandit", "--dry-run"],
-    "ragen train bandit, first step": ["train", "bandit", "--steps=1"],
-    "the same with --eval.episodes 0": ["train", "bandit", "--steps=1", "--eval.episodes=0"],
+    "ragen envs": [*RAGEN, "envs"],
+    "ragen study": [*RAGEN, "study"],
+    "ragen train bandit --dry-run": [*RAGEN, "train", "bandit", "--dry-run"],
+    "ragen train bandit, first step": [*RAGEN, "train", "bandit", "--steps=1"],
+    "the same with --eval.episodes 0": [
+        *RAGEN,
+        "train",
+        "bandit",
+        "--steps=1",
+        "--eval.episodes=0",
+    ],
 }
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS: dict[str, list[str]] = {
+    "./demo.sh": [str(ROOT / "demo.sh"), "--out=run"],
+    "./test.sh": [str(ROOT / "test.sh")],
+}
+"""The README's first two commands. Where .venv is not ready, their first run also makes it."""
 FIRST_STEP = "step 1/1  success"
 """How the line of the first step begins; the process is ended there."""
 
@@ -38,11 +52,11 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-def measure(arguments: Sequence[str], folder: Path) -> tuple[float, float]:
+def measure(command: Sequence[str], folder: Path) -> tuple[float, float]:
     """CPU seconds and the clock's seconds of one command in an empty folder."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     with subprocess.Popen(
-        [sys.executable, "-m", "ragen", *arguments],
+        command,
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -54,7 +68,7 @@ def measure(arguments: Sequence[str], folder: Path) -> tuple[float, float]:
                 found = cpu_seconds(process.pid), time.monotonic() - start
                 process.kill()
                 return found
-    assert process.returncode == 0, f"ragen {' '.join(arguments)} failed"
+    assert process.returncode == 0, f"{' '.join(command)} failed"
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return cpu, time.monotonic() - start
@@ -63,12 +77,14 @@ def measure(arguments: Sequence[str], folder: Path) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--whole", action="store_true", help="demo.sh and test.sh, once")
     args = parser.parse_args()
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
-    for _ in range(args.repeat):
-        for name, arguments in COMMANDS.items():
+    commands = SCRIPTS if args.whole else COMMANDS
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
+    for _ in range(1 if args.whole else args.repeat):
+        for name, command in commands.items():
             with tempfile.TemporaryDirectory() as folder:
-                found[name].append(measure(arguments, Path(folder)))
+                found[name].append(measure(command, Path(folder)))
     print("| command | CPU seconds | the clock's |\n|---|---|---|")
     for name, pairs in found.items():
         cells = [
