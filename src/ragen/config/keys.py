@@ -16,7 +16,6 @@ from pydantic.fields import FieldInfo
 
 from ragen.config.config import Config
 from ragen.config.extensions import Kind
-from ragen.config.old_keys import REMOVED, RENAMED, refusal
 from ragen.config.sections import MixedEnv, Section
 from ragen.core.errors import RagenError, nearest
 from ragen.core.plugins import reference_to
@@ -42,8 +41,8 @@ BUDGETS = ("max_turns", "actions_per_turn", "max_actions")
 TASK = MixedEnv.model_fields.keys() - {"share"}
 """The keys that an environment of a mixture has as well as the section ``env``."""
 
-_INSIDE = tuple(f"{table}." for table in (*TABLES, "world.params"))
-"""How the keys of entries begin, those of the previous version's table included."""
+_INSIDE = tuple(f"{table}." for table in TABLES)
+"""How the keys of entries begin."""
 
 
 @cache
@@ -68,8 +67,6 @@ def canonical_key(key: str, where: str = "") -> str:
     key = SHORT.get(key, key)
     if key in keys() or table_of(key):
         return key
-    if line := refusal(key):
-        raise RagenError(f"{line}{in_place(where)}")
     inside = [name for name in keys() if name.startswith(key + ".")]
     if inside:
         raise RagenError(f"{key!r} is a section{in_place(where)}: set one of {', '.join(inside)}")
@@ -155,7 +152,7 @@ def table_of(key: str) -> str | None:
 
 
 def raw_values(tree: Mapping[Any, Any]) -> Flat:
-    """The same with the keys as they are, which may be those of an earlier version.
+    """The same with the keys as they are, whether or not there are such keys.
 
     Raises:
         RagenError: Two functions have the same name, as two lambdas have.
@@ -187,8 +184,7 @@ def raw_values(tree: Mapping[Any, Any]) -> Flat:
 
 def _holds_keys(key: str, table: Mapping[Any, Any]) -> bool:
     """Whether a table is a section; any other is the value of its key, which will be refused."""
-    names = (*keys(), *RENAMED, *REMOVED)
-    if f"{key}." in _INSIDE or any(name.startswith(f"{key}.") for name in names):
+    if f"{key}." in _INSIDE or any(name.startswith(f"{key}.") for name in keys()):
         return True
     return "." not in key and len(table) > 0  # a section with a mistake in its name
 

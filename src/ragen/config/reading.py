@@ -27,10 +27,8 @@ from ragen.config.keys import (
     expected,
     in_place,
     nest,
-    raw_values,
     show,
 )
-from ragen.config.old_keys import present_values, refuse_to_resume
 from ragen.config.rules import READ_WITH
 from ragen.core.errors import RagenError, nearest
 from ragen.core.files import read_text
@@ -180,17 +178,13 @@ def read_config(path: Path) -> Config:
     return parse_config(read_text(path), str(path))
 
 
-def parse_config(text: str, where: str, to_resume: bool = False) -> Config:
+def parse_config(text: str, where: str) -> Config:
     """The config of a saved text; `where` names it in messages.
 
     Raises:
-        RagenError: It is no TOML or no valid config; or a run is resumed that began with a setting
-            which exists no more.
+        RagenError: It is no TOML or no valid config.
     """
-    values = raw_values(_parse_tree(text, where))
-    if to_resume:
-        refuse_to_resume(values, where)
-    return _validate([(where, dotted(present_values(values), where))])
+    return _validate([(where, _dotted_toml(text, where))])
 
 
 def dump(config: Config) -> str:
@@ -303,12 +297,12 @@ def _toml_files(folder: str) -> Mapping[str, Path]:
 
 
 def _read_toml(file: Path, where: str) -> Flat:
-    return dotted(_parse_tree(read_text(file), where), where)
+    return _dotted_toml(read_text(file), where)
 
 
-def _parse_tree(text: str, where: str) -> dict[str, Any]:
+def _dotted_toml(text: str, where: str) -> Flat:
     try:
-        return tomllib.loads(text)
+        return dotted(tomllib.loads(text), where)
     except (ValueError, RecursionError) as error:  # a number of 4,300 digits, or 1,000 brackets
         raise RagenError(f"{where} is not valid TOML: {error}") from None
 
@@ -320,6 +314,6 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
         RagenError: The values exclude each other.
     """
     try:
-        return _validate([("", flatten(config) | present_values(changes))])
+        return _validate([("", flatten(config) | changes)])
     except RagenError as error:
         raise RagenError(f"cannot change {', '.join(changes)}: {error}") from None

@@ -33,7 +33,6 @@ from ragen.storage.checkpoint import (
     checkpoint_of,
     choose,
     folders,
-    run_of,
     sound,
     step_of,
 )
@@ -175,16 +174,10 @@ def weights(run: Path, config: Config, checkpoint: int | None) -> tuple[int, str
     """Step, path and state of the requested weights.
 
     Raises:
-        RagenError: The run has no such checkpoint, or it is damaged; or the model that it started
-            from is unknown.
+        RagenError: The run has no such checkpoint, or it is damaged.
     """
     step = 0 if checkpoint is None and not folders(run) else checkpoint
     if step == 0 and checkpoint_of(run, 0) is None:
-        if run_of(config.model.path) == Path(config.model.path):
-            raise RagenError(
-                f"an earlier version began {run}, and did not record which checkpoint of "
-                f"{config.model.path} it began with: name another --checkpoint"
-            )
         began = {"guard": {"changes": {}}, "loop": {"threads": config.threads}}
         model = resolve_model(config.model.path, config.env.name)
         return 0, model, began | {"engine": {"version": 0}}

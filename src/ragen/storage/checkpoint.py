@@ -25,7 +25,6 @@ from typing import Any
 from ragen.core.errors import RagenError
 from ragen.core.files import cannot, file_errors, parse_json, whole_file, whole_folder
 from ragen.storage.database import CHECKPOINTS, CONFIG, claim, free_run, is_claimed
-from ragen.storage.upgrade import upgrade_state
 
 STATE = "state.json"
 """The loop's state inside a checkpoint; written last."""
@@ -194,7 +193,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise Damaged(folder / STATE, "not an object")
     if state.pop(SEAL, None) != _seal(json.dumps(state)):
         raise Damaged(folder / STATE, "it is not what was written, or an older RAGEN wrote it")
-    return upgrade_state(state)
+    return state
 
 
 def verified_state(folder: Path, patterns: Sequence[str] = ("*",)) -> dict[str, Any]:

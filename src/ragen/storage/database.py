@@ -24,7 +24,6 @@ except ImportError:  # Windows
 from ragen.core.errors import RagenError
 from ragen.core.files import OTHER_OUT, cannot, whole_file
 from ragen.storage.schema import SCHEMA, SCHEMA_VERSION
-from ragen.storage.upgrade import OLD_VERSIONS, upgrade
 
 DATABASE = "run.sqlite"
 CONFIG = "config.toml"
@@ -138,8 +137,6 @@ def open_database(
     try:
         if make:
             folder.mkdir(parents=True, exist_ok=True)
-        if database.is_file():
-            _bring_up_to_date(database)
         connection = connect(database)
         if make and _version(connection) == 0:
             fill(connection, schema)
@@ -201,13 +198,10 @@ def connect_to_read(database: Path) -> sqlite3.Connection:
 
     Raises:
         sqlite3.OperationalError: The file does not exist.
-        RagenError: The database has an earlier schema and cannot be upgraded.
+        RagenError: Its last writer was interrupted, and it cannot be written to finish that.
     """
-    _bring_up_to_date(database)
-    return _connect_to_read(database)
-
-
-def _connect_to_read(database: Path) -> sqlite3.Connection:
+    if database.with_name(f"{database.name}-journal").exists():
+        _finish_closing(database)
     announces_log = False
     with contextlib.suppress(OSError), database.open("rb") as file:
         announces_log = file.read(20)[18:] == b"\x02\x02"  # by SQLite's file format
@@ -241,39 +235,6 @@ def reading_database(folder: Path) -> Iterator[sqlite3.Connection]:
             yield connection
     except sqlite3.DatabaseError as error:
         raise unreadable(database, error) from None
-
-
-def _bring_up_to_date(database: Path) -> None:
-    """Upgrade a database of an earlier schema, and finish closing one if that was interrupted.
-
-    Raises:
-        sqlite3.OperationalError: The file does not exist.
-        RagenError: A process is writing the database, or it cannot be written.
-    """
-    if database.with_name(f"{database.name}-journal").exists():
-        _finish_closing(database)
-    with contextlib.closing(_connect_to_read(database)) as connection:
-        version = _version(connection)
-        if version not in OLD_VERSIONS:
-            return
-    if is_claimed(database.parent):
-        raise RagenError(
-            f"{database} is being written by an earlier version of RAGEN; let that run end first"
-        )
-    try:
-        with contextlib.closing(
-            sqlite3.connect(database, isolation_level=None, timeout=WRITERS_S)
-        ) as connection:
-            upgrade(connection)
-    except sqlite3.OperationalError as error:
-        raise RagenError(
-            f"{database} has schema {version} and cannot be brought to {SCHEMA_VERSION}: "
-            f"{error}; make it writable, or copy the run to a writable folder"
-        ) from None
-    except ValueError as error:
-        raise RagenError(
-            f"{database} is damaged and cannot be upgraded: {error}; restore it"
-        ) from None
 
 
 def _finish_closing(database: Path) -> None:

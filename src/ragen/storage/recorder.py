@@ -32,7 +32,7 @@ from ragen.storage.database import (
     transaction,
     unreadable,
 )
-from ragen.storage.schema import ARRAYS, SAMPLE_ARRAYS, SETTINGS, Row, as_json, compress, insert
+from ragen.storage.schema import ARRAYS, SAMPLE_ARRAYS, Row, as_json, compress, insert
 from ragen.storage.stored_episodes import (
     delete_episodes,
     episode_rows,
@@ -159,7 +159,6 @@ class Recorder:
             RagenError: The database cannot be written.
         """
         with self._transaction():
-            self._connection.execute(SETTINGS)
             self._connection.execute("INSERT INTO settings (text) VALUES (?)", (text,))
 
     def episodes(

@@ -21,8 +21,8 @@ from ragen.core.files import parse_json
 Row = dict[str, Any]
 """A row: column name to value."""
 
-SCHEMA_VERSION = 6
-"""`PRAGMA user_version` of the database; other versions are refused or upgraded."""
+SCHEMA_VERSION = 1
+"""`PRAGMA user_version` of the database; other versions are refused."""
 
 _FLOATS = ("sampled_logprobs", "old_logprobs", "entropies", "values", "advantages", "returns")
 
@@ -182,18 +182,13 @@ CREATE VIRTUAL TABLE thoughts_fts USING fts5 (thought, content='turns', content_
 """
 """The tables of episodes, turns, token texts, and the search index of thoughts."""
 
-SETTINGS = "CREATE TABLE IF NOT EXISTS settings (id INTEGER PRIMARY KEY, text TEXT NOT NULL);"
-"""The table of every text that ``config.toml`` has had; the last one is valid.
-
-Runs of an earlier version have no such table until they are resumed."""
-
 SCHEMA = f"""
 CREATE TABLE metrics (
     attempt INTEGER NOT NULL, step INTEGER NOT NULL, name TEXT NOT NULL, value REAL,
     PRIMARY KEY (attempt, step, name)
 ) WITHOUT ROWID;
 {PLAYED}
-{SETTINGS}
+CREATE TABLE settings (id INTEGER PRIMARY KEY, text TEXT NOT NULL);
 CREATE TABLE samples (
     id INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, step INTEGER NOT NULL,
     "group" INTEGER NOT NULL, member INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
@@ -231,6 +226,7 @@ PRAGMA user_version = {SCHEMA_VERSION};
 """
 """All tables of a run's database.
 
+`settings` has every text that ``config.toml`` has had; the last one is valid.
 In `cross_scores`, `scores` is num_thoughts × num_prompts, row by row, and `own` is the index of
 each thought's own prompt. `thoughts`, and `prompts` (the observations in them), are JSON lists."""
 

@@ -40,7 +40,7 @@ class Settings:
         config: The settings.
         text: As `config.toml` has to say them.
         damage: What is wrong with `config.toml`, which is then written again; empty if nothing is.
-        is_kept: Whether the database has the text. A run of an earlier version has none.
+        is_kept: Whether the database has the text, or only the file.
     """
 
     run: Path
@@ -107,12 +107,12 @@ class Settings:
         return lines
 
 
-def find_settings(run: Path, expected: str | None, overrides: Mapping[str, Any]) -> Settings:
+def find_settings(run: Path, expected: str, overrides: Mapping[str, Any]) -> Settings:
     """The settings with which a run is resumed, before `overrides` change them.
 
     Args:
         run: The run's folder.
-        expected: The hash in the state of the checkpoint; ``None`` in one of an earlier version.
+        expected: The hash in the state of the checkpoint.
         overrides: Values that are changed on purpose, by key.
 
     Raises:
@@ -120,17 +120,17 @@ def find_settings(run: Path, expected: str | None, overrides: Mapping[str, Any])
             or the settings are lost.
     """
     texts = _texts(run)
-    is_kept = bool(texts)
-    if expected not in (None, *map(hash_text, texts)) or not texts:
+    is_kept = expected in map(hash_text, texts)
+    if not is_kept:
         text = _text_of_file(run)
-        if expected not in (None, hash_text(text)):
+        if expected != hash_text(text):
             raise RagenError(
                 f"neither {run / CONFIG} nor {run / DATABASE} has the settings that the run's "
                 "checkpoint was saved with: restore one of them, or start a new run from its "
                 f"policy: ragen train RECIPE --model {_word(run)}"
             )
-        texts, is_kept = [text], False
-    config = parse_config(texts[-1], f"{run}'s settings", to_resume=True)
+        texts = [text]
+    config = parse_config(texts[-1], f"{run}'s settings")
     damage, edits = _compared(run, texts[-1], config)
     if {key: value for key, value in edits.items() if overrides.get(key) != value}:
         raise RagenError(_differs(run, config, edits))
@@ -163,7 +163,7 @@ def differing(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def _texts(run: Path) -> list[str]:
-    """Every text that `config.toml` has had; none if there is no database, or an older one."""
+    """Every text that `config.toml` has had; none if there is no database."""
     if not (run / DATABASE).is_file():
         return []
     with reading_database(run) as connection:
@@ -171,10 +171,8 @@ def _texts(run: Path) -> list[str]:
 
 
 def kept_texts(connection: sqlite3.Connection) -> list[str]:
-    """Every text that `config.toml` has had, in order; none in a database of an earlier version."""
-    known = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'settings'").fetchall()
-    query = "SELECT text FROM settings ORDER BY id"
-    return [str(text) for (text,) in connection.execute(query)] if known else []
+    """Every text that `config.toml` has had, in order."""
+    return [str(text) for (text,) in connection.execute("SELECT text FROM settings ORDER BY id")]
 
 
 def _text_of_file(run: Path) -> str:

@@ -31,7 +31,6 @@ from ragen.rollout.episode import require_room
 from ragen.rollout.setup import Setup, open_setups, open_stages
 from ragen.storage.checkpoint import SETTINGS_HASH, newest, newest_intact, sound
 from ragen.storage.database import (
-    CONFIG,
     DATABASE,
     check_run_folder,
     new_run_folder,
@@ -132,7 +131,7 @@ def resume(
     """
     check_run_folder(folder, DATABASE)
     checkpoint, saved, damaged = newest_intact(folder)
-    settings = find_settings(folder, saved.get(SETTINGS_HASH), overrides or {})
+    settings = find_settings(folder, saved[SETTINGS_HASH], overrides or {})
     original = _changed_settings(settings, overrides or {})
     state, guard = states_of(folder, checkpoint, saved)
     engine_state = saved["engine"]
@@ -173,11 +172,6 @@ def resume(
             await engine.load(checkpoint, engine_state)
             hold_first(config, path, watcher.note)
             with Recorder.open(folder, state.attempt, engine.chat.text_of) as recorder:
-                if not settings.is_kept:
-                    watcher.note(
-                        f"{folder / CONFIG} is taken as it is: an earlier version began the run, "
-                        "and kept no copy of its settings"
-                    )
                 write_settings(recorder)
                 text, data = f"resumed after step {state.step}", {"checkpoint": checkpoint.name}
                 recorder.event(state.step, "resume", text, data)

@@ -11,7 +11,7 @@ from ragen.core.types import FAILED
 from ragen.storage.settings import kept_texts
 from ragen.viewer.episode_list import NAMED, as_json
 from ragen.viewer.reading import Answer, NotFound, Question, RunReader, array_of, loaded
-from ragen.viewer.run_list import read_settings, settings_of
+from ragen.viewer.run_list import settings_of
 
 FULL = f"{NAMED}, final_observation, final_picture"
 """The columns of a whole episode."""
@@ -122,12 +122,8 @@ def group(asked: Question) -> Answer:
 
 
 def _settings_at(run: RunReader, attempt: int, step: int) -> Flat:
-    """The settings of a step: the run's first ones, with what rollbacks and the user changed since.
-
-    A run of an earlier version kept no first settings; those of its file are taken.
-    """
-    texts = kept_texts(run.connection)
-    settings = settings_of(texts[0].encode()) if texts else read_settings(run.folder)
+    """The settings of a step: the first ones, with what rollbacks and the user changed since."""
+    settings = settings_of(kept_texts(run.connection)[0].encode())
     for kind, data in run.rows(
         "SELECT kind, data FROM events WHERE kind = 'guard' AND data ->> 'attempt' <= ?"
         " OR kind = 'settings' AND (attempt, step) < (?, ?) ORDER BY id",

@@ -16,7 +16,6 @@ import numpy as np
 
 from ragen.config.config import Config
 from ragen.config.keys import Flat, raw_values
-from ragen.config.old_keys import present_values
 from ragen.core.errors import RagenError
 from ragen.core.statistics import Interval, gain
 from ragen.evaluation.outcomes import how_sampled, phase_of
@@ -115,7 +114,7 @@ def settings_of(text: bytes) -> Flat:
         Unreadable: It is not TOML.
     """
     try:
-        return present_values(raw_values(tomllib.loads(text.decode())))
+        return raw_values(tomllib.loads(text.decode()))
     except (ValueError, RecursionError) as error:  # a recursion by thousands of brackets
         raise Unreadable(f"config.toml is damaged: {error}") from None
 
