@@ -4,7 +4,7 @@
 
 Each trial trains an embedded model in a process of its own, by turns with each of `CONFIGS`: GRPO
 with a filter, PPO with its critic, a rollback of the guard on FrozenLake with thoughts, Sokoban in
-isolated workers, GSPO with LoRA, GRPO with evaluations in the background, and GiGPO in bfloat16.
+isolated workers, GSPO with LoRA, and GiGPO in bfloat16.
 The process gets SIGKILL at a random moment and is resumed, and so on, at most three times; then it
 is left to its end. Compared with a run that nobody killed: all rows of the database (those about
 seconds excepted), and every tensor of the last checkpoint, bit for bit.
@@ -70,7 +70,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "rollback": ("frozen-lake-still", FEW | {"diagnose.information_every": 2}),
     "isolated": ("sokoban", FEW | {"env.isolate": True, "env.max_turns": 2, "steps": 3}),
     "lora": ("bandit", {"algorithm": "gspo", "lora.rank": 4}),
-    "background": ("bandit", {"eval.background": True, "steps": 6}),
     "bfloat16": ("frozen-lake-still", FEW | {"algorithm": "gigpo", "model.dtype": "bfloat16"}),
 }
 """A recipe and its changes, besides `SETTINGS`."""

@@ -227,25 +227,6 @@ RULES: tuple[Rule, ...] = (
         f"eval.temperature = {{c.eval.temperature:g}}: {_VLLM_RANGE}, or greedily at 0",
     ),
     Rule(
-        lambda c: c.eval.background and c.rollout.sampler != "local",
-        "eval.background samples with another process, which rollout.sampler = "
-        "{c.rollout.sampler!r} does not serve: set it to false",
-    ),
-    Rule(
-        lambda c: (
-            c.eval.background
-            and c.eval.every > 0
-            and (c.checkpoint.every == 0 or c.eval.every % c.checkpoint.every > 0)
-        ),
-        "eval.background evaluates saved weights: set eval.every = {c.eval.every} to a multiple of "
-        "checkpoint.every = {c.checkpoint.every}, which must be above 0",
-    ),
-    Rule(
-        lambda c: c.eval.background and _has_objects(c),
-        "eval.background needs code that another process can load: name a file, as in "
-        "path/to/file.py:name, or set it to false",
-    ),
-    Rule(
         lambda c: not all(name.strip() for name in c.lora.targets.split(",")),
         "lora.targets = {c.lora.targets!r}: expected all-linear, or names of layers separated by "
         "commas, such as q_proj,v_proj",
@@ -375,9 +356,6 @@ _USES: Mapping[tuple[str, ...], Use] = {
     ),
     ("loss.kl_kind",): Use(
         lambda c: c.may_use_kl, 'loss.kl above 0, or a rollback with guard.remedy = "kl"'
-    ),
-    ("eval.background",): Use(
-        lambda c: c.eval.every > 0 and c.eval.episodes > 0, "eval.every and eval.episodes above 0"
     ),
     ("eval.every", "eval.temperature"): Use(lambda c: c.eval.episodes > 0, "eval.episodes above 0"),
     ("diagnose.information_every",): Use(lambda c: c.prompt.think, "prompt.think = true"),

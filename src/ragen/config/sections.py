@@ -424,11 +424,6 @@ class EvalConfig(Section):
     """Steps between evaluations; 0 evaluates before and after only."""
     episodes: int = Field(256, ge=0, le=9877)
     """Number of levels, with one episode each; 0 never evaluates."""
-    background: bool = False
-    """Play the evaluations that every asks for in a second process, while the run trains. The
-    numbers are the same, and the guard sees each of them one evaluation later. The process needs
-    cores and memory in addition, also on a GPU.
-    """
     temperature: float = Field(1.0, ge=0, le=100)
     """Sampling temperature of evaluations; 0 is greedy."""
 

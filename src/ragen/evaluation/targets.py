@@ -59,7 +59,7 @@ PROMPT_KEYS = ("prompt.", "rollout.max_tokens", "model.max_length", "env.params.
 def is_measured(key: str) -> bool:
     """Whether a key decides what the evaluations of a run measure."""
     if key.startswith("eval."):
-        return key not in ("eval.every", "eval.background")
+        return key != "eval.every"
     return key.startswith(EPISODE_KEYS) and key not in (*LIMITS, "model.gradient_checkpointing")
 
 

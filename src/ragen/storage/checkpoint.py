@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from glob import escape
@@ -305,7 +305,7 @@ def _seal(text: str) -> str:
 
 @contextmanager
 def writing(
-    run: Path, step: int, keep: int, others: Collection[int | None] = (), every: int = 1
+    run: Path, step: int, keep: int, best: int | None = None, every: int = 1
 ) -> Iterator[Path]:
     """A folder to fill with the checkpoint of `step`; it gets its name once it is complete.
 
@@ -313,7 +313,7 @@ def writing(
         run: The run folder.
         step: Finished steps.
         keep: How many of the newest regular checkpoints to keep.
-        others: Steps whose checkpoints are kept too: the best one, one that is being evaluated.
+        best: The step of the best evaluation, whose checkpoint is kept too.
         every: Steps between regular checkpoints. An irregular one, written when a run was stopped,
             is kept while it is the newest and does not count towards `keep`.
 
@@ -327,7 +327,7 @@ def writing(
             yield folder
     except OSError as error:
         raise _unwritten(target, error) from error
-    drop_old(run, keep, others, every)
+    drop_old(run, keep, best, every)
 
 
 @contextmanager
@@ -375,11 +375,11 @@ def regular(run: Path, every: int) -> list[Path]:
     return [path for path in folders(run) if step_of(path) % every == 0]
 
 
-def drop_old(run: Path, keep: int, others: Collection[int | None] = (), every: int = 1) -> None:
+def drop_old(run: Path, keep: int, best: int | None = None, every: int = 1) -> None:
     """Remove all checkpoints except those that `writing` keeps, and those in use elsewhere."""
     kept = {*regular(run, every)[-keep:], *folders(run)[-1:]}
     for path in folders(run):
-        if path not in kept and step_of(path) not in others and not (path / IN_USE).exists():
+        if path not in kept and step_of(path) != best and not (path / IN_USE).exists():
             shutil.rmtree(path)
     for path in (run / CHECKPOINTS).glob(".step-*"):  # left by a process that was killed
         shutil.rmtree(path, ignore_errors=True)

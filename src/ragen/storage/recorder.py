@@ -311,20 +311,6 @@ class Recorder:
             for table in ("metrics", "samples", "cross_scores", "evaluations"):
                 self._connection.execute(f"DELETE FROM {table} WHERE {later}", (attempt, step))
 
-    def forget_evaluation(self, attempt: int, step: int) -> None:
-        """Delete the recorded evaluations of a step.
-
-        Raises:
-            RagenError: The database cannot be written; nothing is deleted.
-        """
-        with self._transaction():
-            delete_episodes(
-                self._connection, "(attempt, step) = (?, ?) AND phase != 'train'", (attempt, step)
-            )
-            self._connection.execute(
-                "DELETE FROM evaluations WHERE (attempt, step) = (?, ?)", (attempt, step)
-            )
-
     def forget_episode(self, level_seed: int, member: int) -> int:
         """Delete the evaluated episodes of a level and member; returns their number.
 

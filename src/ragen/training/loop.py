@@ -43,12 +43,9 @@ from ragen.training.running import (
     Run,
     evaluate,
     evaluate_missing,
-    evaluated,
     is_due,
     record_events,
     save,
-    save_and_evaluate,
-    take_evaluation,
 )
 from ragen.training.watchdog import STALLED_S, Watchdog, end_late, report_stall
 
@@ -105,10 +102,10 @@ async def loop(run: Run) -> None:
         state.seconds += clock.seconds
         run.watcher.step(state.step, values(metrics))
         if is_due(state.step, config.eval.every) and not run.is_complete:
-            await evaluate_due(run)
+            await evaluate(run, config.eval.temperature)
         rolled_back = await run_guard(run)
         if not rolled_back and is_due(state.step, config.checkpoint.every) and not run.is_complete:
-            await save_and_evaluate(run)
+            await save(run)
 
 
 async def diagnose(
@@ -181,7 +178,6 @@ async def run_to_the_end(run: Run) -> None:
                 except EngineLost as failure:
                     loss = failure
     finally:
-        run.background.end()
         run.watcher.end()
         if run.engine is not first:  # the caller closes the first one
             await run.engine.close()
@@ -222,7 +218,6 @@ async def evaluate_and_loop(run: Run) -> None:
         finally:
             run.state.rests += run.ahead.saved(run.state.step)
             await run.ahead.drop()
-        await run.stop.or_finish(take_evaluation(run))
         await evaluate_missing(run, *both)
         await save(run)
     except (StopRequested, UnplayableError) as reason:
@@ -236,46 +231,14 @@ async def evaluate_and_loop(run: Run) -> None:
         raise UnplayableError(f"{reason}; {done}") from None
 
 
-async def evaluate_due(run: Run) -> None:
-    """Evaluate; in the background, take the previous evaluation, so that this one can begin.
-
-    Raises:
-        StopRequested: As `run_to_the_end`.
-    """
-    if run.config.eval.background:
-        await run.stop.or_finish(take_evaluation(run))
-    else:
-        await evaluate(run, run.config.eval.temperature)
-
-
 async def catch_up(run: Run) -> None:
-    """Do what the last finished step of a resumed run has left to do.
-
-    The run may have stopped between this step and its evaluation or guard, or during an evaluation
-    in the background. Such an evaluation is repeated: its rows are later than the checkpoint.
+    """Do what the last finished step of a resumed run has left to do: its evaluation and guard.
 
     Raises:
         GuardStop, StopRequested: As `run_to_the_end`.
     """
-    state, settings = run.state, run.config.eval
-    if state.evaluating is not None:
-        run.recorder.forget_evaluation(state.attempt, state.evaluating)
-        if settings.background:
-            run.background.ask(run.folder, state.evaluating, run.beat)
-        else:
-            text = f"step {state.evaluating} is not evaluated: eval.background is false now"
-            run.recorder.event(state.step, "evaluation", text)
-            run.watcher.alarm(state.step, text)
-            state.evaluating = None
-    if not is_due(state.step, settings.every) or state.evaluating == state.step:
-        return
-    if settings.background:
-        # A run that was rolled back to this step has evaluated it already.
-        if not (run.is_complete or evaluated(run.folder, state, state.step)):
-            await run.stop.or_finish(take_evaluation(run))
-            if not await run_guard(run):
-                await save_and_evaluate(run)
-    else:
+    settings = run.config.eval
+    if is_due(run.state.step, settings.every):
         await evaluate_missing(run, settings.temperature)
         await run_guard(run)
         await save(run)

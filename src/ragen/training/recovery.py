@@ -53,12 +53,9 @@ from ragen.training.progress import Watcher
 from ragen.training.running import (
     LoopState,
     Run,
-    compare_with_best,
-    evaluated,
     make_engine,
     record_events,
     save,
-    take_evaluation,
 )
 
 MOST_LOSSES = 3
@@ -213,17 +210,6 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
     checkpoint = good[-1]
     saved = verified_state(checkpoint)
     attempt, began, step = run.state.attempt + 1, step_of(checkpoint), run.state.step
-    try:
-        await take_evaluation(run)  # so that every step that still counts has its evaluation
-    except RagenError as failure:
-        # The weights of a step that is given up may be broken, so it needs no evaluation.
-        evaluating = run.state.evaluating  # `None` once there is an answer
-        if evaluating is None or evaluating <= began:
-            # The run must not be saved: a resumed one raises the same alarm again.
-            raise RagenError(str(failure)) from failure
-        text = f"step {evaluating} is not evaluated: {failure}"
-        run.recorder.event(step, "evaluation", text)
-        run.watcher.alarm(step, text)
     changes = REMEDIES[run.original.guard.remedy](run.config, attempt)
     guard = GuardState(**saved["guard"])
     guard.rollbacks, guard.grace = run.guard.rollbacks + 1, began + GRACE_STEPS
@@ -231,11 +217,6 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
     state = replace(
         LoopState(**saved["loop"]), attempt=attempt, began=began, seconds=run.state.seconds
     )
-    if state.evaluating is not None:  # it has ended since
-        run.recorder.commit()
-        for temperature, success in evaluated(run.folder, run.state, state.evaluating).items():
-            compare_with_best(run.config, state, state.evaluating, temperature, success)
-        state.evaluating = None
     drop_after(run.folder, began)
     replace_state(checkpoint, saved | {"loop": asdict(state), "guard": asdict(guard)})
     settings = ", ".join(

@@ -14,7 +14,6 @@ from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, last, total
 from ragen.core.stopping import Stop
-from ragen.core.types import Group
 from ragen.core.user_code import Stopwatch
 from ragen.diagnostics.collapse import Sign, echo_trap_signs
 from ragen.diagnostics.detectors import EVALUATED, LEVELS
@@ -39,7 +38,6 @@ from ragen.storage.checkpoint import (
 from ragen.storage.reader import read_evaluations, read_metrics
 from ragen.storage.recorder import Recorder
 from ragen.training.ahead import Ahead
-from ragen.training.background import Background
 from ragen.training.progress import Watcher
 
 
@@ -93,7 +91,6 @@ class LoopState:
         began: The step after which the present attempt began.
         best_step: Of the evaluated steps with a regular checkpoint, the one with most success.
         best_success: Its success; −1 before the first evaluation.
-        evaluating: The step whose evaluation runs in the background, until its answer is taken.
         seconds: Time of the steps, those that were rolled back included.
         threads: Of torch; a resumed run takes the same number.
         averages: Moving averages of the metrics.
@@ -115,7 +112,6 @@ class LoopState:
     tokens: int = 0
     best_step: int = 0
     best_success: float = -1.0
-    evaluating: int | None = None
     seconds: float = 0.0
     threads: int = 1
     averages: dict[str, float] = field(default_factory=dict)
@@ -145,7 +141,6 @@ class Run:
         setups: The set-up of each environment, by name: the full tasks.
         stages: The set-up of each stage of the curriculum but the last, which has the full task.
         history: The metrics so far, by name and step; empty until the guard reads the database.
-        background: Evaluates beside the run.
         judge: Judges episodes, if a reward term asks for it.
         ahead: What is under way for later steps.
         stop: The user's request to stop.
@@ -166,7 +161,6 @@ class Run:
     history: dict[str, dict[int, float]] = field(default_factory=dict)
     stop: Stop = field(default_factory=Stop)
     beat: Callable[[], None] = lambda: None
-    background: Background = field(default_factory=Background)
     judge: Judge | None = None
     ahead: Ahead = field(default_factory=Ahead)
     losses: int = 0
@@ -288,12 +282,6 @@ async def evaluate(run: Run, temperature: float) -> None:
     evaluation, groups = await run.stop.or_finish(
         evaluate_envs(policy, setups, config, target, seed, lambda _: run.beat())
     )
-    record_evaluation(run, step, evaluation, groups)
-
-
-def record_evaluation(run: Run, step: int, evaluation: Evaluation, groups: Sequence[Group]) -> None:
-    """Record and show an evaluation of a step, and compare it with the best one."""
-    config, temperature = run.config, evaluation.temperature
     run.recorder.evaluation(step, evaluation.record())
     if config.record.episodes_every:
         run.recorder.episodes(step, groups, phase=phase_of(temperature))
@@ -302,19 +290,6 @@ def record_evaluation(run: Run, step: int, evaluation: Evaluation, groups: Seque
         run.remember(step, {EVALUATED: evaluation.success, LEVELS: evaluation.episodes})
     run.watcher.evaluated(step, evaluation)
     compare_with_best(config, run.state, step, temperature, evaluation.success)
-
-
-async def take_evaluation(run: Run) -> None:
-    """Record the evaluation that runs in the background, if there is one, once it has ended.
-
-    Raises:
-        RagenError: It failed, or its process was killed.
-    """
-    step = run.state.evaluating
-    if step is not None:
-        evaluation, groups = await run.background.answer()
-        run.state.evaluating = None
-        record_evaluation(run, step, evaluation, groups)
 
 
 def compare_with_best(
@@ -348,7 +323,7 @@ def evaluated(folder: Path, state: LoopState, step: int) -> dict[float, float]:
 
 def is_finished(folder: Path, config: Config, state: LoopState) -> bool:
     """Whether a run has nothing left to do: neither a step nor an evaluation nor a checkpoint."""
-    if progress_of(state, config) < config.steps or state.evaluating is not None:
+    if progress_of(state, config) < config.steps:
         return False
     done = evaluated(folder, state, state.step)
     wanted = {config.eval.temperature, 0.0} if config.eval.episodes else set()
@@ -369,40 +344,27 @@ async def evaluate_missing(run: Run, *temperatures: float) -> None:
             await evaluate(run, temperature)
 
 
-async def save_and_evaluate(run: Run) -> None:
-    """Save the step, and begin its evaluation in the background if it is due."""
-    settings, step = run.config.eval, run.state.step
-    evaluates = settings.background and settings.episodes > 0 and is_due(step, settings.every)
-    await save(run, evaluates)
-    if evaluates:
-        run.state.evaluating = step
-        run.background.ask(run.folder, step, run.beat)
-
-
-async def save(run: Run, evaluates: bool = False) -> None:
+async def save(run: Run) -> None:
     """Write a checkpoint of the last finished step.
 
     If that step has a checkpoint already, its weights are the same, so only the states of loop and
-    guard are written. `evaluates` says that an evaluation of the step begins in the background.
+    guard are written.
 
     Raises:
         RagenError: The disk does not take it.
     """
     state, keep, every = run.state, kept_checkpoints(run), run.spacing
-    if evaluates:
-        state = replace(state, evaluating=state.step)
     state = replace(state, rests=[*state.rests, *run.ahead.saved(state.step)])
-    others = state.best_step, state.evaluating
     own: dict[str, Any] = {"loop": asdict(state), "guard": asdict(run.guard)}
     own[SETTINGS_HASH] = run.recorder.settings_hash
     existing = checkpoint_of(run.folder, state.step)
     if existing is not None:
         run.recorder.commit()
         replace_state(existing, read_state(existing) | own)
-        drop_old(run.folder, keep, others, every)
+        drop_old(run.folder, keep, state.best_step, every)
         return
     start = time.perf_counter()
-    with writing(run.folder, state.step, keep, others, every) as folder:
+    with writing(run.folder, state.step, keep, state.best_step, every) as folder:
         engine_state = await run.engine.save(folder)
         run.recorder.commit()  # the database is never behind a checkpoint
         write_state(folder, own | {"engine": engine_state})
@@ -415,10 +377,8 @@ def kept_checkpoints(run: Run) -> int:
     """How many of the regular checkpoints stay: as many as a rollback may reach back."""
     keep, responses = run.config.checkpoint.keep, run.config.guard.responses
     if "rollback" in responses.values():
-        # A drop of success shows in two evaluations in a row, and its onset lies before both. In
-        # the background, they are known one evaluation later.
-        late = 2 + run.config.eval.background
-        evaluations = late * run.config.eval.every * (responses.get("reward_drop") == "rollback")
+        # A drop of success shows in two evaluations in a row, and its onset lies before both.
+        evaluations = 2 * run.config.eval.every * (responses.get("reward_drop") == "rollback")
         keep = max(keep, 1 + math.ceil(max(ROLLBACK_REACH, evaluations) / run.spacing))
     # A run may stop before the guard has checked the step: its checkpoint must push no other out.
     return keep + (run.guard.checked_step < run.state.step)

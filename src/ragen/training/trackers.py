@@ -99,14 +99,6 @@ class TensorBoard(Tracker):
         self._run.flush()
 
     @override
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        last, named = self._last, self._named
-        # An evaluation in the background is of an earlier step, without a rollback.
-        self._last, self._named = step, set[str]()
-        super().evaluated(step, evaluation)
-        self._last, self._named = last, named
-
-    @override
     def end(self) -> None:
         if self._run is not None:
             self._run.close()
