@@ -26,7 +26,6 @@ from ragen.diagnostics.guard import Alarm, GuardState
 from ragen.engines.local import LocalEngine
 from ragen.envs.checker import check
 from ragen.envs.registry import make
-from ragen.evaluation.order_bias import measure_order_bias, order_bias
 from ragen.models.loading import save_model
 from ragen.reports.facts import read_facts
 from ragen.reports.report import page
@@ -278,30 +277,3 @@ def test_the_settings_of_a_judge_belong_together() -> None:
     with pytest.raises(RagenError, match=r"set rollout\.group_size to 2 or more"):
         resolve("bandit", given | {"algorithm": "starpo/ppo"})
     assert resolve("bandit", given | {"algorithm": "starpo/ppo", "judge.mode": "absolute"})
-
-
-def test_the_order_that_a_judge_prefers_is_measured(
-    tmp_path: Path, env: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """This judge gives a place .25 more than the next one, whatever stands there."""
-    with scripted_judge(lambda turns, place: 0.75 - place / 4) as server:
-        config = judged(env, server, steps=3, eval__episodes=0)
-        run = train(config, tmp_path / "run").run
-        asked = len(server.requests)
-        bias = measure_order_bias(run)
-        assert len(server.requests) - asked == bias.groups, "the order of the run is known"
-        assert main(["check", "judge", str(run), "--groups", "2"]) == 0
-    assert (bias.changed.value, bias.failed) == (1.0, 0)
-    assert bias.earlier.value >= 0.25 and asked >= bias.groups >= 2
-    output = capsys.readouterr().out
-    assert "2 groups with" in output and "1.000  [1.000, 1.000]" in output
-    with pytest.raises(RagenError, match="has no judge that compares groups"):
-        train(judged(env, server, judge__mode="absolute", steps=0), tmp_path / "other")
-        measure_order_bias(tmp_path / "other")
-
-
-def test_a_ranking_that_keeps_its_order_has_no_bias() -> None:
-    forth = {"a": 0.5, "b": 0.25, "c": 0.25}
-    assert order_bias([(forth, forth)]).changed.value == 0
-    tie = forth | {"b": 0.5}  # of three pairs, one is a tie no more, and one a new tie
-    assert order_bias([(forth, tie)]).changed.value == pytest.approx(1 / 3)

@@ -8,7 +8,7 @@ import shlex
 import sys
 import textwrap
 from argparse import Namespace
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -187,21 +187,11 @@ def _check_options(parser: Parser) -> None:
         "path/to/file.py:name [all environments]"
     )
     parser.take("names", "NAME", names, nargs="*")
-    parser.take("--groups", "N", "groups that a judge reads [20]", whole(1, 100_000))
-    parser.epilog = (
-        "ragen check judge RUN asks the judge of a run about its last groups in two orders, and\n"
-        "shows how much the order changes."
-    )
 
 
 def _check(options: Namespace, _: Overrides) -> int:
-    from ragen.config.extensions import JUDGE
     from ragen.envs.registry import registered_envs
 
-    if options.names[:1] == [JUDGE]:
-        return _check_judge(options.names[1:], options.groups or 20)
-    if options.groups is not None:
-        raise RagenError("--groups is about a judge: ragen check judge RUN")
     exit_code = 0
     for name in options.names or registered_envs():
         try:
@@ -210,18 +200,6 @@ def _check(options: Namespace, _: Overrides) -> int:
             complain(str(error))
             exit_code = error.exit_code
     return exit_code
-
-
-def _check_judge(runs: Sequence[str], num_groups: int) -> int:
-    from ragen.core.tables import show
-    from ragen.evaluation.order_bias import measure_order_bias
-
-    if not runs:
-        raise RagenError("ragen check judge needs the folder of a run that was trained with one")
-    for run in runs:
-        found = measure_order_bias(Path(run), num_groups)
-        show(terminal(), [found.section(f"The judge of {run}")])
-    return 0
 
 
 def _checked(name: str) -> str:

@@ -3,7 +3,7 @@
 One question shows the episodes of a group side by side, or one episode alone. A comparison asks
 less of a model than an absolute score does (RULER of OpenPipe's ART compares in this way). Equal
 episodes are shown once and get equal scores. The order of a group is drawn from the run's seed,
-because judges may prefer a position (`ragen.evaluation.order_bias` measures how much).
+because judges may prefer a position.
 
 What an episode says is not trusted. It is shown in strings of JSON, from which it cannot break out,
 and the judge is told not to follow it. An answer must be the JSON that the question asks for. If
