@@ -6,13 +6,9 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import os
 import platform
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -46,19 +42,13 @@ from ragen.models.model_files import (
     refuse_huge,
     weight_files,
 )
-from ragen.models.names import SETTINGS, WORDS, has_embedded_tokenizer
+from ragen.models.names import WORDS
 from ragen.models.packed import Attending
 from ragen.models.precision import shape_of, widen_products
 from ragen.models.pretrained import load_errors, model_config
-from ragen.storage.checkpoint import hash_file
 
-TRIAL = Path(__file__).with_name("trial.py")
-TRIAL_PATIENCE_S = 60.0
-"""Seconds after which a template's trial is stopped; its limit of processor time is tighter."""
 PROBE = "Go up, 你好 P _ G\n  x = 12345; don't  é🙂\t<b>\n\n end"
 """A text of all kinds, on which two tokenizers are compared."""
-_TRIED: set[str] = set()
-"""The hashes of the files that have passed a trial in this process."""
 SLACK = 2**20
 """Numbers beyond those in the weights' files that a model may need: masks, frequencies."""
 
@@ -76,17 +66,15 @@ def load_policy(
     Raises:
         RagenError: The model does not exist, is not a causal language model, or has fewer positions
             than `max_length`; its weights are missing, pickled, too large or not finite; its
-            tokenizer is missing or does not fit; its chat template takes too long; or its output
-            layer is more than a matrix.
+            tokenizer is missing or does not fit; or its output layer is more than a matrix.
     """
     logging.disable_progress_bar()
     name = str(path)
     folder = model_folder(path)
     config = model_config(folder, name, max_length)
-    with tried(folder):  # beside the other checks
-        files = weight_files(folder, name)
-        refuse_huge(files)
-        _check_size(config, files, name, getattr(torch, dtype).itemsize, free)
+    files = weight_files(folder, name)
+    refuse_huge(files)
+    _check_size(config, files, name, getattr(torch, dtype).itemsize, free)
     model = _load_weights(folder, name, config, dtype)
     tokenizer = _read_tokenizer(folder, name)
     _check_fit(tokenizer, model, name)
@@ -131,51 +119,6 @@ def _check_size(
             f"the weights of '{name}' take {needed * itemsize / 2**30:.1f} GiB, and "
             f'{free / 2**30:.1f} GiB are free: use a smaller model, or model.dtype = "bfloat16"'
         )
-
-
-@contextmanager
-def tried(folder: Path) -> Iterator[None]:
-    """Try the folder's chat template and tokenizer in a limited process, beside the body.
-
-    A template is a program, so it may loop forever or ask for all memory (`ragen.models.trial`).
-    The folders of the embedded models need no trial, and the same files need one only once.
-
-    Raises:
-        RagenError: The template or the tokenizer takes too much time or memory, or fails.
-    """
-    files = [folder / WORDS, folder / SETTINGS, *folder.glob("chat_template*")]
-    files += folder.glob("additional_chat_templates/*")
-    key = "".join(f"{hash_file(file)} {file.name}\n" for file in sorted(files) if file.is_file())
-    if key in _TRIED or has_embedded_tokenizer(folder):
-        yield
-        return
-    few = {"RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}  # each thread reserves memory
-    trial = subprocess.Popen(
-        [sys.executable, "-P", str(TRIAL), str(folder)],
-        env=os.environ | few,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
-    try:
-        yield
-        _, complaint = trial.communicate(timeout=TRIAL_PATIENCE_S)
-        if trial.returncode < 0:
-            complaint = "they take too much time or memory"
-    except subprocess.TimeoutExpired:
-        complaint = f"they take more than {TRIAL_PATIENCE_S:g} s"
-    finally:
-        trial.kill()
-        trial.communicate()
-    if trial.returncode:
-        reason = (complaint.strip().splitlines() or ["no reason given"])[-1]
-        raise RagenError(
-            f"the chat template and tokenizer of {folder} failed a trial in a process of their own "
-            f"({reason[:200]}): use the files that belong to the model"
-        )
-    _TRIED.add(key)
 
 
 def _check_saving(model: PreTrainedModel, folder: Path) -> None:
@@ -249,15 +192,12 @@ def _belongs_to_layer(key: str, model: PreTrainedModel) -> bool:
 def load_tokenizer(
     folder: Path, name: str | Path, model: PreTrainedModel | None = None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, tried, and checked against the model if one is given.
+    """The tokenizer in a folder, checked against the model if one is given.
 
     Raises:
-        RagenError: It is missing, cannot be read, has more tokens than the model's embedding, or
-            takes too long, as its chat template may.
+        RagenError: It is missing, cannot be read, or has more tokens than the model's embedding.
     """
     check_files(folder)
-    with tried(folder):
-        pass
     tokenizer = _read_tokenizer(folder, name)
     if model is not None:
         _check_fit(tokenizer, model, name)
