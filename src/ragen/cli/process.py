@@ -19,8 +19,6 @@ from typing import TextIO
 
 from typing_extensions import Buffer, override
 
-from ragen.core.process import REAL
-
 STARTED = time.perf_counter()
 """When the command began; Python itself started some hundredths of a second before."""
 ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
@@ -143,8 +141,7 @@ def ending_signals() -> Iterator[list[int]]:
         if number == signal.SIGXCPU and received.count(number) > 1:
             return  # it comes every second
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            # The original function: user code, in which the handler may run, may have replaced it.
-            REAL.get("raise_signal", signal.raise_signal)(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             return
         from ragen.core.stopping import cancel_running  # a background job of a script
 

@@ -10,12 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from ragen.core.process import SIGNALS
-
 Answer = TypeVar("Answer")
 
+SIGNALS = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGXCPU")
+    if hasattr(signal, name)
+)
+"""The signals that request a stop: from Ctrl-C, `kill`, a closed terminal, a limit of CPU time."""
+
 _RUNNING: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
-"""What `run_async` runs, and where. User code, in which a signal may arrive, sees no event loop."""
+"""What `run_async` runs, and where."""
 
 
 class StopRequested(Exception):

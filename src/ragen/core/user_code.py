@@ -1,7 +1,8 @@
 """The one boundary to code that users bring: environments, estimators, losses, detectors, rewards.
 
-Such code may raise, hang, or try to end the process. Here every such failure becomes one exception
-that holds the traceback as text, and what the code changed of the process is put back (`process`).
+Such code may raise or hang. Here each such failure becomes one exception that holds the traceback
+as text. Nothing else is watched: code that ends the process, changes its folder or starts threads
+does so. `env.isolate` gives an environment a process of its own.
 """
 
 from __future__ import annotations
@@ -19,28 +20,16 @@ from time import perf_counter, process_time
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-from ragen.core import process
 from ragen.core.errors import last_line, printable
-from ragen.core.process import (
-    CALLS,
-    REAL,
-    Call,
-    Prints,
-    arithmetic,
-    enter_loop,
-    leave_loop,
-    restore_arithmetic,
-)
 
-# The functions of `signal` look up enums, 2 µs each, and `process` replaces them for user code.
+# The functions of `signal` look up enums, which takes 2 µs each.
 _signal: Any = sys.modules["_signal"]
 _getsignal, _set_handler = _signal.getsignal, _signal.signal
 _set_timer: Any = getattr(_signal, "setitimer", None)
+SIGALRM = getattr(signal, "SIGALRM", signal.SIGINT)
 
 T = TypeVar("T")
 
-TEXT_S = 1.0
-"""Seconds that an exception of user code may take to become a text."""
 TEXT_CHARS = 20_000
 """Length that is kept of a traceback, from its end."""
 REASON_CHARS = 500
@@ -69,6 +58,14 @@ def timeout_error(call: str, timeout_s: float) -> UserCodeError:
     return UserCodeError(f"user code took longer than {timeout_s:g} s in {call}", timed_out=True)
 
 
+def can_interrupt() -> bool:
+    """Whether a time limit can interrupt a call here: in the main thread of a POSIX process.
+
+    Elsewhere, as in a notebook, the limit is compared with the call's seconds once it has returned.
+    """
+    return _set_timer is not None and threading.current_thread() is threading.main_thread()
+
+
 class _TimedOutError(BaseException):
     """Raised by the timer inside user code; `except Exception` does not catch it."""
 
@@ -84,22 +81,17 @@ class Stopwatch:
         self.counts_cpu = False
 
 
-class boundary(Call):  # noqa: N801 - it is used like a function
+class boundary:  # noqa: N801 - it is used like a function
     """Run user code in the body of a ``with`` statement; `call` is its name in the message.
 
-    Python code is interrupted after `timeout_s`; ``None`` sets no limit. `stopwatch` adds up the
-    time. A boundary can be entered again after it was left. Signals reach only the
-    main thread of a POSIX process. Elsewhere a call has no limit, and an environment that hangs is
-    stopped by `env.isolate`.
-
-    What the code prints goes to standard error. After it, the standard streams, what torch computes
-    with and all that `process` watches are what they were. A child process that the code has forked
-    ends here.
+    A call that takes longer than `timeout_s` fails; ``None`` sets no limit. Python code is
+    interrupted at that point where `can_interrupt`. `stopwatch` adds up the time. What the code
+    prints goes to standard error, since standard output holds the results of a command. A boundary
+    can be entered again after it was left.
 
     Raises:
-        UserCodeError: The code raised, took too long, or tried to end the process.
-        KeyboardInterrupt: The user pressed Ctrl-C; an interrupt that the code raises itself is an
-            exception as any other.
+        UserCodeError: The code raised or took too long.
+        KeyboardInterrupt: The user pressed Ctrl-C.
 
     Example:
         >>> try:
@@ -111,10 +103,7 @@ class boundary(Call):  # noqa: N801 - it is used like a function
         user code took longer than 0.01 s in step
     """
 
-    __slots__ = (
-        *("_arithmetic", "_around", "_began", "_call", "_cpu", "_interrupted", "_interruptible"),
-        *("_limit", "_loop", "_stopwatch", "_streams", "_thread", "_timeout_s", "deadline"),
-    )
+    __slots__ = ("_around", "_began", "_call", "_cpu", "_stopwatch", "_timeout_s", "deadline")
 
     def __init__(
         self, call: str, timeout_s: float | None = None, stopwatch: Stopwatch | None = None
@@ -124,47 +113,19 @@ class boundary(Call):  # noqa: N801 - it is used like a function
         self._stopwatch = stopwatch
 
     def __enter__(self) -> None:
-        # A step of a small environment takes 6 µs, so this is one function and looks at little.
-        thread = self._thread = get_ident()
-        around: Any = CALLS.get(thread)
-        self._around = around
+        # A step of a small environment takes 6 µs, so this looks at little.
+        thread = get_ident()
+        around = self._around = _INNERMOST.get(thread)
+        if around is None:
+            _PRINTS.redirect()
         if self._stopwatch is not None and self._stopwatch.counts_cpu:
             self._cpu = process_time()
         self._began = perf_counter()
-        self._limit = deadline = self._began + self._timeout_s
-        if around is None:
-            self._begin()
-        else:
-            self.outermost = around.outermost
-            deadline = min(deadline, around.deadline)
-        self.deadline = deadline
-        CALLS[thread] = self
-        if deadline < _TIMER.fires_at or _getsignal(SIGALRM) is not _ON_ALARM:
-            _TIMER.set(deadline)
-
-    def _begin(self) -> None:
-        """Note how the process is."""
-        self.outermost = self
-        self.pid = os.getpid()
-        self.undo = {}
-        self._interrupted = False
-        self._arithmetic = arithmetic()
-        self._loop = leave_loop()
-        out, err = sys.stdout, sys.stderr
-        if type(out) is Prints:  # which the call of another thread has put there
-            self._streams = None
-        else:
-            self._streams = sys.stdin, out, err
-            sys.stdout = sys.stderr = _PRINTS if _PRINTS.stream is err else _prints_to(err)
-        # Only Python's own handler raises a KeyboardInterrupt in the middle of user code, and only
-        # one that takes its place can tell Ctrl-C from an exception that the code raises itself.
-        self._interruptible = (
-            _getsignal(signal.SIGINT) is signal.default_int_handler and _is_main_thread()
-        )
-        if self._interruptible:
-            _set_handler(signal.SIGINT, self._interrupt)
-        if not REAL:
-            process.watch()
+        deadline = self._began + self._timeout_s
+        self.deadline = deadline if around is None else min(deadline, around.deadline)
+        _INNERMOST[thread] = self
+        if self.deadline < _TIMER.fires_at or _getsignal(SIGALRM) is not _ON_ALARM:
+            _TIMER.set(self.deadline)
 
     def __exit__(
         self,
@@ -173,76 +134,41 @@ class boundary(Call):  # noqa: N801 - it is used like a function
         _: TracebackType | None,
     ) -> None:
         self.deadline = inf  # First: from here on the timer does not raise.
-        outermost, around = self.outermost, self._around
-        if os.getpid() != outermost.pid:
-            REAL["_exit"](0)
-        failure = None if error is None else self._failure_of(error)
-        if around is not None:
-            CALLS[self._thread] = around
+        seconds = perf_counter() - self._began
+        around = self._around
+        if around is None:
+            del _INNERMOST[get_ident()]
+            _PRINTS.put_back()
+            if not _TIMER.num_holders:
+                _TIMER.remove()
+        else:
+            _INNERMOST[get_ident()] = around
             if around.deadline < _TIMER.fires_at:
                 _TIMER.set(around.deadline)
-        else:
-            del CALLS[self._thread]
-            self._end()
-        now = perf_counter()
         if self._stopwatch is not None:
-            self._stopwatch.seconds += now - self._began
+            self._stopwatch.seconds += seconds
             if self._stopwatch.counts_cpu:
                 self._stopwatch.cpu_s += process_time() - self._cpu
-        if now > self._limit and error is None and _is_main_thread():
-            failure = timeout_error(self._call, self._timeout_s)  # it kept the timer's signal away
-        if failure is not None:
-            raise failure from (None if failure.timed_out else error)
+        if error is not None or seconds > self._timeout_s:
+            self._raise(error, seconds)
 
-    def _end(self) -> None:
-        """Put back what the code changed.
+    def _raise(self, error: BaseException | None, seconds: float) -> None:
+        """Raise what a call's failure means; an exception that stays as it is, Python raises."""
+        if error is None:  # it could not be interrupted
+            raise timeout_error(self._call, self._timeout_s)
+        if isinstance(error, _TimedOutError):
+            if self._around is None or seconds >= self._timeout_s:
+                raise timeout_error(self._call, self._timeout_s) from None
+        elif not isinstance(error, UserCodeError | KeyboardInterrupt):
+            raise UserCodeError(_text_of(error)) from error
 
-        Raises:
-            KeyboardInterrupt: The user pressed Ctrl-C meanwhile, whatever the code made of it.
-        """
-        if self._loop is not None:
-            enter_loop(*self._loop)
-        if self.undo:
-            for undo in reversed(self.undo.values()):
-                undo()
-            _TIMER.fires_at = inf  # the code may have changed the timer
-        if self._streams is not None:
-            sys.stdin, sys.stdout, sys.stderr = self._streams
-        if arithmetic() != self._arithmetic:
-            restore_arithmetic(self._arithmetic)
-        if not _TIMER.num_holders:
-            _TIMER.remove()
-        if self._interruptible:
-            _set_handler(signal.SIGINT, signal.default_int_handler)
-            if self._interrupted:
-                raise KeyboardInterrupt
 
-    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        self._interrupted = True
-        raise KeyboardInterrupt
-
-    def _failure_of(self, error: BaseException) -> UserCodeError | None:
-        """What to raise for an exception; ``None`` lets it pass."""
-        kind = type(error)
-        if issubclass(kind, UserCodeError):
-            return None
-        if kind is not _TimedOutError:
-            return UserCodeError(self._text_of(error))
-        if self._around is None or perf_counter() >= self._limit:
-            return timeout_error(self._call, self._timeout_s)
-        return None  # the time limit of a call around this one
-
-    def _text_of(self, error: BaseException) -> str:
-        """The traceback as text; making it calls the exception's own methods."""
-        if self._timeout_s < inf:
-            self.deadline = perf_counter() + TEXT_S
-            _TIMER.set(self.deadline)
-        try:
-            return "".join(traceback.format_exception(error))
-        except BaseException:  # noqa: BLE001 - whatever it is, the exception itself is reported
-            return "user code raised an exception that cannot be shown as text"
-        finally:
-            self.deadline = inf
+def _text_of(error: BaseException) -> str:
+    """The traceback as text; making it calls the exception's own methods."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:  # noqa: BLE001 - whatever it is, the exception itself is reported
+        return f"user code raised {type(error).__name__}, which cannot be shown as text"
 
 
 async def awaited(call: str, answer: Awaitable[T], timeout_s: float) -> T:
@@ -252,7 +178,7 @@ async def awaited(call: str, answer: Awaitable[T], timeout_s: float) -> T:
     that never awaits cannot be interrupted.
 
     Raises:
-        UserCodeError: It raised, took too long, or tried to end the process.
+        UserCodeError: It raised or took too long.
 
     Example:
         >>> async def divide() -> float:
@@ -276,24 +202,29 @@ async def awaited(call: str, answer: Awaitable[T], timeout_s: float) -> T:
         raise UserCodeError("".join(traceback.format_exception(error))) from error
 
 
-IMPORT_S = 60.0
-"""By how long an import may exceed a time limit, which takes effect after it."""
-INSTALLED = f"-packages{os.sep}"
-"""Part of the paths of installed packages: of site-packages or dist-packages."""
-SIGALRM = getattr(signal, "SIGALRM", signal.SIGINT)
-_PRINTS = Prints(None)
+_INNERMOST: dict[int, boundary] = {}
+"""The innermost call of user code in progress, by thread."""
 
 
-def _prints_to(stream: Any) -> Any:
-    global _PRINTS  # noqa: PLW0603 - made anew only where the stream is another one
-    if stream is None:
-        return None
-    _PRINTS = Prints(stream)
-    return _PRINTS
+class _Prints:
+    """Standard output during calls of user code, of any thread: it is standard error."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._before: Any = None
 
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+    def redirect(self) -> None:
+        with self._lock:
+            if not self._calls:
+                self._before, sys.stdout = sys.stdout, sys.stderr
+            self._calls += 1
+
+    def put_back(self) -> None:
+        with self._lock:
+            self._calls -= 1
+            if not self._calls:
+                sys.stdout = self._before
 
 
 class _Timer:
@@ -311,7 +242,7 @@ class _Timer:
 
     def set(self, deadline: float) -> None:
         """Fire at `deadline`, where this thread can be interrupted."""
-        if deadline == inf or _set_timer is None or not _is_main_thread():
+        if deadline == inf or not can_interrupt():
             return
         if _getsignal(SIGALRM) is not _ON_ALARM:
             self._before = _set_handler(SIGALRM, _ON_ALARM)
@@ -320,42 +251,26 @@ class _Timer:
 
     def remove(self) -> None:
         """Clear the timer and put back the handler that was there before it."""
-        if self._before is not None and _is_main_thread():
+        if self._before is not None and can_interrupt():
             _set_timer(signal.ITIMER_REAL, 0)
             _set_handler(SIGALRM, self._before)
             self.fires_at, self._before = inf, None
 
     def on_alarm(self, _number: int, frame: FrameType | None) -> None:
         self.fires_at = inf
-        inside: Any = CALLS.get(get_ident())
+        inside = _INNERMOST.get(get_ident())
         if inside is None or inside.deadline == inf:
             return
         if inside.deadline > perf_counter():
             self.set(inside.deadline)
         elif frame is not None and frame.f_code in _OWN_CODE:
             self.set(perf_counter() + 1e-3)  # raised here, it would leave the boundary
-        elif perf_counter() < inside.deadline + IMPORT_S and _is_importing(frame):
-            self.set(perf_counter() + 1e-2)
         else:
             raise _TimedOutError
 
 
-def _is_importing(frame: FrameType | None) -> bool:
-    """Whether an installed package is being imported.
-
-    A half-imported one may end the process later: torch, imported again, is a segmentation fault.
-    """
-    while frame is not None:
-        is_half = getattr(frame.f_globals.get("__spec__"), "_initializing", False)
-        if is_half and INSTALLED in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
-
-
-_OWN_CODE = tuple(
-    each.__code__ for each in (boundary.__enter__, boundary.__exit__, boundary._text_of)
-)
+_OWN_CODE = tuple(each.__code__ for each in (boundary.__enter__, boundary.__exit__, _Timer.set))
+_PRINTS = _Prints()
 _TIMER = _Timer()
 _ON_ALARM = _TIMER.on_alarm
 

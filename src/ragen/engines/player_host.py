@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from ragen.config.config import Config
-from ragen.core.process import own_states
 from ragen.core.types import Completion, Episode, Prompt
 from ragen.engines.hosts import LOOK_S, Failure, ServingHost, or_failure
 from ragen.engines.machine import use_threads
@@ -119,5 +118,4 @@ async def _play(
 ) -> Episode:
     """Play an episode as the driver would."""
     setup = replace(setups[order.env, order.stage], temperature=order.temperature)
-    with own_states():
-        return await play_episode(_PreferredSampler(samplers, order.sampler), setup, order.spec)
+    return await play_episode(_PreferredSampler(samplers, order.sampler), setup, order.spec)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from ragen.core.errors import RagenError
-from ragen.core.process import STARTED
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs import answers
 from ragen.envs.contract import Env, Reading, is_picture, pick
@@ -43,7 +42,7 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
         >>> check(make("bandit"))
     """
     name = type(env).__name__
-    running = set(STARTED)
+    running = set(threading.enumerate())
     try:
         with boundary("check"):
             name = getattr(env, "name", name)
@@ -80,7 +79,7 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
 
 def _check_threads(running: set[threading.Thread]) -> None:
     """The environment's threads must end with `Env.close`: they take time and memory."""
-    for thread in set(STARTED) - running:
+    for thread in set(threading.enumerate()) - running:
         thread.join(1.0)
         _require(not thread.is_alive(), f"close must end the thread {thread.name!r}")
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from ragen.core.errors import RagenError
-from ragen.core.process import SIGNALS
+from ragen.core.stopping import SIGNALS
 from ragen.core.user_code import UserCodeError, boundary, timeout_error
 from ragen.envs.answers import to_json
 from ragen.envs.contract import Baselines, Env, Info, Options, Reading, Schema, State

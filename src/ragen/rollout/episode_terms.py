@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ragen.config.extensions import JUDGE, short_name
-from ragen.core.process import own_states
 from ragen.core.seeding import derive
 from ragen.core.types import Episode, Group, StopReason
 from ragen.core.user_code import UserCodeError
@@ -37,11 +36,10 @@ async def apply_episode_terms(
         RagenError: The judge's endpoint refuses to answer, or is gone.
     """
     of_episode, of_group = (weights_for(judged, weights) for judged in ("episode", "episodes"))
-    with own_states():
-        for name, weight in of_episode.items():
-            groups = await together(_each(name, weight, group) for group in groups)
-        for name, weight in of_group.items():
-            groups = await together(_all(name, weight, group) for group in groups)
+    for name, weight in of_episode.items():
+        groups = await together(_each(name, weight, group) for group in groups)
+    for name, weight in of_group.items():
+        groups = await together(_all(name, weight, group) for group in groups)
     if judge is not None:
         seeds = [derive(seed, "judge", step, group.episodes[0].group) for group in groups]
         found = await judge.scores([judged(group) for group in groups], step, seeds)

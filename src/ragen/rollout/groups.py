@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from ragen.core.errors import RagenError
-from ragen.core.process import own_states
 from ragen.core.types import Episode, Group
 from ragen.rollout.episode import play_episode
 from ragen.rollout.players import PlayerPolicy
@@ -169,8 +168,7 @@ async def run_one(
     """Play one episode, once the `gate` lets it in."""
     async with gate:
         on_begin()
-        with own_states():
-            episode = await play_episode(policy, setup, spec)
+        episode = await play_episode(policy, setup, spec)
     if on_episode is not None:
         on_episode(episode)
     return episode
@@ -199,8 +197,7 @@ async def run_episodes(
             on_episode(episode)
         return episode
 
-    with own_states():
-        return await together(play(*pair) for pair in zip(setups, specs, strict=True))
+    return await together(play(*pair) for pair in zip(setups, specs, strict=True))
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -200,8 +200,7 @@ class _Session:
         self._log.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        with boundary("MCP"):  # the boundary hides a loop that is already running
-            return self._loop.run(self._within(coroutine))
+        return self._loop.run(self._within(coroutine))
 
     async def _within(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """The result of a coroutine, or an error if the session ends before it."""

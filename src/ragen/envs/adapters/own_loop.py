@@ -1,16 +1,15 @@
 """An event loop of an environment's own, for libraries that are asynchronous.
 
-It runs in the caller's thread, and only during calls of the environment.
+It runs in a thread, since the caller's may have a running loop, and ends with `close`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn, TypeVar
-
-T = TypeVar("T")
+from typing import Any, NoReturn
 
 
 class OwnLoop:
@@ -26,6 +25,8 @@ class OwnLoop:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._renew_threads()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="own loop", daemon=True)
+        self._thread.start()
 
     def __reduce__(self) -> NoReturn:
         # Without this, `copy.deepcopy` leaves half a loop behind, which complains when it is freed.
@@ -33,11 +34,11 @@ class OwnLoop:
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """The result of a coroutine."""
-        task = self._loop.create_task(coroutine)
+        answer = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return self._loop.run_until_complete(task)
-        except BaseException:  # a time limit, too: a later call must not resume the task
-            task.cancel()
+            return answer.result()
+        except BaseException:  # a time limit, too: the coroutine must not go on
+            answer.cancel()
             raise
 
     def end_threads(self) -> None:
@@ -51,7 +52,9 @@ class OwnLoop:
 
     def close(self) -> None:
         """Cancel what still runs in the loop, end the threads and close the loop."""
-        self._loop.run_until_complete(_cancel_others())
+        self.run(_cancel_others())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
         self._threads.shutdown()
         self._loop.close()
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from ragen.core.errors import RagenError
 from ragen.core.plugins import load_object
 from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
-from ragen.core.user_code import boundary
 from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
 from ragen.envs.adapters.own_loop import OwnLoop
 from ragen.envs.adapters.randomness import GlobalRandomness
@@ -204,7 +203,7 @@ class VerifiersEnv(Adapted):
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """The result of a coroutine of the environment, which draws from its own generators."""
-        with boundary("verifiers"), self._randomness.placed():  # it hides a running loop
+        with self._randomness.placed():
             return self._loaded.loop.run(coroutine)
 
 
