@@ -30,7 +30,7 @@ class Config(Sections):
             >>> Config().episodes_at_once
             64
         """
-        return self.rollout.slots * max(self.engine.samplers, self.engine.most_samplers)
+        return self.rollout.slots * self.engine.samplers
 
     @model_validator(mode="after")
     def _go_together(self) -> Config:

@@ -36,14 +36,8 @@ size, even a difference that only the KL penalty makes."""
 def _uses_processes(c: Sections) -> bool:
     """Whether the engine's settings are of several processes."""
     engine = c.engine
-    counts = engine.learners, engine.samplers, engine.most_samplers
-    more = max(counts) > 1 or engine.players > 0 or engine.max_staleness > 0
+    more = max(engine.learners, engine.samplers) > 1 or engine.max_staleness > 0
     return bool(engine.address) or more
-
-
-def _has_objects(c: Sections) -> bool:
-    """Whether some code was given as an object of this process, which lies in no file."""
-    return any(name.startswith("python:") for name in c.sources)
 
 
 Test = Callable[[Sections], bool]
@@ -116,28 +110,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c: c.engine.name == "local" and _uses_processes(c),
-        "engine.address, learners, samplers, most_samplers, players and max_staleness are of "
+        "engine.address, learners, samplers and max_staleness are of "
         'processes beside this one: set engine.name = "ray", or leave them out',
-    ),
-    Rule(
-        lambda c: c.engine.players > 0 and not c.env.isolate,
-        "engine.players = {c.engine.players}: in a player only a process of its own stops an "
-        "environment that hangs; set env.isolate = true, or leave engine.players out",
-    ),
-    Rule(
-        lambda c: c.engine.players > 0 and _has_objects(c),
-        "engine.players needs code that other processes can load: name a file, as in "
-        "path/to/file.py:name, or leave it out",
-    ),
-    Rule(
-        lambda c: 0 < c.engine.most_samplers < c.engine.samplers,
-        "engine.most_samplers = {c.engine.most_samplers}: the run begins with "
-        "{c.engine.samplers} samplers, so give at least as many, or 0",
-    ),
-    Rule(
-        lambda c: c.engine.most_samplers > c.engine.samplers and not c.engine.address,
-        "engine.most_samplers is of a cluster that machines join: set engine.address, or a larger "
-        "engine.samplers",
     ),
     Rule(
         lambda c: c.engine.name == "ray" and c.rollout.sampler not in ("local", "vllm"),
@@ -147,23 +121,6 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: c.engine.tensor_parallel > 1 and c.rollout.sampler != "vllm",
         'engine.tensor_parallel = {c.engine.tensor_parallel} needs rollout.sampler = "vllm"',
-    ),
-    Rule(
-        lambda c: (c.engine.min_members > 0) != (c.engine.close_after_s > 0),
-        "engine.min_members and engine.close_after_s work together: set both, or neither",
-    ),
-    Rule(
-        lambda c: c.engine.min_members > 0 and c.engine.max_staleness == 0,
-        "engine.min_members needs engine.max_staleness above 0: the last episodes of a group play "
-        "on while the step trains",
-    ),
-    Rule(
-        lambda c: c.engine.min_members > 0 and c.rollout.refill > 0,
-        "rollout.refill replaces groups that are complete: leave it or engine.min_members out",
-    ),
-    Rule(
-        lambda c: c.engine.min_members > c.rollout.group_size,
-        "engine.min_members = {c.engine.min_members}: a group has {c.rollout.group_size} episodes",
     ),
     Rule(
         lambda c: len(c.env.mix) > 0 and len(c.curriculum.stages) > 0,

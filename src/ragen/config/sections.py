@@ -389,30 +389,19 @@ class EngineConfig(Section):
     """Where a run computes: in one process, or in many on one machine or a cluster."""
 
     name: Literal["local", "ray"] = "local"
-    """local (this process), or ray: learners, samplers and players in processes of their own."""
+    """local (this process), or ray: learners and samplers in processes of their own."""
     address: str = ""
     """Of a running Ray cluster, such as auto or ray://head:10001; empty starts Ray here."""
     learners: int = Field(1, ge=1, le=4096)
     """Processes that train, with the weights split among them (FSDP2)."""
     samplers: int = Field(1, ge=1, le=4096)
     """Processes that sample, each with all the weights."""
-    most_samplers: int = Field(0, ge=0, le=4096)
-    """Samplers up to which further ones join wherever the cluster has room, also on machines that
-    come later, and leave with them; 0 is samplers."""
-    players: int = Field(0, ge=0, le=4096)
-    """Processes that play the episodes, each with the environments; 0 lets the driver play them."""
     tensor_parallel: int = Field(1, ge=1, le=64)
     """GPUs among which each vLLM splits its weights, for rollout.sampler = "vllm"; without GPUs,
     processes."""
     max_staleness: int = Field(0, ge=0, le=16)
     """Publications by which the weights that sampled an episode may be behind those that learn from
     it. Above 0, the next steps are played while one trains; their older episodes are dropped."""
-    min_members: int = Field(0, ge=0, le=MOST_EPISODES)
-    """Finished episodes of each group with which a step's groups close after close_after_s; 0 waits
-    for all."""
-    close_after_s: float = Field(0.0, ge=0, le=86_400)
-    """Seconds of a collection after which groups close without their last episodes. Those play on,
-    and are a group of their own in the step in which they end."""
     timeout_s: float = Field(600.0, ge=1, le=86_400)
     """Seconds without a sign of life after which a process counts as lost."""
 

@@ -27,7 +27,7 @@ from ragen.evaluation.outcomes import check_sampling, how_sampled
 from ragen.models.names import resolve_model
 from ragen.rollout.episode import require_unchanged
 from ragen.rollout.groups import run_episodes
-from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup, at_stage, by_env, make_setup
+from ragen.rollout.setup import BranchSpec, Setup, at_stage, by_env, make_setup
 from ragen.storage.branches import MOST, Request, write_branches
 from ragen.storage.checkpoint import (
     checkpoint_of,
@@ -150,8 +150,6 @@ def branch(
 def stage_of(run: Path, recorded: Recorded) -> int:
     """The stage of the curriculum in which an episode was played; 0 for an evaluated episode.
 
-    A late episode is recorded with a later step than that of its group, which its noise seed tells.
-
     Raises:
         RagenError: The run's database cannot be read.
     """
@@ -161,12 +159,6 @@ def stage_of(run: Path, recorded: Recorded) -> int:
     for attempt, metrics in read_attempts(run).items():  # an attempt continues those before it
         if attempt <= recorded.attempt:
             stages |= metrics.get(STAGE, {})
-    episode, seed = recorded.episode, run_config(run).seed
-    for step in range(recorded.step, 0, -1) if stages else ():
-        for group in range(episode.group + 1):
-            spec = EpisodeSpec(episode.level_seed, group, episode.member, (seed, "train", step - 1))
-            if spec.noise_seed == episode.noise_seed:
-                return int(stages.get(step, 0))
     return int(stages.get(recorded.step, 0))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -29,7 +30,7 @@ from ragen.evaluation.results import Evaluation, summarize, together
 from ragen.evaluation.targets import config_for, load_target, outcome_settings
 from ragen.rollout.chat import Chat
 from ragen.rollout.endpoint import Server
-from ragen.rollout.groups import Gate, run_episodes, run_groups
+from ragen.rollout.groups import run_episodes, run_groups
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import Closable, Policy
 from ragen.rollout.setup import EpisodeSpec, Setup, by_env, make_setup
@@ -244,7 +245,7 @@ async def evaluate_policy(
     Raises:
         RagenError: Every episode failed (the message holds the first error), or had no room.
     """
-    start, gate = time.monotonic(), Gate(policy, config.rollout.slots)
+    start, gate = time.monotonic(), asyncio.Semaphore(config.episodes_at_once)
     levels = range(EVAL_LEVELS, EVAL_LEVELS + config.eval.episodes)
     groups = await run_groups(policy, setup, levels, 1, (seed, "eval"), gate, on_episode)
     outcomes = [outcome_of(group.episodes[0]) for group in groups]

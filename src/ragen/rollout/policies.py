@@ -36,16 +36,6 @@ class Closable(Protocol):
         ...
 
 
-@runtime_checkable
-class ManySamplers(Policy, Protocol):
-    """A policy with several samplers, which may come and go."""
-
-    @property
-    def num_samplers(self) -> int:
-        """How many there are now."""
-        ...
-
-
 class NoCompletion(Exception):
     """A policy has no completion for a prompt: the episode ends and is kept as data.
 

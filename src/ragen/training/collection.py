@@ -5,6 +5,7 @@ Here the config's settings meet the functions that need them; the loop only sees
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,9 +30,9 @@ from ragen.diagnostics.step_metrics import gradients_by_std
 from ragen.engines.engine import Engine
 from ragen.engines.exactness import verify_split, with_fingerprints
 from ragen.rollout.episode_terms import apply_episode_terms
-from ragen.rollout.groups import Gate, run_groups, run_most
+from ragen.rollout.groups import run_groups
 from ragen.rollout.judge import Judge
-from ragen.training.ahead import Overlap, Rest, Start
+from ragen.training.ahead import Start
 from ragen.training.running import Run, is_due
 
 
@@ -42,7 +43,7 @@ async def collect_groups(
     step: int,
     on_episode: Callable[[Episode], None] | None = None,
     judge: Judge | None = None,
-    overlap: Overlap | None = None,
+    gate: asyncio.Semaphore | None = None,
 ) -> list[Group]:
     """Play the groups of a step with the engine's policy, and add their terms to their rewards.
 
@@ -52,26 +53,16 @@ async def collect_groups(
 
     `starts` are those of the first groups (`first_starts`); a group is replaced by one of the same
     environment. `step` is the number of finished steps. `on_episode` is called as each episode
-    ends. `overlap` says how this collection shares the samplers with others.
+    ends. `gate` admits the episodes of this collection and of others beside it.
     """
     engine.forget()
     rollout, seed = config.rollout, config.seed
+    gate = gate or asyncio.Semaphore(config.episodes_at_once)
     groups: list[Group] = []
     for _ in range(1 + rollout.refill):
         setups, levels = zip(*starts, strict=True)
         what = engine.policy, setups, levels, rollout.group_size, (seed, "train", step)
-        gate = Gate(engine.policy, rollout.slots) if overlap is None else overlap.gate
-        if overlap is not None and overlap.min_members:
-            least = overlap.min_members, overlap.close_after_s
-            fresh, tasks = await run_most(*what, overlap.gate, on_episode, *least)
-            rests = enumerate(zip(starts, tasks, strict=True))
-            overlap.rests.extend(
-                Rest(step, group, overlap.stage, start, each)
-                for group, (start, each) in rests
-                if each
-            )
-        else:
-            fresh = await run_groups(*what, gate, on_episode, first_group=len(groups))
+        fresh = await run_groups(*what, gate, on_episode, first_group=len(groups))
         fresh = await apply_episode_terms(fresh, starts[0].setup.reward_terms, judge, seed, step)
         groups += fresh
         whole = zip(starts, fresh, strict=True)

@@ -16,8 +16,8 @@ STEPS = 5
 def update_stage(run: Run, played: Played) -> Metrics:
     """Count the success of a finished step, and begin the next stage if it is high enough.
 
-    The moving averages restart with each stage. What was played in an earlier stage does not count:
-    a whole step, or late episodes.
+    The moving averages restart with each stage. A step that was played in an earlier stage does not
+    count.
 
     Returns:
         The stage in which the step was played, and the success that is compared with
@@ -25,7 +25,7 @@ def update_stage(run: Run, played: Played) -> Metrics:
     """
     state, settings = run.state, run.config.curriculum
     stage, num_stages = state.stage, len(settings.stages) + 1
-    episodes = [each for group in played.own for each in group.episodes if not each.failed]
+    episodes = [each for group in played.groups for each in group.episodes if not each.failed]
     if played.stage != stage or not episodes:
         return {STAGE: last(played.stage)}
     reached = count_success(state, fmean(each.success for each in episodes))

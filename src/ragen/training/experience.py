@@ -3,8 +3,7 @@
 With ``engine.max_staleness = k`` the groups of the next k steps are played while one step trains.
 The play of step n + k begins when step n begins to train and earlier plays leave room, so at the
 earliest with the weights that step n begins with. Its samples are therefore at most k publications
-behind when step n + k trains on them, except for late episodes (`ragen.training.ahead`). Levels and
-seeds are those of step n + k itself.
+behind when step n + k trains on them. Levels and seeds are those of step n + k itself.
 """
 
 from __future__ import annotations
@@ -19,13 +18,10 @@ from functools import partial
 from ragen.core.metrics import Metrics, largest, last, mean, total
 from ragen.core.types import Episode, Group
 from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
-from ragen.rollout.episode_terms import apply_episode_terms
-from ragen.rollout.groups import run_one
-from ragen.rollout.setup import EpisodeSpec
-from ragen.training.ahead import Played, Rest, Start
+from ragen.training.ahead import Played, Start
 from ragen.training.collection import collect_groups
 from ragen.training.mixture import first_starts
-from ragen.training.running import Run, in_stage
+from ragen.training.running import Run
 
 
 async def next_groups(run: Run) -> Played:
@@ -41,12 +37,9 @@ async def next_groups(run: Run) -> Played:
         run.env_time.seconds = 0.0
         if run.judge is not None:
             run.judge.metrics()  # drops those of an abandoned step
-    _resume_rests(run)
     _begin(run)
     run.ahead.plans.popleft()
-    played = await run.ahead.plays.popleft()
-    late, stages = await _ended(run, len(played.groups))
-    return replace(played, groups=[*played.groups, *late], late=stages)
+    return await run.ahead.plays.popleft()
 
 
 def _begin(run: Run) -> None:
@@ -67,10 +60,9 @@ async def _play(run: Run, starts: Sequence[Start], step: int, stage: int) -> Pla
     """Play the groups of a step, the first of them from `starts`."""
     began = time.perf_counter()
     on_episode = partial(_episode_ended, run)
-    config, overlap = run.config, None
-    if config.engine.max_staleness:
-        overlap = run.ahead.overlap(config, stage, run.engine.policy)
-    groups = await collect_groups(run.engine, starts, config, step, on_episode, run.judge, overlap)
+    config, ahead = run.config, run.ahead
+    gate = ahead.gate = ahead.gate or asyncio.Semaphore(config.episodes_at_once)
+    groups = await collect_groups(run.engine, starts, config, step, on_episode, run.judge, gate)
     refuse_unplayable([outcome_of(episode) for group in groups for episode in group.episodes])
     return Played(starts, stage, groups, time.perf_counter() - began)
 
@@ -78,50 +70,6 @@ async def _play(run: Run, starts: Sequence[Start], step: int, stage: int) -> Pla
 def _episode_ended(run: Run, episode: Episode) -> None:
     run.beat()
     run.watcher.episode(episode)
-
-
-def _resume_rests(run: Run) -> None:
-    """Play the late episodes again that the checkpoint of a resumed run names."""
-    rests, run.state.rests = run.state.rests, []
-    config, ended = run.config, partial(_episode_ended, run)
-    for each in rests:
-        playing = in_stage(run.setups, run.stages, each["stage"])
-        start = Start(playing[each["env"]], each["level"])
-        gate = run.ahead.overlap(config, each["stage"], run.engine.policy).gate
-        place = each["step"], each["group"]
-        path = config.seed, "train", each["step"]
-        specs = {m: EpisodeSpec(start.level, each["group"], m, path) for m in each["members"]}
-        tasks = {
-            member: asyncio.create_task(run_one(run.engine.policy, start.setup, spec, gate, ended))
-            for member, spec in specs.items()
-        }
-        run.ahead.rests.append(Rest(*place, each["stage"], start, tasks))
-
-
-async def _ended(run: Run, first: int) -> tuple[list[Group], list[int]]:
-    """The late episodes that have ended, as groups of their own, and the stage of each group.
-
-    The groups are numbered from `first` on.
-
-    Those of a group are taken together, after the step of the group.
-    """
-    tasks = [task for rest in run.ahead.rests for task in rest.tasks.values()]
-    for task in tasks:
-        if task.done():
-            task.result()  # raises the task's exception
-    ended = [
-        rest
-        for rest in run.ahead.rests
-        if rest.step < run.state.step and all(task.done() for task in rest.tasks.values())
-    ]
-    groups = []
-    for number, rest in enumerate(ended, first):
-        episodes = tuple(replace(t.result(), group=number) for t in rest.tasks.values())
-        terms, seed = rest.start.setup.reward_terms, run.config.seed
-        groups += await apply_episode_terms([Group(episodes)], terms, run.judge, seed, rest.step)
-    taken = {id(rest) for rest in ended}
-    run.ahead.rests[:] = [rest for rest in run.ahead.rests if id(rest) not in taken]
-    return groups, [rest.stage for rest in ended]
 
 
 def staleness(group: Group, version: int) -> int:
@@ -161,12 +109,10 @@ def overlap_metrics(run: Run, played: Played, kept: Sequence[int], version: int)
     """
     if not run.config.engine.max_staleness:
         return {}
-    late = played.groups[len(played.groups) - len(played.late) :]
     old = [staleness(played.groups[index], version) for index in kept]
     every = [staleness(group, version) for group in played.groups]
     metrics = {
         "engine/stale_groups": total(sum(each > run.config.engine.max_staleness for each in every)),
-        "engine/late_episodes": total(sum(len(group.episodes) for group in late)),
         "engine/queue": last(sum(task.done() for task in run.ahead.plays)),
         "engine/play_s": total(played.seconds),
     }

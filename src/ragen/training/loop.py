@@ -216,7 +216,6 @@ async def evaluate_and_loop(run: Run) -> None:
         try:
             await loop(run)
         finally:
-            run.state.rests += run.ahead.saved(run.state.step)
             await run.ahead.drop()
         await evaluate_missing(run, *both)
         await save(run)

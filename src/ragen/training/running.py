@@ -97,7 +97,6 @@ class LoopState:
         stage: Of the curriculum, counted from 1.
         stage_success: Success of the stage's last steps.
         groups: Groups so far by environment, without those of refilling.
-        rests: Late episodes (`Rest.saved`), which a resumed run plays again.
 
     Example:
         >>> LoopState(step=3, updates=6).updates
@@ -118,7 +117,6 @@ class LoopState:
     stage: int = 1
     stage_success: list[float] = field(default_factory=list)
     groups: dict[str, int] = field(default_factory=dict)
-    rests: list[dict[str, Any]] = field(default_factory=list)
 
 
 def progress_of(state: LoopState, config: Config) -> int:
@@ -354,7 +352,6 @@ async def save(run: Run) -> None:
         RagenError: The disk does not take it.
     """
     state, keep, every = run.state, kept_checkpoints(run), run.spacing
-    state = replace(state, rests=[*state.rests, *run.ahead.saved(state.step)])
     own: dict[str, Any] = {"loop": asdict(state), "guard": asdict(run.guard)}
     own[SETTINGS_HASH] = run.recorder.settings_hash
     existing = checkpoint_of(run.folder, state.step)
