@@ -65,18 +65,19 @@ class MismatchError(RagenError):
 
 
 class EngineLost(RagenError):
-    """A process of the engine is lost and cannot be replaced: a new engine has to be made.
+    """A process of the engine is lost: a new engine has to be made.
 
-    `details` is all that is known of the loss, which may be many lines.
+    `details` is all that is known of the loss, which may be many lines, and `process` the name of
+    the process, if it is known.
 
     Example:
         >>> str(EngineLost("learner 1 of 2 was killed"))
         'learner 1 of 2 was killed'
     """
 
-    def __init__(self, text: str, details: str = "") -> None:
+    def __init__(self, text: str, details: str = "", process: str = "") -> None:
         super().__init__(text)
-        self.details = details
+        self.details, self.process = details, process
 
 
 class MachineAway(EngineLost):

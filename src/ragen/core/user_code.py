@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Awaitable
 from math import inf
 from threading import get_ident
-from time import perf_counter, process_time
+from time import perf_counter
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -71,14 +71,10 @@ class _TimedOutError(BaseException):
 
 
 class Stopwatch:
-    """Adds up the seconds spent in calls of user code.
-
-    With `counts_cpu` it adds up in `cpu_s`, too, for how many of them this process computed.
-    """
+    """Adds up the seconds spent in calls of user code."""
 
     def __init__(self) -> None:
-        self.seconds = self.cpu_s = 0.0
-        self.counts_cpu = False
+        self.seconds = 0.0
 
 
 class boundary:  # noqa: N801 - it is used like a function
@@ -103,7 +99,7 @@ class boundary:  # noqa: N801 - it is used like a function
         user code took longer than 0.01 s in step
     """
 
-    __slots__ = ("_around", "_began", "_call", "_cpu", "_stopwatch", "_timeout_s", "deadline")
+    __slots__ = ("_around", "_began", "_call", "_stopwatch", "_timeout_s", "deadline")
 
     def __init__(
         self, call: str, timeout_s: float | None = None, stopwatch: Stopwatch | None = None
@@ -118,8 +114,6 @@ class boundary:  # noqa: N801 - it is used like a function
         around = self._around = _INNERMOST.get(thread)
         if around is None:
             _PRINTS.redirect()
-        if self._stopwatch is not None and self._stopwatch.counts_cpu:
-            self._cpu = process_time()
         self._began = perf_counter()
         deadline = self._began + self._timeout_s
         self.deadline = deadline if around is None else min(deadline, around.deadline)
@@ -147,8 +141,6 @@ class boundary:  # noqa: N801 - it is used like a function
                 _TIMER.set(around.deadline)
         if self._stopwatch is not None:
             self._stopwatch.seconds += seconds
-            if self._stopwatch.counts_cpu:
-                self._stopwatch.cpu_s += process_time() - self._cpu
         if error is not None or seconds > self._timeout_s:
             self._raise(error, seconds)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,39 +15,13 @@ from ragen.rollout.chat import Chat
 from ragen.rollout.policies import Policy
 
 
-@dataclass(frozen=True, slots=True)
-class Late:
-    """A process of an engine that has not answered in time.
-
-    Attributes:
-        process: Its name.
-        phase: What it was asked to do.
-        seconds: How long ago.
-        stacks: The Python stacks of its threads, or why there are none.
-
-    Example:
-        >>> str(Late("learner 1", "update", 600.0, ""))
-        'learner 1 has not answered for 600 s, in the phase update'
-    """
-
-    process: str
-    phase: str
-    seconds: float
-    stacks: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.process} has not answered for {self.seconds:.0f} s, in the phase {self.phase}"
-        )
-
-
 class Engine(Protocol):
     """What the training loop asks of an engine.
 
     `policy` samples with the weights of the last `publish`, and `version` counts the publications.
-    Every coroutine method may wait for other processes. If one of these is lost and cannot be
-    replaced, the method raises `ragen.core.errors.EngineLost`, and the run continues from its last
-    checkpoint with a new engine.
+    Every coroutine method may wait for other processes. If one of these is lost, the method raises
+    `ragen.core.errors.EngineLost`, and the run continues from its last checkpoint with a new
+    engine.
     """
 
     @property
@@ -114,20 +87,6 @@ class Engine(Protocol):
 
         Raises:
             RagenError: The folder's contents are damaged or belong to another run.
-        """
-
-    def end_late(self) -> list[Late]:
-        """End the processes that have been silent for `engine.timeout_s` with a call open.
-
-        The effect is that of a kill: other processes take over their work, or the calls that wait
-        for it raise `EngineLost`. The watchdog calls this every second from its own thread, so it
-        may not block. A closed engine returns an empty list.
-        """
-
-    def take_events(self) -> list[tuple[str, dict[str, Any]]]:
-        """The events of its processes since the last call, each as a text with its data.
-
-        The data have the keys ``process`` and ``what``: lost, left or joined.
         """
 
     async def close(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,16 @@ from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, largest
 from ragen.core.types import Prompt, Role, Sample
-from ragen.engines.engine import Late
-from ragen.engines.factory import TOLERANCES, load_for_training, make_learner, make_sampler
+from ragen.engines.factory import TOLERANCES, make_sampler
 from ragen.engines.learner import Learner
 from ragen.engines.sampler import Sampler
 from ragen.engines.sampler_server import VllmServer
 from ragen.engines.sampler_vllm import VllmSampler
 from ragen.engines.sampling import Stats
-from ragen.engines.saving import QUESTION, load_learner, refuse_another_first, save_learner
-from ragen.models import lora
-from ragen.models.adapter_folder import fingerprint_of_base, hash_tensors
+from ragen.engines.saving import QUESTION
+from ragen.engines.sharded import Rank
 from ragen.models.precision import Masters
 from ragen.rollout.chat import Chat
-from ragen.rollout.setup import make_chat
 
 NUM_TOKENS = 16
 """Maximum number of tokens that `check_parity` samples and compares."""
@@ -46,47 +42,36 @@ class LocalEngine:
     """
 
     def __init__(self, config: Config, path: str) -> None:
-        self.model, self.tokenizer = load_for_training(config, path)
-        # Recorded even without a KL term, because a resumed run may add one. An adapter does not
-        # need it: it has the fingerprint of its base.
-        self._first = None if config.lora.rank else hash_tensors(self.model.state_dict().items())
-        self.chat = make_chat(config, self.tokenizer)
+        self.rank = Rank(config, path)
+        self.model, self.chat = self.rank.model, self.rank.chat
+        self.learner = self.rank.learner
         self.version = 0
         self.policy = make_sampler(config.rollout.sampler, config, self.model, self.chat, path)
         self.policy.source = path
-        self.learner = make_learner(config, self.model)
         self._dtype, self._temperature = config.model.dtype, config.rollout.temperature
         self._parity = self._check_parity()
-
-    @cached_property
-    def _base(self) -> str | None:
-        """The fingerprint of the adapters' base, which never changes."""
-        return fingerprint_of_base(self.model) if lora.has_adapters(self.model) else None
 
     async def score(self, batch: Batch, role: Role) -> Batch:
         """See `Engine.score`."""
         self.policy.rest()
-        return self.learner.score(batch, role)
+        return self.rank.score(batch, role)
 
     async def update(self, batch: Batch, step: int) -> Metrics:
         """See `Engine.update`."""
-        assert batch.born_BK is not None, (
-            "a run trains on sampled tokens and verifies their fingerprints"
-        )
         self.policy.rest()
-        return self.learner.update(batch, step)
+        return self.rank.update(batch, step)
 
     async def cross_scores(
         self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
     ) -> Tensor:
         """See `Engine.cross_scores`."""
         self.policy.rest()
-        return self.learner.cross_scores(prompts, thoughts)
+        return self.rank.cross_scores(prompts, thoughts)
 
     async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
         """See `Learner.gradient_norms`."""
         self.policy.rest()
-        return self.learner.gradient_norms(batch, bucket_B)
+        return self.rank.gradient_norms(batch, bucket_B)
 
     async def publish(self) -> None:
         """See `Engine.publish`."""
@@ -95,7 +80,7 @@ class LocalEngine:
 
     async def _push(self) -> None:
         await self.policy.publish(self.model, self.version)
-        self.learner.synced = True
+        self.rank.published()
         self._parity = self._check_parity()
 
     def _check_parity(self) -> Metrics:
@@ -119,27 +104,13 @@ class LocalEngine:
 
     async def save(self, folder: Path) -> dict[str, Any]:
         """See `Engine.save`."""
-        chat, max_length = self.chat, self.policy.max_length
-        base = self._base
-        save_learner(
-            self.learner, self.tokenizer, folder, chat=chat, max_length=max_length, base=base
-        )
-        return {"version": self.version, "reference": self._first}
+        return {"version": self.version, **self.rank.save(folder)}
 
     async def load(self, folder: Path, state: dict[str, Any]) -> None:
         """See `Engine.load`."""
-        self._first = refuse_another_first(self._first, state["reference"], self.learner)
-        load_learner(self.learner, folder, self._base)
+        self.rank.load(folder, state)
         self.version = int(state["version"])
         await self._push()
-
-    def end_late(self) -> list[Late]:
-        """See `Engine.end_late`: there are no other processes."""
-        return []
-
-    def take_events(self) -> list[tuple[str, dict[str, Any]]]:
-        """See `Engine.take_events`: there are no other processes."""
-        return []
 
     async def close(self) -> None:
         """See `Engine.close`."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from ragen.core.errors import EngineLost, RagenError
-from ragen.engines.pool import ProcessLost
 
 GRACE_S = 30.0
 """Seconds for which a failed call waits for the others. Within this time the loss of a process is
@@ -76,7 +75,7 @@ async def answers_of(
         except Exception as error:
             if not ended:  # a process that fails afterwards was ended by `end`
                 failures.append(error)
-                if isinstance(error, ProcessLost):
+                if isinstance(error, EngineLost):
                     give_up()
             timer = timer or asyncio.get_running_loop().call_later(grace_s, give_up)
             raise
@@ -92,9 +91,6 @@ async def answers_of(
 
 
 def _most_telling(failures: Sequence[Exception]) -> Exception:
-    kinds = RagenError, ProcessLost
-    known = [each for kind in kinds for each in failures if isinstance(each, kind)]
-    failure = (known or failures)[0]
-    if isinstance(failure, ProcessLost):
-        return EngineLost(str(failure), failure.details)
-    return failure
+    losses = [each for each in failures if isinstance(each, EngineLost)]
+    mistakes = [each for each in failures if isinstance(each, RagenError) and each not in losses]
+    return [*mistakes, *losses, *failures][0]

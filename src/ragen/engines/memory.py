@@ -152,14 +152,14 @@ def plan(config: Config) -> Plan:
 
 
 def processes_of(engine: EngineConfig) -> list[str]:
-    """The kinds of processes on Ray with their numbers: learners, samplers and, if any, players.
+    """The kinds of processes on Ray with their numbers: learners and samplers.
 
     Example:
         >>> processes_of(EngineConfig(name="ray", samplers=2))
         ['1 learner', '2 samplers']
     """
-    counts = {"learner": engine.learners, "sampler": engine.samplers, "player": engine.players}
-    return [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items() if count]
+    counts = {"learner": engine.learners, "sampler": engine.samplers}
+    return [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items()]
 
 
 def plans(config: Config) -> list[Plan]:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
-from collections.abc import Coroutine
+import threading
+import time
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from torch import nn
+from typing_extensions import override
 
 from ragen.config.config import Config
 from ragen.core.errors import EngineLost
 from ragen.core.types import Completion, Prompt
 from ragen.engines.factory import load_model, make_sampler, prepare_model
-from ragen.engines.hosts import Failure, Host, ServingHost, or_failure, own_address
+from ragen.engines.hosts import Beat, Host, own_address
 from ragen.engines.machine import use_threads
-from ragen.engines.sampler_pool import SamplerTold
+from ragen.engines.sampler_pool import Answers, SamplerTold
 from ragen.engines.sampler_vllm import VllmSampler
-from ragen.engines.sampling import Stats, WeightedPolicy
+from ragen.engines.sampling import Stats
 from ragen.engines.sharded import Rank
 from ragen.engines.weights import (
     Block,
@@ -48,24 +51,22 @@ class LearnerHost(Host):
     def start(
         self, config: Config, path: str, threads: int, rank: int = 0, num: int = 1, store: str = ""
     ) -> Any:
-        """Load the weights and return the tokenizer, or a `Failure`.
+        """Load the weights and return the tokenizer.
 
         `threads` is the number of threads to use, and `store` the address where `num` learners
         meet.
+
+        Raises:
+            RagenError: See `Rank`.
         """
-
-        def work() -> Any:
-            use_threads(threads)
-            self._rank = Rank(config, path, rank, num, store)
-            return self._rank.tokenizer
-
-        return or_failure(work)
+        use_threads(threads)
+        self._rank = Rank(config, path, rank, num, store)
+        return self._rank.tokenizer
 
     def call(self, method: str, *arguments: Any) -> Any:
         """The answer of a method of the learner; only the first learner returns one."""
-        answer = or_failure(lambda: getattr(self._rank, method)(*arguments))
-        failed = isinstance(answer, Failure)
-        return answer if failed or self._rank.ranks.rank == 0 else None
+        answer = getattr(self._rank, method)(*arguments)
+        return answer if self._rank.ranks.rank == 0 else None
 
     def weights(self) -> tuple[Block | None, tuple[dict[str, int], int]]:
         """A publication, its checksums and its size in bytes; only the first learner has them."""
@@ -77,29 +78,49 @@ class LearnerHost(Host):
         return block, (checksums(tensors), block.num_bytes)
 
 
-class SamplerHost(ServingHost):
-    """A sampler process: the local sampler or vLLM."""
+class SamplerHost(Host):
+    """A sampler process, the local sampler or vLLM, in an event loop of its own.
 
-    def start(self, config: Config, path: str, threads: int) -> Failure | None:
-        """Load the model; the learner's weights come with `load`."""
+    The driver submits numbered requests and collects what is finished.
+    """
 
-        def work() -> None:
-            use_threads(threads)
-            name = config.rollout.sampler
-            model, tokenizer = load_model(config, path, "cpu" if name == "vllm" else "")
-            self._model = prepare_model(config, path, model, critic=False)
-            chat = make_chat(config, tokenizer)
-            self._sampler = make_sampler(name, config, self._model, chat, path)
-            self._sampler.source = path
-            self._work = partial(_sample, self._sampler)
-            self._names = frozenset(published(self._model))
-            if name == "vllm":
-                nn.Module.to(self._model, "meta")  # vLLM holds its own weights
+    def __init__(self) -> None:
+        super().__init__()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._finished: list[tuple[int, Completion | Exception]] = []
+        self._news = asyncio.Event()
+        self._era = 0
+        self._busy_s, self._since, self._open = 0.0, 0.0, 0
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="sampler", daemon=True).start()
 
-        return or_failure(work)
+    @override
+    def beat(self) -> Beat:
+        return replace(super().beat(), idle=not self._open)
 
-    def load(self, block: Block, version: int) -> dict[str, int] | Failure:
-        """Sample with these weights from now on; returns the checksums of the weights then held."""
+    def start(self, config: Config, path: str, threads: int) -> None:
+        """Load the model; the learner's weights come with `load`.
+
+        Raises:
+            RagenError: The model cannot be loaded.
+        """
+        use_threads(threads)
+        name = config.rollout.sampler
+        model, tokenizer = load_model(config, path, "cpu" if name == "vllm" else "")
+        self._model = prepare_model(config, path, model, critic=False)
+        chat = make_chat(config, tokenizer)
+        self._sampler = make_sampler(name, config, self._model, chat, path)
+        self._sampler.source = path
+        self._names = frozenset(published(self._model))
+        if name == "vllm":
+            nn.Module.to(self._model, "meta")  # vLLM holds its own weights
+
+    def load(self, block: Block, version: int) -> dict[str, int]:
+        """Sample with these weights from now on; returns the checksums of the weights then held.
+
+        Raises:
+            RagenError: They are those of another model, or vLLM does not hold them.
+        """
 
         async def work() -> dict[str, int]:
             if not isinstance(self._sampler, VllmSampler):
@@ -112,7 +133,7 @@ class SamplerHost(ServingHost):
             await self._sampler.publish(self._model, version, weights)
             return checksums(weights.items())
 
-        return or_failure(lambda: self._run(work()))
+        return self._run(work())
 
     def rest(self) -> None:
         """See `WeightedPolicy.rest`."""
@@ -122,29 +143,74 @@ class SamplerHost(ServingHost):
 
         self._run(work())
 
-    def _forget(self) -> None:
-        self._sampler.forget()
-        self._sampler.stats = Stats()
+    def submit(self, requests: Sequence[tuple[int, Prompt]], era: int) -> None:
+        """See `Remote.submit`."""
 
-    def _told(self) -> SamplerTold:
-        self._count(0)
-        return SamplerTold(self._busy_s, self._era, replace(self._sampler.stats))
+        async def work() -> None:
+            if era > self._era:
+                self._era = era
+                self._sampler.forget()
+                self._sampler.stats = Stats()
+            for number, prompt in requests:
+                self._tasks[number] = self._loop.create_task(self._answer(number, prompt))
+
+        self._run(work())
+
+    def collect(self) -> Answers:
+        """See `Remote.collect`."""
+
+        async def work() -> Answers:
+            await self._news.wait()
+            await asyncio.sleep(0)  # lets the other answers of the same forward arrive
+            self._news.clear()
+            finished, self._finished = self._finished, []
+            self._count(0)
+            told = SamplerTold(self._busy_s, self._era, replace(self._sampler.stats))
+            return Answers(finished, told)
+
+        return self._run(work())
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """See `Remote.drop`."""
+
+        async def work() -> None:
+            for number in numbers:
+                if number in self._tasks:
+                    self._tasks[number].cancel()
+            self._news.set()  # `collect` returns, and its caller sees whether requests are left
+
+        self._run(work())
+
+    async def _answer(self, number: int, prompt: Prompt) -> None:
+        self._count(1)
+        answer: Completion | Exception
+        try:
+            answer = await self._sampler.complete(prompt)
+        except EngineLost as error:
+            end(error)
+        except Exception as error:  # noqa: BLE001 - the driver raises it
+            answer = error
+        finally:
+            self._count(-1)
+            del self._tasks[number]
+        self._finished.append((number, answer))
+        self._news.set()
+
+    def _count(self, more: int) -> None:
+        """Add `more` to the count of open requests, and count the time with at least one."""
+        now = time.monotonic()
+        if self._open:
+            self._busy_s += now - self._since
+        self._open, self._since = self._open + more, now
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         try:
-            return super()._run(work)
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
         except EngineLost as error:
             end(error)
 
 
 def end(error: EngineLost) -> NoReturn:
-    """End this process, because its workers are gone: it is lost, and another replaces it."""
+    """End this process, because its workers are gone: the engine is lost with it."""
     print(error, file=sys.stderr, flush=True)  # noqa: T201, into the process's log
     os._exit(1)
-
-
-async def _sample(sampler: WeightedPolicy, prompt: Prompt) -> Completion:
-    try:
-        return await sampler.complete(prompt)
-    except EngineLost as error:
-        end(error)

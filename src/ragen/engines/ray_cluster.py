@@ -6,8 +6,6 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import count
 from typing import Any
 
 import torch
@@ -27,10 +25,6 @@ if ray is not None:
 
 CONNECT_S = 10.0
 """Seconds that the head of a cluster may take to answer."""
-
-MOST_ASKED = 64
-"""Rooms for further samplers for which the cluster is asked at the same time, at most: it looks for
-those that it lacks again and again."""
 
 
 class Rooms:
@@ -53,9 +47,7 @@ class Rooms:
 
     def __init__(self, settings: EngineConfig, before: Rooms | None = None) -> None:
         self._settings = settings
-        self._further: dict[int, Any] = {}  # of each sampler beyond `engine.samplers`
-        self._asked: dict[Any, Any] = {}  # what is ready once it is there: room for another one
-        self._places: dict[str, tuple[Any, int]] = {}  # of each process: a group, and a part of it
+        self._places: dict[str, int] = {}  # the part of the group that each process has
         self._group = placement_group(self._plan(before), strategy="PACK")
         try:
             done, _ = ray.wait([self._group.ready()], timeout=settings.timeout_s)
@@ -73,8 +65,7 @@ class Rooms:
 
     @property
     def _who(self) -> str:
-        *most, last = processes_of(self._settings)
-        return f"{', '.join(most)} and {last}"
+        return " and ".join(processes_of(self._settings))
 
     def _plan(self, before: Rooms | None) -> list[dict[str, float]]:
         """The parts to reserve; also notes the part of each process.
@@ -100,133 +91,61 @@ class Rooms:
                 f"of {samplers} samplers {each}: lower engine.learners, engine.samplers or "
                 "engine.tensor_parallel, or add machines"
             )
-        self._sampler_room = {"CPU": float(each)} | ({"GPU": float(each)} if self.uses_gpus else {})
+        sampler_room = {"CPU": float(each)} | ({"GPU": float(each)} if self.uses_gpus else {})
         if self.shares_gpus:
             bundles = [{"CPU": 2.0, "GPU": 1.0}] * shared
             self._parts = [*range(learners), *range(samplers)]
         else:
             bundles = [{"CPU": 1.0} | ({"GPU": 1.0} if self.uses_gpus else {})] * learners
-            bundles += [self._sampler_room] * samplers
+            bundles += [sampler_room] * samplers
             self._parts = list(range(learners + samplers))
-        self._parts += range(len(bundles), len(bundles) + settings.players)
-        bundles += [{"CPU": 1.0}] * settings.players
         cpus, need = have.get("CPU", 0), sum(bundle["CPU"] for bundle in bundles)
         if cpus < need:
-            which = "engine.learners, engine.players" if settings.players else "engine.learners"
             raise too_small(
-                f"the cluster has {cpus:g} CPUs, and {self._who} need {need:g}: lower {which} or "
-                "engine.samplers, or add machines"
+                f"the cluster has {cpus:g} CPUs, and {self._who} need {need:g}: lower "
+                "engine.learners or engine.samplers, or add machines"
             )
         return bundles
 
     def learner(self, place: int) -> dict[str, Any]:
         """Ray's options for the process of a learner."""
-        return self._options(f"learner {place}", (self._group, self._parts[place]), self._gpu_share)
+        return self._options(f"learner {place}", self._parts[place], 1)
 
     def sampler(self, place: int) -> dict[str, Any]:
         """Ray's options for the process of a sampler."""
-        name, workers = f"sampler {place}", self._settings.tensor_parallel
-        if place in self._further:
-            gpus = self._sampler_room.get("GPU", 0.0)
-            return self._options(name, (self._further[place], 0), gpus, workers)
         part = self._parts[self._settings.learners + place]
-        return self._options(name, (self._group, part), workers * self._gpu_share, workers)
+        return self._options(f"sampler {place}", part, self._settings.tensor_parallel)
 
-    def player(self, place: int) -> dict[str, Any]:
-        """Ray's options for the process of a player."""
-        part = self._parts[self._settings.learners + self._settings.samplers + place]
-        return self._options(f"player {place}", (self._group, part), 0.0)
+    def _options(self, name: str, part: int, workers: int) -> dict[str, Any]:
+        self._places[name] = part
+        gpus = workers * (0.5 if self.shares_gpus else 1.0) if self.uses_gpus else 0.0
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=part)
+        return {"num_cpus": workers, "num_gpus": gpus, "scheduling_strategy": strategy}
 
-    @property
-    def _gpu_share(self) -> float:
-        return (0.5 if self.shares_gpus else 1.0) if self.uses_gpus else 0.0
+    def threads(self) -> dict[str, int]:
+        """The number of threads of each process.
 
-    def _options(
-        self, name: str, place: tuple[Any, int], gpus: float, cpus: int = 1
-    ) -> dict[str, Any]:
-        self._places[name] = place
-        strategy = PlacementGroupSchedulingStrategy(place[0], placement_group_bundle_index=place[1])
-        return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy}
-
-    def nodes(self) -> dict[str, str]:
-        """The node on which each process has its room; empty if the room is gone."""
-        places = self._places.copy()  # another thread may add to it
-        groups = {id(group): group for group, _ in places.values()}
-        # The cluster is asked once: each further sampler has a group of its own.
-        every = placement_group_table() if len(groups) > 1 else {}
-        tables = {
-            key: every.get(group.id.hex(), {}) if every else placement_group_table(group)
-            for key, group in groups.items()
-        }
-        return {name: _node_in(tables[id(group)], part) for name, (group, part) in places.items()}
-
-    def threads(self, name: str) -> int:
-        """See `threads_of`."""
-        return self.threads_of([name])[name]
-
-    def threads_of(self, names: Iterable[str]) -> dict[str, int]:
-        """The number of threads of each of these processes, which are learners or samplers.
-
-        The threads of its node are divided among all processes there that work at the same time. On
-        the driver's node these are the threads of this process, on any other node all of its CPUs.
+        The threads of its node are divided among all processes there that work at the same time:
+        learners and samplers do so only if steps overlap. On the driver's node these are the
+        threads of this process, on any other node all of its CPUs.
         """
-
-        def works(name: str) -> str:
-            """With whom it works: learners and samplers at the same time only if steps overlap."""
-            kind = name.split()[0]
-            return "overlapping" if self._settings.max_staleness and kind != "player" else kind
-
-        nodes = self.nodes()
-        together = Counter((node, works(name)) for name, node in nodes.items())
+        table = placement_group_table(self._group).get("bundles_to_node_id", {})
         threads = {each["NodeID"]: each["Resources"].get("CPU", 1.0) for each in ray.nodes()}
         threads[ray.get_runtime_context().get_node_id()] = torch.get_num_threads()
+        overlaps = self._settings.max_staleness > 0
+        places = {
+            name: (table.get(part, ""), "" if overlaps else name.split()[0])
+            for name, part in self._places.items()
+        }
+        together = Counter(places.values())
         return {
-            name: max(1, int(threads.get(nodes[name], 1.0)) // together[nodes[name], works(name)])
-            for name in names
+            name: max(1, int(threads.get(place[0], 1.0)) // together[place])
+            for name, place in places.items()
         }
-
-    # Samplers beyond `engine.samplers`.
-
-    def further(self) -> list[int]:
-        """The places of further samplers, up to `engine.most_samplers`, that have got room."""
-        settings = self._settings
-        lacking = settings.most_samplers - settings.samplers - len(self._further)
-        while len(self._asked) < min(lacking, MOST_ASKED):
-            group = placement_group([self._sampler_room])
-            self._asked[group.ready()] = group
-        if not self._asked:
-            return []
-        done, _ = ray.wait([*self._asked], num_returns=len(self._asked), timeout=0)
-        free = (each for each in count(settings.samplers) if each not in self._further)
-        places = [next(free) for _ in done]
-        self._further |= {
-            place: self._asked.pop(ready) for place, ready in zip(places, done, strict=True)
-        }
-        return places
-
-    def is_further(self, place: int) -> bool:
-        """Whether the sampler in this place is beyond `engine.samplers`."""
-        return place in self._further
-
-    def clear(self, place: int) -> None:
-        """Give back the room of a sampler that is not replaced in its place."""
-        del self._places[f"sampler {place}"]
-        remove_placement_group(self._further.pop(place))
 
     def close(self) -> None:
         """Give back all room."""
-        for group in self._groups():
-            remove_placement_group(group)
-
-    def _groups(self) -> Iterator[Any]:
-        yield self._group
-        yield from self._further.values()
-        yield from self._asked.values()
-
-
-def _node_in(table: Mapping[str, Any], part: int) -> str:
-    node: str = table.get("bundles_to_node_id", {}).get(part, "")
-    return node
+        remove_placement_group(self._group)
 
 
 def connect(address: str, num_processes: int) -> bool:

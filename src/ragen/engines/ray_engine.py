@@ -1,4 +1,8 @@
-"""The engine on Ray: learners, samplers and players in processes, on one machine or many."""
+"""The engine on Ray: learners and samplers in processes, on one machine or many.
+
+There is one recovery. Whatever is lost, every open and later call raises `EngineLost`, and the run
+continues from its newest checkpoint with a new engine (`ragen.training.recovery.restore`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,46 +20,50 @@ from ragen.config.config import Config
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.metrics import Metrics, mean, total
 from ragen.core.types import Role
-from ragen.engines.engine import Engine, Late
-from ragen.engines.hosts import Beat, Failure
+from ragen.engines.engine import Engine
+from ragen.engines.hosts import Beat
 from ragen.engines.lost import GRACE_S, answers_of
 from ragen.engines.model_hosts import LearnerHost, SamplerHost
-from ragen.engines.player_host import PlayerHost
-from ragen.engines.player_pool import PlayerPool
-from ragen.engines.pool import Pool, ProcessLost, Seat
 from ragen.engines.ray_cluster import Rooms, connect
-from ragen.engines.ray_process import LOST, Process, RemoteProcess, actor_of, environment, ray
+from ragen.engines.ray_process import (
+    LOST,
+    Process,
+    RemoteProcess,
+    actor_of,
+    environment,
+    raised,
+    ray,
+)
 from ragen.engines.sampler_pool import SamplerPool
 from ragen.engines.weights import some
 from ragen.rollout.setup import make_chat
 
 if ray is not None:
-    from ray.exceptions import GetTimeoutError, RayError
+    from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 BEAT_S = 1.0
 """Seconds from one sign of life to the next."""
-
-LONGEST_PAUSE_S = 60.0
-"""The longest pause between two attempts to start a process that its machine cannot run."""
 
 Weights = tuple[Any, dict[str, int], int]
 """A publication: its block, the checksums of its tensors, and its version."""
 
 
 class RayEngine:
-    """The `Engine` of learners, samplers and players on Ray; without players, the driver plays.
+    """The `Engine` of learners and samplers on Ray.
 
     `path` is the folder or hub id of the policy's first weights. Weights are published through the
     shared memory of each machine. An engine that replaces another one, `after`, gets the same kind
     of room.
 
     Raises:
+        EngineLost: A process did not start.
         MachineAway: The cluster lacks a machine that the engine `after` had.
         RagenError: Ray is missing, the cluster cannot be reached or is too small, or the model
             cannot be used.
     """
 
     rooms: Rooms
+    policy: SamplerPool
 
     def __init__(self, config: Config, path: str, after: Engine | None = None) -> None:
         if Path(path).exists():  # the processes have other working folders
@@ -64,25 +71,16 @@ class RayEngine:
         self._config, self._path, self._settings = config, path, config.engine
         self._timeout_s = config.engine.timeout_s
         self.version = 0
-        self._events: list[tuple[str, dict[str, Any]]] = []
-        self._late: list[Late] = []
         self._closed = False
         self._error: Exception | None = None
-        self._weights: Weights | None = None
         self._published_bytes = 0
-        self._tasks: set[asyncio.Task[None]] = set()
         self._measured = time.monotonic()
         self._health = threading.Thread(target=self._watch, name="engine-health", daemon=True)
         self._learners: list[Process] = []
-        self._samplers: dict[int, Process] = {}  # by place
-        self._players: dict[int, Process] = {}
-        self._clients = count()
-        most_known = 4 * config.episodes_at_once
-        self.samplers = SamplerPool(most_known, self._timeout_s, self._on_end)
-        self._player_pool: PlayerPool | None = None
-        if config.engine.players:
-            self._player_pool = PlayerPool(self.samplers, self._timeout_s, self._on_end)
-        self._owns_ray = connect(config.engine.address, self._num_processes)
+        self._samplers: list[Process] = []
+        self._owns_ray = connect(
+            config.engine.address, config.engine.learners + config.engine.samplers
+        )
         try:
             self.rooms = Rooms(config.engine, after.rooms if isinstance(after, RayEngine) else None)
         except BaseException:
@@ -96,94 +94,50 @@ class RayEngine:
             raise
         self._health.start()
 
-    @property
-    def policy(self) -> SamplerPool | PlayerPool:
-        """See `Engine.policy`."""
-        return self._player_pool or self.samplers
-
-    @property
-    def _num_processes(self) -> int:
-        return self._settings.learners + self._settings.samplers + self._settings.players
-
-    @property
-    def _pools(self) -> list[Pool]:
-        return [self.samplers, *([self._player_pool] if self._player_pool else [])]
-
     # Starting.
 
     def _spawn(self, kind: type, name: str, room: dict[str, Any]) -> Process:
         """Begin a process in its room; its `start` is called later."""
-        # Besides the thread that works, it has threads for the answers of each client and for signs
-        # of life.
-        clients = 1 + (self._settings.players if kind is SamplerHost else 0)
-        groups = {"collect": clients, "health": 1}
-        actor = ray.remote(concurrency_groups=groups)(actor_of(kind)).options(
+        # Besides the thread that works, it has threads for answers and for signs of life.
+        actor = ray.remote(concurrency_groups={"collect": 1, "health": 1})(actor_of(kind)).options(
             **room, max_restarts=0, runtime_env={"env_vars": environment()}
         )
         return Process(name, actor.remote())
 
-    def _spawn_learner(self, place: int) -> Process:
-        return self._spawn(LearnerHost, f"learner {place}", self.rooms.learner(place))
-
-    def _spawn_sampler(self, place: int) -> Process:
-        return self._spawn(SamplerHost, f"sampler {place}", self.rooms.sampler(place))
-
-    def _spawn_player(self, place: int) -> Process:
-        process = self._spawn(PlayerHost, f"player {place}", self.rooms.player(place))
-        process.client = f"{process.name}, {next(self._clients)}"
-        return process
-
     def _start(self) -> None:
         """Start all processes, and give the samplers the learner's weights."""
-        config, path = self._config, self._path
-        num = self._settings.learners
-        self._learners = [self._spawn_learner(place) for place in range(num)]
-        self._samplers = {
-            place: self._spawn_sampler(place) for place in range(self._settings.samplers)
-        }
-        self._players = {
-            place: self._spawn_player(place) for place in range(self._settings.players)
-        }
+        config, path, num = self._config, self._path, self._settings.learners
+        self._learners = [
+            self._spawn(LearnerHost, f"learner {place}", self.rooms.learner(place))
+            for place in range(num)
+        ]
+        self._samplers = [
+            self._spawn(SamplerHost, f"sampler {place}", self.rooms.sampler(place))
+            for place in range(self._settings.samplers)
+        ]
         first = self._learners[0]
         store = self._wait(first, first.actor.address.remote())
-        models = [*self._learners, *self._samplers.values()]
-        threads = self.rooms.threads_of(each.name for each in models)
+        threads = self.rooms.threads()
         started = [
             (each, each.actor.start.remote(config, path, threads[each.name], rank, num, store))
             for rank, each in enumerate(self._learners)
         ]
         started += [
             (each, each.actor.start.remote(config, path, threads[each.name]))
-            for each in self._samplers.values()
+            for each in self._samplers
         ]
-        self._tokenizer, *_ = self._wait_all(started)
-        self.chat = make_chat(config, self._tokenizer)
-        self._wait_all(
-            [
-                (each, each.actor.start.remote(config, self._tokenizer))
-                for each in self._players.values()
-            ]
-        )
+        tokenizer, *_ = self._wait_all(started)
+        self.chat = make_chat(config, tokenizer)
         sent = [each.actor.weights.remote() for each in self._learners]
         about, *_ = self._wait_all(
             [(each, ref) for each, (_, ref) in zip(self._learners, sent, strict=True)]
         )
-        weights = self._hold_weights(sent[0][0], *about)
-        loads = [(each, each.actor.load.remote(weights[0], 0)) for each in self._samplers.values()]
-        for process, held in zip(self._samplers.values(), self._wait_all(loads), strict=True):
+        weights = self._publication(sent[0][0], *about)
+        loads = [(each, each.actor.load.remote(weights[0], 0)) for each in self._samplers]
+        for process, held in zip(self._samplers, self._wait_all(loads), strict=True):
             _check(process.name, held, weights)
-        for process in self._samplers.values():
-            self._join(self.samplers, process)
-        met = [
-            (each, each.actor.meet.remote(*self._known_as(seat, each)))
-            for each in self._players.values()
-            for seat in self.samplers.seats
-        ]
-        for process, ref in met:
-            self._wait(process, ref)
-        for process in self._players.values():
-            assert self._player_pool is not None
-            self._join(self._player_pool, process)
+        most_known = 4 * config.episodes_at_once
+        self.policy = SamplerPool(map(RemoteProcess, self._samplers), most_known)
 
     def _wait_all(self, asked: Sequence[tuple[Process, Any]]) -> list[Any]:
         """As `_wait`, for several calls.
@@ -227,16 +181,15 @@ class RayEngine:
                 "set it higher if the model takes longer to load"
             ) from error
         except LOST as error:
-            loss = process.lost(error)
-            raise EngineLost(str(loss), loss.details) from error
-        if isinstance(answer, Failure):
-            raise answer.error()
+            raise process.lost(error) from error
+        except RayTaskError as error:
+            raise raised(error) from error
         process.alive = time.monotonic()
         return answer
 
     @property
     def _processes(self) -> list[Process]:
-        return [*self._learners, *self._samplers.values(), *self._players.values()]
+        return [*self._learners, *self._samplers]
 
     # Learners.
 
@@ -262,8 +215,7 @@ class RayEngine:
 
     async def _rest(self) -> None:
         if self._settings.max_staleness == 0:
-            seats = list(self.samplers.seats)
-            await asyncio.gather(*(self._tell(self.samplers, each, "rest") for each in seats))
+            await asyncio.gather(*(each.call("rest") for each in self._samplers))
 
     async def score(self, batch: Batch, role: Role) -> Batch:
         """See `Engine.score`."""
@@ -317,167 +269,34 @@ class RayEngine:
         (held, size), *_ = await self._all(
             [each.answer(about, "publish") for each, (_, about) in pairs]
         )
-        weights = self._hold_weights(sent[0][0], held, size)
-        # Without a pause in between, so that a sampler that joins gets them here or by itself.
-        await asyncio.gather(*(self._give(seat, weights) for seat in list(self.samplers.seats)))
+        weights = self._publication(sent[0][0], held, size)
+        await asyncio.gather(*(self._load(each, weights) for each in self._samplers))
 
-    def _hold_weights(self, block: Any, held: dict[str, int], size: int) -> Weights:
-        self._weights, self._published_bytes = (block, held, self.version), size
-        return self._weights
-
-    async def _give(self, seat: Seat, weights: Weights) -> None:
-        try:
-            await self._load(self._process_of(seat), weights)
-        except ProcessLost as failure:
-            self.samplers.remove(seat, failure)
+    def _publication(self, block: Any, held: dict[str, int], size: int) -> Weights:
+        self._published_bytes = size
+        return block, held, self.version
 
     async def _load(self, process: Process, weights: Weights) -> None:
         block, _, version = weights
         try:
             held = await process.call("load", block, version, phase="publish")
+        except EngineLost:
+            raise
         except RagenError as error:
             raise RagenError(f"{process.name}: {error}") from error
         _check(process.name, held, weights)
 
-    # Samplers and players that come and go.
-
-    def _join(self, pool: Pool, process: Process) -> Seat:
-        """Add a process that is ready to its pool; tell the players of a new sampler."""
-        remote = RemoteProcess(process, "sampling" if pool is self.samplers else "playing")
-        seat = Seat(process.name, remote)
-        pool.join(seat)
-        if self._player_pool is not None and pool is self.samplers:
-            process.serves = True
-            for player in self._player_pool.seats:
-                known = self._known_as(seat, self._process_of(player))
-                self._begin(self._tell(self._player_pool, player, "meet", *known))
-        return seat
-
-    def _known_as(self, sampler: Seat, player: Process) -> tuple[str, RemoteProcess]:
-        """The name and the `Remote` by which a player knows a sampler."""
-        process = self._process_of(sampler)
-        return sampler.name, RemoteProcess(process, "sampling", player.client)
-
-    def _process_of(self, seat: Seat) -> Process:
-        assert isinstance(seat.remote, RemoteProcess)
-        return seat.remote.process
-
-    async def _tell(self, pool: Pool, seat: Seat, method: str, *arguments: Any) -> None:
-        """Call a method of a process of a pool; a lost process is removed from the pool."""
-        try:
-            await self._process_of(seat).call(method, *arguments)
-        except ProcessLost as failure:
-            pool.remove(seat, failure)
-
-    def _tell_all(self, pool: Pool, method: str, *arguments: Any) -> None:
-        for seat in pool.seats:
-            self._begin(self._tell(pool, seat, method, *arguments))
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begin work that nobody waits for."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            self._fail(error)
+    # Losses.
 
     def _fail(self, error: Exception) -> None:
-        """Let every open and later call of the run fail with the error of a background task."""
-        self._error = error
+        """Let every open and later call of the run fail."""
+        self._error = self._error or error
         self._end_learners()
-        for pool in self._pools:
-            pool.fail(error)
+        self.policy.fail(self._error)
 
     def _raise_failure(self) -> None:
         if self._error is not None:
             raise self._error
-
-    def _on_end(self, seat: Seat, loss: ProcessLost | None) -> None:
-        """Replace a process that is lost, or that was asked to leave."""
-        if self._closed:
-            return
-        process = self._process_of(seat)
-        ray.kill(process.actor)
-        is_player = process in self._players.values()
-        processes = self._players if is_player else self._samplers
-        place = next(place for place, each in processes.items() if each is process)
-        further = not is_player and self.rooms.is_further(place)
-        another = "another one joins where there is room" if further else ""
-        if loss is None:
-            another = another or "a new one takes its place"
-            text = f"{seat.name} was asked to end, and has left; {another}"
-            self._events.append((text, {"process": seat.name, "what": "left"}))
-        else:
-            what = "play what it had not finished" if is_player else "take what it has not answered"
-            text = f"{loss}; others {what}, and {another or 'a new one takes its place'}"
-            data = {"process": seat.name, "what": "lost", "details": loss.details}
-            self._events.append((text, data))
-        if is_player:
-            self._tell_all(self.samplers, "dismiss", process.client)
-        elif self._player_pool is not None:
-            self._tell_all(self._player_pool, "part", seat.name, str(loss or "it has left"))
-        del processes[place]
-        if further:
-            self.rooms.clear(place)
-        else:
-            self._begin(self._revive(place, is_player))
-
-    async def _revive(self, place: int, is_player: bool = False) -> None:
-        """Start a process in a place once there is room; repeat this until one has joined."""
-        if self._closed:  # since this task was begun
-            return
-        start, pause_s, reported = time.monotonic(), BEAT_S, set[str]()
-        processes = self._players if is_player else self._samplers
-        while True:
-            process = self._spawn_player(place) if is_player else self._spawn_sampler(place)
-            processes[place] = process
-            try:
-                await process.begin()  # this may wait for a machine until the run ends
-                if is_player:
-                    await self._open_player(process)
-                else:
-                    await self._open_sampler(process)
-                break
-            except ProcessLost as failure:
-                ray.kill(process.actor)
-                del processes[place]  # there is no sign of life to ask for until the next attempt
-                text = f"before it could join, the new {failure}; another one takes its place"
-                about = {"process": process.name, "what": "lost", "details": failure.details}
-                if text not in reported:
-                    reported.add(text)
-                    self._events.append((text, about))
-                if not is_player and self.rooms.is_further(place):
-                    self.rooms.clear(place)
-                    return
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        seconds = time.monotonic() - start
-        text = f"a new {process.name} has joined after {seconds:.1f} s"
-        data = {"process": process.name, "what": "joined", "seconds": seconds}
-        self._events.append((text, data))
-
-    async def _open_sampler(self, process: Process) -> None:
-        threads = self.rooms.threads(process.name)
-        await process.call("start", self._config, self._path, threads)
-        loaded: Weights | None = None
-        while loaded is not self._weights:  # a publication may come meanwhile
-            loaded = self._weights
-            assert loaded is not None
-            await self._load(process, loaded)
-        self._join(self.samplers, process)
-
-    async def _open_player(self, process: Process) -> None:
-        pool = self._player_pool
-        assert pool is not None
-        await process.call("start", self._config, self._tokenizer)
-        seat = self._join(pool, process)
-        seats = list(self.samplers.seats)  # `_join` introduces later ones
-        known = [self._known_as(each, process) for each in seats]
-        # If it is lost now, its pool has it replaced.
-        await asyncio.gather(*(self._tell(pool, seat, "meet", *each) for each in known))
 
     # Signs of life.
 
@@ -494,8 +313,6 @@ class RayEngine:
                 for process in processes if slept > BEAT_S else ():
                     process.alive += slept  # this process was suspended, or had no core
                 self._look_at(processes, now)
-                self._look_at_nodes()
-                self._look_for_room()
             except RayError as error:
                 text = f"the Ray cluster does not answer: {' '.join(str(error).split())[:200]}"
                 self._end_watch(EngineLost(text, str(error)))
@@ -508,27 +325,6 @@ class RayEngine:
         """Let the run fail, because without this thread no hung process would be noticed."""
         self._error = error  # even if nothing was sampled yet and there is no event loop
         self._in_loop(self._fail, error)
-
-    def _look_at_nodes(self) -> None:
-        """Note the processes whose node is about to be taken away."""
-        if ray.util.client.ray.is_connected():  # Ray's client does not learn of draining nodes
-            return
-        drained = ray._private.state.state.get_draining_nodes()
-        if drained:
-            nodes = self.rooms.nodes()
-            for process in self._processes:
-                process.drained = nodes.get(process.name, "") in drained
-
-    def _look_for_room(self) -> None:
-        """Let further samplers join, up to `engine.most_samplers`, once there is room for them."""
-        loop = self.policy.loop
-        if loop is None or loop.is_closed() or self._closed:
-            return
-        for place in self.rooms.further():
-            self._in_loop(self._begin_further, place)
-
-    def _begin_further(self, place: int) -> None:
-        self._begin(self._revive(place))
 
     def _look_at(self, processes: Sequence[Process], now: float) -> None:
         """Take the signs of life that have come, and ask for the next ones."""
@@ -546,23 +342,21 @@ class RayEngine:
         if beat is not None:
             process.beating = None
             if isinstance(beat, RayError):
-                self._in_loop(self._remove, process, process.lost(beat))
+                self._in_loop(self._fail, process.lost(beat))
                 return
             process.address = beat.address
             rests = beat.idle and not process.calls
             process.alive = now if rests else max(process.alive, now - beat.still_s)
             process.stacks = beat.stacks
-            if beat.leaves or process.drained:
-                self._in_loop(self._leave, process, beat.idle)
         calls = list(process.calls.values())
-        if not calls and not process.serves:
+        if not calls:
             process.alive = now
         elif now - process.alive > self._timeout_s and not process.reason:
-            phase = min(calls, key=lambda call: call[1])[0] if calls else "sampling"
-            stacks = process.stacks or "it does not answer, so its stacks are not known"
-            late = Late(process.name, phase, now - process.alive, stacks)
-            process.reason = f"{late}, and was ended"
-            self._late.append(late)
+            phase = min(calls, key=lambda call: call[1])[0]
+            process.reason = (
+                f"{process.name} has not answered for {now - process.alive:.0f} s, in the phase "
+                f"{phase}, and was ended"
+            )
             ray.kill(process.actor)
 
     def _in_loop(self, function: Any, *arguments: Any) -> None:
@@ -570,64 +364,29 @@ class RayEngine:
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(function, *arguments)
 
-    def _remove(self, process: Process, loss: ProcessLost) -> None:
-        """Take out a process that was lost, at once, even if no call to it was open."""
-        for pool in self._pools:
-            for seat in list(pool.seats):
-                if self._process_of(seat) is process:
-                    pool.remove(seat, loss)
-
-    def _leave(self, process: Process, idle: bool) -> None:
-        """Let a process that is asked to end leave, once it has answered its open requests."""
-        for pool in self._pools:
-            for seat in list(pool.seats):
-                if self._process_of(seat) is not process:
-                    continue
-                if pool is self.samplers and self._player_pool is not None:
-                    self._tell_all(self._player_pool, "avoid", seat.name)
-                    seat.leaves = True
-                    if not idle:  # players have requests there
-                        continue
-                pool.leave(seat)
-
-    def end_late(self) -> list[Late]:
-        """See `Engine.end_late`; the engine's own thread has ended them already."""
-        late, self._late = self._late, []
-        return late
-
     # The rest.
 
     def forget(self) -> None:
         """See `Engine.forget`."""
-        for pool in self._pools:
-            pool.forget()
+        self.policy.forget()
 
     def metrics(self) -> Metrics:
         """See `Engine.metrics`.
 
-        ``engine/samplers`` and ``engine/players`` are the numbers of processes that are alive. The
-        idle fractions are shares of the time since the last call.
+        The idle fractions are shares of the time since the last call.
         """
         now = time.monotonic()
         span, self._measured = now - self._measured, now
         idle = [1 - min(1.0, each.busy_s / span) for each in self._learners]
         for each in self._learners:
             each.busy_s = 0.0
-        found = self.samplers.metrics() | {
+        return self.policy.metrics() | {
             "engine/learner_idle_fraction": mean(sum(idle) / len(idle)),
             "publish/bytes": total(self._published_bytes),
         }
-        return found | self._player_pool.metrics() if self._player_pool else found
-
-    def take_events(self) -> list[tuple[str, dict[str, Any]]]:
-        """See `Engine.take_events`."""
-        events, self._events = self._events, []
-        return events
 
     async def close(self) -> None:
         """See `Engine.close`."""
-        for task in self._tasks:
-            task.cancel()
         self._shut_down()
 
     def _shut_down(self) -> None:

@@ -9,13 +9,14 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from ragen.engines.hosts import Failure, ServingHost
+from ragen.core.errors import EngineLost, RagenError
+from ragen.core.types import Prompt
 from ragen.engines.lost import what_happened
-from ragen.engines.pool import Answers, ProcessLost
+from ragen.engines.sampler_pool import Answers
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns about itself
@@ -31,13 +32,11 @@ try:
         OutOfMemoryError,
         RayActorError,
         RaySystemError,
+        RayTaskError,
         WorkerCrashedError,
     )
 except ImportError:  # `connect` says so
     ray = None
-
-DRIVER = "driver"
-"""The driver's name as a client of the processes that answer requests."""
 
 LOST: tuple[type[Exception], ...] = (
     (
@@ -64,9 +63,6 @@ class Process:
         reason: Why it was ended, if it was.
         address: The address of its machine, once it has shown life.
         beating: The open call for a sign of life.
-        serves: Other processes call it, too, so it may owe an answer without an open call here.
-        client: Its name as a client of samplers, which no later process has.
-        drained: Its node is about to be taken away.
         numbers: Numbers the calls.
     """
 
@@ -79,20 +75,13 @@ class Process:
     reason: str = ""
     address: str = ""
     beating: Any = None
-    serves: bool = False
-    client: str = ""
-    drained: bool = False
     numbers: count[int] = field(default_factory=count)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Send only the name and the handle to another process, which has calls of its own."""
-        return Process, (self.name, self.actor)
 
     async def call(self, method: str, *arguments: Any, phase: str = "") -> Any:
         """The answer of a method.
 
         Raises:
-            ProcessLost: The process is gone.
+            EngineLost: The process is gone.
             RagenError: The method raised it.
         """
         return await self.answer(getattr(self.actor, method).remote(*arguments), phase or method)
@@ -104,57 +93,45 @@ class Process:
             self.alive = start
         self.calls[number] = phase, start
         try:
-            answer = await ref
+            return await ref
         except LOST as error:
             raise self.lost(error) from error
+        except RayTaskError as error:
+            raise raised(error) from error
         finally:
             del self.calls[number]
             self.busy_s += time.monotonic() - start
-        if isinstance(answer, Failure):
-            raise answer.error()
-        return answer
 
-    async def begin(self) -> None:
-        """Wait until it runs, without a time limit; this does not count as an open call.
-
-        Raises:
-            ProcessLost: It is gone.
-        """
-        try:
-            await self.actor.beat.remote()
-        except LOST as error:
-            raise self.lost(error) from error
-
-    def lost(self, error: Exception) -> ProcessLost:
+    def lost(self, error: Exception) -> EngineLost:
         """The loss of this process, which Ray reports as `error`."""
         text = self.reason or what_happened(self.name, self.address, str(error))
-        return ProcessLost(text, str(error))
+        return EngineLost(text, self.stacks or str(error), self.name)
+
+
+def raised(error: Any) -> Exception:
+    """What a method in another process raised, for what Ray raises here."""
+    cause: Exception = error.cause
+    return cause if isinstance(cause, RagenError) else error
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteProcess:
-    """A process as the `Remote` of one of its clients; `phase` names the client's open calls."""
+    """A sampler's process as a `Remote`."""
 
     process: Process
-    phase: str
-    client: str = DRIVER
 
-    async def submit(self, requests: Sequence[tuple[int, Any]], era: int) -> None:
+    async def submit(self, requests: Sequence[tuple[int, Prompt]], era: int) -> None:
         """See `Remote.submit`."""
-        await self.process.call("submit", self.client, requests, era, phase=self.phase)
+        await self.process.call("submit", requests, era, phase="sampling")
 
     async def collect(self) -> Answers:
         """See `Remote.collect`."""
-        answers: Answers = await self.process.call("collect", self.client, phase=self.phase)
-        finished = [
-            (number, answer.error() if isinstance(answer, Failure) else answer)
-            for number, answer in answers.finished
-        ]
-        return replace(answers, finished=finished)
+        answers: Answers = await self.process.call("collect", phase="sampling")
+        return answers
 
     async def drop(self, numbers: Sequence[int]) -> None:
         """See `Remote.drop`."""
-        await self.process.call("drop", self.client, numbers)
+        await self.process.call("drop", numbers)
 
 
 def actor_of(kind: type) -> type:
@@ -162,13 +139,7 @@ def actor_of(kind: type) -> type:
     methods: dict[str, Any] = {
         "beat": ray.method(concurrency_group="health")(_method(kind, "beat"))
     }
-    if issubclass(kind, ServingHost):
-
-        def begin(host: ServingHost) -> None:
-            kind.__init__(host)
-            host.leave_on_sigterm()
-
-        methods["__init__"] = begin
+    if hasattr(kind, "collect"):
         methods["collect"] = ray.method(concurrency_group="collect")(_method(kind, "collect"))
     else:
         methods["weights"] = ray.method(num_returns=2)(_method(kind, "weights"))

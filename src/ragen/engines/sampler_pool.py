@@ -1,22 +1,25 @@
 """The samplers of an engine as one policy.
 
-A conversation stays with the sampler that holds its keys and values. Any other request goes to the
-sampler that it names, or else to one with few open requests.
+A conversation stays with the sampler that holds its keys and values. Any other request goes to one
+with few open requests. If a process is lost, the engine fails all waiting requests (`fail`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-
-from typing_extensions import override
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol, TypeVar
 
 from ragen.core.metrics import Metrics, last, mean
 from ragen.core.types import Completion, Prompt
-from ragen.engines.pool import Pool, ProcessLost, Request, Seat, divided
-from ragen.engines.sampling import Stats
+from ragen.engines.sampling import QUIET_ROUNDS, Stats
 from ragen.engines.slots import TAIL, Tokens
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,118 +36,261 @@ class SamplerTold:
     stats: Stats
 
 
-class SamplerPool(Pool):
-    """A `Policy` over samplers in other processes, which remembers `most_known` conversations."""
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a sampler has finished since it was last asked, and what it reports about itself.
 
-    kind = "sampler"
+    `finished` has the number of each request with its completion or its error.
+    """
 
-    def __init__(
-        self, most_known: int, timeout_s: float, on_end: Callable[[Seat, ProcessLost | None], None]
-    ) -> None:
-        super().__init__(timeout_s, on_end)
+    finished: Sequence[tuple[int, Completion | Exception]]
+    told: SamplerTold
+
+
+class Remote(Protocol):
+    """A sampler in another process; every method raises `ProcessLost` if it is lost."""
+
+    async def submit(self, requests: Sequence[tuple[int, Prompt]], era: int) -> None:
+        """Queue numbered requests; a later era begins without the memory of the earlier one."""
+
+    async def collect(self) -> Answers:
+        """Wait until something is finished."""
+
+    async def drop(self, numbers: Sequence[int]) -> None:
+        """Give up requests."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A numbered prompt with the future of its completion."""
+
+    number: int
+    prompt: Prompt
+    answer: asyncio.Future[Completion]
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A sampler of the pool.
+
+    Attributes:
+        remote: The process.
+        open: Its requests by number.
+        busy_s: Seconds for which it had worked when it last reported.
+        counted_s: The part of `busy_s` that metrics have counted.
+        stats: Its token counts in the present era.
+        receiver: The task that takes its answers.
+    """
+
+    remote: Remote
+    open: dict[int, Request] = field(default_factory=dict)
+    busy_s: float = 0.0
+    counted_s: float = 0.0
+    stats: Stats = field(default_factory=Stats)
+    receiver: asyncio.Task[None] | None = None
+
+
+def divided(items: Sequence[T], loads: Sequence[int]) -> list[Sequence[T]]:
+    """Divide items among processes, given the load of each, so that each gets consecutive items.
+
+    Example:
+        >>> divided("aabb", [0, 0]), divided("abc", [3, 0])
+        (['aa', 'bb'], ['', 'abc'])
+    """
+    target = -(-(sum(loads) + len(items)) // len(loads))
+    shares, begin = [items[:0]] * len(loads), 0
+    for index in sorted(range(len(loads)), key=loads.__getitem__):
+        if begin >= len(items):
+            break
+        end = begin + max(0, target - loads[index])
+        shares[index], begin = items[begin:end], end
+    return shares
+
+
+class SamplerPool:
+    """A `Policy` over samplers in other processes, which remembers `most_known` conversations.
+
+    `loop` is the event loop of the last request. `era` is increased each time that the samplers
+    have to forget what they remember.
+    """
+
+    def __init__(self, remotes: Iterable[Remote], most_known: int) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.era = 1
+        self._members = [Member(remote) for remote in remotes]
+        self._numbers = count()
+        self._fresh: list[Request] = []  # not sent yet
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._settling = False
+        self._error: Exception | None = None
+        self._measured = time.monotonic()
         self._most_known = most_known
-        self._known: dict[tuple[int, Tokens], dict[Tokens, Seat]] = {}  # by length and last tokens
+        self._known: dict[tuple[int, Tokens], dict[Tokens, Member]] = {}  # by length and tail
         self._lengths = Counter[int]()  # of what is known
         self._order: dict[Tokens, None] = {}  # what is known, the oldest first
 
-    @property
-    def num_samplers(self) -> int:
-        """See `ManySamplers`."""
-        return len(self.seats)
-
-    async def complete(self, prompt: Prompt, sampler: str = "") -> Completion:
+    async def complete(self, prompt: Prompt) -> Completion:
         """Sample one completion: the next tokens of `prompt.token_ids`.
 
-        `sampler` is the name of the one that should begin a conversation, if it matters.
-
         Raises:
-            EngineLost: There has been no sampler for too long.
+            EngineLost: A process of the engine is lost.
             NotFiniteError: The logits are not finite.
         """
-        completion: Completion = await self.ask(prompt, sampler)
-        return completion
+        self._enter(asyncio.get_running_loop())
+        if self._error is not None:
+            raise self._error
+        request = Request(next(self._numbers), prompt, self._running_loop.create_future())
+        self._fresh.append(request)
+        if not self._settling:
+            self._settling = True
+            self._start(self._settle())
+        try:
+            return await request.answer
+        finally:
+            self._withdraw(request)
 
-    @override
-    def forget(self, era: int = 0) -> None:
-        super().forget(era)
+    def forget(self) -> None:
+        """Begin another era; later requests are answered without memory."""
+        self.era += 1
+        for member in self._members:
+            member.stats = Stats()
         self._known.clear()
         self._lengths.clear()
         self._order.clear()
 
-    @override
-    def remove(self, seat: Seat, loss: ProcessLost | None) -> None:
-        for tokens in [each for each in self._order if self._seat_knowing(each) is seat]:
-            self._forget(tokens)
-        super().remove(seat, loss)
+    def fail(self, error: Exception) -> None:
+        """Let all waiting requests fail, and all later ones."""
+        self._error = error
+        waiting, self._fresh = self._fresh, []
+        for member in self._members:
+            waiting += member.open.values()
+            member.open = {}
+        for request in waiting:
+            if not request.answer.done() and not request.answer.get_loop().is_closed():
+                request.answer.set_exception(error)
 
     def metrics(self) -> Metrics:
         """Metrics since the last call: samplers, their idle share, their caches' share of hits."""
-        stats, idle = Stats(), self.idle_fraction()
-        for seat in self.seats:
-            stats.prefilled += seat.stats.prefilled
-            stats.reused += seat.stats.reused
-        found = stats.metrics() | {"engine/samplers": last(len(self.seats))}
-        if idle is not None:
-            found["engine/sampler_idle_fraction"] = mean(idle)
-        return found
+        now, stats = time.monotonic(), Stats()
+        span, self._measured = now - self._measured, now
+        idle = []
+        for member in self._members:
+            stats.prefilled += member.stats.prefilled
+            stats.reused += member.stats.reused
+            idle.append(1 - min(1.0, (member.busy_s - member.counted_s) / span))
+            member.counted_s = member.busy_s
+        return stats.metrics() | {
+            "engine/samplers": last(len(idle)),
+            "engine/sampler_idle_fraction": mean(sum(idle) / len(idle)),
+        }
 
-    def hear(self, reports: Mapping[str, SamplerTold]) -> None:
-        """Take what samplers have reported to another client, unless a later report is known."""
-        for seat in self.seats if reports else ():
-            told = reports.get(seat.name)
-            if told is not None and told.busy_s >= seat.busy_s:
-                self._heard(seat, told)
+    # From a request to its answer.
 
-    @override
-    def _heard(self, seat: Seat, told: SamplerTold) -> None:
-        super()._heard(seat, told)
-        if told.era == self.era:
-            seat.stats = told.stats
+    @property
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        assert self.loop is not None
+        return self.loop
 
-    @override
-    def _shares(self, requests: Sequence[Request]) -> Iterable[tuple[Seat, Sequence[Request]]]:
+    def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Enter an event loop and drop what belongs to an earlier one, which was torn down."""
+        if self.loop is loop:
+            return
+        self.loop, self._fresh, self._settling = loop, [], False
+        self._tasks.clear()
+        for member in self._members:
+            numbers, member.open, member.receiver = list(member.open), {}, None
+            if numbers:
+                self._start(member.remote.drop(numbers))
+
+    def _start(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = self._running_loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self.fail(self._error or error)
+
+    async def _settle(self) -> None:
+        """Send the new requests, once no episode adds another one right away."""
+        quiet = 0
+        while quiet < QUIET_ROUNDS:
+            before = len(self._fresh)
+            await asyncio.sleep(0)
+            quiet = quiet + 1 if len(self._fresh) == before else 0
+        self._settling = False
+        requests, self._fresh = self._fresh, []
+        for member, share in self._shares(requests):
+            member.open |= {request.number: request for request in share}
+            numbered = [(each.number, each.prompt) for each in share]
+            self._start(member.remote.submit(numbered, self.era))
+            if member.receiver is None:
+                member.receiver = self._start(self._receive(member))
+
+    def _shares(self, requests: Sequence[Request]) -> Iterable[tuple[Member, Sequence[Request]]]:
         """The requests that each sampler gets.
 
         Requests that belong to no sampler are divided into consecutive pieces. Equal prompts are
         neighbours, so that a sampler reads most of them only once.
         """
-        shares: dict[Seat, list[Request]] = {}
+        shares: dict[Member, list[Request]] = {}
         rest = []
         for request in requests:
-            seat = self._knowing(request.work.token_ids or ())
-            if seat is None and request.at:
-                seat = self.seat_of(request.at)
-            if seat is None or seat.leaves:
+            member = self._knowing(request.prompt.token_ids or ())
+            if member is None:
                 rest.append(request)
             else:
-                shares.setdefault(seat, []).append(request)
-        if rest:  # otherwise it does not matter how many samplers there are
-            seats = self._taking
-            loads = [len(seat.open) + len(shares.get(seat, ())) for seat in seats]
-            for seat, share in zip(seats, divided(rest, loads), strict=True):
-                if share:
-                    shares.setdefault(seat, []).extend(share)
+                shares.setdefault(member, []).append(request)
+        loads = [len(each.open) + len(shares.get(each, ())) for each in self._members]
+        for member, share in zip(self._members, divided(rest, loads), strict=True):
+            if share:
+                shares.setdefault(member, []).extend(share)
         return shares.items()
 
-    @override
-    def _answered(self, seat: Seat, request: Request, answer: Completion) -> None:
-        prompt: Prompt = request.work
-        if prompt.token_ids and answer.token_ids:
-            self._remember(prompt.token_ids + answer.token_ids, seat)
+    async def _receive(self, member: Member) -> None:
+        try:
+            while member.open:
+                answers = await member.remote.collect()
+                member.busy_s = answers.told.busy_s
+                if answers.told.era == self.era:
+                    member.stats = answers.told.stats
+                for number, answer in answers.finished:
+                    request = member.open.pop(number, None)
+                    if request is not None and not request.answer.done():
+                        self._answer(member, request, answer)
+        finally:
+            member.receiver = None
+
+    def _answer(self, member: Member, request: Request, answer: Completion | Exception) -> None:
+        if isinstance(answer, Exception):
+            request.answer.set_exception(answer)
+            return
+        if request.prompt.token_ids and answer.token_ids:
+            self._remember(request.prompt.token_ids + answer.token_ids, member)
+        request.answer.set_result(answer)
+
+    def _withdraw(self, request: Request) -> None:
+        """Give up a request for which nobody waits any more, unless it has been answered."""
+        if request.answer.done() and not request.answer.cancelled():
+            return
+        if request in self._fresh:
+            self._fresh.remove(request)
+        for member in self._members:
+            if member.open.pop(request.number, None) is not None:
+                self._start(member.remote.drop([request.number]))
 
     # Which sampler knows which conversation.
 
-    def _remember(self, tokens: Tokens, seat: Seat) -> None:
+    def _remember(self, tokens: Tokens, member: Member) -> None:
         if tokens in self._order:
             return
         self._order[tokens] = None
         self._lengths[len(tokens)] += 1
-        self._known.setdefault((len(tokens), tokens[-TAIL:]), {})[tokens] = seat
+        self._known.setdefault((len(tokens), tokens[-TAIL:]), {})[tokens] = member
         if len(self._order) > self._most_known:
             self._forget(next(iter(self._order)))
-
-    def _seat_knowing(self, tokens: Tokens) -> Seat:
-        return self._known[len(tokens), tokens[-TAIL:]][tokens]
 
     def _forget(self, tokens: Tokens) -> None:
         del self._order[tokens]
@@ -156,13 +302,13 @@ class SamplerPool(Pool):
         if not self._lengths[len(tokens)]:
             del self._lengths[len(tokens)]
 
-    def _knowing(self, tokens: Tokens) -> Seat | None:
+    def _knowing(self, tokens: Tokens) -> Member | None:
         """The sampler that knows the longest beginning of `tokens`; the beginning is forgotten."""
         for length in range(len(tokens), 0, -1):
             if length not in self._lengths:
                 continue
             known = self._known.get((length, tokens[max(0, length - TAIL) : length]))
-            if known is not None and (seat := known.get(tokens[:length])) is not None:
+            if known is not None and (member := known.get(tokens[:length])) is not None:
                 self._forget(tokens[:length])
-                return seat
+                return member
         return None

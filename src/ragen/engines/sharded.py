@@ -1,8 +1,7 @@
-"""One process of several that train one policy together, with its weights split among them.
+"""A process that trains: a model and its learner, alone or as one of several.
 
-A `Rank` is what a `LocalEngine` is without its sampler: a model and a learner, which with several
-processes are joined by torch's FSDP2. The caller calls the same method in all processes, and takes
-the answer of rank 0.
+A `LocalEngine` is a `Rank` that is alone, with a sampler. Several are joined by torch's FSDP2. The
+caller then calls the same method in all processes, and takes the answer of rank 0.
 """
 
 from __future__ import annotations
@@ -60,6 +59,8 @@ class Rank:
         )
         self.chat = make_chat(config, self.tokenizer)
         self._first, self._base = None, None
+        # Recorded even without a KL term, because a resumed run may add one. An adapter does not
+        # need it: it has the fingerprint of its base.
         if config.lora.rank:
             self._base = fingerprint_of_base(self.model)
         else:

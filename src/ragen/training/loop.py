@@ -44,10 +44,9 @@ from ragen.training.running import (
     evaluate,
     evaluate_missing,
     is_due,
-    record_events,
     save,
 )
-from ragen.training.watchdog import STALLED_S, Watchdog, end_late, report_stall
+from ragen.training.watchdog import STALLED_S, Watchdog, report_stall
 
 
 async def loop(run: Run) -> None:
@@ -95,7 +94,6 @@ async def loop(run: Run) -> None:
         if config.curriculum.stages:
             metrics |= update_stage(run, played)
         recorded = metrics | averaged(averages, metrics)
-        record_events(run)
         run.recorder.log(state.step, recorded)
         run.recorder.commit_later()
         run.remember(state.step, values(recorded))
@@ -158,7 +156,7 @@ async def run_to_the_end(run: Run) -> None:
     """
     first = run.engine
     limit = 0.0 if run.original.guard.response("stalled") == "off" else STALLED_S
-    watchdog = Watchdog(limit, partial(report_stall, run), partial(end_late, run))
+    watchdog = Watchdog(limit, partial(report_stall, run))
     run.beat = watchdog.beat
     try:
         with run.stop.listening(), watchdog:

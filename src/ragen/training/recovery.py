@@ -54,7 +54,6 @@ from ragen.training.running import (
     LoopState,
     Run,
     make_engine,
-    record_events,
     save,
 )
 
@@ -245,12 +244,12 @@ async def restore(run: Run, loss: EngineLost) -> None:
     start, step = time.monotonic(), run.state.step
     then = f"continue with: ragen resume {shlex.quote(str(run.folder))}"
     run.recorder.discard()
-    record_events(run)
     text = f"after step {step}, the engine is lost: {loss}"
 
     def report(follows: str) -> None:
         line = f"{text}; {follows}"
-        run.recorder.event(step, "engine", line, {"what": "lost", "details": loss.details})
+        data = {"process": loss.process, "what": "lost", "details": loss.details}
+        run.recorder.event(step, "engine", line, data)
         run.watcher.alarm(step, line)
 
     try:

@@ -257,13 +257,6 @@ def make_engine(config: Config, path: str | None = None, after: Engine | None = 
     return LocalEngine(config, path)
 
 
-def record_events(run: Run) -> None:
-    """Record and show what has happened to the processes of the engine."""
-    for text, data in run.engine.take_events():
-        run.recorder.event(run.state.step, "engine", text, data)
-        run.watcher.alarm(run.state.step, text)
-
-
 def is_due(step: int, every: int) -> bool:
     """Whether something that happens every `every` steps (0: never) happens after `step`."""
     return every > 0 and step % every == 0

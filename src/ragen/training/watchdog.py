@@ -23,23 +23,16 @@ STALLED_S = 1800.0
 
 
 class Watchdog:
-    """Calls `on_stall` if no beat comes for `limit` seconds, and `look` every second.
+    """Calls `on_stall` if no beat comes for `limit` seconds.
 
     `on_stall` gets the seconds. It is called once until the next beat, and never with a `limit` of
-    0. `look` is called once more at the end, for what happened since its last call.
-
-    Both are called in a thread of their own. It also runs while the event loop is blocked, but not
+    0, in a thread of its own. It also runs while the event loop is blocked, but not
     while other code holds the interpreter's lock. It counts its own waking time instead of reading
     the clock, so that a suspended process does not count as stalled.
     """
 
-    def __init__(
-        self,
-        limit: float,
-        on_stall: Callable[[float], None],
-        look: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._limit, self._on_stall, self._look = limit, on_stall, look
+    def __init__(self, limit: float, on_stall: Callable[[float], None]) -> None:
+        self._limit, self._on_stall = limit, on_stall
         self._over = threading.Event()
         self._silent, self._called = 0.0, False
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -52,11 +45,9 @@ class Watchdog:
         tick = min(1.0, self._limit / 4) if self._limit else 1.0
         while not self._over.wait(tick):
             self._silent += tick
-            self._look()
             if self._limit and self._silent >= self._limit and not self._called:
                 self._called = True
                 self._on_stall(self._silent)
-        self._look()  # for what happened since the last call
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -65,25 +56,6 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-
-
-def end_late(run: Run) -> None:
-    """End the late processes of the engine, and report each with its phase and its stacks.
-
-    The watchdog calls it from its own thread. The run continues without them.
-    """
-    state, file = run.state, run.folder / STACKS  # recovering replaces the state
-    for late in run.engine.end_late():
-        text = f"after step {state.step}, {late} and is ended; its stacks are in {file}"
-        about = {"process": late.process, "what": "late", "phase": late.phase}
-        try:
-            with file.open("a", encoding="utf-8") as stacks:
-                stacks.write(f"{text}\n{late.stacks}\n")
-            data = about | {"seconds": late.seconds, "stacks": late.stacks}
-            append_event(run.folder, state.attempt, state.step, "engine", text, data)
-        except (OSError, RagenError) as error:
-            text = f"{text}; {error}"
-        run.watcher.alarm(state.step, text)
 
 
 def report_stall(run: Run, seconds: float) -> None:

@@ -10,15 +10,6 @@ from ragen.viewer.reading import Answer
 ENGINE = "engine"
 """The kind of the events; their data name the process and say what happened to it."""
 
-STATES = {
-    "lost": "lost",
-    "late": "late",
-    "left": "left",
-    "joined": "running",
-    "replaced": "running",
-}
-"""The state of a process after an event, by what happened."""
-
 MOST = 4096
 """Maximum number of processes of a kind that a config allows. Another program may have written a
 larger number into it."""
@@ -26,7 +17,6 @@ larger number into it."""
 KINDS = {
     "learner": ("engine.learners", 1),
     "sampler": ("engine.samplers", 1),
-    "player": ("engine.players", 0),
 }
 """The kinds of processes of an engine on Ray, each with the setting of the number that it starts
 with, and the default of this setting."""
@@ -67,11 +57,11 @@ def engine_of(
         if isinstance(process, str):
             row = _row(found, process)
             row["losses"] += what == "lost"
-            row["state"] = STATES.get(str(what), row["state"])
+            row["state"] = "lost" if what == "lost" else row["state"]
             row |= {"step": event["step"], "text": event["text"]}
         elif what == "restored":  # a new engine with new processes
             for row in found.values():
-                row["state"] = "left" if row["state"] == "left" else "running"
+                row["state"] = "running"
     return sorted(found.values(), key=_order)
 
 

@@ -18,15 +18,13 @@ const CHARTS = [
     title: "idle", shares: true,
     names: {
       learners: "engine/learner_idle_fraction", samplers: "engine/sampler_idle_fraction",
-      players: "engine/player_idle_fraction",
     },
   },
   { title: "publication, s", names: { publication: "time/publish_s" } },
   { title: "samplers", names: { alive: "engine/samplers" } },
-  { title: "players", names: { alive: "engine/players" } },
   {
     title: "set aside",
-    names: { late: "engine/late_episodes", stale: "engine/stale_groups" },
+    names: { stale: "engine/stale_groups" },
   },
 ];
 
@@ -37,7 +35,7 @@ export function engineNames(run) {
   return all.filter((name) => run.names.includes(name));
 }
 
-const STATES = { running: "good", late: "warn", left: "", lost: "bad" };
+const STATES = { running: "good", lost: "bad" };
 
 /** `run` as `/api/run` has it, and the `answer` of `/api/metrics`. */
 export function Engine({ run, answer, onPick }) {
