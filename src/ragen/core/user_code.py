@@ -100,6 +100,7 @@ class boundary:  # noqa: N801 - it is used like a function
     """
 
     __slots__ = ("_around", "_began", "_call", "_stopwatch", "_timeout_s", "deadline")
+    deadline: float
 
     def __init__(
         self, call: str, timeout_s: float | None = None, stopwatch: Stopwatch | None = None
