@@ -1,10 +1,10 @@
 """The command line ``ragen COMMAND …``: each command calls one function and shows its result.
 
 Results go to standard output, progress and errors to standard error. A user's mistake and a limit
-of the machine are one line and exit code 2, and so is a result that cannot be written. A run that
-the guard stopped exits with 3. An interrupted run names the command that resumes it and exits with
-128 + the signal's number, such as 130 (Ctrl-C) or 143 (SIGTERM). If the reader of the output closes
-it (``| head``), the code is 141. A traceback always means a bug.
+of the machine are one line and exit code 2. A run that the guard stopped exits with 3. An
+interrupted run names the command that resumes it and exits with 128 + the signal's number, such as
+130 (Ctrl-C) or 143 (SIGTERM). If the reader of the output closes it (``| head``), the code is 141.
+A traceback always means a bug.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from ragen.cli import evaluations, runs, servers, tools
 from ragen.cli.command import Command, Overrides, Parser, complain, parse
 from ragen.cli.help import SHELLS, TOPICS, completion, overview, topic_help
-from ragen.cli.process import OutputLost, ending_signals, refusal, standard_streams
+from ragen.cli.process import drop_output, ending_signals, open_streams, refusal
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors
 
@@ -28,10 +28,11 @@ COMMANDS = runs.COMMANDS | evaluations.COMMANDS | servers.COMMANDS | tools.COMMA
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    with standard_streams(), ending_signals() as received:
+    open_streams()
+    with ending_signals() as received:
         try:
             code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
-            sys.stdout.flush()
+            print(end="", flush=True)
             return code
         except RagenError as error:
             return _mistake(error)
@@ -40,16 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if mistakes is not None and bugs is None:
                 return _mistake(mistakes)
             return _refused(group)
+        except BrokenPipeError:  # as head and less do: no other command complains about it
+            drop_output()
+            return 128 + signal.SIGPIPE
         except (MemoryError, OSError, RuntimeError, ImportError) as error:
             return _refused(error)
         except KeyboardInterrupt as error:
             complain(str(error) or "interrupted")
             return 128 + (received or [signal.SIGINT])[0]
-        except OutputLost as error:
-            if error.left:  # as head and less do: no other command complains about it
-                return 128 + signal.SIGPIPE
-            complain("; ".join([str(error), *_notes(error)]))
-            return RagenError.exit_code
 
 
 def _mistake(error: RagenError | ExceptionGroup[RagenError]) -> int:

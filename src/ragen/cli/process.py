@@ -1,7 +1,6 @@
 """The process of a command: its standard streams, the signals that end it, and its limits.
 
-A stream may be closed, full, or left by its reader; memory, files and threads may run out. Here
-each becomes an exit code and, if the terminal still takes it, one line.
+Memory, files and threads may run out. Here each limit becomes one line.
 """
 
 from __future__ import annotations
@@ -9,15 +8,11 @@ from __future__ import annotations
 import errno
 import io
 import os
-import select
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import TextIO
-
-from typing_extensions import Buffer, override
+from contextlib import contextmanager
 
 STARTED = time.perf_counter()
 """When the command began; Python itself started some hundredths of a second before."""
@@ -58,77 +53,25 @@ PHRASES = {
 """Parts of a library's message, by which a refusal of the system is recognised."""
 
 
-class OutputLost(Exception):
-    """Standard output takes no more; `left` says that its reader has closed the pipe."""
+def open_streams() -> None:
+    """Make the standard streams safe to write to.
 
-    def __init__(self, error: OSError) -> None:
-        super().__init__(
-            f"cannot write to standard output: {os.strerror(error.errno or 0).lower()}"
-        )
-        self.left = error.errno == errno.EPIPE
-
-
-class _Stream(io.FileIO):
-    """Standard output or error, which waits for a slow reader and fails once.
-
-    After its first failure it drops what is written. The failure of standard error is no failure of
-    the command.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number, "w", closefd=False)
-        self._lost = False
-
-    @override
-    def write(self, data: Buffer) -> int:
-        size = memoryview(data).nbytes
-        if self._lost:
-            return size
-        try:
-            while (written := super().write(data)) is None:  # a non-blocking stream that is full
-                select.select([], [self], [])
-        except OSError as error:
-            self._lost = True
-            if self.fileno() == 1:
-                raise OutputLost(error) from None
-            return size
-        return written
-
-
-@contextmanager
-def standard_streams() -> Iterator[None]:
-    """Make standard output raise `OutputLost`, and standard error and input usable if closed.
-
-    Streams that Python code has replaced are left alone.
+    The number of a closed one would go to the next file that is opened, such as the database.
+    Characters outside of a stream's encoding become escapes.
     """
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # closed: the next file, such as the database, would get its number
-            os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)
-    before = sys.stdin, sys.stdout, sys.stderr
-    if sys.stdin is None:
-        sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
-    if sys.stdout is sys.__stdout__:
-        sys.stdout = _text(1, sys.stdout)
-    if sys.stderr is sys.__stderr__:
-        sys.stderr = _text(2, sys.stderr)
-    try:
-        yield
-    finally:
-        with suppress(OutputLost):  # if it ended the command, it is reported already
-            sys.stdout.flush()
-        sys.stdin, sys.stdout, sys.stderr = before
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
-def _text(number: int, before: TextIO | None) -> TextIO:
-    """A stream with the encoding of the one before; characters outside of it become escapes."""
-    return io.TextIOWrapper(
-        io.BufferedWriter(_Stream(number)),
-        encoding=before.encoding if before else "utf-8",
-        errors="backslashreplace",
-        line_buffering=number == 2 or os.isatty(number),
-    )
+def drop_output() -> None:
+    """Let standard output take no more, so that Python does not complain about it as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @contextmanager

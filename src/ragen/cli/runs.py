@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragen.cli.command import Command, Overrides, Parser, complain, program, terminal, whole
 from ragen.cli.help import train_epilog
-from ragen.cli.process import STARTED, OutputLost
+from ragen.cli.process import STARTED
 from ragen.core.errors import RagenError
 from ragen.core.imports import load_for_good
 
@@ -107,15 +107,10 @@ def _watch_run(work: Callable[[Watcher], Result], options: Namespace) -> int:
         watcher.end()
         if error := sys.exception():
             error.add_note(_advice(watcher))
-    try:
-        # With --json, standard output holds the JSON line only.
-        _show_result(terminal(stderr=options.json), result)
-        if options.json:
-            print(json.dumps(_result_record(result)))
-        sys.stdout.flush()
-    except OutputLost as lost:
-        lost.add_note(f"the run is finished, in {result.run}")
-        raise
+    # With --json, standard output holds the JSON line only.
+    _show_result(terminal(stderr=options.json), result)
+    if options.json:
+        print(json.dumps(_result_record(result)))
     return 0
 
 
