@@ -31,14 +31,17 @@ from ragen.core.user_code import UserCodeError
 from ragen.envs.adapters.adapted import missing
 from ragen.envs.adapters.openenv import TOKEN, token_here
 from ragen.rollout.setup import Setup
-from ragen.serving.connections import MOST, PATIENCE_S, Listening, Server, listen, url_of
 from ragen.serving.security import AccessControl, is_loopback, refusal
+from ragen.serving.server import MOST, Server, listen, url_of
 from ragen.serving.sessions import Answer, Description, Refused, Session, describe
 
 Result = TypeVar("Result")
 
 IDLE_S = 3600.0
 """Seconds a client may take to send a message or to read an answer; its model may be slow."""
+
+CLOSING_S = 10.0
+"""Seconds that a client may take to read why its session ends."""
 
 RESERVE = 64
 """Number of files that the process may open besides connections."""
@@ -57,7 +60,7 @@ class EnvServer:
         setup: Setup,
         about: Description,
         most: int,
-        listening: Listening,
+        port: int,
         token: str | None,
         report: Callable[[str], None],
     ) -> None:
@@ -67,11 +70,11 @@ class EnvServer:
             setup: How environments are made and called.
             about: What the server says about the environment.
             most: The limit of sessions at the same time.
-            listening: Where connections come from.
+            port: The server's port.
             token: What every request has to present; ``None`` if only this machine has access.
             report: Called with a line about each session whose environment failed.
         """
-        self._setup, self._most, self._listening, self._report = setup, most, listening, report
+        self._setup, self._most, self._report = setup, most, report
         self.num_sessions = 0
         answers: dict[str, Answer] = {"/health": {"status": "healthy"}}
         answers |= {f"/{name}": answer for name, answer in about._asdict().items()}
@@ -80,17 +83,13 @@ class EnvServer:
             routes=[*routes, WebSocketRoute("/ws", self._session)],
             exception_handlers={HTTPException: _http_error},  # type: ignore[dict-item]
         )
-        port = listening.getsockname()[1]
-        self.app = AccessControl(app, port, token, listening.admitted)
+        self.app = AccessControl(app, port, token)
 
     async def _session(self, client: WebSocket) -> None:
         await client.accept()
-        if client.client is None:  # it has gone already
-            return
         if self.num_sessions >= self._most:
             await _end(client, "CAPACITY_REACHED", f"all {self._most} sessions are taken")
             return
-        self._listening.release((client.client.host, client.client.port))
         self.num_sessions += 1
         thread = ThreadPoolExecutor(1) if self._setup.workers else None
         try:
@@ -167,7 +166,7 @@ def _error(code: str, text: str) -> Answer:
 async def _end(client: WebSocket, code: str, text: str) -> None:
     """End a session with an error, which is sent if the client still reads."""
     with suppress(WebSocketDisconnect, TimeoutError):
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(CLOSING_S):
             await client.send_text(json.dumps(_error(code, text)))
             await client.close()
 
@@ -216,10 +215,9 @@ def serve(
     with listen(host, port) as listening:
         if token is None and not is_loopback(listening.getsockname()[0]):
             shown = token = secrets.token_urlsafe(24)
-        listening.most = listening.most_each = most + MOST  # all sessions may begin at once
-        server = EnvServer(setup, about, most, listening, token, report)
+        server = EnvServer(setup, about, most, listening.getsockname()[1], token, report)
         say(url_of(listening, host, tls), shown)
-        Server(server.app, tls, web_sockets=True).serve_on(listening)
+        Server(server.app, tls, most=most + MOST, web_sockets=True).serve_on(listening)
 
 
 def _make_room(files: int, sessions: int) -> None:

@@ -43,13 +43,11 @@ class AccessControl:
         app: The application that answers permitted requests.
         port: The server's port.
         token: What every request has to present; ``None`` if only this machine has access.
-        admitted: The clients of permitted requests are added here (`ragen.serving.connections`).
     """
 
     app: ASGIApp
     port: int
     token: str | None
-    admitted: set[tuple[str, int]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""
@@ -68,8 +66,6 @@ class AccessControl:
         refused = self._refusal(request)
         if refused is None and self.token is not None:
             refused = self.admission(request, self.token)
-        if refused is None:
-            self.admitted.add(scope["client"])
         answer: ASGIApp = refused or self.app
         await answer(scope, receive, send_with_headers)
 

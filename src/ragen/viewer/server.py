@@ -25,8 +25,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from ragen.core.errors import RagenError
-from ragen.serving.connections import Peer, Server, listen, url_of
 from ragen.serving.security import is_loopback, refusal
+from ragen.serving.server import Server, listen, url_of
 from ragen.viewer import (
     collapse,
     comparison,
@@ -100,20 +100,13 @@ class Viewer:
         live: The streams of news, and `branching` the processes, which end with the server.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        port: int,
-        token: str | None = None,
-        admitted: set[Peer] | None = None,
-    ) -> None:
+    def __init__(self, root: Path, port: int, token: str | None = None) -> None:
         """Make the application.
 
         Args:
             root: The folder, or one run.
             port: The server's port; a Host header has to name it.
             token: What every request has to present; ``None`` if only this machine has access.
-            admitted: Gets the clients with a permitted request.
         """
         self._runs, self.branching = Runs(root), Branching()
         self.live = Live(self._runs)
@@ -133,7 +126,7 @@ class Viewer:
             middleware=[compressing],
             exception_handlers=handlers,  # type: ignore[arg-type]
         )
-        self.app = PageAccess(app, port, token, set() if admitted is None else admitted)
+        self.app = PageAccess(app, port, token)
 
     def _endpoint(
         self, answer: Callable[[Question], Answer]
@@ -243,7 +236,7 @@ def serve(
     with listen(host, port) as listening:
         address, port = listening.getsockname()[:2]
         token = None if is_loopback(address) else secrets.token_urlsafe(24)
-        viewer = Viewer(root, port, token, listening.admitted)
+        viewer = Viewer(root, port, token)
         say(url_of(listening, host, tls) + (f"?token={token}" if token else ""))
         try:
             Server(viewer.app, tls, viewer.live.end).serve_on(listening)
