@@ -135,10 +135,14 @@ def parse(
 
 
 def _key(name: str, options: set[str]) -> str:
-    from ragen.config.keys import canonical_key
+    from ragen.config.keys import canonical_key, table_of
 
+    given = name.removeprefix("--")
+    # Only the names of sections and keys have no hyphens; an entry of a table may be a path.
+    table = table_of(given.replace("-", "_"))
+    inside = "" if table is None else given[len(table) :]
     try:
-        return canonical_key(name.removeprefix("--").replace("-", "_"))
+        return canonical_key(given.removesuffix(inside).replace("-", "_") + inside)
     except RagenError as error:
         hint = nearest_option(name, options)
         if hint and "section" not in str(error):

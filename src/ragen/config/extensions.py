@@ -135,13 +135,17 @@ def short_name(name: str) -> str:
         ('brevity', 'grounding')
         >>> short_name("openenv:http://host:8000"), short_name("openenv:registry/echo:latest")
         ('openenv-host', 'echo')
+        >>> short_name("maze.v2"), short_name("python:my_env.Maze"), short_name("verifiers:a/b.py")
+        ('maze.v2', 'Maze', 'b')
     """
     library, _, target = name.partition(":")
     if "://" in target:
         return f"{library}-{urlsplit(target).hostname}"
+    if target.endswith(".py"):
+        return target.rpartition("/")[2].removesuffix(".py")
     if "/" in target and ".py:" not in target:  # an image, with a tag or a digest
         return re.split("[:@]", target.rpartition("/")[2])[0]
-    return name.rpartition(":")[2].rpartition(".")[2]
+    return target.rpartition(":")[2].rpartition(".")[2] if target else name
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:

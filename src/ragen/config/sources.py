@@ -42,7 +42,8 @@ def refuse_changed(config: Config) -> None:
     for name, now in sources(config).items():
         before = config.sources.get(name)
         if before != now:
-            code = name if name.startswith("python:") else name.rpartition(":")[0] or name
+            is_whole = name.startswith("python:") or library_of(name)
+            code = name if is_whole else name.rpartition(":")[0] or name
             raise RagenError(
                 f"{code} has changed since the run began ({before} then, {now} now): restore it, "
                 "or start a new run"
@@ -55,14 +56,20 @@ def absolute(name: str) -> str:
     Example:
         >>> absolute("ppo_clip"), absolute("/tmp/mine.py:loss"), absolute("openenv:/tmp/a.py:app")
         ('ppo_clip', '/tmp/mine.py:loss', 'openenv:/tmp/a.py:app')
+        >>> absolute("verifiers:/tmp/a.py")
+        'verifiers:/tmp/a.py'
     """
     library, file, attribute = parts_of(name)
-    return f"{library}{Path(file).resolve()}:{attribute}" if file else name
+    if not file:
+        return name
+    return f"{library}{Path(file).resolve()}" + (f":{attribute}" if attribute else "")
 
 
 def parts_of(name: str) -> tuple[str, str, str]:
-    """The library with its colon, the file and the attribute; no file, if a name has none."""
+    """The library with its colon, the file and the attribute; empty where a name has none."""
     library = f"{name.partition(':')[0]}:" if library_of(name) else ""
+    if library and name.endswith(".py") and "://" not in name:
+        return library, name.removeprefix(library), ""
     file, _, attribute = name.removeprefix(library).rpartition(":")
     return (
         (library, file, attribute) if file.endswith(".py") and "://" not in file else ("", "", "")

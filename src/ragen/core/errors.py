@@ -40,17 +40,19 @@ class UnplayableError(RagenError):
 class NotFiniteError(RagenError):
     """A model computed a number that is NaN or infinite: its weights do not work.
 
+    `of_critic` says that the model is the critic.
+
     Example:
         >>> str(NotFiniteError("the logits of base")).partition(":")[0]
         'the logits of base are not finite'
     """
 
-    def __init__(self, numbers: str) -> None:
+    def __init__(self, numbers: str, of_critic: bool = False) -> None:
         super().__init__(
             f"{numbers} are not finite: the weights hold NaN, or are so large that sums overflow; "
             "take other weights, such as those of an earlier checkpoint"
         )
-        self.numbers = numbers
+        self.numbers, self.of_critic = numbers, of_critic
 
 
 class MismatchError(RagenError):

@@ -39,6 +39,7 @@ def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
     episodes = [episode for group in groups for episode in group.episodes]
     played = [episode for episode in episodes if not episode.failed]
     turns = [turn for episode in played for turn in episode.turns]
+    kept_set = {*kept}
     comparable = [g for g in groups if sum(not episode.failed for episode in g.episodes) > 1]
     stds = [reward_std(group) for group in comparable]
     replies = [t.completion.token_ids for t in turns if t.completion.token_ids is not None]
@@ -46,7 +47,7 @@ def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
     thoughts = [turn.thought for turn in turns if turn.thought is not None]
     repeated = [repeated_ngrams(thought) for thought in thoughts]
     means: dict[str, Sequence[float]] = {
-        "filter/kept_fraction": [index in kept for index in range(len(groups))],
+        "filter/kept_fraction": [index in kept_set for index in range(len(groups))],
         "reward/mean": [episode.total_reward for episode in played],
         "success/mean": [episode.success for episode in played],
         "episodes/truncated_fraction": [episode.truncated for episode in played],

@@ -233,7 +233,7 @@ class Learner:
         assert self.critic is not None, "this learner trains no critic"
         with acting(self.model, "policy" if self.critic.shared else "critic"):
             fields = self._per_token(batch, lambda part: (self._critic_values(part),))
-        (values_BT,) = _finite("the critic's values", *fields)
+        (values_BT,) = _finite("the critic's values", *fields, of_critic=True)
         return values_BT
 
     @torch.no_grad()
@@ -618,12 +618,12 @@ def _difference(scored: tuple[int, float, float]) -> tuple[bool, float]:
     return math.isnan(difference), difference
 
 
-def _finite(numbers: str, *fields: Tensor) -> tuple[Tensor, ...]:
+def _finite(numbers: str, *fields: Tensor, of_critic: bool = False) -> tuple[Tensor, ...]:
     """The fields, which are on the CPU.
 
     Raises:
         NotFiniteError: One of them holds a NaN or ∞.
     """
     if not all(bool(field.isfinite().all()) for field in fields):
-        raise NotFiniteError(numbers)
+        raise NotFiniteError(numbers, of_critic)
     return fields

@@ -119,7 +119,7 @@ def refuse_another_first(first: str | None, saved: str | None, learner: Learner)
 def _refuse_not_finite(learner: Learner) -> None:
     for name, weights in learner.trained_weights():
         if not bool(local(weights).isfinite().all()):
-            raise NotFiniteError(f"the weights {name}")
+            raise NotFiniteError(f"the weights {name}", name.startswith("critic."))
 
 
 def _refuse_broken(learner: Learner, chat: Chat, max_length: int) -> None:

@@ -5,6 +5,7 @@ It knows neither algorithm nor machine: the config names the first, the engine h
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from ragen.algorithms.batch import Batch
 from ragen.algorithms.filters import group_weights, select
 from ragen.algorithms.samples import to_samples
 from ragen.config.sections import RolloutConfig
-from ragen.core.errors import EngineLost, NotFiniteError, UnplayableError
+from ragen.core.errors import EngineLost, GuardStop, NotFiniteError, UnplayableError
 from ragen.core.metrics import Metrics, last, merge, total, values
 from ragen.core.seeding import derive
 from ragen.core.stopping import StopRequested
@@ -175,6 +176,10 @@ async def run_to_the_end(run: Run) -> None:
                     is_over = await evaluate_and_loop_or_recover(run)
                 except EngineLost as failure:
                     loss = failure
+    except asyncio.CancelledError:
+        if run.stalled:
+            raise GuardStop(f"the guard stopped the run: {run.stalled}") from None
+        raise
     finally:
         run.watcher.end()
         if run.engine is not first:  # the caller closes the first one

@@ -6,6 +6,7 @@ Progress goes to standard error, so that results on standard output stay clean.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,6 +21,8 @@ from rich.text import Text
 from typing_extensions import override
 
 from ragen.config.config import Config
+from ragen.core.errors import GuardStop
+from ragen.core.stopping import cancel_running
 from ragen.core.tables import format_duration, format_rate, sparkline
 from ragen.core.types import Episode
 
@@ -71,6 +74,10 @@ class Watcher:
     def end(self) -> None:
         """The run ended, finished or not."""
 
+    def hangs(self) -> None:
+        """The run hangs, and the guard asks to stop; called by a thread of its own."""
+        cancel_running()
+
 
 class Watchers(Watcher):
     """Several watchers as one."""
@@ -80,11 +87,19 @@ class Watchers(Watcher):
             for watcher in watchers:
                 getattr(watcher, method)(*arguments)
 
-        for method in ("note", "begin", "episode", "step", "evaluated", "alarm", "end"):
+        for method in ("note", "begin", "episode", "step", "evaluated", "alarm", "end", "hangs"):
             setattr(self, method, partial(tell_all, method))
 
 
-class Lines(Watcher):
+class OfCommand(Watcher):
+    """Shows nothing; the watcher of a command, whose process ends if the run hangs."""
+
+    @override
+    def hangs(self) -> None:
+        os._exit(GuardStop.exit_code)  # code that never waits cannot be cancelled
+
+
+class Lines(OfCommand):
     """One plain line for each step, evaluation and alarm, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
@@ -116,7 +131,7 @@ class Lines(Watcher):
         self.note(f"! {text}")
 
 
-class LiveTable(Watcher):
+class LiveTable(OfCommand):
     """A table redrawn in place: each signal and its trend; evaluations and alarms stay above it.
 
     Between steps only the bar and the remaining time change.
@@ -242,7 +257,7 @@ class LiveTable(Watcher):
 def watcher_for(console: Console, quiet: bool = False) -> Watcher:
     """A table in a terminal, lines elsewhere, nothing if `quiet`."""
     if quiet:
-        return Watcher()
+        return OfCommand()
     return LiveTable(console) if console.is_terminal else Lines(console)
 
 

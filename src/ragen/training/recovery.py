@@ -110,7 +110,7 @@ async def recover(run: Run, failure: NotFiniteError) -> None:
         raise failure
     run.recorder.discard()
     alarm = Alarm("non_finite", state.step, state.step, 0.0, 0.0)
-    key = "critic_lr" if "critic" in failure.numbers else "lr"
+    key = "critic_lr" if failure.of_critic else "lr"
     rate = getattr(config.update, key)
     text = (
         f"step {alarm.step}, non_finite: {failure.numbers} are not finite; update.{key} = {rate:g} "
@@ -214,7 +214,10 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
     guard.rollbacks, guard.grace = run.guard.rollbacks + 1, began + GRACE_STEPS
     guard.changes = run.guard.changes | changes
     state = replace(
-        LoopState(**saved["loop"]), attempt=attempt, began=began, seconds=run.state.seconds
+        LoopState(**saved["loop"]),
+        attempt=attempt,
+        begins=[*run.state.begins, began],
+        seconds=run.state.seconds,
     )
     drop_after(run.folder, began)
     replace_state(checkpoint, saved | {"loop": asdict(state), "guard": asdict(guard)})

@@ -88,7 +88,7 @@ class LoopState:
 
     Attributes:
         attempt: How often the guard has rolled the run back.
-        began: The step after which the present attempt began.
+        begins: The step after which each attempt began.
         best_step: Of the evaluated steps with a regular checkpoint, the one with most success.
         best_success: Its success; −1 before the first evaluation.
         seconds: Time of the steps, those that were rolled back included.
@@ -105,7 +105,7 @@ class LoopState:
 
     step: int = 0
     attempt: int = 0
-    began: int = 0
+    begins: list[int] = field(default_factory=lambda: [0])
     updates: int = 0
     episodes: int = 0
     tokens: int = 0
@@ -117,6 +117,16 @@ class LoopState:
     stage: int = 1
     stage_success: list[float] = field(default_factory=list)
     groups: dict[str, int] = field(default_factory=dict)
+
+    def counts(self, attempt: int, step: int) -> bool:
+        """Whether a row of `attempt` and `step` still counts: no later attempt began before it.
+
+        Example:
+            >>> state = LoopState(attempt=2, begins=[0, 4, 6])
+            >>> state.counts(0, 4), state.counts(0, 5), state.counts(1, 6), state.counts(1, 7)
+            (True, False, True, False)
+        """
+        return all(step <= began for began in self.begins[attempt + 1 :])
 
 
 def progress_of(state: LoopState, config: Config) -> int:
@@ -144,6 +154,7 @@ class Run:
         stop: The user's request to stop.
         beat: Tells the watchdog that the run is alive.
         losses: How often its engine was lost since it wrote a checkpoint.
+        stalled: What the watchdog reported, once it has ended a run that hangs.
     """
 
     folder: Path
@@ -162,6 +173,7 @@ class Run:
     judge: Judge | None = None
     ahead: Ahead = field(default_factory=Ahead)
     losses: int = 0
+    stalled: str = ""
 
     @property
     def progress(self) -> int:
@@ -304,11 +316,10 @@ def is_best(
 
 def evaluated(folder: Path, state: LoopState, step: int) -> dict[float, float]:
     """The success of a step by temperature, in the evaluations that still count."""
-    attempt, began = state.attempt, state.began
     return {
         each["temperature"]: each["success"]
         for each in read_evaluations(folder)
-        if each["step"] == step and (each["attempt"] == attempt or step <= began)
+        if each["step"] == step and state.counts(each["attempt"], step)
     }
 
 

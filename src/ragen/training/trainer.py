@@ -18,6 +18,7 @@ from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, values
 from ragen.core.seeding import train_level
 from ragen.core.stopping import run_async
+from ragen.core.user_code import can_interrupt
 from ragen.diagnostics.guard import REMEDIES
 from ragen.diagnostics.information import measure_envs
 from ragen.engines.engine import Engine
@@ -65,6 +66,14 @@ FIXED = (
 are. What its evaluations measure (`is_measured`) cannot change either."""
 
 
+CANNOT_INTERRUPT = (
+    "the run is not in the main thread, as in a notebook: an environment that hangs cannot be "
+    "interrupted, and one that takes too long fails its episode afterwards; env.isolate = true "
+    "stops it in time"
+)
+"""What a user is told where `can_interrupt` is false."""
+
+
 def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = None) -> Result:
     """Train an agent and evaluate it before and after.
 
@@ -101,6 +110,8 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
             with Recorder.create(folder, dump(config), engine.chat.text_of) as recorder:
                 if engine.chat.warning is not None:
                     watcher.note(engine.chat.warning)
+                if not (can_interrupt() or config.env.isolate):
+                    watcher.note(CANNOT_INTERRUPT)
                 played = config, config, engine, setups, stages
                 run = Run(folder, *played, recorder, state, watcher)
                 async with open_judge(config, folder) as run.judge:
@@ -172,6 +183,8 @@ def resume(
             await engine.load(checkpoint, engine_state)
             hold_first(config, path, watcher.note)
             with Recorder.open(folder, state.attempt, engine.chat.text_of) as recorder:
+                if not (can_interrupt() or config.env.isolate):
+                    watcher.note(CANNOT_INTERRUPT)
                 write_settings(recorder)
                 text, data = f"resumed after step {state.step}", {"checkpoint": checkpoint.name}
                 recorder.event(state.step, "resume", text, data)

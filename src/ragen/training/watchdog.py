@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Self
 
-from ragen.core.errors import GuardStop, RagenError
+from ragen.core.errors import RagenError
 from ragen.diagnostics.guard import Alarm
 from ragen.storage.checkpoint import folders
 from ragen.storage.recorder import append_event
@@ -35,11 +34,18 @@ class Watchdog:
         self._limit, self._on_stall = limit, on_stall
         self._over = threading.Event()
         self._silent, self._called = 0.0, False
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def beat(self) -> None:
         """Report progress."""
         self._silent, self._called = 0.0, False
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except BaseException as error:  # noqa: BLE001 - `__exit__` raises it
+            self._error = error
 
     def _watch(self) -> None:
         tick = min(1.0, self._limit / 4) if self._limit else 1.0
@@ -56,10 +62,15 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 def report_stall(run: Run, seconds: float) -> None:
-    """Report where a run hangs, and end the process if the guard's response is to stop.
+    """Report where a run hangs, and end it if the guard's response is to stop.
+
+    The run's task is cancelled, so that the run raises `GuardStop`. Code that hangs without waiting
+    cannot be cancelled; only a command ends its process then (`Watcher.hangs`).
 
     The watchdog calls it from its own thread. The database or the terminal may be what hangs, so
     the file with the stacks of all threads is written first, then the database, then the terminal.
@@ -82,4 +93,5 @@ def report_stall(run: Run, seconds: float) -> None:
         text = f"{text}; {error}"
     run.watcher.alarm(state.step, text)
     if run.original.guard.response("stalled") == "stop":
-        os._exit(GuardStop.exit_code)  # the hanging code cannot be asked to end
+        run.stalled = text
+        run.watcher.hangs()

@@ -70,7 +70,8 @@ class VerifiersEnv(Adapted):
     def __init__(self, success_at: float = 1.0, **params: Any) -> None:
         self._success_at = success_at
         self._loaded = _loaded(self.target, self.versions, json.dumps(params, sort_keys=True))
-        self.goal = f"Answer ({self.target})"
+        # The folder of a file would give other tokens on another machine.
+        self.goal = f"Answer ({self.target.rpartition('/')[2].removesuffix('.py')})"
         self._rules = RULES
         self._state: Any = None  # of the library, while an episode is open
         self._messages: list[Any] = []  # the conversation
