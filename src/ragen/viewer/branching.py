@@ -60,14 +60,13 @@ class Branching:
             "jobs": [*finished, *(job.answer() for job in queued if job.request.id not in known)],
         }
 
-    def start(self, folder: Path, request: Mapping[str, Any], asker: str = "") -> str:
+    def start(self, folder: Path, request: Mapping[str, Any]) -> str:
         """Queue a request; returns its id, under which `branches` lists it.
 
         Args:
             folder: The run's folder.
             request: ``episode``, ``turn`` and ``n``. ``checkpoint`` and ``temperature`` may be
                 missing or ``None``: then the newest checkpoint and the run's temperature.
-            asker: The address that it came from.
 
         Raises:
             Unanswered: A value is missing or out of range, branching is not possible, or too many
@@ -88,7 +87,7 @@ class Branching:
             seeds = [job["seed"] for job in jobs if source.items() <= job.items()]
             seed = max(seeds, default=-1) + 1  # the same request again gives other branches
             wanted = Request(**source, n=n, temperature=temperature, seed=seed)
-            job = Job(folder.resolve(), wanted, asker)
+            job = Job(folder.resolve(), wanted)
             self._queue.put(job)
         return job.request.id
 

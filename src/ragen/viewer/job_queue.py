@@ -1,4 +1,4 @@
-"""The queue of requests for branches: each runs as a process of ``ragen branch``, a few at a time.
+"""The queue of requests for branches: each runs as a process of ``ragen branch``, one at a time.
 
 A finished request is in ``branches.sqlite``. A failed one is kept here with the last line that its
 process wrote.
@@ -12,28 +12,23 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO
+from tempfile import TemporaryFile
 
 from ragen.storage.branches import Request
 from ragen.viewer.reading import Answer, NotFound, Unanswered
 
-AT_ONCE = 2
-"""Maximum number of processes that run at the same time; each holds a model."""
-
 MOST_WAITING = 16
-"""Maximum number of requests that wait; a user would not send more by hand."""
-
-MOST_EACH = 10
-"""Maximum number of running or waiting requests from one address."""
+"""Maximum number of requests that wait or run; a user would not send more by hand."""
 
 MOST_FAILED = 50
 """Maximum number of failed requests that are kept; then the oldest is dropped."""
 
 LONGEST_S = 3600.0
-"""Time limit of a process in seconds. Otherwise, one that hangs would hold its slot for ever."""
+"""Time limit of a process in seconds. Otherwise, one that hangs would hold up the others."""
 
 PATIENCE_S = 5.0
 """Seconds that a process may take to end before it is killed."""
@@ -44,14 +39,10 @@ TAIL = 4096
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request that waits, runs or failed; a finished one is in the database.
-
-    `asker` is the address that it came from.
-    """
+    """A request that waits, runs or failed; a finished one is in the database."""
 
     folder: Path
     request: Request
-    asker: str = ""
     time: float = field(default_factory=time.time)
     problem: str | None = None
     process: subprocess.Popen[bytes] | None = None
@@ -82,12 +73,12 @@ class Job:
 
 
 class JobQueue:
-    """Requests in order: some run, the others wait."""
+    """Requests in order: the first one runs, the others wait."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: list[Job] = []
-        self._slots = threading.Semaphore(AT_ONCE)
+        self._thread = ThreadPoolExecutor(1, "branches")
 
     def of_episode(self, folder: Path, episode: int) -> list[Job]:
         """The jobs of an episode that are not finished."""
@@ -96,7 +87,7 @@ class JobQueue:
             return [j for j in self._jobs if (j.folder, j.request.episode) == (home, episode)]
 
     def put(self, job: Job) -> None:
-        """Add a job; it starts when a slot is free.
+        """Add a job.
 
         Raises:
             Unanswered: Too many wait already.
@@ -104,13 +95,10 @@ class JobQueue:
         with self._lock:
             failed = [each for each in self._jobs if each.problem is not None]
             waiting = [each for each in self._jobs if each.problem is None]
-            own = sum(each.asker == job.asker for each in waiting)
-            if len(waiting) >= AT_ONCE + MOST_WAITING or own >= MOST_EACH:
+            if len(waiting) >= MOST_WAITING:
                 raise Unanswered("many branches wait already; cancel some, or wait until they end")
-            for old in failed[: max(0, len(failed) - MOST_FAILED)]:
-                self._jobs.remove(old)
-            self._jobs.append(job)
-        threading.Thread(target=self._work, args=(job,), daemon=True).start()
+            self._jobs = [*failed[-MOST_FAILED:], *waiting, job]
+        self._thread.submit(self._work, job)
 
     def cancel(self, folder: Path, request: str) -> None:
         """Drop the jobs of a request by its id, and end their processes.
@@ -139,7 +127,7 @@ class JobQueue:
             _end(process)
 
     def _work(self, job: Job) -> None:
-        with self._slots:
+        with TemporaryFile() as output:
             with self._lock:
                 if job not in self._jobs:  # it was dropped
                     return
@@ -148,37 +136,26 @@ class JobQueue:
                         job.arguments(),
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
-                        stderr=subprocess.PIPE,
+                        stderr=output,
                         start_new_session=True,  # so that its own processes end with it
                     )
                 except OSError as error:
                     job.problem = f"the process could not be started: {error}"
                     return
-            process, last = job.process, bytearray()
-            assert process.stderr is not None
-            reading = threading.Thread(target=_keep_last, args=(process.stderr, last), daemon=True)
-            reading.start()
             problem = None
             try:
-                process.wait(LONGEST_S)
+                job.process.wait(LONGEST_S)
             except subprocess.TimeoutExpired:
                 problem = f"it took longer than {LONGEST_S:g} s, and was ended"
-                _signal(process, signal.SIGTERM)
-            code = _end(process)
-            reading.join(PATIENCE_S)  # a process that it left behind may hold the pipe open
+                _signal(job.process, signal.SIGTERM)
+            code = _end(job.process)
+            output.seek(max(0, output.seek(0, os.SEEK_END) - TAIL))
+            last = output.read().decode(errors="replace")
         with self._lock:
             if code == 0 and job in self._jobs:
                 self._jobs.remove(job)  # from now on it is read from the database
             if code:
-                job.problem = problem or _problem(last.decode(errors="replace"), code)
-
-
-def _keep_last(stream: IO[bytes], last: bytearray) -> None:
-    """Read a stream to its end and keep its last bytes, since a process may write endlessly."""
-    with stream:
-        while part := os.read(stream.fileno(), TAIL):
-            last += part
-            del last[:-TAIL]
+                job.problem = problem or _problem(last, code)
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:

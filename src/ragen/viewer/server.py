@@ -143,8 +143,7 @@ class Viewer:
 
     async def _branch(self, request: Request) -> Response:
         folder, body = await self._command(request)
-        asker = request.client.host if request.client else ""
-        return Json({"id": await run_in_threadpool(self.branching.start, folder, body, asker)})
+        return Json({"id": await run_in_threadpool(self.branching.start, folder, body)})
 
     async def _cancel(self, request: Request) -> Response:
         folder, body = await self._command(request)
