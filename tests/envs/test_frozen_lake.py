@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen.core.errors import RagenError
@@ -13,7 +13,6 @@ from ragen.envs.frozen_lake import (
     FrozenLake,
     Lake,
     Planner,
-    Plans,
     generate,
     transition_matrices,
     undominated,
@@ -24,7 +23,6 @@ CORRIDOR = Lake(2, frozenset({2}), 0, 3)  # P _ / O G: Right, then Down
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(2, 7), st.sampled_from([0.3, 0.8, 0.9, 1.0]))
-@settings(max_examples=60, deadline=None)
 def test_every_level_has_a_path_to_the_goal(seed, size, p_frozen):
     lake = generate(seed, size, p_frozen)
     assert lake.start != lake.goal
@@ -34,7 +32,6 @@ def test_every_level_has_a_path_to_the_goal(seed, size, p_frozen):
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(1, 4), st.integers(0, 2))
-@settings(max_examples=40, deadline=None)
 def test_distances_from_start_to_goal_lie_within_their_bounds(seed, low, more):
     lake = generate(seed, 4, 0.8, low, low + more)
     assert low <= lake.distances()[lake.start] <= low + more
@@ -73,10 +70,10 @@ def test_steps_move_reward_and_terminate():
     assert env.step("Down") == ("__\nXG", 0.0, True, False, {"success": False, "effective": True})
 
 
-@pytest.mark.parametrize("success_probability", [1 / 3, 0.8, 1.0])
+@pytest.mark.parametrize("success_probability", [1 / 3, 0.8])
 def test_slips_go_sideways_and_never_back(success_probability):
     env = FrozenLake(size=3, success_probability=success_probability)
-    n, ends = 3000, Counter()
+    n, ends = 1000, Counter()
     for noise_seed in range(n):
         env.reset(seed=0, options={"noise_seed": noise_seed})
         middle = {"holes": [], "start": 0, "goal": 8, "player": 4}
@@ -136,8 +133,9 @@ def brute_force(lake, q, cell, turns, actions, per_turn):
     return max(success_chance(p) for k in lengths for p in itertools.product(range(4), repeat=k))
 
 
-@pytest.mark.parametrize("q", [1 / 3, 0.8, 1.0])
-@pytest.mark.parametrize("budget", [(1, 3, 3), (2, 3, 2), (3, 3, 1)])
+@pytest.mark.parametrize(
+    ("q", "budget"), [(1 / 3, (1, 3, 3)), (0.8, (2, 3, 2)), (0.8, (3, 3, 1)), (1.0, (2, 3, 2))]
+)
 def test_the_planner_equals_brute_force(q, budget):
     planner = Planner(CORRIDOR, q)
     for cell in range(4):
@@ -162,11 +160,6 @@ def test_pruning_dominated_plans_leaves_the_values_unchanged():
     planner = Planner(lake, 1 / 3)
     assert (planner.values(2, 6, 6) >= planner.values(2, 6, 5) - 1e-11).all()
     np.testing.assert_allclose(planner.values(1, 5, 6), planner.values(1, 5, 5), atol=1e-11)
-
-
-def test_pruning_keeps_one_of_equal_plans():
-    kept = undominated(Plans(np.ones((3, 2)), np.arange(3)))
-    assert len(kept.values) == 1
 
 
 def test_more_turns_never_lower_the_value():
@@ -194,9 +187,3 @@ def test_invalid_parameters_are_refused():
     for params in ({"size": 1}, {"p_frozen": 0.0}, {"success_probability": -0.1}):
         with pytest.raises(RagenError, match=next(iter(params))):
             make("frozen-lake", **params)
-
-
-def test_the_class_itself_refuses_values_without_a_level() -> None:
-    for values in ({"p_frozen": 0.0}, {"size": 1}, {"success_probability": 2.0}):
-        with pytest.raises(ValueError, match="1 validation error"):
-            FrozenLake(**values)
