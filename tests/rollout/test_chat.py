@@ -7,13 +7,14 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tiny import TEMPLATES, tiny_model, tiny_tokenizer
 
 from ragen.core.errors import RagenError
 from ragen.rollout.chat import Chat
 from ragen.rollout.template import DAY
+from tests.rollout.test_histories import FEW
 
 KEEPING = ["chatml", "llama3", "gemma", "llama2", "thinker", "glm", "dated"]
 DROPPING = ["qwen3", "reasoner", "hollow"]
@@ -297,7 +298,7 @@ def _reply(name: str, thought: str, answer: str) -> str:
 
 
 @pytest.mark.parametrize("name", KEEPING)
-@settings(max_examples=50)
+@FEW
 @given(history=turns, last=contents)
 def test_extending_equals_rendering(
     name: str, history: list[tuple[str, str, str]], last: str
@@ -324,7 +325,7 @@ def test_extending_equals_rendering(
 
 
 @pytest.mark.parametrize("name", EXACT)
-@settings(max_examples=50)
+@FEW
 @given(data=st.data())
 def test_sampled_ids_are_kept_verbatim(name: str, data: st.DataObject) -> None:
     """Canonical or not, the ids of each reply stay unchanged at their position."""
@@ -395,7 +396,6 @@ def test_token_span_includes_all_bytes_of_a_character() -> None:
     assert chat.token_span(ids, "a🙂b", 2, 3) == (5, 6)
 
 
-@settings(max_examples=50)
 @given(st.text(min_size=1, max_size=30), st.data())
 def test_token_span_covers_the_characters(text: str, data: st.DataObject) -> None:
     chat = make_chat("chatml")

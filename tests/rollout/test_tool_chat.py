@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen.algorithms.samples import to_samples
@@ -36,7 +36,7 @@ from ragen.rollout.tool_calls import hermes, parse_tools
 from ragen.rollout.tool_template import call_message
 from ragen.storage.schema import SCHEMA
 from ragen.storage.stored_episodes import episode_rows, read_episode, write_episodes
-from tests.rollout.test_histories import ROOMY, TIGHT, CyclingPolicy, check
+from tests.rollout.test_histories import FEW, ROOMY, TIGHT, CyclingPolicy, check
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tool_templates import TOOL_TEMPLATES, tool_tokenizer
 
@@ -187,7 +187,7 @@ texts = st.text(max_size=8) | st.sampled_from(["a b\n", " <b> ", "é🙂", '"q"'
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3", "llama3"])
-@settings(max_examples=10)
+@FEW
 @given(history=st.lists(st.lists(texts, min_size=1, max_size=2), min_size=1, max_size=3))
 def test_extending_equals_rendering(name: str, history: list[list[str]]) -> None:
     """If calls are written as the template writes them, nothing differs from a full rendering."""
@@ -352,7 +352,7 @@ def play(
 
 @pytest.mark.parametrize("name", TOOL_TEMPLATES)
 @pytest.mark.parametrize("max_length", [ROOMY, 4 * TIGHT])
-@settings(max_examples=6)
+@FEW
 @given(data=st.data(), window=st.sampled_from([0, 1, 2]))
 def test_every_sampled_token_is_trained_once_and_no_result_ever(
     name: str, max_length: int, data: st.DataObject, window: int
