@@ -40,7 +40,7 @@ from ragen.models.loading import load_policy, load_tokenizer, save_model
 from ragen.models.names import is_available_offline
 from ragen.models.pretrained import model_config
 from ragen.models.sizes import read_sizes
-from tests.models.hostile_folders import set_field
+from tests.models.test_hostile_files import set_field
 from tests.tiny import tiny_model, tiny_tokenizer
 
 WORDS = tiny_tokenizer("chatml")
