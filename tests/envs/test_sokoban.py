@@ -44,7 +44,7 @@ def test_solutions_lie_within_their_bounds(low, high):
 
 def test_impossible_solutions_are_refused():
     with pytest.raises(RagenError, match="or set min_solution = 9 and max_solution = 8 further"):
-        make("sokoban", min_solution=9, max_solution=8)
+        make("sokoban", rows=5, cols=5, min_solution=9, max_solution=8)
 
 
 def test_a_solution_of_one_push_pays_10_9():
@@ -114,7 +114,7 @@ def test_every_level_is_solvable_and_begins_unsolved(seed, rows, cols, boxes, de
 
 def test_no_shorter_sequence_solves_a_level():
     env = make("sokoban")
-    for level in range(123, 131):
+    for level in range(123, 127):
         env.reset(seed=level)
         solution = shortest_solution(env.room, env.board)
         boards = {env.board}

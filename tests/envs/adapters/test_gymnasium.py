@@ -192,13 +192,11 @@ def exact_lake(transitions, actions):
     return solved
 
 
-def best_lake(transitions, place, moves):
-    """The highest chance to reach the goal, where each move is seen before the next."""
-    if moves == 0:
-        return 0.0
+def best_lake(transitions, place, after):
+    """The highest chance to reach the goal, of a move and the chances `after` it in each place."""
     return max(
         sum(
-            chance * (reward if ended else best_lake(transitions, there, moves - 1))
+            chance * (reward if ended else after[there])
             for chance, there, reward, ended in outcomes
         )
         for outcomes in transitions[place].values()
@@ -209,10 +207,10 @@ def test_optimal_play_of_the_lake_is_the_best_of_all_courses_and_the_solver_play
     env = make("gymnasium:FrozenLake-v1")
     env.reset(seed=1)
     transitions = gymnasium.make("FrozenLake-v1").unwrapped.P
-    for moves in (5, 6, 7):
-        assert env.baselines(moves, 1, moves).optimal == pytest.approx(
-            best_lake(transitions, 0, moves)
-        )
+    best = [0.0] * len(transitions)
+    for moves in range(1, 8):
+        best = [best_lake(transitions, place, best) for place in transitions]
+        assert env.baselines(moves, 1, moves).optimal == pytest.approx(best[0])
     # Two moves at once see less, and a turn of one move is allowed.
     assert env.baselines(10, 2, 20).optimal < env.baselines(20, 1, 20).optimal
     assert env.baselines(6, 2, 6).optimal == env.baselines(6, 1, 6).optimal
