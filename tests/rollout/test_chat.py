@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from functools import cache
 from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tiny import TEMPLATES, tiny_model, tiny_tokenizer
+from tiny import TEMPLATES, tiny_tokenizer
 
 from ragen.core.errors import RagenError
 from ragen.rollout.chat import Chat
@@ -242,20 +241,6 @@ def test_system_text_is_folded_if_the_template_moves_it() -> None:
     )
 
 
-def test_a_default_system_message_is_kept() -> None:
-    tokenizer = _copy("chatml")
-    tokenizer.chat_template = (
-        "{% if messages[0].role != 'system' %}<|im_start|>system\nhelp<|im_end|>\n{% endif %}"
-        + TEMPLATES["chatml"]
-    )
-    chat = Chat(tokenizer)
-    assert chat.exact
-    ids = (*chat.open([user("a")])[0], *chat.encode("b"), end("chatml"))
-    text = tokenizer.decode(chat.extend(ids, [user("a"), assistant("b"), user("c")])[0])
-    assert text.count("help") == 1
-    assert text.startswith("<|im_start|>system\nhelp")
-
-
 def test_a_template_that_numbers_its_turns_is_not_exact() -> None:
     tokenizer = _copy("chatml")
     tokenizer.chat_template = (
@@ -412,38 +397,3 @@ def test_token_span_covers_the_characters(text: str, data: st.DataObject) -> Non
     # And it is the shortest such range.
     assert sum(raw[: first + 1]) > begin
     assert sum(raw[: last - 1]) < finish
-
-
-def test_chat_is_cheap_enough_to_call_every_turn() -> None:
-    chat = make_chat("chatml")
-    text = "P b2 G c3 : Down c2 O at b2 Right b3 _ Down c3 G</think><answer>Right||Down</answer>"
-    ids = chat.encode(text)
-    ids0, _ = chat.open([user("P")], "<think>")
-    messages = [user("P"), assistant(text), user("a0 P a1 _ a2 _ a3 O\n" * 4)]
-    chat.token_span(ids, text, 0, 40)
-
-    def microseconds(work: Any) -> float:
-        times = []
-        for _ in range(50):
-            start = time.process_time()
-            work()
-            times.append(time.process_time() - start)
-        return min(times) * 1e6
-
-    assert microseconds(lambda: chat.token_span(ids, text, 0, 40)) < 300
-    once = microseconds(lambda: chat.extend((*ids0, *ids), messages, "<think>"))
-    longer = messages[:-1] * 40 + messages[-1:]
-    many = microseconds(lambda: chat.extend((*ids0, *ids), longer, "<think>"))
-    assert many < 2 * once + 100  # the cost does not grow with the conversation
-
-
-def test_tiny_model_runs_on_its_tokenizer() -> None:
-    import torch
-
-    tokenizer = tiny_tokenizer("chatml")
-    model = tiny_model(tokenizer)
-    ids, _ = make_chat("chatml").open([user("P G")], "<think>")
-    with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits
-    assert logits.shape == (1, len(ids), len(tokenizer))
-    assert torch.equal(model.lm_head.weight, tiny_model(tokenizer).lm_head.weight)

@@ -188,12 +188,12 @@ def test_a_control_token_of_one_character_becomes_a_replacement_character() -> N
 def test_a_sampled_control_token_ends_its_reply_and_the_template_closes_it() -> None:
     chat, made = make_chat("chatml"), tokenizer("chatml")
     sampler = Sampler(
-        tiny_model(made), chat.end_ids, chat.decode, slots=64, control_ids=chat.control_ids
+        tiny_model(made), chat.end_ids, chat.decode, slots=24, control_ids=chat.control_ids
     )
     ids, _ = chat.open([{"role": "user", "content": "P"}])
 
     async def sample() -> list[Any]:
-        prompts = (Prompt((), ids, 0, 200, 1.0, seed) for seed in range(64))
+        prompts = (Prompt((), ids, 0, 200, 1.0, seed) for seed in range(24))
         return await asyncio.gather(*map(sampler.complete, prompts))
 
     completions = asyncio.run(sample())

@@ -31,10 +31,10 @@ MB = 2**20
 
 
 class RawServer:
-    """Reads a request and sends whatever `answer` yields, then closes the connection."""
+    """Reads a request and sends an answer or what it yields, then closes the connection."""
 
-    def __init__(self, answer: Callable[[], Iterable[bytes]], pause_s: float = 0.0) -> None:
-        self.answer, self.pause_s = answer, pause_s
+    def __init__(self, answer: Iterable[bytes] | Callable[[], Iterable[bytes]]) -> None:
+        self.answer = answer
         self.heads: list[bytes] = []
         self.num_sent = 0
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -56,15 +56,14 @@ class RawServer:
             while len(body) < length:
                 body += connection.recv(65536)
             self.heads.append(head)
-            for part in self.answer():
+            for part in self.answer() if callable(self.answer) else self.answer:
                 connection.sendall(part)
                 self.num_sent += len(part)
-                time.sleep(self.pause_s)
 
 
 @contextmanager
-def serving(answer: Callable[[], Iterable[bytes]], pause_s: float = 0.0) -> Iterator[RawServer]:
-    server = RawServer(answer, pause_s)
+def serving(answer: Iterable[bytes] | Callable[[], Iterable[bytes]]) -> Iterator[RawServer]:
+    server = RawServer(answer)
     threading.Thread(target=server.serve, daemon=True).start()
     try:
         yield server
@@ -131,7 +130,7 @@ TOO_LONG, COMPRESSED = "an answer of more than 4 MB", "a compressed answer"
 LATE, BROKEN = "no answer in 0.2 s", "RemoteProtocolError"
 
 # What the server sends, and words of the error or the exact text of the reply after "=".
-ANSWERS: dict[str, tuple[Callable[[], Iterable[bytes]], str]] = {
+ANSWERS: dict[str, tuple[list[bytes] | Callable[[], Iterator[bytes]], str]] = {
     # Sizes.
     "an endless body": (lambda: chain([head()], repeat(b"x" * MB)), TOO_LONG),
     "endless chunks": (lambda: chain([CHUNKED], repeat(chunk(b"x" * MB))), TOO_LONG),
@@ -143,10 +142,7 @@ ANSWERS: dict[str, tuple[Callable[[], Iterable[bytes]], str]] = {
         lambda: chain([head("400 Bad")], repeat(b"no " * 1000)),
         "HTTP 400: no no no",
     ),
-    "endless headers": (
-        lambda: chain([b"HTTP/1.1 200 OK\r\n"], repeat(b"X: y\r\n" * 999)),
-        BROKEN,
-    ),
+    "endless headers": (lambda: chain([b"HTTP/1.1 200 OK\r\n"], repeat(b"X: y\r\n" * 999)), BROKEN),
     "endless trailers": (
         lambda: chain([CHUNKED + chunk(GO) + b"0\r\n"], repeat(b"X: y\r\n" * 999)),
         BROKEN,
@@ -159,95 +155,87 @@ ANSWERS: dict[str, tuple[Callable[[], Iterable[bytes]], str]] = {
     "an error in drops": (lambda: drops(head("400 Bad") + b"no" * 999), LATE),
     "a body that never ends": (lambda: wait(head() + GO), LATE),
     # Compression.
-    "a gzip bomb": (lambda: answer(BOMB, Content_Encoding="gzip"), COMPRESSED),
-    "two encodings, unknown": (lambda: answer(GO, Content_Encoding="gzip, lol"), COMPRESSED),
-    "a bomb as an error": (
-        lambda: answer(BOMB, "400 Bad", Content_Encoding="gzip"),
-        "(HTTP 400);",
-    ),
-    "the identity": (lambda: answer(GO, Content_Encoding="Identity"), "=go"),
+    "a gzip bomb": (answer(BOMB, Content_Encoding="gzip"), COMPRESSED),
+    "two encodings, unknown": (answer(GO, Content_Encoding="gzip, lol"), COMPRESSED),
+    "a bomb as an error": (answer(BOMB, "400 Bad", Content_Encoding="gzip"), "(HTTP 400);"),
+    "the identity": (answer(GO, Content_Encoding="Identity"), "=go"),
     # Charsets and JSON.
-    "charset=idna": (lambda: answer(GO, Content_Type="application/json; charset=idna"), "=go"),
-    "charset=utf-16": (lambda: answer(GO, Content_Type="application/json; charset=utf-16"), "=go"),
+    "charset=idna": (answer(GO, Content_Type="application/json; charset=idna"), "=go"),
+    "charset=utf-16": (answer(GO, Content_Type="application/json; charset=utf-16"), "=go"),
     "an error in charset=idna": (
-        lambda: error("no", Content_Type="text/html; charset=idna"),
+        error("no", Content_Type="text/html; charset=idna"),
         "(HTTP 400: no)",
     ),
-    "invalid UTF-8": (lambda: answer(b'{"choices": "\xff\xfe"}'), NO_JSON),
-    "an error in invalid UTF-8": (lambda: answer(b"\xff\xfe!", "400 Bad"), "HTTP 400: ��!"),
-    "UTF-16": (lambda: answer(GO.decode().encode("utf-16")), NO_JSON),
-    "a byte order mark": (lambda: answer(b"\xef\xbb\xbf" + GO), "=go"),
-    "deep lists": (lambda: answer(b"[" * MB), NO_JSON),
-    "an integer of a million digits": (lambda: answer(b'{"choices": ' + b"9" * MB + b"}"), NO_JSON),
+    "invalid UTF-8": (answer(b'{"choices": "\xff\xfe"}'), NO_JSON),
+    "an error in invalid UTF-8": (answer(b"\xff\xfe!", "400 Bad"), "HTTP 400: ��!"),
+    "UTF-16": (answer(GO.decode().encode("utf-16")), NO_JSON),
+    "a byte order mark": (answer(b"\xef\xbb\xbf" + GO), "=go"),
+    "deep lists": (answer(b"[" * MB), NO_JSON),
+    "an integer of a million digits": (answer(b'{"choices": ' + b"9" * MB + b"}"), NO_JSON),
     "an error code of 5,000 digits": (
-        lambda: answer({"error": {"message": "no", "code": "9" * 5000}}),
+        answer({"error": {"message": "no", "code": "9" * 5000}}),
         "an error in place of an answer: no",
     ),
-    "NaN": (lambda: answer(b"NaN"), "an error in place of an answer: NaN"),
-    "NaN beside a reply": (lambda: answer(GO[:-1] + b', "usage": NaN, "x": 1e999}'), "=go"),
-    "nothing": (lambda: answer(b""), NO_JSON),
-    "two values": (lambda: answer(GO + GO), NO_JSON),
+    "NaN": (answer(b"NaN"), "an error in place of an answer: NaN"),
+    "NaN beside a reply": (answer(GO[:-1] + b', "usage": NaN, "x": 1e999}'), "=go"),
+    "nothing": (answer(b""), NO_JSON),
+    "two values": (answer(GO + GO), NO_JSON),
     # Shapes.
-    "null": (lambda: answer(None), "in place of an answer"),
-    "choices as an object": (lambda: answer({"choices": {"0": 1}}), NO_CHOICE),
-    "a choice of null": (lambda: answer({"choices": [None]}), NO_CHOICE),
-    "a message as text": (lambda: answer({"choices": [{"message": "go"}]}), NO_CHOICE),
-    "content as a number": (lambda: answer(reply(7)), "="),
+    "null": (answer(None), "in place of an answer"),
+    "choices as an object": (answer({"choices": {"0": 1}}), NO_CHOICE),
+    "a choice of null": (answer({"choices": [None]}), NO_CHOICE),
+    "a message as text": (answer({"choices": [{"message": "go"}]}), NO_CHOICE),
+    "content as a number": (answer(reply(7)), "="),
     "content as odd parts": (
-        lambda: answer(reply([1, None, {"text": 2}, {"text": [{"text": "x"}]}, {"text": "go"}])),
+        answer(reply([1, None, {"text": 2}, {"text": [{"text": "x"}]}, {"text": "go"}])),
         "=go",
     ),
-    "a finish reason as a list": (lambda: answer(reply("go", ["length"])), "=go"),
-    "half a surrogate pair": (lambda: answer(reply("a\ud83db")), "=a�b"),
-    "an error as a list": (
-        lambda: answer({"error": [[["no"]]]}, "400 Bad"),
-        'HTTP 400: [[["no"]]]',
-    ),
+    "a finish reason as a list": (answer(reply("go", ["length"])), "=go"),
+    "half a surrogate pair": (answer(reply("a\ud83db")), "=a�b"),
+    "an error as a list": (answer({"error": [[["no"]]]}, "400 Bad"), 'HTTP 400: [[["no"]]]'),
     "an error code as an object": (
-        lambda: answer({"error": {"code": {"a": 1}, "message": "no"}}, "400 Bad"),
+        answer({"error": {"code": {"a": 1}, "message": "no"}}, "400 Bad"),
         "HTTP 400: no",
     ),
-    "a deep error": (lambda: answer(b"[" * MB, "400 Bad"), "HTTP 400: [[["),
+    "a deep error": (answer(b"[" * MB, "400 Bad"), "HTTP 400: [[["),
     # What a terminal obeys, and the key.
-    "escape codes": (lambda: error("\x1b[31mred\x1b]0;title\x07\x9b"), "\\x1b[31mred\\x1b]0;title"),
-    "a reversal of the text": (lambda: error("\u202egnp.exe\u2066"), "\\u202egnp.exe\\u2066"),
-    "line ends": (lambda: error("a\r\nb\u2028c\x85d\x00e"), "a b c d\\x00e"),
-    "half a pair in an error": (lambda: error("\ud83d!"), "\\ud83d!"),
-    "the key": (lambda: error(f"bad {KEY}", "401 No"), "bad ***"),
+    "escape codes": (error("\x1b[31mred\x1b]0;title\x07\x9b"), "\\x1b[31mred\\x1b]0;title"),
+    "a reversal of the text": (error("\u202egnp.exe\u2066"), "\\u202egnp.exe\\u2066"),
+    "line ends": (error("a\r\nb\u2028c\x85d\x00e"), "a b c d\\x00e"),
+    "half a pair in an error": (error("\ud83d!"), "\\ud83d!"),
+    "the key": (error(f"bad {KEY}", "401 No"), "bad ***"),
     "the key in escapes": (
-        lambda: answer(f'{{"error": "bad \\u0073{KEY[1:]}"}}'.encode(), "401 No"),
+        answer(f'{{"error": "bad \\u0073{KEY[1:]}"}}'.encode(), "401 No"),
         "bad ***",
     ),
-    "the key at the cut": (lambda: error("x" * 285 + KEY, "401 No"), "xx***"),
+    "the key at the cut": (error("x" * 285 + KEY, "401 No"), "xx***"),
     "the key in a reply": (
-        lambda: answer(
-            f'{{"choices": [{{"message": {{"content": "\\u0073{KEY[1:]}"}}}}]}}'.encode()
-        ),
+        answer(f'{{"choices": [{{"message": {{"content": "\\u0073{KEY[1:]}"}}}}]}}'.encode()),
         "=***",
     ),
-    "the key in the status line": (lambda: [f"HTTP/1.1 {KEY}\r\n\r\n".encode()], BROKEN),
+    "the key in the status line": ([f"HTTP/1.1 {KEY}\r\n\r\n".encode()], BROKEN),
     # Statuses and headers.
-    "a redirect": (lambda: answer(b"", "307 Go", Location="file:///etc/passwd"), "(HTTP 307)"),
-    "no content": (lambda: [head("204 No Content")], "(HTTP 204)"),
-    "a part": (lambda: answer(GO, "206 Partial"), "(HTTP 206"),
-    "another protocol": (lambda: [head("101 Switch", Upgrade="x", Connection="upgrade")], BROKEN),
-    "status 999": (lambda: answer(GO, "999 Lol"), "HTTP 999"),
-    "a wait of 10**9 s": (lambda: error("no", "429 No", Retry_After="1000000000"), "HTTP 429"),
-    "a wait of no sense": (lambda: error("no", "503 No", Retry_After="\xff, 99 x"), "HTTP 503"),
+    "a redirect": (answer(b"", "307 Go", Location="file:///etc/passwd"), "(HTTP 307)"),
+    "no content": ([head("204 No Content")], "(HTTP 204)"),
+    "a part": (answer(GO, "206 Partial"), "(HTTP 206"),
+    "another protocol": ([head("101 Switch", Upgrade="x", Connection="upgrade")], BROKEN),
+    "status 999": (answer(GO, "999 Lol"), "HTTP 999"),
+    "a wait of 10**9 s": (error("no", "429 No", Retry_After="1000000000"), "HTTP 429"),
+    "a wait of no sense": (error("no", "503 No", Retry_After="\xff, 99 x"), "HTTP 503"),
     "two lengths": (
-        lambda: [b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab"],
+        [b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab"],
         BROKEN,
     ),
-    "a length below zero": (lambda: [head(Content_Length="-5")], BROKEN),
-    "a length beyond the body": (lambda: [head(Content_Length="999") + GO], BROKEN),
-    "a length before the end": (lambda: [head(Content_Length="5") + GO], NO_JSON),
-    "a chunk of no length": (lambda: [CHUNKED + b"zz\r\n"], BROKEN),
+    "a length below zero": ([head(Content_Length="-5")], BROKEN),
+    "a length beyond the body": ([head(Content_Length="999") + GO], BROKEN),
+    "a length before the end": ([head(Content_Length="5") + GO], NO_JSON),
+    "a chunk of no length": ([CHUNKED + b"zz\r\n"], BROKEN),
     "a cookie of every kind": (
-        lambda: answer(GO, Set_Cookie="\x80=" + "a;" * 9999 + "expires=x; max-age=99999999999999"),
+        answer(GO, Set_Cookie="\x80=" + "a;" * 9999 + "expires=x; max-age=99999999999999"),
         "=go",
     ),
-    "another server": (lambda: [b"SSH-2.0-OpenSSH_9.6\r\n"], BROKEN),
-    "nothing at all": (lambda: [], BROKEN),
+    "another server": ([b"SSH-2.0-OpenSSH_9.6\r\n"], BROKEN),
+    "nothing at all": ([], BROKEN),
 }
 
 
@@ -326,7 +314,7 @@ def test_a_server_is_asked_again_for_some_seconds(
     monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.05)
     start = time.monotonic()
     if answers:
-        with serving(lambda: answers) as server:
+        with serving(answers) as server:
             result = ask(server.url)
             assert len(server.heads) > 1
     else:
@@ -352,7 +340,7 @@ def test_wrong_proxies_and_certificates_of_the_machine_are_one_line(
     monkeypatch.setenv(variable, value)
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
-    with serving(lambda: answer(GO)) as server:
+    with serving(answer(GO)) as server:
         result = ask(server.url.replace("127.0.0.1", "localhost"))
     assert isinstance(result, RagenError | Completion) and "secret" not in str(result)
 
@@ -364,7 +352,7 @@ def test_what_a_client_sends_asks_for_no_compression_and_repeats_no_cookie() -> 
         await policy.complete(PROMPT)
         await policy.close()
 
-    with serving(lambda: answer(GO, Set_Cookie="a=b", Connection="close")) as server:
+    with serving(answer(GO, Set_Cookie="a=b", Connection="close")) as server:
         asyncio.run(twice(server.url))
     assert len(server.heads) == 2
     assert all(b"accept-encoding: identity\r\n" in sent.lower() for sent in server.heads)
@@ -402,7 +390,7 @@ def test_a_strange_retry_after_is_no_error() -> None:
     ],
 )
 def test_an_answer_that_is_always_wrong_is_shown(body: Any, words: str) -> None:
-    with serving(lambda: answer(body)) as server:
+    with serving(answer(body)) as server:
         result = ask(server.url)
     assert isinstance(result, RagenError) and words in str(result), result
     assert "is it running?" not in str(result) and "\n" not in str(result)
@@ -414,12 +402,12 @@ def test_an_answer_that_is_always_wrong_is_given_up_within_five_seconds(
     monkeypatch.setattr(endpoint, "TRIES", 8)
     monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.5)
     start = time.monotonic()
-    with serving(lambda: answer({})) as server:
+    with serving(answer({})) as server:
         assert "check that its address" in str(ask(server.url))
     assert time.monotonic() - start < 5
 
 
 def test_a_busy_server_is_not_said_to_be_down() -> None:
-    with serving(lambda: error("too many", "429 Busy")) as server:
+    with serving(error("too many", "429 Busy")) as server:
         result = ask(server.url)
     assert str(result).endswith("gave no completion: HTTP 429: too many; try again later")
