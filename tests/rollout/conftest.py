@@ -7,6 +7,8 @@ from pathlib import Path
 import certifi
 import pytest
 
+from ragen.rollout import endpoint, judge
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -17,3 +19,11 @@ def one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "SSL_CERT_FILE", str(file))
         yield
+
+
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let endpoints wait for milliseconds before they try again, and hide this machine's keys."""
+    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.001)
+    for name in (endpoint.KEY_ENV, judge.KEY_ENV):
+        monkeypatch.delenv(name, raising=False)

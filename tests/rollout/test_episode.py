@@ -328,19 +328,6 @@ def test_a_solver_that_raises_fails_the_episode() -> None:
     assert episode.stop_reason == "error" and "no plan" in (episode.error or "")
 
 
-def test_players_play_without_tokens() -> None:
-    episode = asyncio.run(
-        play_episode(
-            PlayerPolicy(lambda _: solver, prefill="<think>"),
-            corridor(),
-            EpisodeSpec(0, 0, 0, (0, "eval")),
-        )
-    )
-    assert episode.success and len(episode.turns) == 1
-    assert episode.turns[0].completion.token_ids is None
-    assert episode.turns[0].thought == ""
-
-
 # Tokens.
 
 

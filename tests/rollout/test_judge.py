@@ -31,14 +31,9 @@ from ragen.storage.judgements import FILE
 from tests.faulty import FaultyServer, api_error, chat_reply
 from tests.scripted_judge import Shown, answer, scripted_judge, shown
 
+pytestmark = pytest.mark.usefixtures("short_waits")
+
 BAD = chat_reply("They are all good.")
-
-
-@pytest.fixture(autouse=True)
-def no_waits_and_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.001)
-    for name in (KEY_ENV, endpoint.KEY_ENV):
-        monkeypatch.delenv(name, raising=False)
 
 
 def said(reply: str) -> Episode:
@@ -91,14 +86,9 @@ def test_a_group_is_one_question_that_shows_equal_episodes_once() -> None:
     assert sorted(turns[0]["agent"] for turns in shown(body)) == ["a", "four", "to"]
     assert "The rubric: Be brief." in body["messages"][0]["content"]
     assert (body["model"], body["temperature"]) == ("some/judge", 0.0)
-    assert cost == {
-        "judge/calls": 1,
-        "judge/cached": 0,
-        "judge/failed": 0,
-        "judge/defaulted": 0,
-        "judge/prompt_tokens": 100,
-        "judge/completion_tokens": 20,
-    }
+    counts = {"calls": 1, "cached": 0, "failed": 0, "defaulted": 0}
+    counts |= {"prompt_tokens": 100, "completion_tokens": 20}
+    assert cost == {f"judge/{name}": count for name, count in counts.items()}
 
 
 def test_no_episode_is_no_question() -> None:

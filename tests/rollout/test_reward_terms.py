@@ -193,13 +193,6 @@ def test_thought_metrics_golden() -> None:
     assert thought_metrics([]) == {} == thought_metrics([turn()])
 
 
-def test_thought_metrics_are_part_of_the_step_metrics() -> None:
-    metrics = values(summarize([Group((play(TRUE, FALSE, PROSE),))], [0]))
-    assert metrics["thought/hallucinated_fraction"] == 1 / 4
-    assert metrics["thought/consistent_fraction"] == 1 / 2
-    assert not any(name.startswith("reward_terms/") for name in metrics)
-
-
 def test_isolated_environments_read_thoughts_identically() -> None:
     setup, workers = resolve_setup("frozen-lake-still"), Workers("frozen-lake-still", {}, 10.0)
     try:
