@@ -142,20 +142,6 @@ def test_microbatches_hold_every_row_once_within_the_limit(
         assert sum(map(len, episodes)) == len(set().union(*episodes)), "no episode is split"
 
 
-def test_microbatches_have_little_padding() -> None:
-    """Lengths of episodes of one to five turns: in one batch, half of the tokens are padding."""
-    generator = torch.Generator().manual_seed(0)
-    turns = torch.randint(1, 6, (128,), generator=generator)
-    lengths = 150 + turns * torch.randint(200, 520, (128,), generator=generator)
-    row = Sample((1, 2), (False, True), (0.0,) * 2, (-1, 0), (False, True), 0, 0)
-    batch = replace(collate([row] * 128), lengths_B=lengths)
-    assert 1 - float(lengths.sum()) / (128 * int(lengths.max())) > 0.5
-    for max_tokens, most, num_parts in ((8192, 0.04, 28), (16384, 0.06, 18)):
-        splits = row_splits(batch, max_tokens)
-        size = sum(len(rows) * int(lengths[rows].max()) for rows in splits)
-        assert 1 - float(lengths.sum()) / size < most and len(splits) <= num_parts
-
-
 def _rows(batch: object) -> list[tuple[int, ...]]:
     ids, lengths = batch.token_ids_BT, batch.lengths_B  # type: ignore[attr-defined]
     episodes = batch.episode_B.tolist()  # type: ignore[attr-defined]

@@ -239,13 +239,3 @@ def test_rewards_are_normalised_over_the_batch_or_each_group() -> None:
         batch = apply_credit(made, RewardConfig(normalise="mean", over=over), name="gae")
         assert batch.rewards_BT is not None
         assert batch.rewards_BT.sum(dim=1).tolist() == expected
-
-
-def test_reward_statistics_count_episodes_not_turns_or_rows() -> None:
-    # Totals 1 (four turns, four rows) and 0: centred ±.5, not weighted by turns.
-    long = episode(*(turn(0.25, prompt=(k,)) for k in range(1, 5)))
-    made = [Group((long, episode(turn(0.0))))]
-    index = episode_index(collate(to_samples(made)[0]))
-    rewards_ES = token_rewards([long, made[0].episodes[1]], index, "turn")
-    rewards_ES = normalise(rewards_ES, index.mask_ES, index.group_E, "mean")
-    assert rewards_ES.sum(dim=1).tolist() == [0.5, -0.5]
