@@ -1,7 +1,5 @@
-"""What the tests of this folder share."""
+"""What the tests of endpoints share."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import certifi
@@ -10,20 +8,19 @@ import pytest
 from ragen.rollout import endpoint, judge
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let HTTP clients trust one authority; reading all of certifi's takes 0.05 s for each."""
+@pytest.fixture(scope="session")
+def one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with one authority; reading all of certifi's takes 0.05 s for each client."""
     text, end = Path(certifi.where()).read_text("utf-8"), "-----END CERTIFICATE-----\n"
     file = tmp_path_factory.mktemp("certificates") / "one.pem"
     file.write_text(text[text.index("-----BEGIN") : text.index(end) + len(end)])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "SSL_CERT_FILE", str(file))
-        yield
+    return file
 
 
 @pytest.fixture
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let endpoints wait for milliseconds before they try again, and hide this machine's keys."""
+def short_waits(one_certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let endpoints start at once, repeat after milliseconds, and not see this machine's keys."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(one_certificate))
     monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.001)
     for name in (endpoint.KEY_ENV, judge.KEY_ENV):
         monkeypatch.delenv(name, raising=False)
