@@ -82,7 +82,8 @@ def test_api_page_runs_as_written(
     train = ragen.train
 
     def few(recipe: Any, overrides: dict[str, Any] | None = None, **named: Any) -> Any:
-        return train(recipe, {**(overrides or {}), **FEW, "steps": 1}, **named)
+        short = {"steps": 1, "env.max_turns": 1, "rollout.max_tokens": 32}
+        return train(recipe, {**(overrides or {}), **FEW, **short}, **named)
 
     monkeypatch.setattr(ragen, "train", few)
     monkeypatch.syspath_prepend(str(project))

@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 
@@ -168,6 +169,19 @@ def test_scripts_are_posix_sh() -> None:
         subprocess.run([shell, "-n", ROOT / name], check=True)
     assert os.access(ROOT / "demo.sh", os.X_OK) and os.access(ROOT / "test.sh", os.X_OK)
     assert "./test.sh 2>&1" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for ``PYTHONPATH`` with the files of RAGEN's wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    ignore = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, folder / "source", ignore=ignore)
+    build = "from setuptools.build_meta import build_wheel; build_wheel('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=folder / "source", check=True)
+    (wheel,) = folder.glob("*.whl")
+    ZipFile(wheel).extractall(folder / "site")
+    return folder / "site"
 
 
 IN_A_PROJECT = """
