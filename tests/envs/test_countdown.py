@@ -158,7 +158,7 @@ def test_several_attempts_and_many_numbers_pass_the_checker():
 @pytest.mark.parametrize("params", [{}, {"attempts": 3, "largest_number": 5}])
 def test_exact_baselines_agree_with_samples(params):
     env, budget, draws = make("countdown", **params), Budget(3, 1, 3), 500
-    for level in (123, 10_000):
+    for level in (123,):
         exact = level_baselines(env, budget, level, 0)
         sampled = sample_baselines(env, budget, level, draws)
         assert exact.draws is None and exact.optimal == sampled.optimal == 1.0

@@ -48,11 +48,6 @@ def test_a_bound_draws_the_levels_of_a_seed_until_one_fits():
     assert near.baselines(1, 1, 1).optimal == pytest.approx(1 / 3), "one step, which may slip"
 
 
-def test_impossible_distances_are_refused():
-    with pytest.raises(RagenError, match=r"no FrozenLake level of 2 × 2 cells .* has 3 to any"):
-        make("frozen-lake", size=2, min_distance=3)
-
-
 def test_distances_are_infinite_without_a_path():
     assert CORRIDOR.distances() == [2, 1, np.inf, 0]
     assert Lake(2, frozenset({1, 2}), 0, 3).distances()[0] == np.inf
@@ -73,7 +68,7 @@ def test_steps_move_reward_and_terminate():
 @pytest.mark.parametrize("success_probability", [1 / 3, 0.8])
 def test_slips_go_sideways_and_never_back(success_probability):
     env = FrozenLake(size=3, success_probability=success_probability)
-    n, ends = 1000, Counter()
+    n, ends = 400, Counter()
     for noise_seed in range(n):
         env.reset(seed=0, options={"noise_seed": noise_seed})
         middle = {"holes": [], "start": 0, "goal": 8, "player": 4}
@@ -172,7 +167,7 @@ def test_more_turns_never_lower_the_value():
 
 def test_solve_returns_a_shortest_path_without_slipping():
     env = make("frozen-lake-still")
-    for level in range(123, 126):
+    for level in (123, 124):
         env.reset(seed=level)
         state = env.get_state()
         lake = Lake(4, frozenset(state["holes"]), state["start"], state["goal"])

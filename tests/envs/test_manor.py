@@ -144,7 +144,7 @@ def test_other_sizes_pass_the_checker(params):
 def test_exact_baselines_agree_with_samples():
     env, draws = make("manor", rooms=4, levers=0, delay=2), 500
     budget = Budget(20, 1, 20)
-    for level in (123, 124):
+    for level in (123,):
         exact = level_baselines(env, budget, level, 0)
         sampled = sample_baselines(env, budget, level, draws)
         assert exact.draws is None and exact.random > 0.02

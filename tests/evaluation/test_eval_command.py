@@ -75,18 +75,18 @@ def test_an_endpoint_is_evaluated_once_with_tokens_and_cost(
     monkeypatch.setenv(endpoint.KEY_ENV, KEY)
     more = shlex.split("--env.max_turns 2 --price-in 2 --price-out 10 --markdown table.md")
     with FaultyServer(solves_by_seed) as server:
-        assert main(eval_command(server, *more, episodes=10)) == 0
+        assert main(eval_command(server, *more, episodes=12)) == 0
         result = json.loads(capsys.readouterr().out)
         turns = len(server.requests)
         assert result["total_prompt_tokens"] == 100 * turns
         assert result["total_completion_tokens"] == 20 * turns
         assert result["cost"] == pytest.approx((200 * turns + 200 * turns) / 1e6)
-        assert result["mean_turns"] == turns / 10
+        assert result["mean_turns"] == turns / 12
         assert 0 < result["success"] < 1 and result["success"] == result["pass_at_k"]
         assert (result["optimal"], result["failed"], result["valid_fraction"]) == (1.0, 0, 1.0)
         assert 0 < result["thought_words"] < 3 and 0 < result["effective_fraction"] < 1
         # The same command plays nothing again.
-        assert main(eval_command(server, *more, episodes=10)) == 0
+        assert main(eval_command(server, *more, episodes=12)) == 0
         assert without_seconds(json.loads(capsys.readouterr().out)) == without_seconds(result)
         assert len(server.requests) == turns
     page = Path("table.md").read_text("utf-8")
@@ -116,14 +116,14 @@ def test_an_endpoint_gets_the_full_prompt() -> None:
 
 
 def test_failed_requests_are_reported_and_repeated_by_the_same_command(capsys: Capture) -> None:
-    failing = True
+    failing, more = True, ("--env.max_turns", "2")
 
     def script(_: int, body: dict[str, Any]) -> Answer:
         fails = failing and body["seed"] % 3 == 0
         return api_error(500, "out of memory") if fails else solves_by_seed(0, body)
 
     with FaultyServer(script) as server:
-        assert main(eval_command(server, "--concurrency", "1", episodes=8)) == 0
+        assert main(eval_command(server, "--concurrency", "1", *more)) == 0
         first = json.loads(capsys.readouterr().out)
         num_failed = first["failed_requests"]
         assert 0 < num_failed < 8 and first["failed"] == num_failed and first["episodes"] == 8
@@ -133,28 +133,22 @@ def test_failed_requests_are_reported_and_repeated_by_the_same_command(capsys: C
         )
         assert "HTTP 500: out of memory; the same command plays them again" in line
         failing, before = False, len(server.requests)
-        assert main(eval_command(server, episodes=8)) == 0
+        assert main(eval_command(server, *more)) == 0
         second = json.loads(capsys.readouterr().out)
-        repeated = len(server.requests) - before
-        assert main(eval_command(server, "--out", "elsewhere", episodes=8)) == 0
-        complete = json.loads(capsys.readouterr().out)
+        assert 0 < len(server.requests) - before < before, "only the failed episodes"
     assert second["failed"] == 0 and second["failures"] == []
-    assert without_seconds(second) == without_seconds(complete)
-    assert repeated < len(server.requests) - before - repeated, "only the failed episodes"
+    assert second["success"] > first["success"]
 
 
 def test_a_server_that_fails_in_every_episode_is_reported_in_one_line(capsys: Capture) -> None:
-    for script in (
-        lambda *_: api_error(503, "loading"),  # it never gives a reply
-        lambda _, body: (
-            chat_reply("?") if len(body["messages"]) == 2 else api_error(500, "no memory")
-        ),
-    ):
-        with FaultyServer(script) as server:
-            assert main(eval_command(server, episodes=4)) == 2
-        output = capsys.readouterr()
-        assert output.out == "" and output.err.count("\n") == 1
-        assert "HTTP 50" in output.err
+    def script(_: int, body: dict[str, Any]) -> Answer:
+        return chat_reply("?") if len(body["messages"]) == 2 else api_error(500, "no memory")
+
+    with FaultyServer(script) as server:
+        assert main(eval_command(server, episodes=2)) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1
+    assert "HTTP 500" in output.err
 
 
 def test_episodes_that_ended_before_the_server_died_are_kept(
@@ -189,10 +183,8 @@ def test_concurrency_limits_requests_at_once() -> None:
     with FaultyServer(slowly) as server:
         served = Server(server.url)
         values = {"env": ROGUE, "env.max_turns": 1}
-        evaluate_target("m", values, episodes=6, server=served, concurrency=3)
-        assert server.max_concurrent <= 3
-        evaluate_target("m", values, episodes=8, server=served, concurrency=8, seed=1)
-        assert server.max_concurrent > 3
+        evaluate_target("m", values, episodes=8, server=served, concurrency=3)
+        assert server.max_concurrent == 3
 
 
 def fork_command(command: list[str], error: Path) -> int:
@@ -219,13 +211,13 @@ def fork_command(command: list[str], error: Path) -> int:
 def test_a_stopped_evaluation_resumes(number: int, code: int, words: str, capsys: Capture) -> None:
     """After a stop, the same command gives the result of an uninterrupted evaluation.
 
-    The server answers eight requests and then nothing until the process has been stopped, so that
+    The server answers five requests and then nothing until the process has been stopped, so that
     the outcome does not depend on the speed of the machine.
     """
     stopped = threading.Event()
 
     def script(request: int, body: dict[str, Any]) -> Answer:
-        assert request < 8 or stopped.wait(60)
+        assert request < 5 or stopped.wait(60)
         return solves_by_seed(0, body)
 
     def stored() -> int:
@@ -238,10 +230,10 @@ def test_a_stopped_evaluation_resumes(number: int, code: int, words: str, capsys
                 return 0
 
     with FaultyServer(script) as server:
-        more = shlex.split("--concurrency 2 --samples 2 --env.max_turns 1")
-        command = eval_command(server, *more, episodes=12)
+        more = shlex.split("--concurrency 2 --env.max_turns 1")
+        command = eval_command(server, *more, episodes=8)
         process = fork_command(command, Path("error"))
-        while stored() < 5 and os.waitpid(process, os.WNOHANG) == (0, 0):
+        while stored() < 3 and os.waitpid(process, os.WNOHANG) == (0, 0):
             time.sleep(0.01)
         os.kill(process, number)
         exit_code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
@@ -249,19 +241,19 @@ def test_a_stopped_evaluation_resumes(number: int, code: int, words: str, capsys
         error = Path("error").read_text()
         assert exit_code == code and words in error and error.count("\n") == bool(words)
         done, num_requests = stored(), len(server.requests)
-        assert 5 <= done <= 8
+        assert 3 <= done <= 5
         assert main(command) == 0
         resumed = json.loads(capsys.readouterr().out)
-        assert len(server.requests) - num_requests == 24 - done
+        assert len(server.requests) - num_requests == 8 - done
         assert main([*command, "--out", "complete"]) == 0
-        assert len(server.requests) - num_requests == 48 - done
+        assert len(server.requests) - num_requests == 16 - done
     complete = json.loads(capsys.readouterr().out)
     assert without_seconds(resumed) == without_seconds(complete)
-    assert (complete["episodes"], complete["samples"]) == (12, 2)
+    assert complete["episodes"] == 8
     kept = {
         (e.episode.level_seed, e.episode.member) for e in read_episodes(Path(resumed["folder"]))
     }
-    assert len(kept) == 24, "the episodes from before and after the stop are in one folder"
+    assert len(kept) == 8, "the episodes from before and after the stop are in one folder"
 
 
 def test_an_evaluation_of_more_levels_and_samples_plays_only_the_new_ones() -> None:
@@ -358,9 +350,6 @@ def test_several_environments_and_samples_are_shown_in_tables(capsys: Capture) -
         "pass@2" in printed and printed.count("random play") == printed.count("optimal play") == 3
     )
     assert Path("all.md").read_text("utf-8").count("| solver, T=1 |") == 3
-    assert main([*line.split(), "--json"]) == 0
-    envs = [json.loads(each)["env"] for each in capsys.readouterr().out.splitlines()]
-    assert envs == ["bandit", "frozen-lake-still", "sokoban"]
 
 
 def test_evaluation_table_equals_values_computed_by_hand() -> None:

@@ -39,7 +39,7 @@ ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
 @pytest.mark.parametrize("env", ["bandit", "frozen-lake"])
 @pytest.mark.parametrize("player", ["random", "solver"])
 def test_players_reach_their_baselines(player: str, env: str) -> None:
-    result, _ = evaluate_target(player, {"env": env}, episodes=48, seed=3)
+    result, _ = evaluate_target(player, {"env": env}, episodes=24, seed=3)
     baseline = result.random if player == "random" else result.optimal
     assert baseline is not None
     assert result.success_low <= baseline <= result.success_high
@@ -116,7 +116,7 @@ def test_greedy_evaluation_does_not_depend_on_the_seed_and_a_sampled_one_does(
     bandit_run: Path,
 ) -> None:
     def evaluate(seed: int, temperature: float) -> Evaluation:
-        return evaluate_target(str(bandit_run), episodes=8, temperature=temperature, seed=seed)[0]
+        return evaluate_target(str(bandit_run), episodes=6, temperature=temperature, seed=seed)[0]
 
     first, second = evaluate(0, 0.0), evaluate(9, 0.0)
     assert first.temperature == 0 and "greedy" in str(first)

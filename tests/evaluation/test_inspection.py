@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,14 @@ def inspect(template: str, **keys: Any) -> Inspection:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sampled reply has as few tokens as the short decode."""
+    """The sampled reply has as few tokens as the short decode, and memory is scarce."""
     monkeypatch.setattr(inspection, "REPLY_S", 0.0)
+    monkeypatch.setattr("ragen.engines.memory.available", lambda device: 2**21)
+
+
+@cache
+def chatml() -> Inspection:
+    return inspect("chatml")
 
 
 def test_the_embedded_model_is_inspected_with_its_compact_prompts() -> None:
@@ -74,12 +81,14 @@ def test_an_environment_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("hurried")
 def test_trained_pieces_are_the_replies_with_the_tokens_that_end_them() -> None:
-    found = inspect("chatml")
+    found = chatml()
     (sample,) = found.samples
     assert found.turns == 3 and "extends the tokens so far" in found.why
     replies = "".join(piece.text if piece.trained else "|" for piece in sample)
     assert replies.count("I try ") == replies.count("</answer><|im_end|>") == 3
     assert "user" not in replies and sample[: len(found.prompt)] == found.prompt
+    assert found.reply.num_tokens == inspection.TOKENS
+    assert found.reply.problem == "It was cut off here after 16 of 400 tokens, to save time."
     assert {piece.text for piece in found.prompt if piece.control} == {
         *("<|im_start|>", "<|im_end|>")
     }
@@ -89,11 +98,8 @@ def test_trained_pieces_are_the_replies_with_the_tokens_that_end_them() -> None:
 @pytest.mark.parametrize(
     ("template", "keys", "samples", "why"),
     [
-        ("qwen3", {}, 1, "here they stay as they were sampled"),
         ("qwen3", {"prompt__history_thoughts": "drop"}, 3, "left out of the prompts"),
         ("chatml", {"prompt__window": 1, "model__max_length": 4096}, 3, "prompt.window"),
-        ("hollow", {}, 1, "here they stay"),
-        ("chatml", {"env": "bandit"}, 1, "one turn"),  # an episode of one turn
     ],
 )
 def test_it_is_said_whether_turns_join_and_why(
@@ -101,13 +107,12 @@ def test_it_is_said_whether_turns_join_and_why(
 ) -> None:
     found = inspect(template, **keys)
     assert (len(found.samples), why in found.why) == (samples, True), found.why
-    assert found.turns == (1 if "env" in keys else 3)
+    assert found.turns == 3
 
 
 @pytest.mark.usefixtures("hurried")
-def test_each_method_of_training_has_a_row_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragen.engines.memory.available", lambda device: 2**21)
-    found = inspect("chatml")
+def test_each_method_of_training_has_a_row_of_memory() -> None:
+    found = chatml()
     named = [(row.method, row.adapters, row.dtype) for row in found.memory]
     assert len(set(named)) == len(named) == 8
     for row in found.memory:
@@ -116,13 +121,6 @@ def test_each_method_of_training_has_a_row_of_memory(monkeypatch: pytest.MonkeyP
     by_name = dict(zip(named, found.memory, strict=True))
     grpo, ppo = by_name["GRPO", False, "float32"], by_name["PPO", False, "float32"]
     assert 0 < grpo.certain < ppo.certain < ppo.peak
-
-
-@pytest.mark.usefixtures("hurried")
-def test_a_reply_that_is_cut_to_save_time_is_no_fault_of_the_model() -> None:
-    reply = inspect("plain").reply
-    assert reply.num_tokens == inspection.TOKENS
-    assert reply.problem == "It was cut off here after 16 of 400 tokens, to save time."
 
 
 @pytest.mark.usefixtures("hurried")

@@ -115,7 +115,7 @@ def test_very_long_replies_and_very_many_episodes_are_not_kept_whole(
     assert len(kept[0]["turns"][1]["messages"]) < 6000
 
 
-@pytest.mark.parametrize("num_valid", [1, 2])
+@pytest.mark.parametrize("num_valid", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_reply_is_shown_where_fewer_than_half_are_valid(
     num_valid: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

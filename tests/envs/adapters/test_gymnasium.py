@@ -19,10 +19,7 @@ from ragen.envs.registry import env_class, make
 from ragen.evaluation.baselines import Budget, sample_baselines, sources
 from tests.adapted import measured_floor, noise_of, random_episodes, random_names
 
-TOY_TEXT = (
-    *("FrozenLake-v1", "FrozenLake8x8-v1", "Taxi-v4", "CliffWalking-v1"),
-    *("CliffWalkingSlippery-v1", "Blackjack-v1"),
-)
+TOY_TEXT = (*("FrozenLake-v1", "Taxi-v4", "CliffWalkingSlippery-v1", "Blackjack-v1"),)
 MINIGRID = ("MiniGrid-Empty-5x5-v0", "MiniGrid-DoorKey-5x5-v0", "MiniGrid-Dynamic-Obstacles-5x5-v0")
 
 
@@ -149,7 +146,7 @@ def test_environment_keeps_the_contract(target):
 
 
 def test_floor_is_that_of_a_simulation_without_ragen():
-    level, draws, target = 123, 200, "FrozenLake-v1"
+    level, draws, target = 123, 60, "FrozenLake-v1"
     names = random_names(level, ("Left", "Down", "Right", "Up"))
     env = gymnasium.make(target)
     returns = []
@@ -218,8 +215,8 @@ def test_optimal_play_of_the_lake_is_the_best_of_all_courses_and_the_solver_play
     any_end.reset(seed=1)
     assert any_end.baselines(9, 1, 9).optimal > 0.9
     chance = env.baselines(10, 1, 10).optimal
-    found = sample_baselines(env, Budget(10, 1, 10), 123, 400)
-    assert abs(found.optimal - chance) < 3 * (chance * (1 - chance) / 400) ** 0.5
+    found = sample_baselines(env, Budget(10, 1, 10), 123, 100)
+    assert abs(found.optimal - chance) < 3 * (chance * (1 - chance) / 100) ** 0.5
 
 
 def shortest(transitions, start):
