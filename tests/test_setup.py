@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 
@@ -74,16 +75,20 @@ class Checkout:
         return self.log.read_text().splitlines() if self.log.exists() else []
 
 
-def test_first_start_installs_and_second_does_not(tmp_path: Path) -> None:
+def test_setup_installs_at_the_first_start_and_after_changes_only(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     code, out, _ = checkout.run("demo.sh", "--seed", "1")
     assert (code, out) == (0, "ran: -m ragen.cli.main train frozen-lake-still --json --seed 1\n")
     assert checkout.installs == [f"{checkout.root}: -m pip install -c constraints.txt -e ."]
-    start = time.perf_counter()
-    code, _, err = checkout.run("demo.sh")
-    assert (code, err) == (0, "")
-    assert time.perf_counter() - start < 3
+    assert checkout.run("demo.sh")[::2] == (0, "")
     assert len(checkout.installs) == 1
+    with (checkout.root / "constraints.txt").open("a") as file:
+        file.write("new==1.0\n")
+    checkout.run("demo.sh")
+    assert len(checkout.installs) == 2
+    checkout.root = checkout.root.rename(tmp_path / "elsewhere")
+    checkout.run("demo.sh")
+    assert len(checkout.installs) == 3
 
 
 def test_test_script_installs_the_dev_extra_and_the_demo_reuses_it(tmp_path: Path) -> None:
@@ -92,18 +97,6 @@ def test_test_script_installs_the_dev_extra_and_the_demo_reuses_it(tmp_path: Pat
     assert checkout.installs[0].endswith("-e .[dev]")
     checkout.run("demo.sh")
     assert len(checkout.installs) == 1
-
-
-def test_changed_requirements_or_a_moved_folder_trigger_reinstallation(tmp_path: Path) -> None:
-    checkout = Checkout(tmp_path)
-    checkout.run("demo.sh")
-    with (checkout.root / "constraints.txt").open("a") as file:
-        file.write("new==1.0\n")
-    checkout.run("demo.sh")
-    assert len(checkout.installs) == 2
-    checkout.root = checkout.root.rename(tmp_path / "elsewhere")
-    checkout.run("demo.sh")
-    assert len(checkout.installs) == 3
 
 
 def test_failed_or_interrupted_setup_is_repeated(tmp_path: Path) -> None:
@@ -137,7 +130,7 @@ def test_virtual_environment_without_pip_is_recreated(tmp_path: Path) -> None:
 
 def test_concurrent_setups_install_once(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
-    processes = [checkout.start("demo.sh", install_s=1) for _ in range(3)]
+    processes = [checkout.start("demo.sh", install_s=0.2) for _ in range(3)]
     results = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len(checkout.installs) == 1
@@ -149,11 +142,7 @@ def test_concurrent_setups_install_once(tmp_path: Path) -> None:
     [
         ("", True, "RAGEN needs Python 3.11 or newer; none was found"),
         ("3.9", True, "RAGEN needs Python 3.11 or newer; this machine has 3.9"),
-        (
-            "3.12",
-            False,
-            "Python 3.12 lacks its venv module. On Debian or Ubuntu: apt install python3.12-venv",
-        ),
+        ("3.12", False, "Python 3.12 lacks its venv module. On Debian or Ubuntu: apt install"),
     ],
 )
 def test_unsuitable_python_is_reported(
@@ -182,35 +171,36 @@ def test_scripts_are_posix_sh() -> None:
     assert "./test.sh 2>&1" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_wheel_contains_recipes_presets_and_weights(installed: Path, tmp_path: Path) -> None:
-    code = (
-        "import ragen; from importlib import resources; "
-        "from ragen.config import reading as settings; "
-        f"assert ragen.__file__.startswith({str(installed)!r}), ragen.__file__; "
-        "[settings.resolve(name) for name in settings.recipes()]; "
-        "[settings.resolve(None, {'algorithm': name}) for name in settings.presets()]; "
-        "print(sorted(settings.recipes()), sorted(settings.presets())); "
-        "print(sorted(str(p.name) for p in (resources.files('ragen.models') / 'bases').iterdir()) "
-        "if (resources.files('ragen.models') / 'bases').is_dir() else [])"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    folder = ROOT / "src" / "ragen" / "config" / "recipes"
-    files = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.toml"))
-    recipes = sorted(file.as_posix() for file in files)
-    bases = ROOT / "src" / "ragen" / "models" / "bases"
-    shipped = sorted(path.name for path in bases.iterdir()) if bases.is_dir() else []
-    first, second = done.stdout.splitlines()
-    assert first.startswith(str(recipes))
-    assert second == str(shipped)
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for ``PYTHONPATH`` with the files of RAGEN's wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    ignore = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, folder / "source", ignore=ignore)
+    build = "from setuptools.build_meta import build_wheel; build_wheel('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=folder / "source", check=True)
+    (wheel,) = folder.glob("*.whl")
+    ZipFile(wheel).extractall(folder / "site")
+    return folder / "site"
+
+
+IN_A_PROJECT = """
+import json, sys
+from importlib import resources
+
+import ragen
+from ragen.cli.main import main
+from ragen.config.reading import presets, recipes, resolve
+
+assert ragen.__file__.startswith(sys.argv[1]), ragen.__file__
+for name in recipes():
+    resolve(name)
+for name in presets():
+    resolve(None, {"algorithm": name})
+assert main(["train", "bandit", "--dry-run"]) == 0  # reads the embedded model's sizes
+bases = resources.files("ragen.models") / "bases"
+print(json.dumps([sorted(recipes()), sorted(path.name for path in bases.iterdir())]))
+"""
 
 
 def components(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -220,7 +210,25 @@ def components(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from components(inside)
 
 
-def test_wheel_lists_the_files_of_others_with_hashes_and_licences(installed: Path) -> None:
+def test_wheel_contains_what_runs_need_and_lists_the_files_of_others(
+    installed: Path, tmp_path: Path
+) -> None:
+    """Recipes, presets and weights; for the viewer's libraries, hashes and licences."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_PROJECT, str(installed)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    folder = ROOT / "src" / "ragen" / "config" / "recipes"
+    files = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.toml"))
+    recipes = sorted(file.as_posix() for file in files)
+    bases = sorted(path.name for path in (ROOT / "src" / "ragen" / "models" / "bases").iterdir())
+    assert json.loads(done.stdout.splitlines()[-1]) == [recipes, bases]
+
     (metadata,) = installed.glob("ragen_rl-*.dist-info")
     bill = json.loads((metadata / "sboms" / "ragen-rl.cdx.json").read_text("utf-8"))
     assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from ragen.core.metrics import last
 from ragen.core.types import Episode, Group
 from ragen.storage.recorder import Recorder
 from tests.cli.test_cli import evaluation
+from tests.shared import once
 
 THOUGHTS = ("the box is left", "Ünder the wall", 'she said "go" & <b>left</b>', "push it")
 
@@ -139,11 +142,15 @@ def make_engine_run(folder: Path, steps: int = 30) -> Path:
 
 
 def make_run(folder: Path, finish: bool = True) -> Path:
-    """Write the run, without its last two steps if `finish` is false."""
-    folder.mkdir(parents=True)
+    """Copy the run, without its last two steps if `finish` is false."""
+    name = "viewer-run" if finish else "viewer-run-unfinished"
+    return Path(shutil.copytree(once(name, partial(_write_run, finish=finish)), folder))
+
+
+def _write_run(folder: Path, finish: bool) -> None:
+    folder.mkdir()
     config = dump(resolve("frozen-lake", {"steps": 6, "seed": 7}))
     with Recorder.create(folder, config, text_of=lambda token: f"<{token}>") as recorder:
         for step in steps(recorder):
             if not finish and (recorder.attempt, step) == (1, 4):
                 break
-    return folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from random import Random
 
 import torch
 from hypothesis import given
@@ -34,15 +35,47 @@ def test_collate_pads_on_the_right() -> None:
     assert (batch.num_rows, batch.num_tokens) == (2, 3)
 
 
-@given(samples(), st.floats(0, 1))
-def test_weights_are_one_on_sampled_tokens_and_zero_on_padding_and_first_tokens(
-    rows: list[Sample], context: float
+@given(samples(), st.floats(0, 1), st.randoms(use_true_random=False))
+def test_each_sampled_token_has_weight_one_and_one_place_by_row_and_by_episode(
+    rows: list[Sample], context: float, random: Random
 ) -> None:
     batch = collate(rows, context_weight=context)
     assert torch.all(batch.weight_BT[batch.mask_BT] == 1)
     assert torch.all(batch.weight_BT[:, 0] == 0)
     beyond_BT = torch.arange(batch.mask_BT.shape[1]) >= batch.lengths_B[:, None]
     assert torch.all(batch.weight_BT[beyond_BT] == 0)
+
+    # By episode, in the order of time, and back.
+    index = episode_index(batch)
+    ids_ES = to_episodes(batch.token_ids_BT, index)
+    assert torch.equal(scatter_to_rows(ids_ES, index), batch.token_ids_BT * batch.mask_BT)
+    assert index.mask_ES.sum() == batch.mask_BT.sum()
+    for e, number in enumerate(index.episode_E.tolist()):
+        own = [row for row in rows if row.episode == number]
+        turns = [t for row in own for t in row.turn_index if t >= 0]
+        assert ids_ES[e][index.mask_ES[e]].tolist() == [i for row in own for i in sampled(row)]
+        assert index.turn_ES[e][index.mask_ES[e]].tolist() == turns == sorted(turns)
+        assert index.turn_ends_ES[e].sum() == len(set(turns))
+        assert index.group_E[e] == own[0].group
+
+    # Whatever the order of the rows.
+    other = collate(random.sample(rows, len(rows)))
+    other_index = episode_index(other)
+    assert torch.equal(ids_ES, to_episodes(other.token_ids_BT, other_index))
+    assert torch.equal(index.turn_ES, other_index.turn_ES)
+
+    # In a flat list, row by row.
+    plain = collate(rows)
+    tokens = flatten(replace(plain, values_BT=plain.token_ids_BT * 2.0))
+    expected = [(i, row.episode) for row in rows for i in sampled(row)]
+    pairs = zip(tokens.token_ids_N.tolist(), tokens.episode_N.tolist(), strict=True)
+    assert list(pairs) == expected and tokens.advantages_N is None
+    assert tokens.values_N is not None
+    assert torch.equal(tokens.values_N, tokens.token_ids_N * 2.0)
+
+
+def sampled(row: Sample) -> list[int]:
+    return [i for i, on in zip(row.token_ids, row.loss_mask, strict=True) if on]
 
 
 def test_an_untrained_completion_gets_no_context_weight() -> None:
@@ -51,42 +84,6 @@ def test_an_untrained_completion_gets_no_context_weight() -> None:
         (1, 5, 2, 8), (off, off, off, on), (0.0,) * 4, (-1, 0, -1, 1), (off, off, off, on), 0, 0
     )
     assert collate([row], context_weight=0.5).weight_BT.tolist() == [[0, 0, 0.5, 1]]
-
-
-@given(samples())
-def test_scatter_to_rows_inverts_to_episodes_on_the_mask(rows: list[Sample]) -> None:
-    batch = collate(rows)
-    index = episode_index(batch)
-    back_BT = scatter_to_rows(to_episodes(batch.token_ids_BT, index), index)
-    assert torch.equal(back_BT, batch.token_ids_BT * batch.mask_BT)
-    assert index.mask_ES.sum() == batch.mask_BT.sum()
-
-
-@given(samples())
-def test_episode_index_orders_sampled_tokens_by_time(rows: list[Sample]) -> None:
-    index = episode_index(batch := collate(rows))
-    ids_ES = to_episodes(batch.token_ids_BT, index)
-    for e, number in enumerate(index.episode_E.tolist()):
-        own = [row for row in rows if row.episode == number]
-        on = [i for row in own for i, m in zip(row.token_ids, row.loss_mask, strict=True) if m]
-        turns = [t for row in own for t in row.turn_index if t >= 0]
-        assert ids_ES[e][index.mask_ES[e]].tolist() == on
-        assert index.turn_ES[e][index.mask_ES[e]].tolist() == turns == sorted(turns)
-        assert index.turn_ends_ES[e].sum() == len(set(turns))
-        assert index.group_E[e] == own[0].group
-
-
-@given(samples(), st.randoms(use_true_random=False))
-def test_episode_index_does_not_depend_on_the_order_of_rows(
-    rows: list[Sample], random: object
-) -> None:
-    shuffled = list(rows)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    one, two = collate(rows), collate(shuffled)
-    index_one, index_two = episode_index(one), episode_index(two)
-    ids_one = to_episodes(one.token_ids_BT, index_one)
-    assert torch.equal(ids_one, to_episodes(two.token_ids_BT, index_two))
-    assert torch.equal(index_one.turn_ES, index_two.turn_ES)
 
 
 def test_take_cuts_to_the_longest_row_and_keeps_every_field() -> None:
@@ -143,35 +140,6 @@ def test_microbatches_hold_every_row_once_within_the_limit(
     if whole_episodes:
         episodes = [set(batch.episode_B[rows_R].tolist()) for rows_R in splits]
         assert sum(map(len, episodes)) == len(set().union(*episodes)), "no episode is split"
-
-
-def test_microbatches_have_little_padding() -> None:
-    """Lengths of episodes of one to five turns: in one batch, half of the tokens are padding."""
-    generator = torch.Generator().manual_seed(0)
-    turns = torch.randint(1, 6, (128,), generator=generator)
-    lengths = 150 + turns * torch.randint(200, 520, (128,), generator=generator)
-    row = Sample((1, 2), (False, True), (0.0,) * 2, (-1, 0), (False, True), 0, 0)
-    batch = replace(collate([row] * 128), lengths_B=lengths)
-    assert 1 - float(lengths.sum()) / (128 * int(lengths.max())) > 0.5
-    for max_tokens, most, num_parts in ((8192, 0.04, 28), (16384, 0.06, 18)):
-        splits = row_splits(batch, max_tokens)
-        size = sum(len(rows) * int(lengths[rows].max()) for rows in splits)
-        assert 1 - float(lengths.sum()) / size < most and len(splits) <= num_parts
-
-
-@given(samples())
-def test_flatten_is_row_major_at_the_weighted_positions(rows: list[Sample]) -> None:
-    batch = collate(rows)
-    tokens = flatten(replace(batch, values_BT=batch.token_ids_BT * 2.0))
-    sampled = [
-        (i, row.episode)
-        for row in rows
-        for i, m in zip(row.token_ids, row.loss_mask, strict=True)
-        if m
-    ]
-    assert list(zip(tokens.token_ids_N.tolist(), tokens.episode_N.tolist(), strict=True)) == sampled
-    assert tokens.values_N is not None and tokens.advantages_N is None
-    assert torch.equal(tokens.values_N, tokens.token_ids_N * 2.0)
 
 
 def _rows(batch: object) -> list[tuple[int, ...]]:

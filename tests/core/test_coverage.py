@@ -1,19 +1,18 @@
 """Every interval of `ragen.core.statistics` has the coverage that its docstring states.
 
-For rates, coverage is an exact sum over all outcomes. Elsewhere it is measured on synthetic samples
-with a known true value and fixed seeds. `NOMINAL` is the range to expect; exceptions are stated in
-the docstrings and tested here as well.
+Where outcomes are counts, coverage is an exact sum over all of them. Elsewhere it is measured on
+synthetic samples with a known true value and fixed seeds. `NOMINAL` is the range to expect;
+exceptions are stated in the docstrings and tested here as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
-from scipy.special import expit
-from scipy.stats import binom
+from scipy.special import expit, gammaln, xlog1py, xlogy
 
 from ragen.core.statistics import (
     Floats,
@@ -37,9 +36,16 @@ SAMPLES = 2000
 """Synthetic samples per coverage; its standard error is then 0.5 %."""
 
 SLOW = pytest.mark.slow
-"""Intermediate sizes; the default tests cover those on either side. All take half a minute."""
+"""Other sizes that a docstring names."""
 
 Draw = Callable[[np.random.Generator, int], Floats]
+
+
+def binomial(counts: Any, trials: int, rate: Any) -> Floats:
+    """Probabilities of these numbers of successes."""
+    ways = gammaln(trials + 1) - gammaln(counts + 1) - gammaln(trials - counts + 1)
+    chances: Floats = np.exp(ways + xlogy(counts, rate) + xlog1py(trials - counts, -rate))
+    return chances
 
 
 def coverage_of(intervals: Iterable[Interval], truth: float) -> float:
@@ -55,12 +61,6 @@ def is_nominal(coverage: float) -> bool:
 # Rates: every outcome, weighted by its probability.
 
 
-def exact_wilson(trials: int, rate: float) -> float:
-    counts = np.arange(trials + 1)
-    contained = [i.low <= rate <= i.high for i in (wilson(int(c), trials) for c in counts)]
-    return float(binom.pmf(counts, trials, rate) @ np.array(contained))
-
-
 @pytest.mark.parametrize(
     ("trials", "at_any_rate", "in_the_middle"),
     [
@@ -68,7 +68,7 @@ def exact_wilson(trials: int, rate: float) -> float:
         (32, (0.894, 0.983), (0.920, 0.976)),
         (128, (0.925, 0.980), (0.935, 0.964)),
         (256, (0.929, 0.978), (0.939, 0.961)),
-        (512, (0.934, 0.973), (0.942, 0.958)),
+        pytest.param(512, (0.934, 0.973), (0.942, 0.958), marks=SLOW),
     ],
 )
 def test_wilson_coverage_at_its_extremes(
@@ -78,33 +78,26 @@ def test_wilson_coverage_at_its_extremes(
     found = [wilson(count, trials) for count in range(trials + 1)]
     bounds = np.array([[i.low, i.high] for i in found])
     jumps = np.concatenate([bounds.ravel() - 1e-9, bounds.ravel() + 1e-9])
-    for (least, most), (low, high) in (((0.01, 0.99), at_any_rate), ((0.1, 0.9), in_the_middle)):
-        rates = jumps[(jumps >= least) & (jumps <= most)]
-        inside = (bounds[:, :1] <= rates) & (rates <= bounds[:, 1:])
-        coverage = (binom.pmf(np.arange(trials + 1)[:, None], trials, rates) * inside).sum(0)
-        assert low <= coverage.min() < low + 0.001 and high - 0.001 < coverage.max() <= high
-
-
-def exact_difference(trials: int, rate: float, other: float) -> float:
-    counts = range(trials + 1)
-    ones = [wilson(count, trials) for count in counts]
-    chances = [binom.pmf(counts, trials, p) for p in (rate, other)]
-    total = 0.0
-    for a in counts:
-        for b in counts:
-            chance = chances[0][a] * chances[1][b]
-            if chance > 1e-9:
-                found = difference(ones[a], ones[b])
-                total += chance * (found.low <= rate - other <= found.high)
-    return total
+    rates = jumps[(jumps >= 0.01) & (jumps <= 0.99)]
+    inside = (bounds[:, :1] <= rates) & (rates <= bounds[:, 1:])
+    coverage = (binomial(np.arange(trials + 1)[:, None], trials, rates) * inside).sum(0)
+    middle = coverage[(rates >= 0.1) & (rates <= 0.9)]
+    for each, (low, high) in ((coverage, at_any_rate), (middle, in_the_middle)):
+        assert low <= each.min() < low + 0.001 and high - 0.001 < each.max() <= high
 
 
 @pytest.mark.parametrize(
-    ("trials", "rate", "other"),
-    [(32, 0.5, 0.5), (32, 0.3, 0.1), (64, 0.2, 0.25), (64, 0.1, 0.1), (128, 0.9, 0.5)],
+    ("trials", "rate", "other"), [(32, 0.5, 0.5), (32, 0.3, 0.1), (64, 0.1, 0.1), (128, 0.9, 0.5)]
 )
 def test_difference_of_independent_rates(trials: int, rate: float, other: float) -> None:
-    assert is_nominal(exact_difference(trials, rate, other))
+    counts = np.arange(trials + 1)
+    ones = [wilson(int(count), trials) for count in counts]
+    chances = np.outer(*(binomial(counts, trials, p) for p in (rate, other)))
+    coverage = 0.0
+    for a, b in np.argwhere(chances > 1e-9):
+        found = difference(ones[a], ones[b])
+        coverage += chances[a, b] * (found.low <= rate - other <= found.high)
+    assert is_nominal(coverage)
 
 
 # Means: levels drawn from distributions with long and short tails.
@@ -115,36 +108,22 @@ def measured(draw: Draw, size: int, interval: Callable[[Floats], Interval]) -> l
     return [interval(draw(generator, size)) for _ in range(SAMPLES)]
 
 
-def over_levels(values: Floats) -> Interval:
-    return bootstrap_mean(values.tolist(), range(len(values)))
-
-
 def sokoban(generator: np.random.Generator, size: int) -> Floats:
     """Returns of an agent that solves a fifth of levels: about 10.5 if solved, about −1 if not."""
     solved = generator.random(size) < 0.2
     return np.where(solved, 10.9 - 0.1 * generator.integers(9, size=size), -1.0)
 
 
-def bandit(generator: np.random.Generator, size: int) -> Floats:
-    """Returns of random play: 0.15 from the safe arm, else 1 with probability ¼."""
-    paid = (generator.random(size) < 0.25).astype(float)
-    return np.where(generator.random(size) < 0.5, 0.15, paid)
-
-
 @pytest.mark.parametrize(
-    ("draw", "mean", "sizes"),
+    ("draw", "mean", "size"),
     [
-        (lambda generator, size: generator.normal(3.0, 2.0, size), 3.0, (8, 64)),
-        (lambda generator, size: generator.random(size), 0.5, (8, 64)),
-        (sokoban, 0.2 * 10.5 - 0.8, (32, 256)),
-        (bandit, 0.2, (64,)),
+        (lambda generator, size: generator.normal(3.0, 2.0, size), 3.0, 8),
+        (sokoban, 0.2 * 10.5 - 0.8, 32),
     ],
-    ids=["normal", "uniform", "sokoban", "bandit"],
 )
-def test_bootstrap_mean(draw: Draw, mean: float, sizes: tuple[int, ...]) -> None:
-    for size in sizes:
-        coverage = coverage_of(measured(draw, size, over_levels), mean)
-        assert is_nominal(coverage), (size, coverage)
+def test_bootstrap_mean(draw: Draw, mean: float, size: int) -> None:
+    found = measured(draw, size, lambda values: bootstrap_mean(values.tolist(), range(size)))
+    assert is_nominal(coverage_of(found, mean)), coverage_of(found, mean)
 
 
 def successes(
@@ -162,28 +141,30 @@ def mean_chance(spread: float, centre: float, power: int = 1) -> float:
     return float(weights @ chances / weights.sum())
 
 
-@pytest.mark.parametrize(
-    ("num_levels", "centre"), [(128, 0.0), pytest.param(128, 1.0, marks=SLOW), (128, -2.0)]
-)
-def test_success_rate_with_several_samples_per_level(num_levels: int, centre: float) -> None:
-    def interval(solved: Floats) -> Interval:
-        won = [sample < count for count in solved for sample in range(4)]
-        return success_rate(won, np.repeat(np.arange(num_levels), 4).tolist())
+@pytest.mark.parametrize("centre", [-2.0, pytest.param(0.0, marks=SLOW)])
+def test_success_rate_with_several_samples_per_level(centre: float) -> None:
+    levels = np.repeat(np.arange(128), 4).tolist()
 
-    found = measured(lambda g, n: successes(g, n, 4, 1.5, centre), num_levels, interval)
+    def interval(solved: Floats) -> Interval:
+        return success_rate((np.arange(4) < solved[:, None]).ravel().tolist(), levels)
+
+    found = measured(lambda g, n: successes(g, n, 4, 1.5, centre), 128, interval)
     coverage = coverage_of(found, mean_chance(1.5, centre))
     assert is_nominal(coverage), coverage
 
 
-@pytest.mark.parametrize(
-    ("num_levels", "k"), [(128, 2), pytest.param(128, 4, marks=SLOW), (128, 8)]
-)
-def test_pass_at_k(num_levels: int, k: int) -> None:
-    found = measured(
-        lambda g, n: successes(g, n, 8, 1.5, -1.0),
+def over_samples(draw: Callable[..., Floats], num_levels: int, k: int) -> list[Interval]:
+    """Intervals of pass@k of eight samples."""
+    return measured(
+        lambda g, n: draw(g, n, 8),
         num_levels,
         lambda solved: pass_at_k(solved.astype(int).tolist(), 8, k),
     )
+
+
+@pytest.mark.parametrize("k", [*(pytest.param(k, marks=SLOW) for k in (2, 4)), 8])
+def test_pass_at_k(k: int) -> None:
+    found = over_samples(lambda *args: successes(*args, 1.5, -1.0), 128, k)
     coverage = coverage_of(found, mean_chance(1.5, -1.0, k))
     assert is_nominal(coverage), coverage
 
@@ -198,50 +179,71 @@ def easy(generator: np.random.Generator, num_levels: int, samples: int) -> Float
     return successes(generator, num_levels, samples, 0.3, 1.0)
 
 
-@pytest.mark.parametrize("num_levels", [32, 128])
-@pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("solves", [few_hard, easy])
+@pytest.mark.parametrize(
+    ("solves", "k", "num_levels"),
+    [
+        (few_hard, 1, 32),
+        pytest.param(easy, 4, 32, marks=SLOW),
+        pytest.param(few_hard, 4, 128, marks=SLOW),
+    ],
+)
 def test_pass_at_k_near_0_and_1(solves: Callable[..., Floats], k: int, num_levels: int) -> None:
     """The plain bootstrap covers 78–86 % here with 32 levels; too much coverage is accepted."""
     truth = mean_chance(0.3, 1.0, k)
     if solves is few_hard:
         truth = float(1 - np.array([0.95, 0.05]) @ (1 - np.array([0.98, 0.02])) ** k)
-    found = measured(
-        lambda g, n: solves(g, n, 8),
-        num_levels,
-        lambda solved: pass_at_k(solved.astype(int).tolist(), 8, k),
-    )
-    coverage = coverage_of(found, truth)
+    coverage = coverage_of(over_samples(solves, num_levels, k), truth)
     assert NOMINAL[0] <= coverage <= (0.995 if num_levels == 32 else 0.98), coverage
 
 
 # Two agents on the same levels.
 
 
-def paired_intervals(size: int, won: float, lost: float) -> list[Interval]:
-    """Intervals for agents that alone solve a level with probability `won` and `lost`."""
-    generator = np.random.default_rng(size)
-    same = [0.0] * size
-    counts = generator.multinomial(size, [won, lost, 1 - won - lost], size=SAMPLES)
-    return [
-        paired_difference([[1.0] * a + [0.0] * (b + c)], [[0.0] * a + [1.0] * b + same[:c]])
-        for a, b, c in counts
-    ]
+def splits(size: int, won: float, lost: float) -> Iterator[tuple[int, int, float]]:
+    """Numbers of levels that one agent alone solves and the other alone, with their probability.
+
+    `won` and `lost` are the probabilities of these on a level. Less than a thousandth is left out.
+    """
+    counts = np.arange(size + 1)
+    ones = binomial(counts, size, won)
+    total = 0.0
+    for a in counts[ones > 1e-7]:
+        chances = ones[a] * binomial(counts, size - a, lost / (1 - won))
+        for b in counts[chances > 1e-6]:
+            total += chances[b]
+            yield int(a), int(b), float(chances[b])
+    assert total > 0.999
+
+
+def paired_intervals(size: int, won: float, lost: float) -> tuple[list[Interval], Floats]:
+    """All intervals that agents with such levels can get, and their probabilities."""
+    found, chances = [], []
+    for a, b, chance in splits(size, won, lost):
+        ones = np.repeat([1.0, 0.0], [a, size - a])
+        others = np.repeat([0.0, 1.0, 0.0], [a, b, size - a - b])
+        found.append(paired_difference([ones], [others]))  # type: ignore[list-item]
+        chances.append(chance)
+    return found, np.array(chances)
+
+
+def paired_coverage(size: int, won: float, lost: float) -> float:
+    found, chances = paired_intervals(size, won, lost)
+    contains = [i.low - 1e-9 <= won - lost <= i.high + 1e-9 for i in found]
+    return float(chances @ contains)
 
 
 @pytest.mark.parametrize(
-    ("size", "won", "lost"),
-    [(64, 0.3, 0.3), (64, 0.4, 0.1), (128, 0.15, 0.05), (256, 0.05, 0.05), (256, 0.2, 0.02)],
+    ("size", "won", "lost"), [(64, 0.4, 0.1), (128, 0.15, 0.05), (256, 0.05, 0.05)]
 )
 def test_paired_difference(size: int, won: float, lost: float) -> None:
-    coverage = coverage_of(paired_intervals(size, won, lost), won - lost)
+    coverage = paired_coverage(size, won, lost)
     assert is_nominal(coverage), coverage
 
 
 def test_paired_difference_with_little_disagreement_is_conservative() -> None:
     """Agents differ on five levels of 256 or one of 32: 97–99 % and above, never below."""
     for size in (256, 32):
-        assert coverage_of(paired_intervals(size, 0.01, 0.01), 0.0) > NOMINAL[1]
+        assert paired_coverage(size, 0.01, 0.01) > NOMINAL[1]
 
 
 def arms(
@@ -258,8 +260,10 @@ def arms(
     return found
 
 
-@pytest.mark.parametrize("seeds", [(3, 3), (5, 5), (8, 8), (1, 5)])
-@pytest.mark.parametrize("seed_sd", [0.3, 0.8])
+@pytest.mark.parametrize(
+    ("seeds", "seed_sd"),
+    [((3, 3), 0.3), *(pytest.param(n, 0.8, marks=SLOW) for n in ((1, 5), (8, 8)))],
+)
 def test_paired_difference_of_training_seeds(seeds: tuple[int, int], seed_sd: float) -> None:
     generator = np.random.default_rng([*seeds, round(10 * seed_sd)])
     spreads = [np.sqrt(1.5**2 + 0.7**2 + (seed_sd**2 if n > 1 else 0)) for n in seeds]
@@ -268,60 +272,48 @@ def test_paired_difference_of_training_seeds(seeds: tuple[int, int], seed_sd: fl
     assert is_nominal(coverage_of(found, truth)), coverage_of(found, truth)
 
 
-def test_paired_difference_covers_less_when_some_seeds_collapse() -> None:
+@pytest.mark.parametrize(
+    ("num_seeds", "low", "high"), [(3, 0.64, 0.72), pytest.param(8, 0.91, 0.95, marks=SLOW)]
+)
+def test_paired_difference_covers_less_when_some_seeds_collapse(
+    num_seeds: int, low: float, high: float
+) -> None:
     """Three in ten seeds of one method collapse, as the docstring of the interval warns."""
-    generator = np.random.default_rng(0)
-
-    def share(num_seeds: int, rate: Floats) -> Floats:
-        return (generator.random((num_seeds, 64)) < rate[:, None]).astype(float)
-
-    for num_seeds, low, high in ((3, 0.64, 0.72), (8, 0.91, 0.95)):
-        found = []
-        for _ in range(SAMPLES):
-            rates = np.where(generator.random(num_seeds) < 0.3, 0.1, 0.8)
-            healthy = np.full(num_seeds, 0.8)
-            found.append(paired_difference(share(num_seeds, rates), share(num_seeds, healthy)))
-        assert low < coverage_of(found, 0.3 * (0.1 - 0.8)) < high
+    generator = np.random.default_rng(num_seeds)
+    collapsed = generator.random((SAMPLES, num_seeds)) < 0.3
+    rates = np.stack([np.where(collapsed, 0.1, 0.8), np.full_like(collapsed, 0.8, float)], 1)
+    solved = (generator.random((*rates.shape, 64)) < rates[..., None]).astype(float)
+    found = [paired_difference(*both) for both in solved]
+    assert low < coverage_of(found, 0.3 * (0.1 - 0.8)) < high
 
 
 def test_paired_difference_with_several_samples_per_level() -> None:
-    for samples in (2, 4):
-        generator = np.random.default_rng(samples)
-        found = []
-        for _ in range(SAMPLES):
-            level = generator.normal(0, 1.5, 64)
-            one, other = (
-                generator.binomial(samples, expit(centre + level)) / samples for centre in (0, 0.5)
-            )
-            found.append(paired_difference([one.tolist()], [other.tolist()], samples))
-        assert is_nominal(coverage_of(found, mean_chance(1.5, 0.0) - mean_chance(1.5, 0.5)))
+    generator = np.random.default_rng(4)
+    level = generator.normal(0, 1.5, (SAMPLES, 1, 64))
+    rates = generator.binomial(4, expit(level + np.array([[0.0], [0.5]]))) / 4
+    found = [paired_difference([one], [other], 4) for one, other in rates]
+    assert is_nominal(coverage_of(found, mean_chance(1.5, 0.0) - mean_chance(1.5, 0.5)))
 
 
-@pytest.mark.parametrize(("size", "disagreement"), [(128, 0.3), (256, 0.2), (512, 0.1)])
-def test_smallest_detectable_effect_has_a_power_of_80_percent(
-    size: int, disagreement: float
-) -> None:
-    none = paired_intervals(size, disagreement / 2, disagreement / 2)
-    effect = float(np.median([smallest_detectable(interval) for interval in none]))
-    detected = paired_intervals(size, (disagreement + effect) / 2, (disagreement - effect) / 2)
-    assert np.mean([interval.low > 0 for interval in detected]) == pytest.approx(0.8, abs=0.04)
+def test_smallest_detectable_effect_has_a_power_of_80_percent() -> None:
+    found, chances = paired_intervals(128, 0.15, 0.15)
+    effects = np.array([smallest_detectable(interval) for interval in found])
+    order = np.argsort(effects)
+    effect = effects[order][np.searchsorted(np.cumsum(chances[order]), 0.5)]
+    found, chances = paired_intervals(128, (0.3 + effect) / 2, (0.3 - effect) / 2)
+    detected = [interval.low > 0 for interval in found]
+    assert chances @ detected == pytest.approx(0.8, abs=0.04)
 
 
 def test_false_positive_rate_for_equal_agents_is_at_most_5_percent() -> None:
     """McNemar's p is at most 0.05 in at most 5 % of samples; the interval excludes 0 as often."""
-    generator = np.random.default_rng(0)
-    for disagreement in (0.05, 0.2):
-        counts = generator.multinomial(
-            256, [disagreement / 2, disagreement / 2, 1 - disagreement], size=SAMPLES
-        )
-        p_value = cache(lambda a, b: mcnemar([1] * a + [-1] * b))
-        rejected = np.mean([p_value(a, b) <= 0.05 for a, b, _ in counts])
-        assert 0.01 < rejected <= 0.05
-        intervals = paired_intervals(256, disagreement / 2, disagreement / 2)
-        assert 1 - coverage_of(intervals, 0.0) == pytest.approx(0.045, abs=0.02)
+    found = {(a, b): chance for a, b, chance in splits(256, 0.05, 0.05)}
+    rejected = sum(c for (a, b), c in found.items() if mcnemar([1] * a + [-1] * b) <= 0.05)
+    assert 0.01 < rejected <= 0.05
+    assert 1 - paired_coverage(256, 0.05, 0.05) == pytest.approx(0.045, abs=0.02)
 
 
-# Training seeds.
+# Training seeds, and the interquartile mean of their scores.
 
 
 def test_one_episode_of_256_decides_nothing_between_seeds_that_agree() -> None:
@@ -332,15 +324,13 @@ def test_one_episode_of_256_decides_nothing_between_seeds_that_agree() -> None:
         assert scores.low < 254 / 256 and scores.high > 1 - 1 / 1024
 
 
-# Training seeds: the interquartile mean of their scores.
-
-BY_SEEDS = {3: 0.75, 4: 0.88, 5: 0.93, 6: 0.955, 8: 0.97, 12: 0.97, 16: 0.96, 20: 0.957}
+BY_SEEDS = {3: 0.75, 4: 0.88, 5: 0.93, 8: 0.97, 20: 0.957}
 """Coverage of one stratum's interquartile mean, as its docstring states."""
 
 
 @pytest.mark.parametrize(
     ("seeds", "expected"),
-    [pytest.param(n, x, marks=SLOW if n in (4, 6, 12, 16) else ()) for n, x in BY_SEEDS.items()],
+    [pytest.param(n, x, marks=() if n in (3, 5) else SLOW) for n, x in BY_SEEDS.items()],
 )
 def test_interquartile_mean_of_one_environment(seeds: int, expected: float) -> None:
     found = measured(
@@ -349,8 +339,10 @@ def test_interquartile_mean_of_one_environment(seeds: int, expected: float) -> N
     assert coverage_of(found, 0.5) == pytest.approx(expected, abs=0.015)
 
 
-@pytest.mark.parametrize("seeds", [2, 3, 5])
-@pytest.mark.parametrize("rate", [0.02, 0.5, 0.97])
+@pytest.mark.parametrize(
+    ("rate", "seeds"),
+    [pytest.param(0.02, 2, marks=SLOW), pytest.param(0.5, 5, marks=SLOW), (0.97, 3)],
+)
 def test_interquartile_mean_of_seeds_that_differ_by_chance_alone(rate: float, seeds: int) -> None:
     """Two environments, in one of which the scale from random to optimal play is short."""
     generator, found = np.random.default_rng(seeds), []
@@ -363,12 +355,12 @@ def test_interquartile_mean_of_seeds_that_differ_by_chance_alone(rate: float, se
     assert coverage_of(found, rate) >= NOMINAL[0]
 
 
-@pytest.mark.parametrize("seeds", [5, pytest.param(8, marks=SLOW), 10])
-def test_interquartile_mean_of_three_environments(seeds: int) -> None:
+@SLOW
+def test_interquartile_mean_of_three_environments() -> None:
     centres = np.array([[0.4], [0.5], [0.6]])
     found = measured(
         lambda g, n: g.normal(centres, 0.1, (3, n)),
-        seeds,
+        5,
         lambda scores: interquartile_mean(scores.tolist()),
     )
     assert is_nominal(coverage_of(found, 0.5)), coverage_of(found, 0.5)

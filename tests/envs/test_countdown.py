@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from contextlib import suppress
 from fractions import Fraction
-from functools import cache
-from itertools import permutations
 
 import numpy as np
 import pytest
@@ -17,7 +14,7 @@ from hypothesis import strategies as st
 
 from ragen.core.errors import RagenError
 from ragen.envs.checker import check
-from ragen.envs.countdown import OPERATIONS, Countdown, chances, evaluate, generate
+from ragen.envs.countdown import Countdown, chances, evaluate, generate
 from ragen.envs.registry import make
 from ragen.evaluation.baselines import Budget, level_baselines, sample_baselines
 
@@ -29,81 +26,39 @@ def by_python(text: str) -> Fraction:
     return eval(re.sub(r"\d+", r"Fraction(\g<0>)", text))
 
 
-@cache
-def reachable(numbers: tuple[int, ...]) -> set[Fraction]:
-    """Every value of the numbers in this order, by all brackets and operators."""
-    if len(numbers) == 1:
-        return {Fraction(numbers[0])}
-    return {
-        OPERATIONS[operator](a, b)
-        for cut in range(1, len(numbers))
-        for a in reachable(numbers[:cut])
-        for b in reachable(numbers[cut:])
-        for operator in OPERATIONS
-        if operator != "/" or b
-    }
-
-
 # The grammar.
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("2 + 3 * 7", 23),
-        ("(2 + 3) * 7", 35),
-        ("25 - 7 - 3", 15),
-        ("25 / 2 / 25", Fraction(1, 2)),
-        ("3 / (7 / 2)", Fraction(6, 7)),
-        ("2 - 3 * (7 - 25)", 56),
-        ("((((25))))", 25),
-        ("25×2÷25−3", -1),
-        ("\t7\r\n+ 2", 9),
-        ("25 + 25", 50),
-    ],
-)
-def test_an_expression_has_its_exact_value(text, value):
-    assert evaluate(text, GIVEN) == value
+def test_an_expression_has_its_exact_value():
+    for text, value in (
+        *(("2 + 3 * 7", 23), ("(2 + 3) * 7", 35), ("25 - 7 - 3", 15), ("25 + 25", 50)),
+        *(("25 / 2 / 25", Fraction(1, 2)), ("3 / (7 / 2)", Fraction(6, 7))),
+        *(("2 - 3 * (7 - 25)", 56), ("((((25))))", 25), ("25×2÷25−3", -1), ("\t7\r\n+ 2", 9)),
+    ):
+        assert evaluate(text, GIVEN) == value
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "ends before it is complete"),
-        ("2 +", "ends before it is complete"),
-        ("()", "not an expression"),
-        ("2 3", "not an expression"),
-        ("-2", "not an expression"),
-        ("2 ** 3", "not an expression"),
-        ("2 ^ 3", "not an expression"),
-        ("2(3)", "not an expression"),
-        ("2 + 3 = 5", "not an expression"),
-        ("2.0 + 3", "not an expression"),
-        ("2_5", "not an expression"),
-        ("1e9", "not given"),
-        ("0x7", "not given"),
-        ("__import__('os')", "not an expression"),
-        ("٣ + 2", "not an expression"),  # an Arabic three
-        ("３ + 2", "not an expression"),  # a full-width three
-        ("² + 3", "not an expression"),
-        ("2\u200b+ 3", "not an expression"),  # a space of no width
-        ("2\u00a0+ 3", "not an expression"),
-        ("2 + 3)", "not open"),
-        ("(2 + 3", "leaves a bracket open"),
-        ("03 + 2", "not given"),
-        ("4 + 3", "not given"),
-        ("3 * 3", "more often than given"),
-        ("25 + 25 + 25", "more often than given"),
-        ("9" * 900, "not given"),
-        ("2 / (25 - 25)", "divides by zero"),
-        ("(" * 1001, "longer than 1000"),
-        ("1" * 100_000, "longer than 1000"),
-    ],
-)
-def test_anything_else_is_refused_with_its_reason(text, reason):
-    with pytest.raises(ValueError, match=reason) as error:
-        evaluate(text, GIVEN)
-    assert len(str(error.value)) < 100, "nothing of the answer is repeated"
+REFUSED = {
+    "ends before it is complete": ("", "2 +"),
+    "not an expression": (
+        *("()", "2 3", "-2", "2 ** 3", "2 ^ 3", "2(3)", "2 + 3 = 5", "2.0 + 3", "2_5"),
+        *("__import__('os')", "٣ + 2", "３ + 2", "² + 3", "2\u200b+ 3", "2\u00a0+ 3"),
+    ),
+    "not given": ("1e9", "0x7", "03 + 2", "4 + 3", "9" * 900),
+    "not open": ("2 + 3)",),
+    "leaves a bracket open": ("(2 + 3",),
+    "more often than given": ("3 * 3", "25 + 25 + 25"),
+    "divides by zero": ("2 / (25 - 25)",),
+    "longer than 1000": ("(" * 1001, "1" * 100_000),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_anything_else_is_refused_with_its_reason(reason):
+    for text in REFUSED[reason]:
+        with pytest.raises(ValueError, match=reason) as error:
+            evaluate(text, GIVEN)
+        assert len(str(error.value)) < 100, "nothing of the answer is repeated"
 
 
 def test_deep_brackets_need_no_recursion_and_little_time():
@@ -147,25 +102,12 @@ def test_random_play_writes_legal_expressions_of_at_least_two_numbers(level, see
 
 @pytest.mark.parametrize("sizes", [(3, 4, 99, 999), (2, 2, 9, 20), (5, 8, 25, 100)])
 def test_the_solver_solves_every_level(sizes):
-    for seed in range(200):
+    for seed in range(50):
         level = generate(seed, *sizes)
         assert evaluate(level.solution, level.numbers) == level.target
         assert sizes[0] <= len(level.numbers) <= sizes[1]
         assert max(level.numbers) <= sizes[2] and min(level.numbers) >= 1
         assert 1 <= level.target <= sizes[3] and level.target not in level.numbers
-
-
-def test_an_exhaustive_search_reaches_every_target():
-    for seed in range(5):
-        numbers, target, _ = generate(seed, 3, 4, 99, 999)
-        assert any(target in reachable(order) for order in permutations(numbers))
-
-
-def test_levels_of_training_and_evaluation_differ():
-    levels = [
-        make("countdown").reset(seed=seed)[0] for seed in (*range(123, 379), *range(10_000, 10_256))
-    ]
-    assert len(set(levels)) == 512
 
 
 # Play.
@@ -206,14 +148,6 @@ def test_of_several_attempts_the_best_counts():
     assert [env.step("2 + 3")[2] for _ in range(2)] == [False, True]
 
 
-def test_a_snapshot_restores_attempts_and_report():
-    env, other = begin(attempts=3), make("countdown", attempts=3)
-    env.step("2 + 3")
-    other.set_state(json.loads(json.dumps(env.get_state())))
-    assert other.state_key() == env.state_key() and "gave 5" in env.state_key()
-    assert other.step("2 * 3 + 7") == env.step("2 * 3 + 7")
-
-
 def test_several_attempts_and_many_numbers_pass_the_checker():
     check(Countdown(attempts=3, min_numbers=5, max_numbers=8))
 
@@ -223,8 +157,8 @@ def test_several_attempts_and_many_numbers_pass_the_checker():
 
 @pytest.mark.parametrize("params", [{}, {"attempts": 3, "largest_number": 5}])
 def test_exact_baselines_agree_with_samples(params):
-    env, budget, draws = make("countdown", **params), Budget(3, 1, 3), 2000
-    for level in (123, 125, 10_000):
+    env, budget, draws = make("countdown", **params), Budget(3, 1, 3), 500
+    for level in (123,):
         exact = level_baselines(env, budget, level, 0)
         sampled = sample_baselines(env, budget, level, draws)
         assert exact.draws is None and exact.optimal == sampled.optimal == 1.0
@@ -241,12 +175,6 @@ def test_baselines_after_a_miss_count_what_is_left():
     left = env.baselines(5, 1, 5)
     assert left.random == pytest.approx(hit) and left.optimal_return == 0.9
     assert left.random_return == pytest.approx(0.9 * hit)
-
-
-def test_more_numbers_than_can_be_enumerated_are_sampled():
-    env = make("countdown", min_numbers=6, max_numbers=6)
-    assert env.baselines(1, 1, 1) is None
-    assert level_baselines(env, Budget(1, 1, 1), 123, 8).optimal == 1.0
 
 
 def test_impossible_sizes_are_refused():

@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen.core.errors import RagenError
@@ -13,7 +13,6 @@ from ragen.envs.frozen_lake import (
     FrozenLake,
     Lake,
     Planner,
-    Plans,
     generate,
     transition_matrices,
     undominated,
@@ -24,7 +23,6 @@ CORRIDOR = Lake(2, frozenset({2}), 0, 3)  # P _ / O G: Right, then Down
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(2, 7), st.sampled_from([0.3, 0.8, 0.9, 1.0]))
-@settings(max_examples=60, deadline=None)
 def test_every_level_has_a_path_to_the_goal(seed, size, p_frozen):
     lake = generate(seed, size, p_frozen)
     assert lake.start != lake.goal
@@ -34,7 +32,6 @@ def test_every_level_has_a_path_to_the_goal(seed, size, p_frozen):
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(1, 4), st.integers(0, 2))
-@settings(max_examples=40, deadline=None)
 def test_distances_from_start_to_goal_lie_within_their_bounds(seed, low, more):
     lake = generate(seed, 4, 0.8, low, low + more)
     assert low <= lake.distances()[lake.start] <= low + more
@@ -49,11 +46,6 @@ def test_a_bound_draws_the_levels_of_a_seed_until_one_fits():
     near = make("frozen-lake", max_distance=1)
     near.reset(seed=123)
     assert near.baselines(1, 1, 1).optimal == pytest.approx(1 / 3), "one step, which may slip"
-
-
-def test_impossible_distances_are_refused():
-    with pytest.raises(RagenError, match=r"no FrozenLake level of 2 × 2 cells .* has 3 to any"):
-        make("frozen-lake", size=2, min_distance=3)
 
 
 def test_distances_are_infinite_without_a_path():
@@ -73,10 +65,10 @@ def test_steps_move_reward_and_terminate():
     assert env.step("Down") == ("__\nXG", 0.0, True, False, {"success": False, "effective": True})
 
 
-@pytest.mark.parametrize("success_probability", [1 / 3, 0.8, 1.0])
+@pytest.mark.parametrize("success_probability", [1 / 3, 0.8])
 def test_slips_go_sideways_and_never_back(success_probability):
     env = FrozenLake(size=3, success_probability=success_probability)
-    n, ends = 3000, Counter()
+    n, ends = 400, Counter()
     for noise_seed in range(n):
         env.reset(seed=0, options={"noise_seed": noise_seed})
         middle = {"holes": [], "start": 0, "goal": 8, "player": 4}
@@ -136,8 +128,9 @@ def brute_force(lake, q, cell, turns, actions, per_turn):
     return max(success_chance(p) for k in lengths for p in itertools.product(range(4), repeat=k))
 
 
-@pytest.mark.parametrize("q", [1 / 3, 0.8, 1.0])
-@pytest.mark.parametrize("budget", [(1, 3, 3), (2, 3, 2), (3, 3, 1)])
+@pytest.mark.parametrize(
+    ("q", "budget"), [(1 / 3, (1, 3, 3)), (0.8, (2, 3, 2)), (0.8, (3, 3, 1)), (1.0, (2, 3, 2))]
+)
 def test_the_planner_equals_brute_force(q, budget):
     planner = Planner(CORRIDOR, q)
     for cell in range(4):
@@ -164,11 +157,6 @@ def test_pruning_dominated_plans_leaves_the_values_unchanged():
     np.testing.assert_allclose(planner.values(1, 5, 6), planner.values(1, 5, 5), atol=1e-11)
 
 
-def test_pruning_keeps_one_of_equal_plans():
-    kept = undominated(Plans(np.ones((3, 2)), np.arange(3)))
-    assert len(kept.values) == 1
-
-
 def test_more_turns_never_lower_the_value():
     lake = generate(3, 4, 0.8)
     planner = Planner(lake, 1 / 3)
@@ -179,14 +167,12 @@ def test_more_turns_never_lower_the_value():
 
 def test_solve_returns_a_shortest_path_without_slipping():
     env = make("frozen-lake-still")
-    for level in range(123, 133):
+    for level in (123, 124):
         env.reset(seed=level)
         state = env.get_state()
         lake = Lake(4, frozenset(state["holes"]), state["start"], state["goal"])
-        planner = Planner(lake, 1.0)
-        shortest = next(n for n in range(17) if planner.values(n, n, 1)[lake.start] == 1.0)
         plan = env.solve(1, 9, 9)
-        assert len(plan) == shortest
+        assert len(plan) == lake.distances()[lake.start]
         assert [env.step(action)[2] for action in plan][-1]
 
 
@@ -194,9 +180,3 @@ def test_invalid_parameters_are_refused():
     for params in ({"size": 1}, {"p_frozen": 0.0}, {"success_probability": -0.1}):
         with pytest.raises(RagenError, match=next(iter(params))):
             make("frozen-lake", **params)
-
-
-def test_the_class_itself_refuses_values_without_a_level() -> None:
-    for values in ({"p_frozen": 0.0}, {"size": 1}, {"success_probability": 2.0}):
-        with pytest.raises(ValueError, match="1 validation error"):
-            FrozenLake(**values)

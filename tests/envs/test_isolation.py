@@ -56,7 +56,7 @@ def setup(workers: Workers) -> Setup:
     return Setup("corridor", workers.make, workers=workers)
 
 
-@pytest.mark.parametrize("name", ["frozen-lake", "sokoban", "bandit", "manor"])
+@pytest.mark.parametrize("name", ["frozen-lake", "bandit"])
 def test_the_proxy_behaves_as_the_environment(start_workers: Any, name: str) -> None:
     """It returns the same values and restores snapshots."""
     proxy, plain = start_workers(name).make(), make(name)
@@ -110,21 +110,17 @@ def test_isolated_episodes_are_equal_and_workers_are_reused(start_workers: Any) 
 @pytest.mark.parametrize(
     ("misdeed", "stop_reason", "message"),
     [
-        ("hang in C", "timeout", "longer than 0.3 s in step"),
-        ("hang", "timeout", "longer than 0.3 s in step"),
-        ("hang in reset", "timeout", "longer than 0.3 s in reset"),
+        ("hang", "timeout", "longer than 1 s in step"),
         ("die", "error", "process ended (signal 11) in step"),
         ("exit", "error", "SystemExit: 3"),
-        ("raise", "error", "ZeroDivisionError: by zero"),
         ("raise in init", "error", "KeyError"),
-        ("list as info", "error", "list as info: a dict is expected"),
         ("nan", "error", "nan as reward"),
     ],
 )
 def test_a_misbehaving_environment_is_stopped(
     start_workers: Any, misdeed: str, stop_reason: str, message: str
 ) -> None:
-    workers = start_workers(timeout_s=0.3, misdeed=misdeed)
+    workers = start_workers(timeout_s=1.0, misdeed=misdeed)
     policy, spec = ScriptedPolicy(lambda prompt: RIGHT), EpisodeSpec(0, 0, 0, (0, "t"))
     start = time.monotonic()
     episode = asyncio.run(play_episode(policy, setup(workers), spec))
@@ -134,7 +130,7 @@ def test_a_misbehaving_environment_is_stopped(
 
 
 def test_other_episodes_continue_after_a_worker_dies(start_workers: Any) -> None:
-    workers = start_workers(timeout_s=0.3, misdeed="die", every=2)
+    workers = start_workers(misdeed="die", every=2)
     policy = ScriptedPolicy(lambda prompt: RIGHT)
     groups = asyncio.run(run_groups(policy, setup(workers), [1, 2, 3], 2, (0, "t"), 4))
     stop_reasons = [[episode.stop_reason for episode in group.episodes] for group in groups]
@@ -156,47 +152,21 @@ def test_a_worker_is_replaced_after_its_number_of_episodes(
     assert len(processes) == 2
 
 
-def test_calls_of_a_dead_worker_raise(start_workers: Any) -> None:
-    env = start_workers(misdeed="die").make()
-    env.reset(seed=0)
-    for call in (lambda: env.step("Right"), env.state_key):
-        with pytest.raises(UserCodeError, match="process"):
-            call()
-    env.close()
-
-
-@pytest.mark.parametrize(("misdeed", "reason"), [("die", "signal 11"), ("hang", "longer than")])
-def test_a_reset_makes_the_environment_again_after_its_worker_ended(
-    start_workers: Any, misdeed: str, reason: str
-) -> None:
-    env = start_workers(timeout_s=0.3, misdeed=misdeed, every=2).make()
-    for level in range(4):
+def test_a_reset_makes_the_environment_again_after_its_worker_ended(start_workers: Any) -> None:
+    env = start_workers(misdeed="die", every=2).make()
+    for level in range(3):
         env.reset(seed=level)
         if level % 2:
             assert env.step("Right")[0] == ".A..."
         else:
-            with pytest.raises(UserCodeError, match=reason):
+            with pytest.raises(UserCodeError, match="signal 11"):
                 env.step("Right")
+            with pytest.raises(UserCodeError, match="process had ended before state_key"):
+                env.state_key()
     env.close()
 
 
-def test_a_reset_whose_new_environment_fails_can_be_repeated(
-    start_workers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    env = start_workers().make()
-    env._worker.stop()
-
-    def fail(*_: Any) -> None:
-        raise UserCodeError("not now")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(IsolatedEnv, "_keep_texts", fail)
-        with pytest.raises(UserCodeError, match="not now"):
-            env.reset(seed=1)
-    assert env.reset(seed=1)[0] == make(ROGUE).reset(seed=1)[0]
-    env.close()
-
-
+@pytest.mark.slow
 def test_baselines_after_a_worker_s_crash_equal_those_after_an_exception() -> None:
     """Every third level fails; the levels after it count."""
     values = {"env": ROGUE, "env.params.slip": 0.25, "env.params.every": 3}
@@ -218,11 +188,11 @@ def test_a_crash_on_most_levels_is_the_reason_that_there_are_no_baselines() -> N
 def test_a_hang_in_close_costs_one_time_limit(
     monkeypatch: pytest.MonkeyPatch, isolate: bool
 ) -> None:
-    monkeypatch.setattr(registry, "CLOSE_S", 0.5)
+    monkeypatch.setattr(registry, "CLOSE_S", 0.2)
     monkeypatch.setattr(registry, "_HANGING", set())
     values = {"env": ROGUE, "env.params.misdeed": "hang in close", "env.isolate": isolate}
     start = time.monotonic()
-    result, _ = evaluate_target("random", values | {"env.timeout_s": 1.0}, episodes=8)
+    result, _ = evaluate_target("random", values | {"env.timeout_s": 1.0}, episodes=4)
     assert result.failed == 0 and time.monotonic() - start < 5
 
 
@@ -230,64 +200,36 @@ def test_a_hang_in_close_costs_one_time_limit(
 def test_a_hang_in_init_ends_an_evaluation_at_once(
     monkeypatch: pytest.MonkeyPatch, isolate: bool
 ) -> None:
-    monkeypatch.setattr(registry, "LOAD_S", 0.5)
+    monkeypatch.setattr(registry, "LOAD_S", 0.3)
     values = {"env": ROGUE, "env.params.misdeed": "hang in init", "env.isolate": isolate}
     start = time.monotonic()
-    with pytest.raises(RagenError, match=r"cannot be made: .* longer than 0\.5 s"):
+    with pytest.raises(RagenError, match=r"cannot be made: .* longer than 0\.3 s"):
         evaluate_target("random", values, episodes=4)
     assert time.monotonic() - start < 5
 
 
-def test_an_environment_that_cannot_be_made_is_a_ragen_error() -> None:
-    for misdeed in ("refuse", "raise in init"):
-        values = {"env": ROGUE, "env.params": {"misdeed": misdeed}, "env.isolate": True}
-        with pytest.raises(RagenError, match=r"no misdeed|cannot be made: KeyError"):
+@pytest.mark.parametrize("isolate", [False, True])
+def test_an_environment_that_cannot_be_made_or_read_is_refused(isolate: bool) -> None:
+    for env, params, reason in (
+        (ROGUE, {"misdeed": "refuse"}, "no misdeed"),
+        (ROGUE, {"misdeed": "raise in init"}, "cannot be made: KeyError"),
+        (UNREADABLE, {"attribute": "rules", "then": "raise"}, "cannot be made: .*by zero"),
+        (UNREADABLE, {"attribute": "goal", "then": "exit"}, "cannot be made: .*SystemExit: 3"),
+        (UNREADABLE, {"then": "hang"}, "cannot be made: .*longer than"),
+        (UNREADABLE, {"attribute": "actions", "then": "be empty"}, "no actions: names, or None"),
+    ):
+        values = {"env": env, "env.params": params, "env.isolate": isolate, "env.timeout_s": 1.0}
+        with pytest.raises(RagenError, match=reason):
             make_setup(resolve(None, values), None)
         assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("isolate", [False, True])
-@pytest.mark.parametrize("attribute", ["rules", "goal", "actions", "draws", "reads_thoughts"])
-def test_an_attribute_that_fails_when_it_is_read_refuses_the_environment(
-    attribute: str, isolate: bool
-) -> None:
-    for then, reason in (("raise", "by zero"), ("exit", "SystemExit: 3"), ("hang", "longer than")):
-        if then == "hang" and attribute != "reads_thoughts":
-            continue
-        params = {"attribute": attribute, "then": then}
-        values = {"env": UNREADABLE, "env.params": params, "env.timeout_s": 1.0}
-        config = resolve(None, values | {"env.isolate": isolate})
-        with pytest.raises(RagenError, match=f"cannot be made: .*{reason}"):
-            make_setup(config, None)
-        assert not multiprocessing.active_children()
-
-
-@pytest.mark.parametrize("isolate", [False, True])
-def test_an_environment_with_no_action_is_refused(isolate: bool) -> None:
-    params = {"attribute": "actions", "then": "be empty"}
-    config = resolve(None, {"env": UNREADABLE, "env.params": params, "env.isolate": isolate})
-    with pytest.raises(RagenError, match="no actions: names, or None for free text, are expected"):
-        make_setup(config, None)
-
-
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="there are no process groups")
-@pytest.mark.parametrize("isolate", ["true", "false"])
-@pytest.mark.parametrize(
-    ("number", "sigint_handler"),
-    [
-        (signal.SIGTERM, signal.default_int_handler),
-        (signal.SIGTERM, signal.SIG_IGN),  # as in a background job of a script
-        (signal.SIGINT, signal.default_int_handler),
-    ],
-)
+@pytest.mark.slow
 def test_a_signal_to_the_group_interrupts_an_evaluation_and_fails_no_episode(
-    number: signal.Signals,
-    sigint_handler: Any,
-    isolate: str,
-    set_sigint: Callable[[Any], None],
-    tmp_path: Path,
+    set_sigint: Callable[[Any], None], tmp_path: Path
 ) -> None:
-    set_sigint(sigint_handler)
+    set_sigint(signal.SIG_IGN)  # as in a background job of a script
     path = tmp_path / "slow.py"
     path.write_text(
         """
@@ -301,8 +243,7 @@ class Slow(FrozenLake):
 """,
         encoding="utf-8",
     )
-    limits = ("--env.memory_gb", "2") if isolate == "true" else ()
-    options = ("--env.isolate", isolate, "--out", f"{tmp_path}/out", *limits)
+    options = ("--env.isolate", "true", "--out", f"{tmp_path}/out", "--env.memory_gb", "2")
     command = (sys.executable, "-m", "ragen", "eval", "random", "--env", f"{path}:Slow", *options)
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, start_new_session=True, text=True, env=os.environ
@@ -318,9 +259,9 @@ class Slow(FrozenLake):
     while not (database.exists() and outcomes()):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
-    os.killpg(process.pid, number)
+    os.killpg(process.pid, signal.SIGTERM)
     _, errors = process.communicate(timeout=10)
-    assert process.returncode in (128 + number, -number) and "interrupted" in errors
+    assert process.returncode in (143, -signal.SIGTERM) and "interrupted" in errors
     assert {error for (error,) in outcomes()} == {None} and len(outcomes()) < 256
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from ragen.core.errors import RagenError
@@ -36,8 +34,8 @@ def event(result):
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_doors_lead_back_and_rooms_differ(sizes):
-    for seed in range(20):
+def test_houses_are_whole_and_their_solution_is_as_long_as_asked_for(sizes):
+    for seed in range(5):
         house = generate(seed, *sizes)
         assert len(set(house.rooms)) == len(house.rooms) == sizes[0] and house.rooms[0] == "hall"
         assert len({*house.levers, house.vault, 0}) == sizes[1] + 2
@@ -45,12 +43,7 @@ def test_doors_lead_back_and_rooms_differ(sizes):
         for room, doors in enumerate(house.doors):
             for way, other in enumerate(doors):
                 assert other == NO_DOOR or house.doors[other][(way + 2) % 4] == room
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_the_solver_takes_a_key_and_as_many_turns_as_the_generator_asks_for(sizes):
-    for seed in range(20):
-        plan = shortest_solution(generate(seed, *sizes), Position())
+        plan = shortest_solution(house, Position())
         assert plan[0].startswith("take") and plan[-1] == "unlock vault"
         assert sizes[3] <= len(plan) - 1 <= sizes[3] + SLACK // 2
         assert plan.count("pull lever") == sizes[1]
@@ -58,7 +51,7 @@ def test_the_solver_takes_a_key_and_as_many_turns_as_the_generator_asks_for(size
 
 def test_at_least_15_turns_lie_between_choice_and_effect():
     env = make("manor")
-    for seed in range(123, 143):
+    for seed in range(123, 128):
         env.reset(seed=seed)
         house = generate(seed, 10, 2, 2, 15)
         plan = shortest_solution(house, Position())
@@ -73,12 +66,12 @@ def test_at_least_15_turns_lie_between_choice_and_effect():
 
 
 def test_the_right_key_is_as_often_first_as_second():
-    first = sum(generate(seed, 5, 1, 2, 5).right == 0 for seed in range(400))
-    assert abs(first - 200) < 40  # 4·√(400·¼)
+    first = sum(generate(seed, 5, 1, 2, 5).right == 0 for seed in range(100))
+    assert abs(first - 50) <= 20  # 4·√(100·¼)
 
 
 def test_the_plan_in_the_hall_shows_the_whole_house():
-    for seed in range(5):
+    for seed in range(2):
         house = generate(seed, 10, 2, 2, 15)
         text = house.look(Position())
         for room, name in enumerate(house.rooms):
@@ -140,28 +133,6 @@ def test_the_key_decides_and_levers_pay_either_way(key, success, last):
     assert results[-1][4] == {"success": success, "effective": True}
 
 
-def test_without_a_reward_of_levers_only_the_vault_pays():
-    results = play(
-        begin(lever_reward=0.0),
-        "take iron key",
-        "west",
-        "west",
-        "pull lever",
-        "east",
-        "unlock vault",
-    )
-    assert [result[1] for result in results] == [0.0] * 5 + [1.0]
-
-
-def test_a_snapshot_restores_another_level():
-    env, other = begin(), make("manor", **SMALL)
-    play(env, "take iron key", "west", "west", "pull lever")
-    other.reset(seed=5)
-    other.set_state(json.loads(json.dumps(env.get_state())))
-    assert other.actions == env.actions and other.state_key() == env.state_key()
-    assert play(other, "east", "unlock vault") == play(env, "east", "unlock vault")
-
-
 @pytest.mark.parametrize("params", [{"rooms": 4, "levers": 0, "delay": 2}, {"keys": 4}, SMALL])
 def test_other_sizes_pass_the_checker(params):
     check(make("manor", **params))
@@ -171,9 +142,9 @@ def test_other_sizes_pass_the_checker(params):
 
 
 def test_exact_baselines_agree_with_samples():
-    env, draws = make("manor", rooms=4, levers=0, delay=2), 2000
+    env, draws = make("manor", rooms=4, levers=0, delay=2), 500
     budget = Budget(20, 1, 20)
-    for level in (123, 124):
+    for level in (123,):
         exact = level_baselines(env, budget, level, 0)
         sampled = sample_baselines(env, budget, level, draws)
         assert exact.draws is None and exact.random > 0.02

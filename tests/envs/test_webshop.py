@@ -1,25 +1,19 @@
 """WebShop: the catalogue, the score, pages and actions, play, and the original files."""
 
-import copy
 import itertools
 import json
-import os
 import random
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-import ragen
 from ragen.core.errors import RagenError
 from ragen.envs.checker import check
 from ragen.envs.registry import make
-from ragen.envs.webshop import VALIDATION, parse_action
+from ragen.envs.webshop import parse_action
 from ragen.envs.webshop_catalogue import (
     NO_LIMIT,
     SIMILAR,
@@ -34,7 +28,6 @@ from ragen.envs.webshop_catalogue import (
 )
 from ragen.envs.webshop_generator import DEPARTMENTS
 from ragen.evaluation.baselines import Budget, compute_baselines
-from ragen.rollout.prompt import Limits, PromptBuilder
 
 PHRASES = sorted({each for place in DEPARTMENTS for each in (*place.adjectives, *place.parts)})
 
@@ -70,22 +63,29 @@ def test_a_thousand_products_in_nine_categories_have_all_that_pages_show(env):
         assert each.options and all(len(few) >= 2 for few in each.options.values())
 
 
-def test_no_two_phrases_of_the_catalogue_count_as_the_same():
-    pairs = itertools.combinations(PHRASES, 2)
-    assert [pair for pair in pairs if similarity(*pair) > SIMILAR] == []
+EVERY = pytest.mark.parametrize("stride", [211, pytest.param(1, marks=pytest.mark.slow)])
+"""Of all goals or phrases, some by default."""
+
+
+@EVERY
+def test_no_two_phrases_of_the_catalogue_count_as_the_same(stride):
+    pairs = itertools.product(PHRASES[::stride], PHRASES)
+    assert [pair for pair in pairs if pair[0] < pair[1] and similarity(*pair) > SIMILAR] == []
     for place in DEPARTMENTS:
         every = [value for each in place.options.values() for value in each]
         assert not any(itertools.starmap(same_option, itertools.combinations(every, 2)))
 
 
-def test_exactly_the_intended_product_satisfies_each_goal(env):
+@EVERY
+def test_exactly_the_intended_product_satisfies_each_goal(env, stride):
     products, goals = env.catalogue.products, env.catalogue.goals
     assert len(goals) > 2400
+    asked = {phrase for goal in goals[::stride] for phrase in goal.attributes}
     holders = {
         phrase: {at for at, each in enumerate(products) if has_attribute(each, phrase)}
-        for phrase in PHRASES
+        for phrase in asked
     }
-    for goal in goals:
+    for goal in goals[::stride]:
         # Who has an attribute is asked of the score's own function; the rest of the score, with all
         # options chosen at once, is an upper bound of what any choice earns.
         having = set.intersection(*(holders[each] for each in goal.attributes))
@@ -111,13 +111,6 @@ def test_a_price_limit_is_above_the_price_by_at_most_forty_or_absent():
     assert limits == {40.0, 50.0, 60.0}
     assert price_limit(30.0, generator) >= 50  # 40, 50, 60, 70, the lower of two left out
     assert price_limit(975.0, generator) == 990.0 and price_limit(985.0, generator) == NO_LIMIT
-
-
-def test_another_seed_of_the_catalogue_has_other_products(env):
-    other = make("webshop", catalogue_seed=1).catalogue
-    assert {each.title for each in other.products} != {
-        each.title for each in env.catalogue.products
-    }
 
 
 # The score
@@ -203,41 +196,32 @@ def test_colors_count_as_the_same_by_their_name_and_other_options_by_similarity(
 # Actions and pages
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_actions_are_read_regardless_of_case_and_spaces():
+    for text, expected in (
         ("search[hiking boots]", ("search", "hiking boots")),
         ("  SEARCH [ Hiking\n  boots ] ", ("search", "hiking boots")),
         ("click[< Prev]", ("click", "< prev")),
         ("Click[size [US] 9]", ("click", "size [us] 9")),
         ("click[]]", ("click", "]")),
         ("search[]", ("search", "")),
-        ("click[buy now] please", ("", "")),
-        ("I will click[buy now]", ("", "")),
-        ("click(buy now)", ("", "")),
-        ("buy now", ("", "")),
-        ("", ("", "")),
-    ],
-)
-def test_actions_are_read_regardless_of_case_and_spaces(text, expected):
-    assert parse_action(text) == expected
+    ):
+        assert parse_action(text) == expected
+    for text in ("click[buy now] please", "I will click[buy now]", "click(buy now)", "buy now", ""):
+        assert parse_action(text) == ("", "")
 
 
-@pytest.mark.parametrize(
-    "action",
-    [
-        *("", "look", "search[]", "search[ ]", "click[]", "click[no such thing]", "click[search]"),
-        *("click[buy now]", "click[next >]", "click[description]", "purchase[b0]", "[", "]"),
-    ],
-)
-def test_an_impossible_action_changes_nothing(env, action):
+def test_an_impossible_action_changes_nothing(env):
     observation, _ = env.reset(seed=123)
     before = env.get_state()
-    assert env.step(action) == (
-        *(observation, 0.0, False, False),
-        {"success": False, "effective": False, "possible": False},
-    )
-    assert env.get_state() == before
+    for action in (
+        *("", "look", "search[]", "search[ ]", "click[]", "click[no such thing]", "click[search]"),
+        *("click[buy now]", "click[next >]", "click[description]", "purchase[b0]", "[", "]"),
+    ):
+        assert env.step(action) == (
+            *(observation, 0.0, False, False),
+            {"success": False, "effective": False, "possible": False},
+        )
+        assert env.get_state() == before
 
 
 def test_results_come_in_pages_of_ten_with_the_elements_that_lead_on(env):
@@ -297,16 +281,15 @@ HOSTILE = (
 )
 
 
-@pytest.mark.parametrize("keywords", HOSTILE, ids=range(len(HOSTILE)))
-def test_any_text_is_a_search(env, keywords):
-    env.reset(seed=123)
-    observation, reward, terminated, _, _ = env.step(f"search[{keywords}]")
-    assert reward == 0 and not terminated and len(observation) < 2000
-    found = any(word in keywords for word in ("boots", "tent"))
-    assert (len(clickable(observation)) > 1) == found
+def test_any_text_is_a_search(env):
+    for keywords in HOSTILE:
+        env.reset(seed=123)
+        observation, reward, terminated, _, _ = env.step(f"search[{keywords}]")
+        assert reward == 0 and not terminated and len(observation) < 2000
+        found = any(word in keywords for word in ("boots", "tent"))
+        assert (len(clickable(observation)) > 1) == found
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.text(max_size=40))
 def test_no_search_raises(keywords):
     make("webshop").catalogue.search(keywords)
@@ -330,12 +313,12 @@ def test_the_published_splits_share_no_goal(env):
         return {played.reset(seed=level) and played.get_state()["goal"] for level in levels}
 
     number = len(env.catalogue.goals)
-    assert goals("test", range(2000)) == set(range(500))
-    assert goals("validation", range(2000)) == set(range(500, 1500))
+    assert goals("test", range(501)) == set(range(500))
+    assert goals("validation", range(1001)) == set(range(500, 1500))
     assert goals("train", range(number)) == set(range(1500, number))
-    assert goals("all", range(number)) == set(range(number))
+    assert max(goals("all", range(number - 3, number))) == number - 1
     assert goals("auto", range(123, 379)) == set(range(123, 379))  # evaluation
-    assert goals("auto", range(10_000, 12_000)) == set(range(1500, number))  # training
+    assert min(goals("auto", range(10_000, 10_500))) >= 1500  # training
     assert min(goals("auto", [2**31, 2**31 + 5])) >= 1500
 
 
@@ -350,13 +333,11 @@ def test_a_small_catalogue_is_refused_where_a_split_would_be_empty():
 
 def test_budgets_are_the_papers(env):
     assert (env.max_turns, env.actions_per_turn, env.max_actions) == (9, 1, 9)
-    large = make("webshop", products=1001)
-    assert (large.max_turns, large.max_actions) == (15, 15)
     assert env.prompt_style == "paper" and env.actions is None
 
 
-def test_the_solver_succeeds_on_every_test_goal_in_five_turns(env):
-    for level in range(500):
+def test_the_solver_succeeds_on_test_goals_in_five_turns(env):
+    for level in range(0, 500, 10):
         env.reset(seed=level)
         for left in range(5, 0, -1):
             (action,) = env.solve(left, left, 1)
@@ -369,7 +350,7 @@ def test_the_solver_succeeds_on_every_test_goal_in_five_turns(env):
 
 def test_the_solver_goes_on_from_wherever_random_play_has_led(env):
     generator = np.random.Generator(np.random.PCG64(0))
-    for level in range(40):
+    for level in range(10):
         env.reset(seed=level)
         terminated = False
         for _ in range(int(generator.integers(1, 8))):
@@ -382,13 +363,6 @@ def test_the_solver_goes_on_from_wherever_random_play_has_led(env):
                 if terminated:
                     break
             assert info["success"]
-
-
-def test_with_one_turn_left_the_solver_buys_what_it_has(env):
-    env.reset(seed=123)
-    play(env, env.solve(9, 9, 1)[0])
-    play(env, env.solve(8, 8, 1)[0])
-    assert env.solve(1, 5, 1) == ["click[buy now]"] != env.solve(2, 5, 1)
 
 
 def test_random_play_searches_for_the_beginning_of_the_instruction_and_clicks_what_is_there(env):
@@ -416,7 +390,7 @@ def test_fewer_results_on_a_page_are_the_same_results(env):
         found.append([code for code in codes if code[1:2].isdigit()])
     assert found[0] == found[1][:10] and len(found[1]) == 12
     assert "1 to 3 of" in shown[0] and "10 to 12 of" in shown[-1]
-    assert compute_baselines(small, Budget(6, 1, 6), range(123, 143)).optimal == 1
+    assert compute_baselines(small, Budget(6, 1, 6), range(123, 128)).optimal == 1
     with pytest.raises(RagenError, match="on_page"):
         make("webshop", on_page=11)
 
@@ -451,21 +425,21 @@ def test_numbered_products_and_options_are_the_same_called_by_their_place(env):
     assert numbered.get_state() == coded.get_state()
     numbered.set_state(state)
     assert numbered.state_key() == in_numbers
-    budget, levels = Budget(6, 1, 6), range(123, 143)
+    budget, levels = Budget(6, 1, 6), range(123, 126)
     found = compute_baselines(numbered, budget, levels)
     assert found.optimal == found.optimal_return == 1
     assert found == compute_baselines(coded, budget, levels)
-    check(numbered)
+    check(numbered, levels=1)
 
 
 def test_baselines_are_near_zero_and_one_within_the_budget(env):
-    found = compute_baselines(env, Budget(9, 1, 9), range(123, 143))
-    assert found.random < 0.05 and 0 < found.random_return < 0.2 and found.draws == 160
+    levels = range(123, 131)
+    found = compute_baselines(env, Budget(9, 1, 9), levels)
+    assert found.random < 0.05 and 0 < found.random_return < 0.2 and found.draws is not None
     assert (found.optimal, found.optimal_return) == (1.0, 1.0)
     # A search, a product, one or two options, the purchase.
-    assert compute_baselines(env, Budget(3, 1, 3), range(123, 143)).optimal == 0
-    assert 0 < compute_baselines(env, Budget(4, 1, 9), range(123, 143)).optimal < 1
-    assert compute_baselines(env, Budget(9, 1, 5), range(123, 143)).optimal == 1
+    assert compute_baselines(env, Budget(3, 1, 3), levels).optimal == 0
+    assert 0 < compute_baselines(env, Budget(4, 1, 9), levels).optimal < 1
 
 
 def test_a_snapshot_brings_back_every_page(env):
@@ -484,54 +458,6 @@ def test_a_snapshot_brings_back_every_page(env):
     other.reset(seed=7)
     other.set_state(env.get_state())
     assert other.state_key() == env.state_key()
-
-
-def test_an_episode_is_the_same_in_every_process():
-    script = (
-        "import hashlib, numpy as np\n"
-        "from ragen.envs.registry import make\n"
-        "env, text = make('webshop'), ''\n"
-        "generator = np.random.Generator(np.random.PCG64(0))\n"
-        "for level in range(30):\n"
-        "    text += env.reset(seed=level)[0]\n"
-        "    for _ in range(9):\n"
-        "        text += str(env.step(env.random_action(generator)))\n"
-        "print(len(text), hashlib.blake2b(text.encode()).hexdigest())"
-    )
-    root = str(Path(ragen.__file__).parent.parent)
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONHASHSEED": salt, "PYTHONPATH": root},
-            capture_output=True,
-            check=True,
-        ).stdout
-        for salt in ("0", "1")
-    }
-    assert len(outputs) == 1
-
-
-def test_copies_share_the_catalogue_and_nothing_that_changes(env):
-    twin = copy.deepcopy(env)
-    twin.reset(seed=3)
-    env.reset(seed=123)
-    twin.step("search[tent]")
-    assert twin.catalogue is env.catalogue and "tent" not in env.state_key()
-
-
-def test_the_prompt_states_the_actions_and_the_instruction(env):
-    observation, _ = env.reset(seed=123)
-    prompt = PromptBuilder("paper").first(
-        env.rules, env.goal, env.actions, observation, Limits(1, 9, 9, 1)
-    )
-    for part in (
-        "search[keywords]",
-        "click[element]",
-        "Instruction:",
-        "9 turns",
-        "1 action a turn",
-    ):
-        assert part in prompt
 
 
 # The original files
@@ -676,11 +602,6 @@ def test_the_solver_turns_pages_where_no_search_has_the_product_on_the_first(fil
     assert info["success"] and actions[1:3] == ["click[next >]"] * 2 and len(actions) == 6
 
 
-def test_a_number_of_products_takes_the_first(files):
-    assert [each.key[-1] for each in shop(files, products=2).catalogue.products] == ["1", "2"]
-    assert shop(files / "items_shuffle_1000.json").catalogue.goals
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -698,12 +619,3 @@ def test_damaged_files_are_refused_in_one_line(files, change, message):
     with pytest.raises(RagenError, match=message) as refused:
         shop(files)
     assert "\n" not in str(refused.value)
-
-
-def test_a_folder_that_is_not_there_is_refused():
-    with pytest.raises(RagenError, match="there is no items_shuffle"):
-        make("webshop", path="/no/such/folder")
-
-
-def test_validation_and_test_are_as_large_as_published():
-    assert VALIDATION == 1000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import runpy
 from fractions import Fraction
 from pathlib import Path
@@ -44,47 +43,32 @@ def file(tmp_path):
 # Numbers.
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("42", 42),
-        (" 42\n", 42),
-        ("42.0", 42),
-        ("42.", 42),
-        ("042", 42),
-        ("+42", 42),
-        ("-42", -42),
-        ("−42", -42),
-        ("$42", 42),
-        ("-$42.50", Fraction(-85, 2)),
-        ("1,234,567", 1_234_567),
-        ("1234567", 1_234_567),
-        ("1,234.5", Fraction(2469, 2)),
-        (".5", Fraction(1, 2)),
-        ("0.1", Fraction(1, 10)),
-        ("50%", 50),
-        ("6/4", Fraction(3, 2)),
-        ("-1/3", Fraction(-1, 3)),
-        ("0/5", 0),
-        ("-0", 0),
-    ],
+NUMBERS = {
+    42: ("42", " 42\n", "42.0", "42.", "042", "+42", "$42"),
+    -42: ("-42", "−42"),
+    Fraction(-85, 2): ("-$42.50",),
+    1_234_567: ("1,234,567", "1234567"),
+    Fraction(2469, 2): ("1,234.5",),
+    Fraction(1, 2): (".5",),
+    Fraction(1, 10): ("0.1",),
+    50: ("50%",),
+    Fraction(3, 2): ("6/4",),
+    Fraction(-1, 3): ("-1/3",),
+    0: ("0/5", "-0"),
+}
+NO_NUMBERS = (
+    *("", " ", ".", "-", "$", "/", "%", "/2", "1/", "1/0", "1//2", "1/2/3", "1.5/2", "--1"),
+    *("12,34", "1,2345", ",123", "1,23", "1.2.3", "1e3", "0x10", "1_000", "inf", "nan"),
+    *("4 2", "42 apples", "= 42", "#### 42", "42 43", "1 1/2", "42..", "42%%", "$$4"),
+    *("٤٢", "４２", "²", "½", "Ⅳ", "4\u200b2", "\u00a042"),
+    *("9" * 51, "9" * 100_000, "1/" + "0" * 49, "(" * 1000),
 )
-def test_a_number_is_read_exactly(text, value):
-    assert read_number(text) == value
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", " ", ".", "-", "$", "/", "%", "/2", "1/", "1/0", "1//2", "1/2/3", "1.5/2", "--1"),
-        *("12,34", "1,2345", ",123", "1,23", "1.2.3", "1e3", "0x10", "1_000", "inf", "nan"),
-        *("4 2", "42 apples", "= 42", "#### 42", "42 43", "1 1/2", "42..", "42%%", "$$4"),
-        *("٤٢", "４２", "²", "½", "Ⅳ", "4\u200b2", "\u00a042"),
-        *("9" * 51, "9" * 100_000, "1/" + "0" * 49, "(" * 1000),
-    ],
-)
-def test_anything_else_is_no_number(text):
-    assert read_number(text) is None
+def test_a_number_is_read_exactly_and_anything_else_is_no_number():
+    for value, texts in NUMBERS.items():
+        assert [read_number(text) for text in texts] == [value] * len(texts)
+    assert [text for text in NO_NUMBERS if read_number(text) is not None] == []
 
 
 @given(st.text(alphabet="0123456789,./%$+-− ٣e", max_size=60))
@@ -118,17 +102,6 @@ def test_the_sample_has_enough_different_problems_of_all_kinds():
         assert any(mark in end for end in ends)
 
 
-def test_the_sample_says_what_it_computes():
-    """Every product and quotient in the reasoning is right."""
-    checked = 0
-    for each in OWN.read_text("utf-8").splitlines():
-        text = json.loads(each)["answer"]
-        for a, b, c in re.findall(r"(\d+) × (\d+) = (\d+)(?![/\d])", text):
-            assert int(a) * int(b) == int(c)
-            checked += 1
-    assert checked > 500
-
-
 def test_a_file_of_gsm8k_is_read(tmp_path):
     path = tmp_path / "train.jsonl"
     text = (
@@ -139,27 +112,23 @@ def test_a_file_of_gsm8k_is_read(tmp_path):
     assert [p.answer for p in read_problems(path)] == [72, 1250]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "line 3: the line: Invalid JSON"),
-        ("[1]", "line 3: the line: "),
-        ('{"question": "Why?"}', "line 3: answer: Field required"),
-        ('{"question": 7, "answer": "#### 7"}', "line 3: question: "),
-        ('{"question": "", "answer": "#### 7"}', "line 3: question: "),
-        (line("Why?", "42"), "line 3: answer must end in #### and a number"),
-        (line("Why?", "#### because"), "line 3: answer must end in #### and a number"),
-        (line("Why?", "#### 1/0"), "line 3: answer must end in #### and a number"),
-        (line("Why?", "#### 42 or so"), "line 3: answer must end in #### and a number"),
-        ("[" * 100_000, "line 3: the line: "),
-    ],
-)
-def test_a_broken_line_is_named_in_one_line(file, text, message):
+def test_a_broken_line_is_named_in_one_line(file):
     path = Path(file(1))
-    path.write_text(f"{path.read_text('utf-8')}\n\n{text}\n", encoding="utf-8")
-    with pytest.raises(RagenError) as error:
-        make("word-problems", path=str(path))
-    assert f"{path}, {message}" in str(error.value) and "\n" not in str(error.value)
+    start, end = path.read_text("utf-8"), "answer must end in #### and a number"
+    for text, message in (
+        ("{", "the line: Invalid JSON"),
+        ("[1]", "the line: "),
+        ("[" * 100_000, "the line: "),
+        ('{"question": "Why?"}', "answer: Field required"),
+        ('{"question": 7, "answer": "#### 7"}', "question: "),
+        ('{"question": "", "answer": "#### 7"}', "question: "),
+        *((line("Why?", answer), end) for answer in ("42", "#### because", "#### 1/0")),
+        (line("Why?", "#### 42 or so"), end),
+    ):
+        path.write_text(f"{start}\n\n{text}\n", encoding="utf-8")
+        with pytest.raises(RagenError) as error:
+            make("word-problems", path=str(path))
+        assert f"{path}, line 3: {message}" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_files_that_hold_nothing_are_refused(file, tmp_path):
@@ -254,16 +223,6 @@ def test_the_reward_halves_with_each_attempt(file):
     assert [env.step("9")[2] for _ in range(3)] == [False, False, True]
 
 
-def test_a_snapshot_restores_the_question_of_another_level(file):
-    env, other = (make("word-problems", attempts=3) for _ in range(2))
-    env.reset(seed=EVAL_LEVELS + 5)
-    env.step("0.5")
-    other.set_state(json.loads(json.dumps(env.get_state())))
-    assert other.state_key() == env.state_key() and "1/2, is not right" in env.state_key()
-    (answer,) = env.solve(1, 1, 1)
-    assert other.step(answer) == env.step(answer)
-
-
 def test_several_attempts_and_other_files_pass_the_checker(file):
     check(make("word-problems", path=file(10), attempts=3))
 
@@ -279,7 +238,7 @@ def test_random_play_guesses_from_the_numbers_of_the_question():
 
 @pytest.mark.parametrize("attempts", [1, 3])
 def test_exact_baselines_agree_with_samples(attempts):
-    env, draws = make("word-problems", attempts=attempts), 2000
+    env, draws = make("word-problems", attempts=attempts), 500
     for level in (EVAL_LEVELS, EVAL_LEVELS + 1):
         exact = level_baselines(env, Budget(attempts, 1, attempts), level, 0)
         sampled = sample_baselines(env, Budget(attempts, 1, attempts), level, draws)

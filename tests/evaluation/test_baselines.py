@@ -4,7 +4,6 @@ import json
 import statistics
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -44,9 +43,13 @@ PUBLISHED = [
     ("frozen-lake", {"success_probability": 0.8, "p_frozen": 0.9}, 10, 24.3, 94.4),
     ("frozen-lake-still", {}, 10, 21.2, 100.0),
 ]
+QUICK = PUBLISHED[0], PUBLISHED[7]
 
 
-@pytest.mark.parametrize(("name", "params", "actions", "random", "optimal"), PUBLISHED)
+@pytest.mark.parametrize(
+    ("name", "params", "actions", "random", "optimal"),
+    [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in PUBLISHED],
+)
 def test_baselines_equal_the_published_table_within_sampling_error(
     name, params, actions, random, optimal
 ):
@@ -70,14 +73,20 @@ def test_random_play_does_not_depend_on_the_slip():
     # A random direction that slips is still a random direction.
     rates = [
         compute_baselines(
-            make("frozen-lake", success_probability=q), Budget(10, 1, 10), range(123, 133)
+            make("frozen-lake", success_probability=q), Budget(10, 1, 10), range(123, 127)
         )
         for q in (1 / 3, 0.8, 1.0)
     ]
     assert rates[0].random == pytest.approx(rates[1].random) == pytest.approx(rates[2].random)
 
 
-@pytest.mark.parametrize("name", ["bandit", "countdown", "manor", "sudoku", "word-problems"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("bandit", "sudoku", "word-problems"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("countdown", "manor")),
+    ],
+)
 def test_the_table_of_the_docs_holds_the_baselines(name):
     env = make(name)
     budget = Budget(env.max_turns, env.actions_per_turn, env.max_actions)
@@ -97,14 +106,13 @@ def test_bandit_baselines_are_exact():
     ("name", "params", "budget"),
     [
         ("bandit", {}, Budget(1, 1, 1)),
-        ("frozen-lake", {"success_probability": 0.8}, Budget(3, 3, 7)),
-        ("frozen-lake", {}, Budget(4, 2, 8)),
+        ("frozen-lake", {"success_probability": 0.8}, Budget(3, 2, 6)),
         ("sokoban", {}, PAPER),
         ("sokoban-large", {"boxes": 1}, Budget(2, 3, 10)),
     ],
 )
 def test_exact_and_sampled_baselines_agree(name, params, budget):
-    env, draws = make(name, **params), 200
+    env, draws = make(name, **params), 60
     for level in (123, 124):
         exact = level_baselines(env, budget, level, 0)
         sampled = sample_baselines(env, budget, level, draws)
@@ -116,12 +124,6 @@ def test_exact_and_sampled_baselines_agree(name, params, budget):
         assert abs(exact.random_return - sampled.random_return) <= 4 * 6 / draws**0.5
         if exact.optimal in (0.0, 1.0) and name != "bandit":
             assert exact.optimal_return == pytest.approx(sampled.optimal_return)
-
-
-def test_budgets_that_allow_the_same_actions_have_equal_baselines():
-    env = make("sokoban")
-    rates = [level_baselines(env, b, 123, 0).random for b in (Budget(2, 3, 10), Budget(6, 1, 6))]
-    assert rates[0] == rates[1]
 
 
 def test_an_environment_without_a_solver_has_no_optimal_play(tmp_path, monkeypatch):
@@ -285,27 +287,24 @@ class Answering(Bandit):
         return self.answer
 
 
-UNFIT = [
-    (Baselines(float("nan"), 1.0, 0.0, 0.0), "nan as random"),
-    (Baselines(float("inf"), None, 0.0, None), "inf as random"),
-    (Baselines(-0.1, 1.0, 0.0, 0.0), "0 ≤ random"),
-    (Baselines(0.5, 1.5, 0.0, 0.0), "≤ 1"),
-    (Baselines(0.5, 0.25, 0.0, 0.0), "random ≤ optimal"),
-    (Baselines("0.5", 1.0, 0.0, 0.0), "'0.5' as random"),
-    (Baselines(0.5, 1.0, 10**400, 0.0), "inf as random_return"),
-    (Baselines(0.5, 1.0, 0.0, 1e308), "as optimal_return"),
-    (Baselines(0.5, 1.0, None, 0.0), "None as random_return"),
-    (Baselines(0.5, 1.0, 0.0, 0.0, draws=0), "draws"),
-    (Baselines(0.5, 1.0, 0.0, 0.0, draws="many"), "draws"),
-    ((0.5, 1.0, 0.0, 0.0), "a Baselines or None"),
-]
-
-
-@pytest.mark.parametrize(("answer", "reason"), UNFIT, ids=[reason for _, reason in UNFIT])
-def test_baselines_that_are_no_chances_or_finite_returns_are_refused(monkeypatch, answer, reason):
-    monkeypatch.setattr(Answering, "answer", answer)
-    with pytest.raises(UserCodeError, match=reason):
-        compute_baselines(Answering(), Budget(1, 1, 1), [123] * 6)
+def test_baselines_that_are_no_chances_or_finite_returns_are_refused(monkeypatch):
+    for answer, reason in (
+        (Baselines(float("nan"), 1.0, 0.0, 0.0), "nan as random"),
+        (Baselines(float("inf"), None, 0.0, None), "inf as random"),
+        (Baselines(-0.1, 1.0, 0.0, 0.0), "0 ≤ random"),
+        (Baselines(0.5, 1.5, 0.0, 0.0), "≤ 1"),
+        (Baselines(0.5, 0.25, 0.0, 0.0), "random ≤ optimal"),
+        (Baselines("0.5", 1.0, 0.0, 0.0), "'0.5' as random"),
+        (Baselines(0.5, 1.0, 10**400, 0.0), "inf as random_return"),
+        (Baselines(0.5, 1.0, 0.0, 1e308), "as optimal_return"),
+        (Baselines(0.5, 1.0, None, 0.0), "None as random_return"),
+        (Baselines(0.5, 1.0, 0.0, 0.0, draws=0), "draws"),
+        (Baselines(0.5, 1.0, 0.0, 0.0, draws="many"), "draws"),
+        ((0.5, 1.0, 0.0, 0.0), "a Baselines or None"),
+    ):
+        monkeypatch.setattr(Answering, "answer", answer)
+        with pytest.raises(UserCodeError, match=reason):
+            compute_baselines(Answering(), Budget(1, 1, 1), [123] * 6)
 
 
 def test_baselines_are_kept_as_plain_numbers(monkeypatch):
@@ -327,12 +326,3 @@ def test_what_an_environment_of_ragen_imports_belongs_to_its_cache(tmp_path, mon
     other.write_bytes(Path(module.__file__).read_bytes() + b"# other products\n")
     monkeypatch.setattr(module, "__file__", str(other))
     assert sources(WebShop) != before[0] and sources(Bandit) == before[1]
-
-
-def test_a_class_without_a_file_shares_its_cache_with_no_other(monkeypatch):
-    one, other = (type("Mine", (Bandit,), {"__module__": "unknown"}) for _ in range(2))
-    assert sources(one) == sources(one) != sources(other)
-    nowhere = ModuleType("nowhere")
-    nowhere.__file__ = "/nowhere.py"
-    monkeypatch.setitem(__import__("sys").modules, "nowhere", nowhere)
-    assert len(sources(type("Mine", (Bandit,), {"__module__": "nowhere"}))) >= 2

@@ -34,11 +34,12 @@ from ragen.storage.database import CHECKPOINTS, DATABASE
 from ragen.storage.recorder import Recorder
 from ragen.storage.stored_episodes import Recorded, read_episode
 from ragen.training.trainer import train
-from tests.bandit_model import settings
+from tests.bandit_model import bandit_model, settings
 from tests.records import edit_settings
 from tests.records import episode as made_episode
 from tests.records import turn as made_turn
 from tests.rogue import Rogue
+from tests.shared import own
 from tests.tiny import TEMPLATES, tiny_model, tiny_tokenizer
 from tests.tolerance import LOGPROB
 
@@ -91,21 +92,17 @@ def branch_at(episode: Episode, turn: int, **more: Any) -> BranchSpec:
 
 # Rollouts that start at a turn.
 
-PROMPT_SETTINGS = pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"window": 2},
-        {"drops_thoughts": True},
-        {"max_length": 420},
-        {"style": "paper", "prefilled": False},
-    ],
-    ids=str,
-)
+PROMPTS: list[tuple[str | None, dict[str, Any]]] = [
+    *((template, {}) for template in (None, *TEMPLATES)),
+    (None, {"window": 2}),
+    ("chatml", {"window": 2}),
+    ("qwen3", {"drops_thoughts": True}),
+    ("llama3", {"max_length": 420}),
+    ("chatml", {"style": "paper", "prefilled": False}),
+]
 
 
-@PROMPT_SETTINGS
-@pytest.mark.parametrize("template", [None, *TEMPLATES])
+@pytest.mark.parametrize(("template", "more"), PROMPTS, ids=str)
 def test_a_branch_with_the_same_replies_repeats_the_episode(
     template: str | None, more: dict[str, Any]
 ) -> None:
@@ -135,14 +132,14 @@ def test_a_branch_meets_the_noise_of_the_original() -> None:
     setup = make_setup(None, turns=3)
     move: Reply = ("t</think><answer>Right || Right</answer>", "stop")
     futures = set()
-    for noise in range(30):
+    for noise in range(12):
         original = play(setup, [move] * 3, replace(SPEC, group=noise, path=(noise, "x")))
         elsewhere = branch_at(original, 1, path=(1, "other"), member=5)
         again = play(setup, [move] * 3, elsewhere)
         assert [t.observation for t in again.turns] == [t.observation for t in original.turns]
         assert again.noise_seed == original.noise_seed
         futures.add(tuple(t.observation for t in again.turns))
-    assert len(futures) > 5  # the noise does differ between episodes
+    assert len(futures) > 2  # the noise does differ between episodes
 
 
 def test_a_conversation_without_token_ids_is_rebuilt_from_its_text() -> None:
@@ -266,29 +263,16 @@ def test_a_damaged_file_of_branches_costs_nothing_else(tmp_path: Path) -> None:
 # Branches of a trained run.
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps on Frozen Lake with all its checkpoints."""
-    config = resolve(
-        "frozen-lake",
-        {
-            "steps": 2,
-            "threads": 1,
-            "rollout.num_groups": 3,
-            "rollout.group_size": 4,
-            "eval.episodes": 6,
-            "eval.every": 1,
-            "checkpoint.every": 1,
-            "checkpoint.keep": 9,
-        },
-    )
-    return train(config, tmp_path_factory.mktemp("runs") / "lake").run
+@pytest.fixture
+def run(own_bandit_run: Path) -> Path:
+    """A run of episodes of one turn, in which branches are stored."""
+    return own_bandit_run
 
 
 @pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the trained run, in which branches are stored."""
-    return Path(shutil.copytree(trained, tmp_path / "lake"))
+def lake(lake_run: Path, tmp_path: Path) -> Path:
+    """A run of longer episodes."""
+    return own(lake_run, tmp_path)
 
 
 def rows(run: Path, query: str, file: str = FILE) -> list[tuple[Any, ...]]:
@@ -299,10 +283,10 @@ def rows(run: Path, query: str, file: str = FILE) -> list[tuple[Any, ...]]:
         connection.close()
 
 
-def longest_episode(run: Path, phase: str, step: int, turns: int = 3) -> int:
-    """The id of the longest episode of a step; it has at least `turns` turns."""
+def episode_of(run: Path, phase: str, step: int, turns: int) -> int:
+    """The id of the episode of a step with the fewest tokens among those of at least `turns`."""
     query = f"SELECT id FROM episodes WHERE phase = '{phase}' AND step = {step}"
-    ids = rows(run, f"{query} AND num_turns >= {turns} ORDER BY num_turns DESC", DATABASE)
+    ids = rows(run, f"{query} AND num_turns >= {turns} ORDER BY num_turns, num_tokens", DATABASE)
     return int(ids[0][0])
 
 
@@ -310,19 +294,15 @@ def tokens(episode: Episode) -> list[Any]:
     return [(t.prompt.token_ids, t.completion.token_ids) for t in episode.turns]
 
 
-def test_a_greedy_branch_repeats_the_episode(run: Path) -> None:
-    episode = longest_episode(run, "eval greedy", 2)
-    for turn in range(3):
-        result = branch(run, episode, turn, n=2, checkpoint=2, temperature=0)
-        original = result.original.episode
-        assert result.exact
-        for again in result.episodes:
-            assert tokens(again) == tokens(original)
-            assert [as_stored(t).snapshot for t in again.turns] == [
-                t.snapshot for t in original.turns
-            ]
-            assert again.stop_reason == original.stop_reason
-            assert again.total_reward == original.total_reward
+def test_a_greedy_branch_repeats_the_episode(lake: Path) -> None:
+    result = branch(
+        lake, episode_of(lake, "eval greedy", 2, 3), 1, n=1, checkpoint=2, temperature=0
+    )
+    (again,), original = result.episodes, result.original.episode
+    assert result.exact and tokens(again) == tokens(original)
+    assert [as_stored(t).snapshot for t in again.turns] == [t.snapshot for t in original.turns]
+    assert again.stop_reason == original.stop_reason
+    assert again.total_reward == original.total_reward
 
 
 def recorded_specs(request: Request, recorded: Recorded, seed: int) -> list[BranchSpec]:
@@ -332,16 +312,17 @@ def recorded_specs(request: Request, recorded: Recorded, seed: int) -> list[Bran
     return [replace(spec, **origin) for spec in branch_specs(request, recorded, seed)]
 
 
-@pytest.mark.parametrize(("phase", "step"), [("train", 1), ("train", 2), ("eval", 1)])
+@pytest.mark.parametrize(
+    ("phase", "step"), [("train", 2), pytest.param("eval", 1, marks=pytest.mark.slow)]
+)
 def test_a_branch_with_the_original_seeds_and_weights_repeats_the_episode(
-    run: Path, phase: str, step: int, monkeypatch: pytest.MonkeyPatch
+    lake: Path, phase: str, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A training step samples with the weights of the step before, an evaluation with its own."""
     weights = step - 1 if phase == "train" else step
     monkeypatch.setattr(branching, "branch_specs", recorded_specs)
-    result = branch(
-        run, longest_episode(run, phase, step), 1, n=1, checkpoint=weights, temperature=1.0
-    )
+    episode = episode_of(lake, phase, step, 3)
+    result = branch(lake, episode, 1, n=1, checkpoint=weights, temperature=1.0)
     (again,), original = result.episodes, result.original.episode
     assert tokens(again) == tokens(original)
     assert again.total_reward == original.total_reward
@@ -352,24 +333,36 @@ def test_a_branch_with_the_original_seeds_and_weights_repeats_the_episode(
         assert one.state_key == other.state_key
 
 
-def test_branches_share_the_past_and_differ_in_sampled_tokens(run: Path) -> None:
-    episode = longest_episode(run, "train", 1)
-    result = branch(run, episode, 1, n=8, checkpoint=0)
+def test_branches_share_the_past_and_differ_in_sampled_tokens(lake: Path) -> None:
+    episode = episode_of(lake, "train", 1, 2)
+    result = branch(lake, episode, 1, n=3, checkpoint=0)
     assert len({str(tokens(each)) for each in result.episodes}) > 1
     for each in result.episodes:
         assert tokens(each)[0] == tokens(result.original.episode)[0]
         assert each.turns[1].prompt.token_ids == result.original.episode.turns[1].prompt.token_ids
         assert each.turns[1].state_key == result.original.episode.turns[1].state_key
-    assert branch(run, episode, 1, n=8, checkpoint=0).episodes == result.episodes
-    assert branch(run, episode, 1, n=8, checkpoint=0, seed=1).episodes != result.episodes
+    second_turn = tokens(result.episodes[0])[1]
+    texts = dict(rows(lake, "SELECT id, text FROM tokens"))
+    assert all(token in texts for part in second_turn for token in part)
+
+
+def test_the_same_request_gives_the_same_branches(run: Path) -> None:
+    result = branch(run, 1, 0, n=6, checkpoint=1)
+    other = branch(run, 1, 0, n=6, checkpoint=1, seed=1).episodes
+    assert list(map(tokens, other)) != list(map(tokens, result.episodes))
+    assert branch(run, 1, 0, n=6, checkpoint=1).episodes == result.episodes
     assert rows(run, "SELECT episode, turn, checkpoint, n, seed, exact FROM branches") == [
-        (episode, 1, 0, 8, seed, 1) for seed in (0, 1)
+        (1, 0, 1, 6, seed, 1) for seed in (1, 0)
     ]
     stored = rows(run, 'SELECT phase, step, member FROM episodes WHERE "group" = 2')
-    assert stored == [("branch", 0, member) for member in range(8)]
-    second_turn = tokens(result.episodes[0])[1]
-    texts = dict(rows(run, "SELECT id, text FROM tokens"))
-    assert all(token in texts for part in second_turn for token in part)
+    assert stored == [("branch", 1, member) for member in range(6)]
+
+
+@pytest.mark.slow
+def test_isolated_environments_give_the_same_branches(run: Path) -> None:
+    here = branch(run, 1, 0, n=3, checkpoint=1)
+    edit_settings(run, "isolate = false", "isolate = true")
+    assert branch(run, 1, 0, n=3, checkpoint=1).episodes == here.episodes
 
 
 def test_branching_does_not_change_the_database_of_an_active_run(run: Path) -> None:
@@ -381,18 +374,12 @@ def test_branching_does_not_change_the_database_of_an_active_run(run: Path) -> N
         recorder.event(3, "note", "in the middle of a step")
         before = hashed()
         result = branch(run, 1, 0, n=2)
-        assert result.request.checkpoint == 2  # the newest
+        assert result.request.checkpoint == 3  # the newest
         assert hashed() == before
         recorder.event(3, "note", "the run continues")
 
 
-def test_isolated_environments_give_the_same_branches(run: Path) -> None:
-    episode = longest_episode(run, "train", 1)
-    here = branch(run, episode, 1, n=3, checkpoint=1)
-    edit_settings(run, "isolate = false", "isolate = true")
-    assert branch(run, episode, 1, n=3, checkpoint=1).episodes == here.episodes
-
-
+@pytest.mark.slow
 def test_a_branch_of_a_lora_run_repeats_the_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,40 +388,32 @@ def test_a_branch_of_a_lora_run_repeats_the_episode(
     run = train(resolve("bandit", settings(**more)), tmp_path / "bandit").run
     for phase, step, weights in (("eval greedy", 2, 2), ("train", 2, 1)):
         temperature = 0.0 if phase == "eval greedy" else 1.0
-        result = branch(
-            run,
-            longest_episode(run, phase, step, 1),
-            0,
-            1,
-            checkpoint=weights,
-            temperature=temperature,
-        )
+        episode = episode_of(run, phase, step, 1)
+        result = branch(run, episode, 0, 1, checkpoint=weights, temperature=temperature)
         assert tokens(result.episodes[0]) == tokens(result.original.episode)
 
 
-def test_step_0_without_its_checkpoint_is_the_initial_model(run: Path) -> None:
+def test_without_checkpoints_the_initial_model_plays(run: Path) -> None:
     with_checkpoint = branch(run, 1, 0, n=3, checkpoint=0)
-    shutil.rmtree(run / "checkpoints" / "step-0")
-    assert branch(run, 1, 0, n=3, checkpoint=0).episodes == with_checkpoint.episodes
     shutil.rmtree(run / "checkpoints")
-    assert branch(run, 1, 0, n=3).request.checkpoint == 0  # the initial model is all that is left
+    without = branch(run, 1, 0, n=3)
+    assert without.request.checkpoint == 0 and without.episodes == with_checkpoint.episodes
 
 
 def test_an_episode_without_token_ids_is_branched_from_its_text(run: Path, capsys: Capture) -> None:
-    episode = longest_episode(run, "eval greedy", 2)
+    episode = episode_of(run, "eval greedy", 3, 1)
     connection = sqlite3.connect(run / DATABASE)
     ids = ("prompt_ids", "prompt_joins", "completion_ids", "logprobs")
     connection.execute(f"UPDATE turns SET {', '.join(f'{name} = NULL' for name in ids)}")
     connection.commit()
     connection.close()
-    result = branch(run, episode, 1, n=1, checkpoint=2, temperature=0)
-    assert not result.exact
-    assert [t.completion.text for t in result.episodes[0].turns] == [
-        t.completion.text for t in result.original.episode.turns
-    ]
-    assert rows(run, "SELECT exact FROM branches") == [(0,)]
-    assert main(["branch", str(run), str(episode), "--turn", "1", "--n", "1"]) == 0
+    line = f"branch {run} {episode} --turn 0 --n 1 --checkpoint 3 --temperature 0"
+    assert main(line.split()) == 0
     assert "was rebuilt from text" in capsys.readouterr().out
+    assert rows(run, "SELECT exact FROM branches") == [(0,)]
+    assert rows(run, "SELECT reply FROM turns") == rows(
+        run, f"SELECT reply FROM turns WHERE episode_id = {episode}", DATABASE
+    )
 
 
 def test_branch_command_prints_a_record_or_a_table(run: Path, capsys: Capture) -> None:
@@ -452,59 +431,46 @@ def test_branch_command_prints_a_record_or_a_table(run: Path, capsys: Capture) -
     assert [line.split()[0] for line in shown.splitlines()[-4:]].count("original") <= 1
 
 
-def test_damaged_weights_are_reported_in_one_line(run: Path, capsys: Capture) -> None:
-    (run / "checkpoints" / "step-2" / "model.safetensors").write_bytes(b"damaged")
-    assert main(["branch", str(run), "1", "--turn", "0"]) == 2
+def refusal(capsys: Capture, arguments: str) -> str:
+    """What the command says in one line as it exits with 2."""
+    assert main(["branch", *arguments.split()]) == 2
     error = capsys.readouterr().err
-    assert "step-2" in error and error.count("\n") == 1
-    assert not (run / FILE).exists()
+    assert error.count("\n") == 1
+    return error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_wrong_arguments_are_reported_in_one_line(bandit_run: Path, capsys: Capture) -> None:
+    for arguments, words in (
         ("nowhere 1 --turn 0", "nowhere is not a run folder"),
         ("RUN 100000 --turn 0", "has no episode 100000 in its run.sqlite"),
         ("RUN 1 --turn 9", "turn = 9: episode 1 has turns 0 to"),
         ("RUN 1 --turn -1", "--turn: expected a whole number ≥ 0"),
-        ("RUN 1 --turn 0 --checkpoint 7", "no checkpoint of step 7; it has those of steps 0, 1, 2"),
+        ("RUN 1 --turn 0 --checkpoint 7", "of step 7; it has those of steps 0, 1, 2, 3"),
         ("RUN 1 --turn 0 --n 0", "--n: expected a whole number from 1 to 64"),
         ("RUN 1 --turn 0 --temperature 1e-4", "temperature = 0.0001: expected 0.001 to 100"),
-        ("RUN 1 --turn 0 --temperature -1", "--temperature: expected a number"),
         ("RUN 1 --turn 0 --temperature nan", "--temperature: expected a number"),
-        ("RUN 1 --turn 0 --seed -1", "--seed: expected a whole number ≥ 0"),
         ("RUN one --turn 0", "argument EPISODE: expected a whole number"),
         ("RUN 1", "the following arguments are required: --turn"),
-    ],
-)
-def test_wrong_arguments_are_reported_in_one_line(
-    trained: Path, capsys: Capture, arguments: str, words: str
-) -> None:
-    assert main(["branch", *arguments.replace("RUN", str(trained)).split()]) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
-    assert not (trained / FILE).exists()
+    ):
+        assert words in refusal(capsys, arguments.replace("RUN", str(bandit_run)))
+    assert not (bandit_run / FILE).exists()
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "words"),
-    [
-        ("name", "RUN/gone.py:World", "no file"),
-        ("name", "frozen-lakes", "unknown environment 'frozen-lakes'"),
-        ("path", "RUN/gone", "there is no model or run"),
-        ("path", "RUN/other", "the prompt of turn 0 cannot be rebuilt"),
-    ],
-)
-def test_a_missing_or_changed_environment_or_model_is_reported_in_one_line(
-    run: Path, capsys: Capture, key: str, value: str, words: str
+def test_missing_or_damaged_weights_and_environments_are_reported_in_one_line(
+    run: Path, capsys: Capture
 ) -> None:
-    tokenizer = tiny_tokenizer("chatml")
+    (run / "checkpoints" / "step-3" / "model.safetensors").write_bytes(b"damaged")
+    assert "step-3" in refusal(capsys, f"{run} 1 --turn 0")
+    shutil.rmtree(run / "checkpoints")
+    tokenizer = tiny_tokenizer("llama3")
     save_model(tiny_model(tokenizer), tokenizer, run / "other")
-    if key == "path":
-        shutil.rmtree(run / "checkpoints")
-    old, new = {"name": "frozen-lake", "path": "base"}[key], value.replace("RUN", str(run))
-    edit_settings(run, f'{key} = "{old}"', f'{key} = "{new}"')
-    assert main(["branch", str(run), "1", "--turn", "0"]) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
+    name, path = 'name = "{}"', 'path = "{}"'
+    for form, old, new, words in (
+        (name, "bandit", f"{run}/gone.py:World", "no file"),
+        (path, str(bandit_model()), f"{run}/gone", "there is no model or run"),
+        (path, str(bandit_model()), f"{run}/other", "prompt of turn 0 cannot be rebuilt"),
+    ):
+        edit_settings(run, form.format(old), form.format(new))
+        assert words in refusal(capsys, f"{run} 1 --turn 0")
+        edit_settings(run, form.format(new), form.format(old))
     assert not (run / FILE).exists()

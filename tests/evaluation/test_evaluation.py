@@ -28,32 +28,18 @@ from ragen.models.names import resolve_model
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import make_setup
 from ragen.storage.database import CONFIG, new_run_folder
+from ragen.storage.reader import read_evaluations
 from ragen.storage.recorder import Recorder
 from ragen.storage.settings import run_config
-from ragen.training.trainer import train
 from tests.bandit_model import bandit_model, settings
 
 ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(
-        resolve("bandit", settings(steps=1)), tmp_path_factory.mktemp("evaluate") / "run"
-    ).run
-
-
-@pytest.mark.parametrize("env", ["bandit", "frozen-lake-still", "frozen-lake"])
+@pytest.mark.parametrize("env", ["bandit", "frozen-lake"])
 @pytest.mark.parametrize("player", ["random", "solver"])
 def test_players_reach_their_baselines(player: str, env: str) -> None:
-    result, _ = evaluate_target(player, {"env": env}, episodes=128, seed=3)
+    result, _ = evaluate_target(player, {"env": env}, episodes=24, seed=3)
     baseline = result.random if player == "random" else result.optimal
     assert baseline is not None
     assert result.success_low <= baseline <= result.success_high
@@ -68,7 +54,7 @@ def test_players_reach_their_baselines(player: str, env: str) -> None:
 
 def test_the_same_evaluation_gives_the_same_result() -> None:
     def record_of(seed: int) -> dict[str, Any]:
-        record = evaluate_target("random", {"env": "bandit"}, episodes=32, seed=seed)[0].record()
+        record = evaluate_target("random", {"env": "bandit"}, episodes=16, seed=seed)[0].record()
         return {key: value for key, value in record.items() if key != "seconds"}
 
     assert record_of(1) == record_of(1)
@@ -94,24 +80,10 @@ def test_evaluation_equals_values_computed_by_hand() -> None:
 
 
 def test_an_environment_that_always_fails_is_refused() -> None:
-    for misdeed, reason in (
-        ("raise", "ZeroDivisionError: by zero"),
-        ("no observation", "text is expected"),
-        ("list as info", "a dict is expected"),
-    ):
+    for misdeed, reason in (("raise", "by zero"), ("no observation", "text is expected")):
         values = {"env": ROGUE, "env.params": {"misdeed": misdeed}}
         with pytest.raises(RagenError, match=f"failed in every episode: .*{reason}.*ragen check"):
             evaluate_target("random", values, episodes=4)
-
-
-def test_an_environment_that_fails_sometimes_has_no_baselines() -> None:
-    """Failed episodes are data, but baselines would be wrong; the message is one line."""
-    values = {"env": ROGUE, "env.params": {"misdeed": "raise", "every": 2}}
-    with pytest.raises(
-        RagenError, match=r"failed while it was played for its baselines.*by zero"
-    ) as caught:
-        evaluate_target("random", values, episodes=4)
-    assert "\n" not in str(caught.value)
 
 
 def test_baselines_have_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,52 +103,58 @@ def test_unknown_targets_and_environments_are_refused() -> None:
         evaluate_target("nobody/knows/this", {"env": "bandit"}, episodes=2)
     with pytest.raises(RagenError, match="did you mean 'bandit'"):
         evaluate_target("random", {"env": "bandti"}, episodes=2)
+    for env in (["bandit"], {"sokoban": 1}, 3):
+        with pytest.raises(RagenError, match=r"^env\.name = .*: expected text$"):
+            evaluate_target("random", {"env.name": env}, episodes=4)
 
 
 def without_seconds(evaluation: Evaluation) -> dict[str, Any]:
     return {key: value for key, value in evaluation.record().items() if key != "seconds"}
 
 
-def test_greedy_evaluation_does_not_depend_on_the_seed(run: Path) -> None:
-    first, _ = evaluate_target(str(run), episodes=8, temperature=0.0, seed=0)
+def test_greedy_evaluation_does_not_depend_on_the_seed_and_a_sampled_one_does(
+    bandit_run: Path,
+) -> None:
+    def evaluate(seed: int, temperature: float) -> Evaluation:
+        return evaluate_target(str(bandit_run), episodes=6, temperature=temperature, seed=seed)[0]
+
+    first, second = evaluate(0, 0.0), evaluate(9, 0.0)
     assert first.temperature == 0 and "greedy" in str(first)
-    second, _ = evaluate_target(str(run), episodes=8, temperature=0.0, seed=9)
     for key in ("success", "valid_fraction", "mean_turns", "completion_tokens"):
         assert getattr(first, key) == getattr(second, key)
-
-
-def test_sampled_evaluation_depends_on_the_seed(run: Path) -> None:
-    first, again, other = (evaluate_target(str(run), episodes=32, seed=s)[0] for s in (0, 0, 1))
+    first, again, other = (evaluate(seed, 1.0) for seed in (0, 0, 1))
     assert without_seconds(first) == without_seconds(again)
     assert without_seconds(first) != without_seconds(other)
     assert first.valid_fraction > 0.5 and first.completion_tokens > 1
 
 
-def test_evaluation_of_a_run_equals_the_evaluation_in_training(run: Path) -> None:
+def test_evaluation_of_a_run_equals_the_evaluation_in_training(bandit_run: Path) -> None:
     """`ragen eval RUN` gives the result that the run recorded after its last step."""
-    from ragen.storage.reader import read_evaluations
-
     (recorded,) = [
-        each for each in read_evaluations(run) if (each["step"], each["temperature"]) == (1, 1.0)
+        each
+        for each in read_evaluations(bandit_run)
+        if (each["step"], each["temperature"]) == (3, 1.0)
     ]
-    result, _ = evaluate_target(str(run), episodes=4, seed=0)
+    result, _ = evaluate_target(str(bandit_run), episodes=4, seed=0)
     assert (result.success, result.mean_return) == (recorded["success"], recorded["mean_return"])
 
 
-def test_a_run_is_evaluated_in_another_environment(run: Path) -> None:
+def test_a_run_is_evaluated_in_another_environment(bandit_run: Path) -> None:
     values = {"env": "bandit-rev"}
-    result, _ = evaluate_target(str(run), values, episodes=4)
+    result, _ = evaluate_target(str(bandit_run), values, episodes=4)
     assert (result.env, result.random, result.optimal) == ("bandit-rev", 0.5, 1.0)
-    config = config_for(str(run), values)
+    config = config_for(str(bandit_run), values)
     assert not config.prompt.think and config.rollout.max_tokens == 10
-    config = config_for(str(run), {"env": ROGUE})
+    config = config_for(str(bandit_run), {"env": ROGUE})
     assert (config.env.max_turns, config.env.max_actions) == (5, 10), (
         "the other environment's budgets"
     )
-    assert config_for(str(run), {}).env.max_turns == 1
+    assert config_for(str(bandit_run), {}).env.max_turns == 1
 
 
-def test_a_recipe_as_env_sets_budgets_and_the_prompts_of_models(run: Path, tmp_path: Path) -> None:
+def test_a_recipe_as_env_sets_budgets_and_the_prompts_of_models(
+    bandit_run: Path, tmp_path: Path
+) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text('env.name = "sokoban"\nprompt.style = "paper"\nrollout.max_tokens = 400\n')
     for recipe in ("paper/sokoban", str(mine)):
@@ -185,7 +163,7 @@ def test_a_recipe_as_env_sets_budgets_and_the_prompts_of_models(run: Path, tmp_p
             "not the parameters for the embedded model"
         )
         assert (config.prompt.style, config.rollout.max_tokens) == ("paper", 400)
-    config = config_for(str(run), {"env": "paper/sokoban"})
+    config = config_for(str(bandit_run), {"env": "paper/sokoban"})
     assert (config.env.name, config.env.max_turns) == ("sokoban", 5)
     assert (config.prompt.style, config.rollout.max_tokens) == ("compact", 10), "the run's own"
 
@@ -241,42 +219,24 @@ def test_an_edited_parser_and_edited_data_are_another_evaluation(tmp_path: Path)
     assert known[0] != known[1]
 
 
-def test_a_parser_that_is_edited_between_two_evaluations_is_loaded_anew(tmp_path: Path) -> None:
-    parser, folders = tmp_path / "parser.py", set[str]()
-    for content in ("def read(reply):\n    return []\n", "def read(reply):\n    return [1]\n"):
-        parser.write_text(content)
-        values = {"env": "bandit", "prompt.tool_parser": f"{parser}:read"}
-        found, _ = evaluate_target("random", values, episodes=1, out=tmp_path / "out")
-        folders.add(found.folder)
-    assert len(folders) == 2
-
-
-@pytest.mark.parametrize("env", [["bandit"], {"sokoban": 1}, 3])
-def test_an_environment_s_name_that_is_no_text_is_one_line(env: Any) -> None:
-    with pytest.raises(RagenError, match=r"^env\.name = .*: expected text$"):
-        evaluate_target("random", {"env.name": env}, episodes=4)
-
-
-def test_a_model_folder_is_evaluated_and_a_run_plays_one_episode(run: Path) -> None:
+def test_a_model_folder_is_evaluated_and_a_run_plays_one_episode(bandit_run: Path) -> None:
     values = {"env": "bandit"} | {
         key: value for key, value in settings().items() if key.startswith(("prompt", "rollout"))
     }
     result, _ = evaluate_target(str(bandit_model()), values, episodes=4)
     assert result.episodes == 4
-    episode = play_target(str(run), seed=2)
+    episode = play_target(str(bandit_run), seed=2)
     assert episode.level_seed == 125 and len(episode.turns) == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["nobody", "runs/none", "./none", "../none", "a/b/c", "ragen/none"]
-)
 def test_a_name_that_cannot_be_a_hub_id_is_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ragen").mkdir()
-    with pytest.raises(RagenError, match="there is no model or run") as failure:
-        resolve_model(name, "bandit")
-    hides = str(failure.value).endswith("(none of ragen/ while the folder ragen is here)")
-    assert hides == (name == "ragen/none")
+    for name in ("nobody", "runs/none", "./none", "../none", "a/b/c", "ragen/none"):
+        with pytest.raises(RagenError, match="there is no model or run") as failure:
+            resolve_model(name, "bandit")
+        hides = str(failure.value).endswith("(none of ragen/ while the folder ragen is here)")
+        assert hides == (name == "ragen/none")
     assert resolve_model("Qwen/Qwen2.5-0.5B-Instruct", "bandit") == "Qwen/Qwen2.5-0.5B-Instruct"

@@ -3,42 +3,50 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ragen.cli.main import main
-from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError
 from ragen.evaluation import inspection
-from ragen.evaluation.inspection import Inspection, inspect_model, memory_table
+from ragen.evaluation.inspection import Inspection, inspect_model
 from ragen.models.loading import save_model
-from ragen.models.names import resolve_model
+from tests.shared import once
 from tests.tiny import tiny_model, tiny_tokenizer
 
 Capture = pytest.CaptureFixture[str]
 
 
-def folder_of(template: str, root: Path) -> str:
-    tokenizer = tiny_tokenizer(template)
-    model = tiny_model(
-        tokenizer, hidden_size=64, intermediate_size=128, max_position_embeddings=8192
-    )
-    save_model(model, tokenizer, root / template)
-    return str(root / template)
+def folder_of(template: str) -> str:
+    def make(folder: Path) -> None:
+        tokenizer = tiny_tokenizer(template)
+        model = tiny_model(
+            tokenizer, hidden_size=64, intermediate_size=128, max_position_embeddings=8192
+        )
+        save_model(model, tokenizer, folder)
+
+    return str(once(f"inspected-{template}", make))
 
 
-def inspect(template: str, root: Path, **keys: Any) -> Inspection:
+def inspect(template: str, **keys: Any) -> Inspection:
     overrides = {key.replace("__", "."): value for key, value in keys.items()}
-    return inspect_model(folder_of(template, root), {"threads": 1, **overrides})
+    return inspect_model(folder_of(template), {"threads": 1, **overrides})
 
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sampled reply has as few tokens as the short decode."""
+    """The sampled reply has as few tokens as the short decode, and memory is scarce."""
     monkeypatch.setattr(inspection, "REPLY_S", 0.0)
+    monkeypatch.setattr("ragen.engines.memory.available", lambda device: 2**21)
+
+
+@cache
+def chatml() -> Inspection:
+    return inspect("chatml")
 
 
 def test_the_embedded_model_is_inspected_with_its_compact_prompts() -> None:
@@ -54,33 +62,33 @@ def test_the_embedded_model_is_inspected_with_its_compact_prompts() -> None:
 
 @pytest.mark.usefixtures("hurried")
 def test_a_parser_that_fails_on_the_sampled_reply_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: Any) -> None:
         raise UserCodeError("Traceback …\nKeyError: 'x'")
 
     monkeypatch.setattr(inspection, "read_reply", fail)
     with pytest.raises(RagenError, match=r"^prompt\.tool_parser failed: KeyError: 'x'; run `ragen"):
-        inspect("chatml", tmp_path)
+        inspect("chatml")
 
 
-def test_an_environment_that_fails_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragen.envs.bandit.Bandit.step", lambda env, action: 1 / 0)
     line = r"^the environment 'bandit' failed: ZeroDivisionError: division by zero; run `ragen ch"
     with pytest.raises(RagenError, match=line):
-        inspect("chatml", tmp_path, env="bandit")
+        inspect("chatml", env="bandit")
 
 
 @pytest.mark.usefixtures("hurried")
-def test_trained_pieces_are_the_replies_with_the_tokens_that_end_them(tmp_path: Path) -> None:
-    found = inspect("chatml", tmp_path)
+def test_trained_pieces_are_the_replies_with_the_tokens_that_end_them() -> None:
+    found = chatml()
     (sample,) = found.samples
     assert found.turns == 3 and "extends the tokens so far" in found.why
     replies = "".join(piece.text if piece.trained else "|" for piece in sample)
     assert replies.count("I try ") == replies.count("</answer><|im_end|>") == 3
     assert "user" not in replies and sample[: len(found.prompt)] == found.prompt
+    assert found.reply.num_tokens == inspection.TOKENS
+    assert found.reply.problem == "It was cut off here after 16 of 400 tokens, to save time."
     assert {piece.text for piece in found.prompt if piece.control} == {
         *("<|im_start|>", "<|im_end|>")
     }
@@ -90,27 +98,21 @@ def test_trained_pieces_are_the_replies_with_the_tokens_that_end_them(tmp_path: 
 @pytest.mark.parametrize(
     ("template", "keys", "samples", "why"),
     [
-        ("qwen3", {}, 1, "here they stay as they were sampled"),
         ("qwen3", {"prompt__history_thoughts": "drop"}, 3, "left out of the prompts"),
         ("chatml", {"prompt__window": 1, "model__max_length": 4096}, 3, "prompt.window"),
-        ("hollow", {}, 1, "here they stay"),
-        ("chatml", {"env": "bandit"}, 1, "one turn"),  # an episode of one turn
     ],
 )
 def test_it_is_said_whether_turns_join_and_why(
-    template: str, keys: dict[str, Any], samples: int, why: str, tmp_path: Path
+    template: str, keys: dict[str, Any], samples: int, why: str
 ) -> None:
-    found = inspect(template, tmp_path, **keys)
+    found = inspect(template, **keys)
     assert (len(found.samples), why in found.why) == (samples, True), found.why
-    assert found.turns == (1 if "env" in keys else 3)
+    assert found.turns == 3
 
 
 @pytest.mark.usefixtures("hurried")
-def test_each_method_of_training_has_a_row_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ragen.engines.memory.available", lambda device: 2**21)
-    found = inspect("chatml", tmp_path)
+def test_each_method_of_training_has_a_row_of_memory() -> None:
+    found = chatml()
     named = [(row.method, row.adapters, row.dtype) for row in found.memory]
     assert len(set(named)) == len(named) == 8
     for row in found.memory:
@@ -121,33 +123,9 @@ def test_each_method_of_training_has_a_row_of_memory(
     assert 0 < grpo.certain < ppo.certain < ppo.peak
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"algorithm": "starpo/ppo", "rollout.group_size": 1},  # GRPO needs two
-        {"filter.include_zero": False, "rollout.refill": 2},
-    ],
-)
-def test_memory_does_not_depend_on_how_the_episodes_of_a_run_are_grouped(
-    keys: dict[str, Any],
-) -> None:
-    path = resolve_model("base", "bandit")
-    shown, _ = memory_table(resolve("bandit", keys), path)
-    assert shown == memory_table(resolve("bandit"), path)[0]
-
-
 @pytest.mark.usefixtures("hurried")
-def test_a_reply_that_is_cut_to_save_time_is_no_fault_of_the_model(tmp_path: Path) -> None:
-    reply = inspect("plain", tmp_path).reply
-    assert reply.num_tokens == inspection.TOKENS
-    assert reply.problem == "It was cut off here after 16 of 400 tokens, to save time."
-
-
-@pytest.mark.usefixtures("hurried")
-def test_doctor_prints_a_page_that_is_legible_without_colour(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    line = ["doctor", folder_of("chatml", tmp_path), "--env", "bandit", "--threads", "1"]
+def test_doctor_prints_a_page_that_is_legible_without_colour(capsys: Capture) -> None:
+    line = ["doctor", folder_of("chatml"), "--env", "bandit", "--threads", "1"]
     assert main(line) == 0
     shown = capsys.readouterr().out
     assert "<|im_start|>assistant\n<think>\n" in shown and "tokens as above]⟦I try " in shown
@@ -159,20 +137,15 @@ def test_doctor_prints_a_page_that_is_legible_without_colour(
     assert record["config"]["env"]["name"] == "bandit" and record["turns"] == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
+def test_what_cannot_be_inspected_is_refused_in_one_line(capsys: Capture) -> None:
+    for line, words in (
         ("doctor random", "there is no model or run 'random'"),
         ("doctor ./none --env bandit", "there is no model or run './none'"),
         ("doctor base --env bandti", "did you mean 'bandit'?"),
         ("doctor base --env bandit --model.max_length 40", "raise model.max_length from 40"),
         ("doctor --env bandit", "name one"),
         ("doctor --seed 1", "name one"),
-    ],
-)
-def test_what_cannot_be_inspected_is_refused_in_one_line(
-    line: str, words: str, capsys: Capture
-) -> None:
-    assert main(line.split()) == 2
-    printed = capsys.readouterr()
-    assert words in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+    ):
+        assert main(line.split()) == 2
+        printed = capsys.readouterr()
+        assert words in printed.err and printed.err.count("\n") == 1 and printed.out == ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from ragen.cli.main import main
-from ragen.config.reading import resolve
 from ragen.evaluation import kept_episodes
 from ragen.evaluation.evaluation import EVALS, evaluate_target
 from ragen.rollout import endpoint
@@ -20,21 +18,12 @@ from ragen.rollout.endpoint import Server
 from ragen.storage.database import DATABASE
 from ragen.storage.settings import run_config
 from ragen.storage.stored_episodes import read_episodes, records
-from ragen.training.trainer import train
 from ragen.viewer.reading import Question, Runs
 from ragen.viewer.server import ROUTES
-from tests.bandit_model import settings
-from tests.faulty import GOOD, Answer, FaultyServer, api_error, chat_reply
+from tests.faulty import Answer, FaultyServer, chat_reply
 
 ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
 LEFT = "<think>hm</think><answer>Left</answer>"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +31,6 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(endpoint, "TRIES", 2)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(resolve("bandit", settings(steps=1)), tmp_path_factory.mktemp("eval") / "run").run
 
 
 def ask(path: str, root: Path, **query: Any) -> Any:
@@ -80,7 +64,8 @@ def test_an_endpoint_s_episodes_are_kept_with_prompts_and_what_was_wrong() -> No
     assert all([m["role"] for m in json.loads(text)] == ["assistant", "user"] for (text,) in rows)
 
 
-def test_the_viewer_lists_an_evaluation_of_a_run_below_the_run(run: Path) -> None:
+def test_the_viewer_lists_an_evaluation_of_a_run_below_the_run(own_bandit_run: Path) -> None:
+    run = own_bandit_run
     assert main(["eval", str(run), "--episodes", "4", "--json"]) == 0
     (folder,) = (run / "evals").iterdir()
     assert folder.name == "bandit-1" and run_config(folder).steps == 0
@@ -115,32 +100,6 @@ def test_an_evaluation_goes_on_in_its_folder_and_another_one_gets_a_new_one() ->
     assert evaluate_target("random", values, episodes=2)[0].folder == ""
 
 
-def test_an_episode_that_the_server_lost_is_replaced_when_it_is_played_again() -> None:
-    failing = True
-
-    def script(_: int, body: dict[str, Any]) -> Answer:
-        fails = failing and body["seed"] % 3 == 0
-        return api_error(500, "out of memory") if fails else chat_reply(GOOD)
-
-    with FaultyServer(script) as server:
-        options: dict[str, Any] = {"server": Server(server.url), "episodes": 12, "out": EVALS}
-        values = {"env": ROGUE}
-        first, _ = evaluate_target("m", values, concurrency=1, **options)
-        failing = False
-        second, _ = evaluate_target("m", values, **options)
-    assert first.failed > 0 == second.failed and first.folder == second.folder
-    folder = Path(second.folder)
-    assert levels(folder) == [(level, 0) for level in range(123, 135)]
-    assert {each.episode.stop_reason for each in read_episodes(folder)} == {"solved"}
-
-
-def test_a_mistake_leaves_no_folder() -> None:
-    with FaultyServer(lambda *_: api_error(503, "loading")) as server:
-        command = f"eval m --base-url {server.url} --env {ROGUE} --episodes 2"
-        assert main(command.split()) == 2
-    assert list(Path().rglob("run.sqlite")) == []
-
-
 def test_very_long_replies_and_very_many_episodes_are_not_kept_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -156,7 +115,7 @@ def test_very_long_replies_and_very_many_episodes_are_not_kept_whole(
     assert len(kept[0]["turns"][1]["messages"]) < 6000
 
 
-@pytest.mark.parametrize("num_valid", [1, 2])
+@pytest.mark.parametrize("num_valid", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_reply_is_shown_where_fewer_than_half_are_valid(
     num_valid: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

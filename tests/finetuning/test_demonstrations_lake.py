@@ -16,14 +16,12 @@ from ragen.finetuning.demonstrations_lake import (
     name_of,
     random_walk,
     safe_walk,
-    slippery_turn,
-    straight_line,
 )
 from ragen.rollout.actions import parse
 from ragen.rollout.prompt import Limits
 
 LIMITS = Limits(turn=1, turns_left=5, actions_left=10, actions_per_turn=5)
-LEVELS = range(300)
+LEVELS = range(40)
 LOOK = re.compile(rf"(\w\d) (\w\d) (\S)(?: ({'|'.join(MOVES)}))?")
 
 
@@ -51,15 +49,6 @@ def reply_text(env, seed, careful, **options):
 
 
 @pytest.mark.parametrize("careful", [0.0, 1.0])
-def test_no_turn_has_more_actions_than_allowed(careful):
-    one = replace(LIMITS, actions_per_turn=1)
-    teacher = lake_turns(careful_turn, careful)
-    for level in LEVELS:
-        text = "".join(piece.text for piece in teacher(lake(level), one, generator(level)))
-        assert len(parse_reply(text).actions) == 1
-
-
-@pytest.mark.parametrize("careful", [0.0, 1.0])
 def test_replies_are_valid_and_their_facts_are_true(careful):
     for level in LEVELS:
         env = lake(level)
@@ -83,7 +72,7 @@ def test_replies_are_valid_and_their_facts_are_true(careful):
         assert tuple(directions) == parsed.actions
 
 
-@pytest.mark.parametrize("moves", [1, 2, 3, 5])
+@pytest.mark.parametrize("moves", [1, 3])
 def test_careful_play_reaches_the_goal_by_a_shortest_path(moves):
     for level in LEVELS:
         env = lake(level)
@@ -96,15 +85,6 @@ def test_careful_play_reaches_the_goal_by_a_shortest_path(moves):
             turns += 1
         assert info["success"]
         assert (taken, turns) == (steps, -(-taken // moves))
-
-
-def test_slippery_replies_follow_optimal_play():
-    env = make("frozen-lake", observation="named")
-    for level in range(20):
-        env.reset(seed=level)
-        reply = slippery_turn(env, LIMITS, generator(0))
-        assert list(parse_reply(reply).actions) == env.solve(5, 10, 2)
-        assert lake_turns(slippery_turn, 1.0)(env, LIMITS, generator(0))[0].text == reply
 
 
 def test_random_walk_chooses_neighbours_uniformly():
@@ -124,20 +104,16 @@ def test_safe_walk_never_enters_a_hole():
         assert all(outcome[4]["success"] == outcome[2] for outcome in outcomes)
 
 
-def test_replies_respect_the_action_budget():
+def test_replies_respect_the_action_budgets():
     env = lake(123)
-    for left in (1, 2):
-        limits = Limits(turn=3, turns_left=3, actions_left=left, actions_per_turn=5)
+    for limits, most in (
+        (replace(LIMITS, actions_per_turn=1), 1),
+        (replace(LIMITS, actions_left=1), 1),
+        (replace(LIMITS, actions_left=2), 2),
+    ):
         for careful in (0.0, 1.0):
             reply = lake_turns(careful_turn, careful)(env, limits, generator(0))
-            assert len(parse_reply(reply[0].text).actions) <= left
-
-
-def test_same_seed_gives_the_same_reply():
-    env = lake(7)
-    assert [reply_text(env, s, 0.5) for s in range(20)] == [
-        reply_text(env, s, 0.5) for s in range(20)
-    ]
+            assert len(parse_reply(reply[0].text).actions) <= most
 
 
 def test_only_random_walks_are_excluded_from_training():
@@ -149,11 +125,6 @@ def test_only_random_walks_are_excluded_from_training():
         (False, False),
     }
     assert all(piece.trained for piece in lake_turns(careful_turn, 0.0)(env, LIMITS, generator(0)))
-
-
-def test_straight_line_distance():
-    env = lake(123)
-    assert straight_line(env.lake, env.player) == 5  # from a3 to d1: three rows and two columns
 
 
 def test_hard_levels_are_distant_or_need_a_detour():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen.core.seeding import BASE_LEVELS
@@ -65,17 +64,6 @@ def test_reply_golden() -> None:
     )
 
 
-def test_search_also_looks_at_cells_that_are_not_taken() -> None:
-    # From b2, c2 is as near to the stand c1 as b1 is, and is looked at first; it holds the box.
-    env = from_map(["######", "#_P__#", "#_X_O#", "#____#", "#____#", "######"])
-    assert " : b2 c2 X b2 b1 _ Left b1 c1 _ Down c2 c3 _" in text(demonstrate(env))
-
-
-def test_reply_stops_at_the_action_limit() -> None:
-    reply = text(demonstrate(CORRIDOR, limits=Limits(1, 5, 2, 5)))
-    assert reply.endswith(": b1 c1 _ Down c2 c3 _ Right</think><answer>Down || Right</answer>")
-
-
 def test_distances_equal_the_lengths_of_shortest_solutions() -> None:
     room: Room = CORRIDOR.room
     found = distances(room)
@@ -114,23 +102,21 @@ def test_unsolvable_board_gets_a_slip() -> None:
     assert text(demonstrate(env)).startswith(" P c1 X b2 push ")
 
 
-@pytest.mark.parametrize("number", range(40))
-def test_careful_play_is_optimal_play(number: int) -> None:
-    env = level(number)
-    best = shortest_solution(env.room, env.board)
-    assert best is not None
-    played = 0
-    for _ in range(12):
-        actions = parse(
-            "<think>" + text(demonstrate(env)), think=True, actions=ACTIONS, max_actions=5
-        ).actions
-        played += len(actions)
-        if any(env.step(action)[2] for action in actions):
-            break
-    assert played == len(best)
+def test_careful_play_is_optimal_play() -> None:
+    for number in range(10):
+        env = level(number)
+        best = shortest_solution(env.room, env.board)
+        assert best is not None
+        played = 0
+        for _ in range(12):
+            reply = "<think>" + text(demonstrate(env))
+            actions = parse(reply, think=True, actions=ACTIONS, max_actions=5).actions
+            played += len(actions)
+            if any(env.step(action)[2] for action in actions):
+                break
+        assert played == len(best)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, 2**32), st.integers(1, 10), st.booleans())
 def test_replies_are_valid_true_and_deterministic(
     number: int, seed: int, actions_left: int, careful: bool
@@ -159,10 +145,3 @@ def test_replies_are_valid_true_and_deterministic(
     if parsed.actions[-1] == direction and len(parsed.actions) < min(5, actions_left):
         boxes = env.get_state()["boxes"]
         assert [cell_name(*divmod(cell, 6)) for cell in boxes] == [end]
-
-
-def test_slips_can_be_excluded_from_training() -> None:
-    env = level(0)
-    generator = np.random.Generator(np.random.PCG64(0))
-    reply = sokoban_plan(0.0, slips_trained=False)(env, FULL, generator)
-    assert [piece.trained for piece in reply] == [True, False, True]

@@ -47,15 +47,8 @@ from ragen.rollout.prompt import Limits
 from ragen.rollout.setup import Setup, make_chat
 from tests.bandit_model import SETTINGS, bandit_model, settings
 from tests.cli.test_bad_input import ROGUE, error_line
-from tests.tiny import TEMPLATES, tiny_tokenizer
+from tests.tiny import tiny_tokenizer
 from tests.tolerance import LOGPROB
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def tiny_config(**more: Any) -> Config:
@@ -80,59 +73,32 @@ def write_conversations(path: Path, count: int, reply: str = "<answer>Dragon</an
     return path
 
 
-def test_embedded_model_learns_from_the_solver_and_trains_further(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.slow
+def test_the_embedded_model_learns_from_the_solver(tmp_path: Path) -> None:
     out = tmp_path / "models" / "tuned"
-    config = resolve("bandit", {"threads": 1})
-    tuned = sft(config, out, episodes=256, epochs=4)
+    tuned = sft(resolve("bandit", {"threads": 1}), out, episodes=128, epochs=5)
     assert tuned.model == out and [path.name for path in out.parent.iterdir()] == ["tuned"]
-    # A tenth of 256 is held out; four epochs of 230 ÷ 32 ≈ 7 steps each.
-    assert (tuned.examples, tuned.held_out, tuned.steps) == (230, 26, 28)
+    # A tenth of 128 is held out; five epochs of 115 ÷ 32 ≈ 4 steps each.
+    assert (tuned.examples, tuned.held_out, tuned.steps) == (115, 13, 20)
     assert tuned.lr == pytest.approx(5e-3) and tuned.unsolved == tuned.too_long == 0
     assert tuned.nll_before > 3 and tuned.nll_after < 0.05
-    env = {"env": "bandit", "threads": 1}
-    before, after = evaluate("base", env, episodes=128), evaluate(out, env, episodes=128)
-    assert before.success_high < 0.7 < 0.9 < after.success_low
-    assert after.valid_fraction == 1
-    more = {"steps": 2, "threads": 1, "model": str(out), "eval.episodes": 32}
-    trained_further = train("bandit", more, out=tmp_path / "run").after
-    assert trained_further is not None and trained_further.success > 0.9
+    after = evaluate(out, {"env": "bandit", "threads": 1}, episodes=64)
+    assert after.success_low > 0.9 and after.valid_fraction == 1
 
 
-def test_adapter_can_be_trained_further(tmp_path: Path) -> None:
-    """With the adapter, or with all weights after merging it. The slow test also checks success."""
+def test_all_weights_are_trained_further_after_an_adapter_is_merged(tmp_path: Path) -> None:
     shape = {"lora__rank": 4, "lora__alpha": 8}
     tuned = sft(tiny_config(**shape), tmp_path / "tuned", episodes=20, epochs=2)
     assert is_adapter(tuned.model) and not (tuned.model / "model.safetensors").exists()
     assert tuned.nll_after < tuned.nll_before
-    for name, more in (("adapter", shape), ("whole", {})):
-        on = tiny_config(model__path=str(tuned.model), steps=1, **more)
-        assert train(on, out=tmp_path / name).after is not None
-
-
-@pytest.mark.slow
-def test_adapter_learns_from_the_solver_and_trains_further(tmp_path: Path) -> None:
-    out, env = tmp_path / "tuned", {"env": "bandit", "threads": 1}
-    config = resolve("bandit", {"threads": 1, "lora.rank": 8, "lora.alpha": 16})
-    tuned = sft(config, out, episodes=512, epochs=12)
-    assert is_adapter(out) and not (out / "model.safetensors").exists()
-    # The frozen output layer hardly knows the word "try", whatever the adapter does.
-    assert tuned.nll_after < 0.15 * tuned.nll_before
-    assert evaluate(out, env, episodes=128).success_low > 0.9
-    more = {"steps": 2, "threads": 1, "model": str(out), "eval.episodes": 32}
-    for rank in (8, 0):  # with the adapter, and with all weights after merging it
-        overrides = more | ({"lora.rank": 8, "lora.alpha": 16} if rank else {})
-        trained_further = train("bandit", overrides, out=tmp_path / f"run-{rank}").after
-        assert trained_further is not None and trained_further.success > 0.9
+    merged = tiny_config(model__path=str(tuned.model), steps=1, eval__episodes=2)
+    assert train(merged, out=tmp_path / "run").after is not None
 
 
 def test_the_same_call_gives_the_same_weights(tmp_path: Path) -> None:
-    hashes = []
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        sft(tiny_config(seed=seed), tmp_path / name, episodes=12, epochs=2)
-        hashes.append(weights(tmp_path / name))
-    assert hashes[0] == hashes[1] != hashes[2]
+    for name in ("a", "b"):
+        sft(tiny_config(), tmp_path / name, episodes=12, epochs=2)
+    assert weights(tmp_path / "a") == weights(tmp_path / "b")
 
 
 def test_conversations_teach_their_replies(tmp_path: Path) -> None:
@@ -146,7 +112,7 @@ def test_conversations_teach_their_replies(tmp_path: Path) -> None:
     assert (tuned.examples, tuned.held_out) == (18, 2)
     assert "20 conversations (left out: 0" in messages[1] and "lr 0.01" in messages[1]
     assert messages[-1].startswith(f"step {tuned.steps}/{tuned.steps}  nll ")
-    levels = evaluate(tmp_path / "tuned", SETTINGS | {"env": "bandit"}, episodes=32)
+    levels = evaluate(tmp_path / "tuned", SETTINGS | {"env": "bandit"}, episodes=16)
     assert levels.success == 1  # Dragon is the better arm
 
 
@@ -208,14 +174,14 @@ def test_episodes_without_room_for_a_reply_are_left_out_and_counted(
     assert len(examples.kept) + examples.too_long == 16 and all(examples.kept)
 
 
-@pytest.mark.parametrize("env", ["frozen-lake", "frozen-lake-still", "sokoban"])
+@pytest.mark.parametrize("env", ["frozen-lake", "sokoban"])
 def test_a_teacher_shows_optimal_play_in_the_thoughts_of_the_embedded_models(env: str) -> None:
     config = resolve(env)
     _, tokenizer = load_policy(resolve_model("base", env), "cpu", "float32")
     chat = make_chat(config, tokenizer)
-    every = played_examples(config, chat, "teacher", 16, "all")
-    won = played_examples(config, chat, "teacher", 16, "solved")
-    assert len(won.kept) >= (4 if env == "frozen-lake" else 14), "optimal play; on ice with luck"
+    every = played_examples(config, chat, "teacher", 8, "all")
+    won = played_examples(config, chat, "teacher", 8, "solved")
+    assert len(won.kept) >= (2 if env == "frozen-lake" else 7), "optimal play; on ice with luck"
     own = make(env, **config.env.params)
     for level, example in enumerate(every.kept, SFT_LEVELS):
         own.reset(seed=level, options={"noise_seed": 0})
@@ -229,7 +195,7 @@ def test_a_wanderer_describes_the_map_and_moves_at_random(env: str) -> None:
     config = resolve(env, {"prompt.style": "paper", "env.params.observation": "coord"})
     config = changed(config, {"rollout.max_tokens": 400, "model.max_length": 4096})
     chat = Chat(tiny_tokenizer("chatml"))
-    examples = played_examples(config, chat, "wanderer", 32, None)
+    examples = played_examples(config, chat, "wanderer", 12, None)
     assert examples.unsolved == examples.too_long == 0 and "no skill" in examples.shows
     actions = []
     for example in examples.kept:
@@ -252,43 +218,35 @@ def test_a_wanderer_describes_the_map_and_moves_at_random(env: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "more"),
-    [("bandit", {}), ("sokoban", {"env.params.boxes": 2})],
-)
-def test_a_wanderer_needs_a_map_that_it_can_describe(env: str, more: dict[str, Any]) -> None:
-    config = resolve(env, more)
-    with pytest.raises(RagenError, match="a wanderer plays frozen-lake, and sokoban with one box"):
-        played_examples(config, Chat(tiny_tokenizer("chatml")), "wanderer", 2, None)
-
-
-def test_there_is_no_teacher_elsewhere() -> None:
-    config = resolve("bandit")
-    with pytest.raises(RagenError, match="there is no teacher for bandit, only for"):
-        played_examples(config, Chat(tiny_tokenizer("chatml")), "teacher", 2, None)
-
-
-@pytest.mark.parametrize(
-    ("more", "complaint"),
+    ("env", "player", "more", "complaint"),
     [
-        ({"prompt.think": False}, "set prompt.think = true"),
-        ({"prompt.prefill": False}, "prompt.prefill = true"),
-        ({"env.params.boxes": 2}, "pushes one box only: take --player solver"),
+        ("bandit", "wanderer", {}, "a wanderer plays frozen-lake, and sokoban with one box"),
+        ("sokoban", "wanderer", {"env.params.boxes": 2}, "a wanderer plays frozen-lake, and sok"),
+        ("bandit", "teacher", {}, "there is no teacher for bandit, only for"),
+        ("sokoban", "teacher", {"prompt.think": False}, "set prompt.think = true"),
+        ("sokoban", "teacher", {"prompt.prefill": False}, "prompt.prefill = true"),
+        ("sokoban", "teacher", {"env.params.boxes": 2}, "pushes one box only: take --player solv"),
     ],
 )
-def test_a_teacher_says_what_it_needs(more: dict[str, Any], complaint: str) -> None:
-    config = resolve("sokoban", more)
+def test_a_player_says_what_it_needs(
+    env: str, player: str, more: dict[str, Any], complaint: str
+) -> None:
+    config = resolve(env, more)
     with pytest.raises(RagenError, match=complaint):
-        played_examples(config, make_chat(config, build()), "teacher", 2, None)
+        played_examples(config, make_chat(config, build()), player, 2, None)
 
 
-def test_a_run_teaches_its_solved_episodes(tmp_path: Path) -> None:
-    config = tiny_config()
-    run = train(config, out=tmp_path / "run").run
-    tuned = sft(config, tmp_path / "tuned", str(run), episodes=64, epochs=2)
+def test_a_run_teaches_its_solved_episodes(bandit_run: Path, tmp_path: Path) -> None:
+    tuned = sft(tiny_config(), tmp_path / "tuned", str(bandit_run), episodes=24, epochs=1)
     kept = tuned.examples + tuned.held_out
-    assert 0 < kept < 64 == kept + tuned.unsolved
-    card = (tmp_path / "tuned" / "README.md").read_text(encoding="utf-8")
-    assert f"{kept} {run} episodes (left out: {tuned.unsolved} unsolved" in card
+    assert 0 < kept < 24 == kept + tuned.unsolved
+    text = (tmp_path / "tuned" / "README.md").read_text(encoding="utf-8")
+    assert f"{kept} {bandit_run} episodes (left out: {tuned.unsolved} unsolved" in text
+    some = Examples("solver episodes", "They show it.", [[]] * 10, 2, 1)
+    assert (
+        "on 9 examples: 10 solver episodes (left out: 2 unsolved, 1 too long), "
+        "1 of them held out. They show it." in card(resolve("bandit"), some, 9)
+    )
 
 
 def test_a_model_plays_at_temperature_1_without_reward_terms_and_is_released(
@@ -316,14 +274,6 @@ def test_a_model_plays_at_temperature_1_without_reward_terms_and_is_released(
     assert len(closed) == 1
 
 
-def test_the_card_says_how_many_examples_were_held_out() -> None:
-    text = card(resolve("bandit"), Examples("solver episodes", "They show it.", [[]] * 10, 2, 1), 9)
-    assert (
-        "on 9 examples: 10 solver episodes (left out: 2 unsolved, 1 too long), "
-        "1 of them held out. They show it." in text
-    )
-
-
 def test_a_player_with_other_tokens_is_refused(tmp_path: Path) -> None:
     config = resolve("bandit", {"rollout.max_tokens": 80, "env.max_turns": 1})
     with pytest.raises(RagenError, match=r"the tokens of base are not those of .*FILE\.jsonl"):
@@ -349,19 +299,15 @@ def test_solver_writes_its_plan_as_thought_and_answer() -> None:
     assert text == f"<answer>{' || '.join(plan)}</answer>"
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("prefill", [True, False])
+@pytest.mark.parametrize(
+    ("template", "prefill"),
+    [("chatml", True), ("qwen3", False), ("llama2", False), ("thinker", True)],
+)
 def test_solver_episodes_are_solved_with_every_chat_template(template: str, prefill: bool) -> None:
     more = {"prompt.style": "paper", "prompt.prefill": prefill, "env.actions_per_turn": 1}
     sizes = {"rollout.max_tokens": 200, "model.max_length": 16384}
     examples = solved(resolve("sokoban", more | sizes), Chat(tiny_tokenizer(template)), 2)
     assert (len(examples.kept), examples.unsolved) == (2, 0)
-
-
-def test_the_embedded_tokenizer_knows_the_words_of_a_plan() -> None:
-    plan = ["Left", "Down", "Dragon", "Phoenix", "Up"]
-    thought = plan_in_words(plan)
-    assert len(build().encode(thought, add_special_tokens=False)) == len(thought.split()) == 10
 
 
 def test_solver_examples_come_from_solved_levels_reserved_for_sft(
@@ -378,10 +324,10 @@ def test_solver_examples_come_from_solved_levels_reserved_for_sft(
 
     monkeypatch.setattr(module, "run_groups", spy)
     config = resolve("frozen-lake", {"threads": 1})
-    examples = solved(config, Chat(build()), 40)
-    assert seen_levels == [SFT_LEVELS + index for index in range(40)]
+    examples = solved(config, Chat(build()), 16)
+    assert seen_levels == [SFT_LEVELS + index for index in range(16)]
     # Optimal play on slippery ice solves about half of the levels.
-    assert examples.unsolved + len(examples.kept) == 40 and 8 < examples.unsolved < 32
+    assert examples.unsolved + len(examples.kept) == 16 and 0 < examples.unsolved < 16
     assert "left out: " in str(examples)
 
 
@@ -433,13 +379,16 @@ def test_interrupted_or_failed_sft_leaves_nothing_behind(
         (("--lr", "0"), "--lr: expected a number ≥ 1e-12"),
         (("--update.lr", "1e-3"), "set --lr"),
         (("--loss.kl", "0.1"), "loss.kl has no effect on supervised fine-tuning"),
-        (("--rollout.max_tokens", "3"), "0 solver episodes (left out: 0 unsolved, 1024 too"),
+        (
+            ("--rollout.max_tokens", "3", "--episodes", "8"),
+            "0 solver episodes (left out: 0 unsolved, 8 too",
+        ),
         (("--player", "none.jsonl"), "there is no file none.jsonl"),
         (("--player", "wandere"), "random, wanderer, solver, teacher, a FILE.jsonl, or a hub id"),
         (("--player", "talks", "--episodes", "3"), "leave out --episodes and --keep"),
         (
-            ("--env", f"{ROGUE}:Rogue", "--env.max_actions", "1", "--quiet"),
-            "1024 unsolved, 0 too long); at least two are needed",
+            ("--env", f"{ROGUE}:Rogue", "--env.max_actions", "1", "--quiet", "--episodes", "8"),
+            "8 unsolved, 0 too long); at least two are needed",
         ),
         (
             ("--env", "mute.py:Mute", "--quiet"),
@@ -459,61 +408,36 @@ def test_mistakes_give_one_line(
     assert complaint in error_line(tmp_path, *start, *out, *arguments)
 
 
-def test_too_long_conversations_are_left_out_and_counted(tmp_path: Path) -> None:
-    data = write_conversations(tmp_path / "talks.jsonl", 3)
-    short = data.read_text()
-    write_conversations(data, 2, reply=f"<answer>{'Dragon ' * 20}</answer>")
-    data.write_text(short + data.read_text())
-    tuned = sft(tiny_config(), tmp_path / "tuned", str(data), epochs=1)
+def test_conversations_come_through_a_pipe_and_too_long_ones_are_left_out(tmp_path: Path) -> None:
+    """``--player /dev/stdin`` reads those of another command."""
+    lines = write_conversations(tmp_path / "talks", 3).read_text()
+    long = f"<answer>{'Dragon ' * 20}</answer>"
+    lines += write_conversations(tmp_path / "talks", 2, reply=long).read_text()
+    os.mkfifo(pipe := tmp_path / "pipe")
+    Thread(target=pipe.write_text, args=[lines], daemon=True).start()
+    tuned = sft(tiny_config(), tmp_path / "tuned", str(pipe), epochs=1)
     assert (tuned.examples + tuned.held_out, tuned.too_long) == (3, 2)
 
 
-def test_conversations_come_through_a_pipe_too(tmp_path: Path) -> None:
-    """As those of another command do: ``--player /dev/stdin``."""
-    lines = write_conversations(tmp_path / "talks.jsonl", 3).read_text()
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    writer = Thread(target=pipe.write_text, args=[lines], daemon=True)
-    writer.start()
-    tuned = sft(tiny_config(), tmp_path / "tuned", str(pipe), epochs=1)
-    assert tuned.examples + tuned.held_out == 3
-
-
-def test_sft_command_prints_the_next_commands(
+def test_sft_command_prints_a_record_or_the_next_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Without the LoRA options, training would merge the adapter into all weights."""
+    sizes = ["--rollout.max_tokens", "10", "--model.max_length", "128", "--threads", "1"]
+    keys = ["--model", str(bandit_model()), *COMPACT, *sizes, "--episodes", "12", "--epochs", "1"]
     out = tmp_path / "tuned"
-    keys = [text for key, value in settings().items() for text in (f"--{key}", str(value).lower())]
-    keys = [
-        text
-        for key, value in zip(keys[::2], keys[1::2], strict=True)
-        for text in (key, value)
-        if key in (*COMPACT[::2], "--rollout.max_tokens", "--model.max_length", "--threads")
-    ]
-    keys += ["--model", str(bandit_model()), "--episodes", "12", "--epochs", "1"]
     assert main(["sft", "bandit", "--out", str(out), *keys, "--json"]) == 0
     shown = capsys.readouterr()
     record = json.loads(shown.out)
     assert record["model"] == str(out) and record["held_out"] == 1
     assert record["nll_after"] < record["nll_before"]
     assert "12 solver episodes (left out: 0" in shown.err
-    assert main(["sft", "bandit", "--out", str(tmp_path / "b"), *keys, "--quiet"]) == 0
+    shape = ["--lora.rank", "4", "--lora.alpha", "8"]
+    assert main(["sft", "bandit", "--out", str(tmp_path / "b"), *keys, *shape, "--quiet"]) == 0
     shown = capsys.readouterr()
     evaluate, train = shown.out.splitlines()[-2:]
     options = " --prompt.style compact --prompt.think false --rollout.max_tokens"
     assert f"ragen eval {tmp_path / 'b'} --env bandit" in evaluate and options in evaluate
     assert f"ragen train bandit --model {tmp_path / 'b'}" in train and options in train
-    assert "--threads" not in evaluate + train and shown.err == ""
-    assert weights(out) == weights(tmp_path / "b")
-
-
-def test_sft_command_prints_adapter_options_for_further_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without the LoRA options, training would merge the adapter into all weights."""
-    out, shape = tmp_path / "tuned", ["--lora.rank", "4", "--lora.alpha", "8"]
-    keys = ["--model", str(bandit_model()), *COMPACT, "--threads", "1"]
-    options = ["--episodes", "4", "--epochs", "1", "--quiet", *shape]
-    assert main(["sft", "bandit", "--out", str(out), *keys, *options]) == 0
-    evaluate, train = capsys.readouterr().out.splitlines()[-2:]
     assert " ".join(shape) in train and "lora" not in evaluate
+    assert "--threads" not in evaluate + train and shown.err == ""

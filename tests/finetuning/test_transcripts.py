@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,9 +73,14 @@ MARKED |= {"qwen3": MARKED["chatml"], "reasoner": MARKED["chatml"], "hollow": MA
 def samples(
     messages: Any, template: str, prefill: str = "<think>", drops: bool = False
 ) -> list[Sample]:
+    talk, chat = Transcript("talk", tuple(messages)), make_chat(template, drops)
+    return join(to_exchanges(talk, chat, prefill, 64, drops), 0, 0)
+
+
+@cache
+def make_chat(template: str, drops: bool = False) -> Chat:
     history: Literal["keep", "drop"] = "drop" if drops else "keep"
-    chat = Chat(tiny_tokenizer(template), history_thoughts=history)
-    return join(to_exchanges(Transcript("talk", tuple(messages)), chat, prefill, 64, drops), 0, 0)
+    return Chat(tiny_tokenizer(template), history_thoughts=history)
 
 
 def mark_trained(sample: Sample, template: str) -> str:
@@ -123,7 +129,7 @@ WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
 @given(
-    st.sampled_from([name for name in TEMPLATES if not Chat(tiny_tokenizer(name)).opening]),
+    st.sampled_from([name for name in TEMPLATES if not make_chat(name).opening]),
     st.lists(st.tuples(WORDS, WORDS.map(str.strip).filter(bool)), min_size=1, max_size=3),
 )
 def test_trained_tokens_decode_to_the_replies_of_any_conversation(
@@ -134,7 +140,7 @@ def test_trained_tokens_decode_to_the_replies_of_any_conversation(
         for turn in turns
         for role, text in zip(("user", "assistant"), turn, strict=True)
     ]
-    tokenizer, end = tiny_tokenizer(template), Chat(tiny_tokenizer(template)).end
+    tokenizer, end = tiny_tokenizer(template), make_chat(template).end
     trained_tokens: dict[int, list[int]] = {}
     for sample in samples(messages, template):
         for token, turn, on in zip(

@@ -1,7 +1,6 @@
 """Policy network and critic: exact logprobs, entropies and values for any causal model."""
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
@@ -78,16 +77,12 @@ def test_hidden_states_equal_those_of_single_rows(kind: str) -> None:
         out = model.base_model(input_ids=ids[None, :length]).last_hidden_state[0]
         alone.append(out[wanted[:length]])
     assert_close(states, torch.cat(alone))
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
-def test_padding_never_changes_the_result(kind: str) -> None:
-    model = tiny(kind)
-    token_ids_BT, lengths_B, wanted_BT = ragged()
-    before = hidden_states(model, token_ids_BT, lengths_B, wanted_BT)
     padding_BT = torch.arange(9) >= lengths_B[:, None]
-    after = hidden_states(model, token_ids_BT.masked_fill(padding_BT, 7), lengths_B, wanted_BT)
-    assert torch.equal(before, after)
+    other_padding = token_ids_BT.masked_fill(padding_BT, 7), lengths_B, wanted_BT
+    assert torch.equal(hidden_states(model, *other_padding), states)
+    nothing = hidden_states(model, token_ids_BT, lengths_B, torch.zeros_like(wanted_BT))
+    logprobs, entropy = token_logprobs(model, nothing, torch.zeros(0, dtype=torch.long))
+    assert len(nothing) == len(logprobs) == len(entropy) == 0
 
 
 def test_token_logprobs_golden() -> None:
@@ -126,23 +121,6 @@ def test_logprobs_and_entropy_equal_autograd(
     assert_close(logprobs, plain_logprobs)
     assert_close(entropy, plain_entropy)
     assert_close(got, expected, GRADIENT)
-
-
-def test_logprobs_and_entropy_are_differentiable_separately() -> None:
-    model = tiny()
-    hidden = torch.randn(5, 16).requires_grad_()
-    logprobs, entropy = token_logprobs(model, hidden, torch.arange(5))
-    for result in (logprobs, entropy):
-        (grad,) = torch.autograd.grad(result.sum(), hidden, retain_graph=True)
-        assert grad.isfinite().all() and grad.abs().sum() > 0
-
-
-def test_no_wanted_position_gives_empty_results() -> None:
-    model = tiny("llama")
-    token_ids_BT, lengths_B, wanted_BT = ragged()
-    states = hidden_states(model, token_ids_BT, lengths_B, torch.zeros_like(wanted_BT))
-    logprobs, entropy = token_logprobs(model, states, torch.zeros(0, dtype=torch.long))
-    assert len(states) == len(logprobs) == len(entropy) == 0
 
 
 def test_critic_starts_at_zero_and_learns_separately_from_the_policy() -> None:
@@ -209,17 +187,6 @@ def test_broken_models_are_refused_in_one_line(tmp_path) -> None:
     save_model(broken, tokenizer(), tmp_path / "broken")
     assert "up_proj" in message(tmp_path / "broken")
 
-    save_model(tiny(), tokenizer(), tmp_path / "cut")
-    weights = tmp_path / "cut" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    assert "cannot read" in message(tmp_path / "cut")
-
-    save_model(tiny(), tokenizer(), tmp_path / "unknown")
-    config = json.loads((tmp_path / "unknown" / "config.json").read_text())
-    config["model_type"] = "no_such_architecture"
-    (tmp_path / "unknown" / "config.json").write_text(json.dumps(config))
-    assert "cannot load" in message(tmp_path / "unknown")
-
 
 LOGIT_SHAPES: dict[str, dict[str, object]] = {
     "Gemma2": {"head_dim": 4, "final_logit_softcapping": 2.0},
@@ -280,19 +247,18 @@ def test_scaled_and_capped_logits_are_equal_in_sampler_and_learner(
     assert_close(torch.tensor(drawn.logprobs), expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_unknown_transformations_of_logits_are_refused(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Also if it hardly changes a probe: a cap c changes a small logit z by a relative (z / c)² / 3,
     # which is 4e-6 for z = .1 and the c = 30 of Gemma 2.
     small = {**SMALL, "initializer_range": 0.02, "head_dim": 4}
     config = transformers.Gemma2Config(**small, final_logit_softcapping=30.0)
     save_model(transformers.Gemma2ForCausalLM(config), tokenizer(), tmp_path)
-    assert load_policy(tmp_path, "cpu", dtype)
+    assert load_policy(tmp_path, "cpu", "bfloat16")
     monkeypatch.setattr(loading, "shape_of", lambda _: Shape())
     with pytest.raises(RagenError, match="transforms its logits after the output layer"):
-        load_policy(tmp_path, "cpu", dtype)
+        load_policy(tmp_path, "cpu", "bfloat16")
 
 
 def test_a_cap_of_attention_scores_is_kept(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -51,7 +51,6 @@ PACKED: dict[str, dict[str, Any]] = {
 PADDED: dict[str, dict[str, Any]] = {
     "Gemma2": {"head_dim": 4},  # caps its scores
     "GptOss": {"head_dim": 4, "num_local_experts": 4},  # has sinks
-    "Qwen3Next": {"head_dim": 4},  # some layers are recurrent
 }
 
 
@@ -127,7 +126,7 @@ def test_a_shared_prompt_is_computed_once() -> None:
     assert counted == [30 + 6 + 0 + 9]  # the third row has no wanted token: all of it is a prompt
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "Qwen2"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen2"])
 def test_different_prompts_that_begin_alike_share_their_beginning(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,20 +228,6 @@ def test_sequences_of_various_lengths_see_what_blocks_see(monkeypatch: pytest.Mo
     assert_close(got, expected)
 
 
-def test_packing_never_waits_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No index or number needs the device: here one that has shapes alone."""
-
-    def kernel(query: Tensor, key: Tensor, value: Tensor, *ends: Any, **_: Any) -> Tensor:
-        assert query.device == key.device == value.device == ends[0].device == ends[1].device
-        return query
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    model = build("Llama").to("meta")
-    states_ND = packed.hidden_states(backbone(model), *rows())
-    assert states_ND.device.type == "meta" and len(states_ND) == int(rows()[2].sum())
-    states_ND.sum().backward()
-
-
 def test_scores_of_thoughts_equal_the_padded_path(monkeypatch: pytest.MonkeyPatch) -> None:
     model, generator = build("Llama"), torch.Generator().manual_seed(5)
     prompts, thoughts = (
@@ -257,8 +242,9 @@ def test_scores_of_thoughts_equal_the_padded_path(monkeypatch: pytest.MonkeyPatc
 # Sampling.
 
 
-@pytest.mark.parametrize("queries", [1, 12, 4096])
-@pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GPT2", "Qwen3Moe"])
+@pytest.mark.parametrize(
+    ("name", "queries"), [("Llama", 1), ("Gemma3Text", 12), ("GPT2", 4096), ("Qwen3Moe", 12)]
+)
 def test_the_flat_decoder_equals_the_general_one(
     name: str, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,7 +254,7 @@ def test_the_flat_decoder_equals_the_general_one(
     assert_equals_the_general_decoder(flat)
 
 
-@pytest.mark.parametrize("name", ["Mistral", "Mixtral", "Phi3", "Starcoder2", "Gemma3Text"])
+@pytest.mark.parametrize("name", ["Mistral", "Phi3", "Gemma3Text"])
 def test_sequences_longer_than_a_sliding_window_are_refused(name: str) -> None:
     """Configs with one kind of layer need not name it."""
     model = build(name, sliding_window=24)
@@ -330,7 +316,6 @@ def test_a_shared_beginning_is_held_once() -> None:
     assert keys[1, :, :, 0].all() and not keys[2].any()
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     data=st.data(),
     kv_heads=st.integers(1, 3),
@@ -343,7 +328,7 @@ def test_stored_keys_give_plain_attention(
 ) -> None:
     """One new token in some slots, again and again, while the store grows under them."""
     random = torch.Generator().manual_seed(seed)
-    slots, longest, width = 5, 12, 4
+    slots, longest, width = 4, 8, 4
     store = KeyStore(slots, longest)
     told = torch.full((2, slots, kv_heads, longest, width), torch.nan, dtype=torch.float64)
     lengths = torch.zeros(slots, dtype=torch.long)

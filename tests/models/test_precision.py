@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ragen.algorithms.batch import Batch, take
+from ragen.algorithms.batch import Batch
 from ragen.config.reading import resolve
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.engines.learner import Learner
@@ -40,18 +40,16 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 def learner(
     dtype: torch.dtype,
-    loss: Any = None,
     critic: bool = False,
     weight_decay: float = 0.01,
     **update: Any,
 ) -> Learner:
     """A learner in either dtype with the same weights, which bfloat16 represents exactly."""
     model = tiny_model(tiny_tokenizer("chatml")).to(torch.bfloat16).to(dtype)
-    loss = LossConfig(**(loss or PLAIN))
     return Learner(
         model,
         UpdateConfig(**update),
-        loss,
+        LossConfig(**PLAIN),
         critic=critic,
         steps=10_000,
         weight_decay=weight_decay,
@@ -70,13 +68,12 @@ def weight_changes(one: Learner, start: Sequence[Tensor]) -> Tensor:
 # Weights.
 
 
-@pytest.mark.parametrize("loss", [{"name": "nll"}, PLAIN], ids=["nll", "ppo_clip"])
-def test_small_updates_are_not_lost(loss: dict[str, Any]) -> None:
+def test_small_updates_are_not_lost() -> None:
     """30 updates of 1e-6 change weights of 0.02 by less than half the spacing of bfloat16."""
     changes = []
     for dtype in DTYPES:
-        one = learner(dtype, loss, lr=1e-6, weight_decay=0.0)
-        part = batch(learner(torch.float32), tuple(range(6, 18)))
+        one = learner(dtype, lr=1e-6, weight_decay=0.0)
+        part = batch(learner(torch.float32), (6, 8, 10))
         start = [each.detach().clone() for each in one.model.parameters()]
         for step in range(30):
             one.update(part, step)
@@ -93,28 +90,16 @@ def test_small_updates_are_not_lost(loss: dict[str, Any]) -> None:
     assert 0.6 < float(flat(unchanged).mean()) < 0.8, "most bfloat16 weights have not changed yet"
 
 
-def test_a_float32_model_is_its_own_master() -> None:
-    one = learner(torch.float32, critic=True)
-    assert one.critic is not None and not one.named_masters()
+def test_only_bfloat16_weights_have_masters_of_their_own() -> None:
+    one, mixed = (learner(dtype, critic=True) for dtype in DTYPES)
+    assert one.critic is not None and mixed.critic is not None and not one.named_masters()
     for masters, module in ((one.masters, one.model), (one.critic_masters, one.critic)):
         pairs = zip(masters.trained.items(), module.named_parameters(), strict=True)
         assert all(name == known and mine is weight for (name, mine), (known, weight) in pairs)
-
-
-def test_frozen_weights_have_no_master() -> None:
-    """For example, a frozen base in bfloat16 under adapters in float32."""
-    base, adapter = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    base.data = base.data.bfloat16()
-    masters = Masters([("base", base.requires_grad_(False)), ("adapter", adapter)])
-    assert list(masters.trained) == ["adapter"] and not masters.tensors()
-
-
-def test_the_value_head_stays_float32() -> None:
-    one = learner(torch.bfloat16, critic=True)
-    assert one.critic is not None and one.critic.head.weight.dtype == torch.float32
-    assert one.critic_masters.trained["head.weight"] is one.critic.head.weight
-    assert set(one.named_masters()) == {"masters", "critic-masters"}
-    assert all("head" not in name for name in one.critic_masters.tensors())
+    assert set(mixed.named_masters()) == {"masters", "critic-masters"}
+    assert mixed.critic_masters.trained["head.weight"] is mixed.critic.head.weight
+    assert mixed.critic.head.weight.dtype == torch.float32
+    assert all("head" not in name for name in mixed.critic_masters.tensors())
 
 
 def test_masters_are_restored_from_saved_tensors() -> None:
@@ -174,22 +159,22 @@ def gradient(one: Learner, part: Batch, monkeypatch: pytest.MonkeyPatch) -> Tens
 def test_gradients_of_many_microbatches_are_as_exact_as_of_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    part = batch(learner(torch.float32), tuple(6 + at % 20 for at in range(64)))
+    part = batch(learner(torch.float32), tuple(6 + at % 20 for at in range(32)))
     exact = gradient(learner(torch.float32), part, monkeypatch)
     errors = []
-    for tokens in (10_000, 100, 1):
+    for tokens in (10_000, 1):
         mixed = gradient(learner(torch.bfloat16, microbatch_tokens=tokens), part, monkeypatch)
         errors.append(float((mixed - exact).norm() / exact.norm()))
     assert max(errors) < 0.008, "hardly more than the rounding of single gradients, 2⁻⁸ at most"
-    assert errors[2] < 1.1 * errors[0], "64 microbatches are as exact as one"
+    assert errors[1] < 1.1 * errors[0], "32 microbatches are as exact as one"
 
 
 def test_gradient_norms_are_accumulated_in_float32() -> None:
     norms = []
     for dtype in DTYPES:
         one = learner(dtype, microbatch_tokens=1)
-        part = batch(learner(torch.float32), tuple(6 + at % 20 for at in range(32)))
-        norms.append(one.gradient_norms(part, torch.zeros(32, dtype=torch.long)))
+        part = batch(learner(torch.float32), tuple(range(6, 12)))
+        norms.append(one.gradient_norms(part, torch.zeros(6, dtype=torch.long)))
         assert all(weight.grad is None for weight in one.model.parameters())
     for name, metric in norms[0].items():
         assert norms[1][name].value == pytest.approx(metric.value, rel=0.01), name
@@ -230,15 +215,6 @@ def test_rounding_of_the_sampler_is_reported_and_corrected() -> None:
     assert metrics["mismatch/kl"].value * part.num_tokens == pytest.approx(0.718, abs=0.02)
 
 
-def test_logprobs_in_bfloat16_are_reproducible() -> None:
-    one = learner(torch.bfloat16, critic=True, microbatch_tokens=20)
-    part = batch(one)
-    assert torch.equal(one.logprobs(part)[0], one.logprobs(part)[0])
-    alone = take(part, torch.tensor([1]))
-    exact = learner(torch.float32).logprobs(alone)[0]
-    assert float((one.logprobs(alone)[0] - exact).abs().max()) < 0.01
-
-
 # Products.
 
 
@@ -249,7 +225,7 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_library")
-@pytest.mark.parametrize("shape", [(3, 5, 7), (2, WIDENED + 9, 4), (WIDENED + 9, 6, 2)])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (WIDENED + 9, 6, 2)])
 def test_widened_products_are_float32_products_rounded_once(shape: tuple[int, int, int]) -> None:
     m, k, n = shape
     torch.manual_seed(m)
@@ -272,7 +248,7 @@ def test_widened_products_are_float32_products_rounded_once(shape: tuple[int, in
 
 
 @pytest.mark.usefixtures("without_library")
-@pytest.mark.parametrize("trained", [("weight", "bias"), ("bias",), ()])
+@pytest.mark.parametrize("trained", [("weight", "bias"), ()])
 def test_a_widened_layer_has_the_gradients_of_a_linear_one(trained: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     wide, plain = nn.Linear(6, 4).bfloat16(), nn.Linear(6, 4)
@@ -310,10 +286,3 @@ def test_a_bfloat16_model_is_widened_where_it_is_loaded(dtype: str, tmp_path: Pa
     model, _ = load_policy(tmp_path, "cpu", dtype)
     kinds = {type(layer) for layer in model.get_decoder().modules() if isinstance(layer, nn.Linear)}
     assert kinds == {nn.Linear if dtype == "float32" else WideLinear}
-
-
-def test_a_processor_with_a_library_keeps_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda: True)
-    layer = nn.Linear(6, 4).bfloat16()
-    widen_products(nn.Sequential(layer))
-    assert type(layer) is nn.Linear

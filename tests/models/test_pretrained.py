@@ -15,7 +15,6 @@ import httpx
 import pytest
 import torch
 from huggingface_hub import constants
-from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 from transformers import (
     AutoTokenizer,
     BartConfig,
@@ -40,7 +39,7 @@ from ragen.models.loading import load_policy, load_tokenizer, save_model
 from ragen.models.names import is_available_offline
 from ragen.models.pretrained import model_config
 from ragen.models.sizes import read_sizes
-from tests.models.hostile_folders import set_field
+from tests.models.test_hostile_files import set_field
 from tests.tiny import tiny_model, tiny_tokenizer
 
 WORDS = tiny_tokenizer("chatml")
@@ -74,15 +73,6 @@ def test_shards_are_loaded_and_a_missing_one_is_named(tmp_path: Path) -> None:
     shards[1].unlink()
     text = refusal(tmp_path)
     assert f"{shards[1].name} is missing (1 of {len(shards)} shards)" in text
-
-
-def test_pickled_weights_are_refused(tmp_path: Path) -> None:
-    save_model(tiny_model(WORDS), WORDS, tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    assert "has no weights as safetensors" in refusal(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
-    text = refusal(tmp_path)
-    assert "pickles" in text and "save_pretrained" in text
 
 
 def test_a_git_lfs_pointer_instead_of_weights_is_refused(tmp_path: Path) -> None:
@@ -138,29 +128,10 @@ def test_a_generation_config_with_a_temperature_that_is_not_used_is_no_obstacle(
     assert load_policy(tmp_path / "again", "cpu", "float32")
 
 
-def test_a_tied_output_layer_need_not_be_saved(tmp_path: Path) -> None:
-    model = tiny_model(WORDS)
-    save_model(model.model, WORDS, tmp_path)
-    loaded, _ = load_policy(tmp_path, "cpu", "float32")
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-
-
 def test_sampler_refuses_a_model_without_a_cache_of_keys() -> None:
     model = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1))
     with pytest.raises(RagenError, match="of the type mamba have no cache of keys"):
         Sampler(model, {0}, str)
-
-
-def test_code_in_a_model_folder_is_never_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("the user is not asked"))
-    theirs = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
-    ours = save_with_config(tmp_path / "known", auto_map=theirs)  # transformers has its own Qwen2
-    (ours / "theirs.py").write_text("raise SystemExit\n")
-    assert load_policy(ours, "cpu", "float32")
-    unknown = save_with_config(tmp_path / "unknown", auto_map=theirs, model_type="theirs")
-    assert "brings code of its own, which is never run here" in refusal(unknown)
 
 
 def test_a_config_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None:
@@ -367,29 +338,6 @@ def test_an_unreachable_hub_is_asked_once_within_the_time_limit(
     assert connected.wait(10) if listens else not connected.is_set()
     answer.set()
     assert Hub.asked == []
-
-
-def test_a_download_that_breaks_off_is_one_line(
-    hub: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Errors of the Hub's HTTP client are no `OSError`."""
-
-    def broken(*_: Any, **__: Any) -> str:
-        raise HTTPError("peer closed the connection")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", broken)
-    assert "the Hub failed while the model was fetched" in refusal("me/tiny")
-
-
-@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "none://proxy"])
-def test_a_proxy_that_cannot_be_used_leaves_the_cache(
-    hub: Callable[[], None], monkeypatch: pytest.MonkeyPatch, proxy: str
-) -> None:
-    cached = model_folder("me/tiny", weights=False)
-    monkeypatch.setenv("ALL_PROXY", proxy)
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.delenv("no_proxy", raising=False)
-    assert model_folder("me/tiny", weights=False) == cached
 
 
 def test_a_full_disk_is_no_fault_of_the_network(

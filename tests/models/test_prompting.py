@@ -12,7 +12,6 @@ import ragen
 from ragen.cli.main import main
 from ragen.config.reading import dump, resolve
 from ragen.core.errors import RagenError
-from ragen.evaluation.compare import shared_settings
 from ragen.evaluation.targets import config_for
 from ragen.models.loading import save_model
 from ragen.models.names import base_folder, is_embedded
@@ -104,14 +103,6 @@ def test_lengths_follow_from_each_other_the_turns_and_the_model(
     assert (config.rollout.max_tokens, config.model.max_length) == (reply, longest)
 
 
-def test_lengths_fit_a_model_whose_config_has_another_name_for_its_positions(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_positions": 1024}')
-    config = config_for(str(tmp_path), {"env": "sokoban"})
-    assert (config.rollout.max_tokens, config.model.max_length) == (400, 1024)
-
-
 @pytest.mark.parametrize(
     ("line", "remedy"),
     [
@@ -147,17 +138,6 @@ def test_a_recipe_of_the_embedded_models_takes_another_model_with_a_chosen_style
         assert printed.err.count("\n") == warned and f'\nstyle = "{style}"\n' in printed.out
 
 
-def test_a_config_that_python_built_gets_the_prompts_of_its_model(model: str) -> None:
-    overrides = {"model.path": model, "env.name": "bandit", "env.max_turns": 1}
-    assert resolve_for_model(None, overrides) == resolve(
-        None,
-        {
-            **overrides,
-            **{"prompt.style": "paper", "rollout.max_tokens": 400, "model.max_length": 1024},
-        },
-    )
-
-
 def test_eval_warns_of_compact_prompts_in_one_line_and_goes_on(
     model: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,11 +147,3 @@ def test_eval_warns_of_compact_prompts_in_one_line_and_goes_on(
     assert capsys.readouterr().err.startswith('ragen: prompt.style = "compact" is for the embedded')
     assert main(["eval", "base", *line[2:]]) == 0
     assert capsys.readouterr().err == ""
-
-
-def test_a_model_that_does_not_suit_a_run_s_compact_prompts_keeps_its_own(
-    model: str, run: str
-) -> None:
-    shared = shared_settings([run, model, str(base_folder("sokoban"))], {})
-    assert "prompt.style" not in shared[model] and shared[model]["env.max_turns"] == 5
-    assert shared[str(base_folder("sokoban"))]["prompt.style"] == "compact"

@@ -7,9 +7,11 @@ import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from ragen.rollout.episode import play_episode
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import EpisodeSpec, make_setup
 from ragen.storage.checkpoint import checkpoint_of, newest, read_state, write_state
+from ragen.storage.database import DATABASE
 from ragen.training.trainer import train
 from tests.bandit_model import settings
 from tests.cli.test_cli import evaluation
@@ -48,18 +51,16 @@ SILENT = ScriptedPolicy(lambda _: "")
 PROBE = torch.tensor([[5, 6, 7, 8, 9]])
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three steps with all checkpoints, evaluated at T=0.5 before, at step 2 and after."""
-    more: dict[str, Any] = {"eval__every": 2, "eval__temperature": 0.5, "checkpoint__keep": 9}
-    out = tmp_path_factory.mktemp("runs") / "bandit-7"
-    return train(resolve("bandit", settings(**more)), out).run
-
-
 @pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the trained run that a test may change."""
-    return Path(shutil.copytree(trained, tmp_path / "bandit-7"))
+def run(own_bandit_run: Path) -> Path:
+    """A run of three steps that a test may change: all checkpoints, and an evaluation of each."""
+    return own_bandit_run
+
+
+@pytest.fixture(scope="module")
+def exported(bandit_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The last policy of `bandit_run`, exported. Read only."""
+    return export(bandit_run, tmp_path_factory.mktemp("exported") / "bandit")
 
 
 def blocks(folder: Path) -> list[str]:
@@ -67,30 +68,27 @@ def blocks(folder: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text("utf-8"), re.DOTALL)
 
 
-def test_transformers_loads_exactly_the_policy(run: Path) -> None:
-    folder = export(run)
-    assert folder == run / "export-step-3"
-    policy, _ = load_policy(newest(run), "cpu", "float32")
-    model = AutoModelForCausalLM.from_pretrained(folder)
+def test_transformers_loads_exactly_the_policy(bandit_run: Path, exported: Path) -> None:
+    policy, _ = load_policy(newest(bandit_run), "cpu", "float32")
+    model = AutoModelForCausalLM.from_pretrained(exported)
     assert model.dtype == torch.float32  # the format in which it was trained
     with torch.no_grad():
         assert torch.equal(model(PROBE).logits, policy(PROBE).logits)
     same = "model.safetensors"
-    assert (folder / same).read_bytes() == (newest(run) / same).read_bytes()
-    names = {path.name for path in folder.iterdir()}
+    assert (exported / same).read_bytes() == (newest(bandit_run) / same).read_bytes()
+    names = {path.name for path in exported.iterdir()}
     assert {"README.md", "config.json", "chat_template.jinja", "tokenizer.json"} <= names
     assert not {name for name in names if "optimizer" in name or "state" in name}
 
 
 def test_card_example_uses_the_prompt_of_the_run(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+    bandit_run: Path, exported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = export(run)
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(exported)
     names: dict[str, Any] = {}
-    exec(blocks(folder)[0], names)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    chat, config = Chat(tokenizer, think=False), read_facts(run).config
+    exec(blocks(exported)[0], names)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    chat, config = Chat(tokenizer, think=False), read_facts(bandit_run).config
     setup = make_setup(config, chat)
     episode = run_async(play_episode(SILENT, setup, EpisodeSpec(EVAL_LEVELS, 0, 0, (0, "x"))))
     prompt_ids = episode.turns[0].prompt.token_ids
@@ -100,8 +98,7 @@ def test_card_example_uses_the_prompt_of_the_run(
     assert not set(sampled[:-1].tolist()) & chat.end_ids  # it stops where a turn ends
 
 
-@pytest.mark.parametrize("think", [True, False])
-@pytest.mark.parametrize("prefill", [True, False])
+@pytest.mark.parametrize(("prefill", "think"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_card_usage_matches_the_run_prompt_with_every_template(
     template: str, prefill: bool, think: bool
@@ -125,20 +122,23 @@ def test_card_usage_matches_the_run_prompt_with_every_template(
 
 
 def test_generation_config_samples_as_the_evaluation_does(run: Path) -> None:
+    text = (run / "config.toml").read_text()
+    (section,) = re.findall(r"\[eval\][^\[]*", text)
+    edit_settings(run, section, section.replace("temperature = 1.0", "temperature = 0.5"))
     generation = GenerationConfig.from_pretrained(export(run))
     assert (generation.do_sample, generation.temperature) == (True, 0.5)
     assert (generation.top_k, generation.top_p, generation.max_new_tokens) == (0, 1.0, 10)
     assert generation.eos_token_id == [0, 1]  # <|endoftext|> and the template's <|im_end|>
 
 
-def test_card_reports_results_and_settings(run: Path) -> None:
-    text = (export(run) / "README.md").read_text("utf-8")
+def test_card_reports_results_and_settings(bandit_run: Path, exported: Path) -> None:
+    text = (exported / "README.md").read_text("utf-8")
     for words in (
-        "# bandit-7\n",
+        f"# {bandit_run.name}\n",
         "| random play | 50.0% |",
         "| optimal play | 100.0% |",
-        "step 0, T=0.5",
-        "step 3, T=0.5",
+        "step 0, T=1",
+        "step 3, T=1",
         "step 0, greedy",
         "step 3, greedy",
         "Environment bandit; budgets: turns 1, actions per turn 1, actions per episode 1.",
@@ -155,10 +155,13 @@ def test_card_reports_results_and_settings(run: Path) -> None:
     assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
     assert {"ragen", "bandit", "starpo-s"} <= set(data.tags)
     assert data.license is None and data.base_model is None
-    assert str(run.parent) not in text and read_facts(run).config.model.path not in text
+    path = read_facts(bandit_run).config.model.path
+    assert str(bandit_run.parent) not in text and path not in text
 
 
 def test_card_of_an_earlier_step_omits_later_results(run: Path) -> None:
+    with closing(sqlite3.connect(run / DATABASE)) as connection, connection:
+        connection.execute("DELETE FROM evaluations WHERE step = 1")
     facts = until(read_facts(run), 1)
     assert {each.step for each in facts.evaluations} == {0}
     assert all(max(series) <= 1 for series in facts.metrics.values())
@@ -237,17 +240,16 @@ def test_card_names_the_base_model_of_the_first_run(run: Path, tmp_path: Path) -
     assert "| model.path | base | first |" in text
 
 
-def test_export_can_be_evaluated_as_a_model(run: Path) -> None:
-    folder = export(run)
+def test_export_can_be_evaluated_as_a_model(bandit_run: Path, exported: Path) -> None:
     shared = {
         key: value for key, value in settings().items() if key.startswith(("prompt", "model"))
     }
-    overrides = shared | {"env.name": "bandit", "threads": 1, "model.path": str(folder)}
-    exported, original = (
-        evaluate_target(str(target), overrides, episodes=4, temperature=0.5)[0]
-        for target in (folder, run)
+    overrides = shared | {"env.name": "bandit", "threads": 1, "model.path": str(exported)}
+    again, original = (
+        evaluate_target(str(target), overrides, episodes=4, temperature=1.0)[0]
+        for target in (exported, bandit_run)
     )
-    assert exported.mean_return == original.mean_return
+    assert again.mean_return == original.mean_return
 
 
 def test_step_and_best_select_the_checkpoint(run: Path, tmp_path: Path) -> None:
@@ -360,11 +362,12 @@ def test_vllm_example_of_the_card_generates_as_transformers_does(tmp_path: Path)
     assert "result True True" in done.stdout, done.stderr[-2000:]
 
 
-@pytest.fixture
-def adapted(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one step with LoRA."""
     more: dict[str, Any] = {"lora__rank": 4, "lora__alpha": 8, "update__lr": 0.1, "steps": 1}
-    return train(resolve("bandit", settings(**more)), tmp_path / "adapted").run
+    config = resolve("bandit", settings(**more, eval__episodes=2))
+    return train(config, tmp_path_factory.mktemp("adapter") / "adapted").run
 
 
 def logits_of(run: Path) -> torch.Tensor:
@@ -374,8 +377,10 @@ def logits_of(run: Path) -> torch.Tensor:
         return model(PROBE).logits
 
 
-def test_adapter_is_exported_as_an_adapter(adapted: Path) -> None:
-    folder = export(adapted)
+def test_adapter_is_exported_as_an_adapter(
+    adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = export(adapted, tmp_path / "adapter")
     model = AutoModelForCausalLM.from_pretrained(folder)  # transformers finds the base and peft
     with torch.no_grad():
         assert_close(model(PROBE).logits, logits_of(adapted))
@@ -384,12 +389,7 @@ def test_adapter_is_exported_as_an_adapter(adapted: Path) -> None:
     assert "LLM('BASE', enable_lora=True, max_lora_rank=4, generation_config=folder)" in text
     assert "--lora-modules policy=. --generation-config ." in text
     assert not (folder / "model.safetensors").exists()
-
-
-def test_adapter_uses_the_generation_config_of_the_run_and_not_of_its_base(
-    adapted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = export(adapted)
+    # The example samples as the run does, not as the base model's generation config says.
     of_base = GenerationConfig.from_pretrained(read_facts(adapted).config.model.path)
     monkeypatch.chdir(folder)
     names: dict[str, Any] = {}
@@ -399,8 +399,8 @@ def test_adapter_uses_the_generation_config_of_the_run_and_not_of_its_base(
     assert used.max_new_tokens != of_base.max_new_tokens
 
 
-def test_merged_adapter_is_exported_as_a_model(adapted: Path) -> None:
-    folder = export(adapted, merge=True)
+def test_merged_adapter_is_exported_as_a_model(adapted: Path, tmp_path: Path) -> None:
+    folder = export(adapted, tmp_path / "merged", merge=True)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         assert_close(model(PROBE).logits, logits_of(adapted))

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny import TEMPLATES, tiny_model, tiny_tokenizer
 from tokenizers import AddedToken, normalizers
@@ -20,6 +20,7 @@ from ragen.finetuning.tokenizer import build
 from ragen.rollout.chat import Chat, without_thought
 from ragen.rollout.control_tokens import BREAK, MARK, OWN
 from ragen.rollout.template import Template
+from tests.rollout.test_histories import FEW
 
 History = Literal["keep", "drop"]
 NAMES = [*TEMPLATES, "embedded", "shouting"]
@@ -78,7 +79,7 @@ def conversation(contents: Sequence[str], history: History, system: str | None) 
 
 @pytest.mark.parametrize("history", ["keep", "drop"])
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40)
+@FEW
 @given(data=st.data())
 def test_contents_add_no_control_token_and_remove_none_in_any_role(
     name: str, history: History, data: st.DataObject
@@ -102,7 +103,7 @@ def test_contents_add_no_control_token_and_remove_none_in_any_role(
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "shouting"])
-@settings(max_examples=40)
+@FEW
 @given(data=st.data())
 def test_ids_spell_the_rendered_text_whatever_it_contains(name: str, data: st.DataObject) -> None:
     chat = make_chat(name, "drop")
@@ -119,7 +120,7 @@ def test_ids_spell_the_rendered_text_whatever_it_contains(name: str, data: st.Da
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40)
+@FEW
 @given(data=st.data())
 def test_the_text_of_a_reply_is_spelled_without_control_tokens(
     name: str, data: st.DataObject
@@ -132,7 +133,7 @@ def test_the_text_of_a_reply_is_spelled_without_control_tokens(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40)
+@FEW
 @given(st.lists(st.text("P _\nGé🙂<|>a1", max_size=12), min_size=3, max_size=3))
 def test_ordinary_contents_have_the_ids_of_the_whole_rendering(
     name: str, contents: list[str]
@@ -187,12 +188,12 @@ def test_a_control_token_of_one_character_becomes_a_replacement_character() -> N
 def test_a_sampled_control_token_ends_its_reply_and_the_template_closes_it() -> None:
     chat, made = make_chat("chatml"), tokenizer("chatml")
     sampler = Sampler(
-        tiny_model(made), chat.end_ids, chat.decode, slots=64, control_ids=chat.control_ids
+        tiny_model(made), chat.end_ids, chat.decode, slots=24, control_ids=chat.control_ids
     )
     ids, _ = chat.open([{"role": "user", "content": "P"}])
 
     async def sample() -> list[Any]:
-        prompts = (Prompt((), ids, 0, 200, 1.0, seed) for seed in range(64))
+        prompts = (Prompt((), ids, 0, 200, 1.0, seed) for seed in range(24))
         return await asyncio.gather(*map(sampler.complete, prompts))
 
     completions = asyncio.run(sample())

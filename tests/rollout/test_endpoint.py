@@ -26,15 +26,10 @@ from ragen.rollout.endpoint import (
 from ragen.rollout.policies import NoCompletion
 from tests.faulty import GOOD, Answer, FaultyServer, api_error, chat_reply
 
+pytestmark = pytest.mark.usefixtures("short_waits")
+
 KEY = "sk-test-0123456789abcdef"
 PROMPT = Prompt(({"role": "user", "content": "go"},), None, 0, 64, 0.5, 2**40 + 7)
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens waits to milliseconds and hides the key of this machine."""
-    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.001)
-    monkeypatch.delenv(endpoint.KEY_ENV, raising=False)
 
 
 def request(
@@ -88,17 +83,11 @@ def test_a_prompt_may_contain_any_text() -> None:
 FAULTS = {
     "busy": api_error(429, "slow down", Retry_After="0.02"),
     "broken": Answer("<html>Internal Server Error</html>", 500),
-    "overloaded": api_error(503, "overloaded"),
     "connection closed": Answer(drops_connection=True),
-    "too slow": Answer(chat_reply().body, wait_s=0.7),
+    "too slow": Answer(chat_reply().body, wait_s=0.3),
     "truncated JSON": Answer('{"choices": [{"message": {"content": "<thi'),
     "truncated body": Answer(chat_reply().body, length=10_000),
-    "no JSON": Answer("OK"),
-    "list": Answer([1]),
-    "endless brackets": Answer("[" * 200_000),
-    "empty choices": Answer({"choices": []}),
     "no choices": Answer({"object": "chat.completion"}),
-    "no message": Answer({"choices": [{"text": "legacy"}]}),
     "error in the body": Answer({"error": {"message": "upstream failed", "code": 502}}),
     "failed in the middle": chat_reply("half", finish="error"),
 }
@@ -112,23 +101,12 @@ def test_temporary_errors_are_retried_and_lasting_ones_lose_the_completion(
     monkeypatch.setattr(endpoint, "TRIES", 3)
     bad = FAULTS[fault]
     with FaultyServer(in_order(bad, bad, chat_reply(), bad)) as server:
-        good, lost = request(server, [PROMPT, PROMPT], timeout_s=0.5 if bad.wait_s else 60.0)
+        good, lost = request(server, [PROMPT, PROMPT], timeout_s=0.2 if bad.wait_s else 60.0)
     assert isinstance(good, Completion) and good.text == GOOD
     assert isinstance(lost, NoCompletion) and lost.stop_reason == "request"
     assert "\n" not in str(lost) and "gave no completion: " in str(lost)
     assert len(server.requests) == 6
     assert all(body == server.requests[0] for body in server.requests), "the same seed each time"
-
-
-def test_an_unreachable_server_raises_an_error_with_a_hint(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(endpoint, "TRIES", 2)
-    with FaultyServer(in_order(chat_reply())) as server:
-        pass  # the port is closed again
-    (error,) = request(server)
-    assert isinstance(error, RagenError)
-    assert "answered no request: ConnectError" in str(error) and "is it running?" in str(error)
 
 
 def test_a_server_that_stops_answering_ends_the_run(
@@ -138,12 +116,8 @@ def test_a_server_that_stops_answering_ends_the_run(
     monkeypatch.setattr(endpoint, "MAX_LOST", 3)
     with FaultyServer(in_order(chat_reply(), Answer("", 502))) as server:
         results = request(server, [PROMPT] * 4)
-    assert [type(result) for result in results] == [
-        Completion,
-        NoCompletion,
-        NoCompletion,
-        RagenError,
-    ]
+    kinds = [type(result) for result in results]
+    assert kinds == [Completion, NoCompletion, NoCompletion, RagenError]
     assert "no longer answers: HTTP 502; what was played is kept" in str(results[-1])
 
 
@@ -208,12 +182,11 @@ def test_unsupported_parameters_are_replaced_once() -> None:
 
 
 def test_retry_after_is_waited_for() -> None:
-    for after in ("0.3", 0.3):
-        wait = {"Retry_After": str(after)}
-        with FaultyServer(in_order(api_error(429, "slow", **wait), chat_reply())) as server:
-            start = time.monotonic()
-            request(server)
-        assert time.monotonic() - start >= 0.3
+    busy = api_error(429, "slow", Retry_After="0.2")
+    with FaultyServer(in_order(busy, chat_reply())) as server:
+        start = time.monotonic()
+        request(server)
+    assert time.monotonic() - start >= 0.2
 
 
 def test_a_wait_beyond_the_limit_is_not_started() -> None:
@@ -226,23 +199,12 @@ def test_a_wait_beyond_the_limit_is_not_started() -> None:
     assert time.monotonic() - start < 5 and len(server.requests) == 2
 
 
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [
-        ("3", 3.0),
-        ("0.5", 0.5),
-        ("-1", 0.0),
-        ("soon", 0.0),
-        ("", 0.0),
-        ("nan", 0.0),
-        ("inf", 0.0),
-        # 1 January 1970, 00:01:40, is second 100; now is second 40.
-        ("Thu, 01 Jan 1970 00:01:40 GMT", 60.0),
-        ("Thu, 01 Jan 1970 00:00:10 GMT", 0.0),
-    ],
-)
-def test_retry_after_formats(header: str, seconds: float) -> None:
-    assert retry_after(header, now=40.0) == seconds
+def test_retry_after_formats() -> None:
+    assert [retry_after(text, 40.0) for text in ("3", "0.5", "-1", "soon")] == [3, 0.5, 0, 0]
+    assert [retry_after(text, 40.0) for text in ("", "nan", "inf")] == [0, 0, 0]
+    # 1 January 1970, 00:01:40, is second 100; now is second 40.
+    assert retry_after("Thu, 01 Jan 1970 00:01:40 GMT", now=40.0) == 60
+    assert retry_after("Thu, 01 Jan 1970 00:00:10 GMT", now=40.0) == 0
 
 
 def test_backoff_doubles_to_its_bound_with_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,85 +244,42 @@ def test_a_pause_applies_to_waiting_requests() -> None:
     assert 0.3 <= asyncio.run(held()) < 2.0
 
 
+UP, THOUGHT = "<answer>Up</answer>", "<think>so</think>"
+# message, finish reason, whether a thought is requested; expected text and finish reason
 REPLIES: dict[str, tuple[dict[str, Any], str, bool, str, str]] = {
-    # message, finish reason, whether a thought is requested; expected text and finish reason
-    "plain": ({"content": "<answer>Up</answer>"}, "stop", False, "<answer>Up</answer>", "stop"),
+    "plain": ({"content": UP}, "stop", False, UP, "stop"),
     "parts": (
-        {
-            "content": [
-                {"type": "text", "text": "<answer>"},
-                {"type": "text", "text": "Up</answer>"},
-            ]
-        },
-        "stop",
-        False,
-        "<answer>Up</answer>",
-        "stop",
+        {"content": [{"type": "text", "text": text} for text in (UP[:8], UP[8:])]},
+        *("stop", False, UP, "stop"),
     ),
-    "reasoning": (
-        {"content": "\n\n<answer>Up</answer>", "reasoning": "so"},
-        "stop",
-        True,
-        "<think>so</think>\n\n<answer>Up</answer>",
-        "stop",
-    ),
+    "reasoning": ({"content": UP, "reasoning": "so"}, "stop", True, THOUGHT + UP, "stop"),
     "reasoning_content": (
-        {"content": "<answer>Up</answer>", "reasoning_content": "so"},
-        "stop",
-        True,
-        "<think>so</think><answer>Up</answer>",
-        "stop",
+        {"content": f"\n{UP}", "reasoning_content": "so"},
+        *("stop", True, f"{THOUGHT}\n{UP}", "stop"),
     ),
     "reasoning that quotes the form": (
-        {"content": "<answer>Up</answer>", "reasoning": "say <answer>…</answer> after </think>"},
-        "stop",
-        True,
-        "<think>say answer…/answer after /think</think><answer>Up</answer>",
-        "stop",
+        {"content": UP, "reasoning": "say <answer>…</answer> after </think>"},
+        *("stop", True, f"<think>say answer…/answer after /think</think>{UP}", "stop"),
     ),
     "reasoning next to a thought": (
         {"content": GOOD, "reasoning": "hidden"},
-        "stop",
-        True,
-        GOOD,
-        "stop",
+        *("stop", True, GOOD, "stop"),
     ),
-    "reasoning without a request": (
-        {"content": "<answer>Up</answer>", "reasoning": "so"},
-        "stop",
-        False,
-        "<answer>Up</answer>",
-        "stop",
-    ),
+    "reasoning without a request": ({"content": UP, "reasoning": "so"}, "stop", False, UP, "stop"),
     "the template wrote <think>": (
-        {"content": "so</think><answer>Up</answer>"},
-        "stop",
-        True,
-        "<think>so</think><answer>Up</answer>",
-        "stop",
+        {"content": f"so</think>{UP}"},
+        *("stop", True, THOUGHT + UP, "stop"),
     ),
     "cut in the reasoning": (
-        {"content": None, "reasoning": "on and on"},
-        "length",
-        True,
-        "<think>on and on</think>",
-        "length",
+        {"content": None, "reasoning": "so"},
+        *("length", True, THOUGHT, "length"),
     ),
     "cut": ({"content": "<think>on"}, "length", True, "<think>on", "length"),
-    "refusal": (
-        {"content": None, "refusal": "I cannot do that."},
-        "stop",
-        True,
-        "I cannot do that.",
-        "stop",
-    ),
+    "refusal": ({"content": None, "refusal": "I cannot."}, "stop", True, "I cannot.", "stop"),
     "content filter": ({"content": None}, "content_filter", True, "", "stop"),
     "tool call": (
         {"content": None, "tool_calls": [{"function": {"name": "move"}}]},
-        "tool_calls",
-        True,
-        "",
-        "stop",
+        *("tool_calls", True, "", "stop"),
     ),
 }
 
@@ -410,16 +329,6 @@ def test_the_key_comes_only_from_an_environment_variable(monkeypatch: pytest.Mon
     with pytest.raises(RagenError, match="OTHER_KEY holds cannot be a key") as caught:
         Server("https://models.example/v1", key_env="OTHER_KEY")
     assert "two words" not in str(caught.value)
-
-
-def test_the_key_is_masked_where_the_server_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(endpoint.KEY_ENV, KEY)
-    with FaultyServer(
-        in_order(chat_reply(f"your key is {KEY}"), api_error(400, f"no: {KEY}"))
-    ) as server:
-        completion, lost = request(server, [PROMPT, PROMPT])
-    assert isinstance(completion, Completion) and completion.text == "your key is ***"
-    assert isinstance(lost, NoCompletion) and KEY not in str(lost) and "no: ***" in str(lost)
 
 
 @pytest.mark.parametrize(

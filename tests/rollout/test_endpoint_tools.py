@@ -15,25 +15,16 @@ from ragen.cli.main import main
 from ragen.core.types import Episode
 from ragen.envs.registry import make
 from ragen.envs.sorting import BALLS, Sorting, best
-from ragen.rollout import endpoint
 from ragen.rollout.endpoint import ChatEndpoint, Server
-from ragen.rollout.endpoint_tools import for_server
 from ragen.rollout.episode import play_episode
 from ragen.rollout.setup import EpisodeSpec, Setup
 from tests.faulty import Answer, FaultyServer, chat_reply
 from tests.rollout.test_endpoint import in_order
 
+pytestmark = pytest.mark.usefixtures("short_waits")
+
 BROKEN = "Error: This call is not a JSON object with a name and arguments."
 COMPARE = '{"first": "A", "second": "B"}'
-
-
-@pytest.fixture(autouse=True)
-def short_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr(endpoint, "TRIES", 2)
-    monkeypatch.delenv(endpoint.KEY_ENV, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
 
 
 def called(name: Any = "compare", arguments: Any = COMPARE, id_: Any = "call_of_the_server") -> Any:
@@ -158,11 +149,6 @@ def test_calls_that_a_server_leaves_in_the_text_are_sent_back_as_calls() -> None
     assert server.requests[1]["messages"][2]["tool_calls"][0]["function"]["name"] == "compare"
 
 
-def test_a_conversation_without_tools_is_sent_as_it_is() -> None:
-    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "<tool_call>"}]
-    assert list(for_server(messages)) == messages
-
-
 def sorts(_: int, body: dict[str, Any]) -> Answer:
     """Optimal play, from nothing but the conversation."""
     found = re.findall(r"(\w) is (lighter|heavier) than (\w)", json.dumps(body["messages"][2:]))
@@ -176,9 +162,12 @@ def sorts(_: int, body: dict[str, Any]) -> Answer:
     return calling(*(called(arguments=json.dumps({"first": a, "second": b})) for a, b in pairs))
 
 
-def test_a_tool_environment_is_evaluated_at_an_endpoint(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tool_environment_is_evaluated_at_an_endpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with FaultyServer(sorts) as server:
-        command = f"eval m --base-url {server.url} --env sorting --episodes 6 --json"
+        options = f"--env sorting --episodes 6 --json --out {tmp_path}"
+        command = f"eval m --base-url {server.url} {options}"
         assert main(command.split()) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["success"], result["optimal"], result["valid_fraction"]) == (1.0, 1.0, 1.0)

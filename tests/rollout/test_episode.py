@@ -72,28 +72,21 @@ def test_a_turn_ends_when_the_environment_terminates() -> None:
 @pytest.mark.parametrize(
     ("turns", "per_turn", "actions", "executed", "stop_reason"),
     [
-        (3, 5, 10, [1, 1, 1], "max_turns"),
-        (5, 5, 2, [1, 1], "max_actions"),
-        (2, 5, 2, [1, 1], "max_actions"),
+        (3, 5, 50, [5, 5, 5], "max_turns"),
+        (5, 3, 4, [3, 1], "max_actions"),
+        (2, 3, 6, [3, 3], "max_actions"),
         (1, 1, 1, [1], "max_actions"),
     ],
 )
-def test_budgets_end_an_episode(
+def test_budgets_end_an_episode_and_actions_over_them_cost_nothing(
     turns: int, per_turn: int, actions: int, executed: list[int], stop_reason: StopReason
 ) -> None:
     setup = corridor(turns=turns, actions_per_turn=per_turn, actions=actions)
-    episode = play(lambda prompt: reply("Left"), setup)
+    episode = play(lambda prompt: reply(*["Left"] * 9), setup)
     assert [len(turn.actions_executed) for turn in episode.turns] == executed
+    assert all(len(turn.actions_asked) == 9 and turn.penalty == 0 for turn in episode.turns)
     assert episode.stop_reason == stop_reason
     assert (episode.terminated, episode.truncated) == (False, True)
-
-
-def test_actions_over_the_limits_are_dropped_without_penalty() -> None:
-    setup = corridor(turns=2, actions_per_turn=3, actions=4)
-    episode = play(lambda prompt: reply(*["Left"] * 9), setup)
-    assert [len(turn.actions_executed) for turn in episode.turns] == [3, 1]
-    assert [len(turn.actions_asked) for turn in episode.turns] == [9, 9]
-    assert [turn.penalty for turn in episode.turns] == [0, 0]
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 9))
@@ -221,43 +214,27 @@ def test_episodes_start_in_order_within_the_concurrency(concurrency: int) -> Non
 
 # Environments that misbehave.
 
-MISDEEDS: dict[str, tuple[StopReason, str, int]] = {  # stop reason, error, turns before
-    "raise in init": ("error", "KeyError: 'no key'", 0),
-    "raise in reset": ("error", "LookupError: no such level", 0),
-    "raise": ("error", "ZeroDivisionError: by zero", 0),
-    "raise in state_key": ("error", "RuntimeError: no key today", 0),
-    "exit": ("error", "SystemExit: 3", 0),
-    "no observation": ("error", "NoneType as observation: text is expected", 0),
-    "nan": ("error", "nan as reward: a finite number", 0),
-    "text as reward": ("error", "'much' as reward: a finite number", 0),
-    "list as info": ("error", "list as info: a dict", 0),
-    "hang": ("timeout", "longer than 0.1 s in step", 0),
-    "hang in reset": ("timeout", "longer than 0.1 s in reset", 0),
+MISDEEDS: dict[str, str] = {
+    "raise in init": "KeyError: 'no key'",
+    "raise in reset": "LookupError: no such level",
+    "raise": "ZeroDivisionError: by zero",
+    "raise in state_key": "RuntimeError: no key today",
+    "no observation": "NoneType as observation: text is expected",
+    "list as info": "list as info: a dict",
+    "hang": "longer than 0.1 s in step",
+    "hang in reset": "longer than 0.1 s in reset",
 }
 
 
 @pytest.mark.parametrize("misdeed", MISDEEDS)
 def test_an_environment_that_misbehaves_fails_the_episode(misdeed: str) -> None:
-    stop_reason, error, turns = MISDEEDS[misdeed]
     start = time.monotonic()
     episode = play(lambda prompt: RIGHT, corridor(make=rogue(misdeed), timeout_s=0.1))
     assert time.monotonic() - start < 5
-    assert (episode.stop_reason, episode.failed, len(episode.turns)) == (stop_reason, True, turns)
-    assert episode.error is not None and error in episode.error
+    stop_reason = "timeout" if misdeed.startswith("hang") else "error"
+    assert (episode.stop_reason, episode.failed, episode.turns) == (stop_reason, True, ())
+    assert episode.error is not None and MISDEEDS[misdeed] in episode.error
     assert (episode.terminated, episode.truncated, episode.success) == (False, True, False)
-
-
-@pytest.mark.parametrize("misdeed", ["raise", "hang"])
-def test_other_episodes_continue_after_a_failure(misdeed: str) -> None:
-    setup = corridor(make=rogue(misdeed, every=2), timeout_s=0.05)
-    policy = ScriptedPolicy(lambda prompt: reply(*["Right"] * 5))
-    groups = asyncio.run(run_groups(policy, setup, [1, 2, 3], 2, (0, "train", 0)))
-    assert [[e.success for e in g.episodes] for g in groups] == [
-        [True] * 2,
-        [False] * 2,
-        [True] * 2,
-    ]
-    assert [e.failed for e in groups[1].episodes] == [True, True]
 
 
 def test_turns_before_a_failure_are_kept() -> None:
@@ -349,19 +326,6 @@ def test_a_solver_that_raises_fails_the_episode() -> None:
         play_episode(PlayerPolicy(lambda _: solver), setup, EpisodeSpec(0, 0, 0, (0, "eval")))
     )
     assert episode.stop_reason == "error" and "no plan" in (episode.error or "")
-
-
-def test_players_play_without_tokens() -> None:
-    episode = asyncio.run(
-        play_episode(
-            PlayerPolicy(lambda _: solver, prefill="<think>"),
-            corridor(),
-            EpisodeSpec(0, 0, 0, (0, "eval")),
-        )
-    )
-    assert episode.success and len(episode.turns) == 1
-    assert episode.turns[0].completion.token_ids is None
-    assert episode.turns[0].thought == ""
 
 
 # Tokens.

@@ -50,9 +50,13 @@ from tests.rogue import Rogue
 from tests.tiny import TEMPLATES, tiny_model, tiny_tokenizer
 from tests.tolerance import LOGPROB
 
-WINDOWS = (0, 1, 2, 3)
+FEW = settings(max_examples=settings.default.max_examples // 4)
+"""For what is shown over every template."""
 Summary = Literal["none", "actions", "observations"]
-SUMMARIES: tuple[Summary, ...] = ("actions", "observations")
+VIEWS: list[tuple[int, Summary]] = [
+    (0, "none"), *product((0, 1, 2, 3), ("actions", "observations"))
+]  # fmt: skip
+"""Windows and summaries."""
 ROOMY, TIGHT = 9999, 150
 """Limits on prompt and completion: room for all turns, or for two or three of them."""
 MAX_TOKENS = 12
@@ -173,6 +177,23 @@ def completion_ids(completion: Completion) -> tuple[int, ...]:
     return completion.token_ids
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
+@FEW
+@given(data=st.data())
+def test_every_sampled_token_is_trained_once(template: str, data: st.DataObject) -> None:
+    replies, texts = data.draw(draw_replies(template)), data.draw(text_lists)
+    window, summary = data.draw(st.sampled_from(VIEWS))
+    max_length = data.draw(st.sampled_from([ROOMY, TIGHT]))
+    samples, episodes = to_samples(
+        play(template, replies, texts, window, max_length, "keep", summary)
+    )
+    assert samples, "the first turn fits into every limit"
+    check(episodes, samples)
+    batch = with_fingerprints(collate(samples), episodes)
+    for part in minibatches(batch, minibatch_episodes=1, epochs=1, seed=0):
+        verify([part])
+
+
 def credit_of_episodes(batch: Batch, episodes: list[Episode]) -> list[torch.Tensor]:
     """Rewards, returns and advantages of each episode, by every estimator and both placements."""
     index = episode_index(batch)
@@ -189,26 +210,20 @@ def credit_of_episodes(batch: Batch, episodes: list[Episode]) -> list[torch.Tens
     return fields_ES
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("max_length", [ROOMY, TIGHT])
-@settings(max_examples=5)
-@given(data=st.data())
-def test_every_sampled_token_is_trained_once_in_every_window(
-    template: str, max_length: int, data: st.DataObject
+@FEW
+@given(data=st.data(), max_length=st.sampled_from([ROOMY, TIGHT]))
+def test_credit_does_not_depend_on_what_a_prompt_shows(
+    data: st.DataObject, max_length: int
 ) -> None:
-    replies, texts = data.draw(draw_replies(template)), data.draw(text_lists)
-    credits = []
-    for window, summary in [(0, "none"), *product(WINDOWS, SUMMARIES)]:
-        groups = play(template, replies, texts, window, max_length, summary=summary)
+    replies, texts = data.draw(draw_replies("chatml")), data.draw(text_lists)
+
+    def credits(window: int, summary: Summary) -> list[torch.Tensor]:
+        groups = play("chatml", replies, texts, window, max_length, summary=summary)
         samples, episodes = to_samples(groups)
-        assert samples, "the first turn fits into every limit"
-        check(episodes, samples)
-        batch = with_fingerprints(collate(samples), episodes)
-        for part in minibatches(batch, minibatch_episodes=1, epochs=1, seed=0):
-            verify([part])
-        credits.append(credit_of_episodes(batch, episodes))
-    for others in credits[1:]:
-        assert all(map(torch.equal, others, credits[0]))
+        return credit_of_episodes(collate(samples), episodes)
+
+    whole, shown = credits(0, "none"), credits(*data.draw(st.sampled_from(VIEWS[1:])))
+    assert all(map(torch.equal, shown, whole))
 
 
 NUMBERS = ["one", "two", "three", "four", "five"]
@@ -223,13 +238,12 @@ def thinking(template: str, number: str, cut: bool) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("max_length", [ROOMY, TIGHT])
-@pytest.mark.parametrize("kept", ["keep", "drop"])
-@settings(max_examples=5)
+@FEW
 @given(
+    max_length=st.sampled_from([ROOMY, TIGHT]),
+    kept=st.sampled_from(["keep", "drop"]),
     texts=text_lists,
-    window=st.sampled_from(WINDOWS),
-    summary=st.sampled_from(SUMMARIES),
+    view=st.sampled_from(VIEWS),
     cut=st.sets(st.integers(0, 4)),
 )
 def test_earlier_thoughts_are_all_kept_or_all_dropped(
@@ -237,12 +251,12 @@ def test_earlier_thoughts_are_all_kept_or_all_dropped(
     max_length: int,
     kept: Literal["keep", "drop"],
     texts: list[str],
-    window: int,
-    summary: Summary,
+    view: tuple[int, Summary],
     cut: set[int],
 ) -> None:
     """Whatever the template does by itself, also if old turns were dropped for their length."""
     replies = [thinking(template, number, n in cut) for n, number in enumerate(NUMBERS)]
+    window, summary = view
     groups = play(template, replies, texts, window, max_length, kept, summary)
     samples, episodes = to_samples(groups)
     check(episodes, samples)
@@ -259,12 +273,11 @@ def test_earlier_thoughts_are_all_kept_or_all_dropped(
         assert len(samples) == len(episodes), "an episode is one sample"
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=3)
+@FEW
 @given(
+    template=st.sampled_from(list(TEMPLATES)),
     texts=text_lists,
-    window=st.sampled_from(WINDOWS),
-    summary=st.sampled_from(SUMMARIES),
+    view=st.sampled_from(VIEWS),
     max_length=st.sampled_from([ROOMY // 10, TIGHT]),
     temperature=st.sampled_from([0.7, 1.0]),
     seed=st.integers(0, 99),
@@ -272,8 +285,7 @@ def test_earlier_thoughts_are_all_kept_or_all_dropped(
 def test_recomputed_logprobs_equal_sampled_ones(
     template: str,
     texts: list[str],
-    window: int,
-    summary: Summary,
+    view: tuple[int, Summary],
     max_length: int,
     temperature: float,
     seed: int,
@@ -285,8 +297,8 @@ def test_recomputed_logprobs_equal_sampled_ones(
         "corridor",
         lambda: TextCorridor(texts),
         turns=4,
-        window=window,
-        summary=summary,
+        window=view[0],
+        summary=view[1],
         chat=chat,
         max_tokens=MAX_TOKENS,
         max_length=max_length,

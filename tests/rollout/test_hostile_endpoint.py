@@ -6,15 +6,12 @@ import asyncio
 import gzip
 import json
 import socket
-import ssl
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, repeat
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -28,16 +25,16 @@ KEY = "sk-test-0123456789abcdef"
 PROMPT = Prompt(({"role": "user", "content": "go"},), None, 0, 64, 0.5, 7)
 LIMIT_S = 10.0
 """What any behaviour may take, with two tries."""
-TIMEOUT_S = 0.5
+TIMEOUT_S = 0.2
 """The time limit of a request to a server that does not finish."""
 MB = 2**20
 
 
 class RawServer:
-    """Reads a request and sends whatever `answer` yields, then closes the connection."""
+    """Reads a request and sends an answer or what it yields, then closes the connection."""
 
-    def __init__(self, answer: Callable[[], Iterable[bytes]], pause_s: float = 0.0) -> None:
-        self.answer, self.pause_s = answer, pause_s
+    def __init__(self, answer: Iterable[bytes] | Callable[[], Iterable[bytes]]) -> None:
+        self.answer = answer
         self.heads: list[bytes] = []
         self.num_sent = 0
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -59,15 +56,14 @@ class RawServer:
             while len(body) < length:
                 body += connection.recv(65536)
             self.heads.append(head)
-            for part in self.answer():
+            for part in self.answer() if callable(self.answer) else self.answer:
                 connection.sendall(part)
                 self.num_sent += len(part)
-                time.sleep(self.pause_s)
 
 
 @contextmanager
-def serving(answer: Callable[[], Iterable[bytes]], pause_s: float = 0.0) -> Iterator[RawServer]:
-    server = RawServer(answer, pause_s)
+def serving(answer: Iterable[bytes] | Callable[[], Iterable[bytes]]) -> Iterator[RawServer]:
+    server = RawServer(answer)
     threading.Thread(target=server.serve, daemon=True).start()
     try:
         yield server
@@ -96,8 +92,7 @@ def ask(
 
 
 @pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.001)
+def two_tries(short_waits: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "TRIES", 2)
     monkeypatch.setenv(endpoint.KEY_ENV, KEY)
 
@@ -131,10 +126,10 @@ CHUNKED = head(Transfer_Encoding="chunked")
 BOMB = gzip.compress(GO + b" " * 50 * MB)
 NO_JSON, NO_CHOICE = "an answer that is not JSON", "an answer without a choice that has a message"
 TOO_LONG, COMPRESSED = "an answer of more than 4 MB", "a compressed answer"
-LATE, BROKEN = "no answer in 0.5 s", "RemoteProtocolError"
+LATE, BROKEN = "no answer in 0.2 s", "RemoteProtocolError"
 
 # What the server sends, and words of the error or the exact text of the reply after "=".
-ANSWERS: dict[str, tuple[Callable[[], Iterable[bytes]], str]] = {
+ANSWERS: dict[str, tuple[list[bytes] | Callable[[], Iterator[bytes]], str]] = {
     # Sizes.
     "an endless body": (lambda: chain([head()], repeat(b"x" * MB)), TOO_LONG),
     "endless chunks": (lambda: chain([CHUNKED], repeat(chunk(b"x" * MB))), TOO_LONG),
@@ -146,170 +141,100 @@ ANSWERS: dict[str, tuple[Callable[[], Iterable[bytes]], str]] = {
         lambda: chain([head("400 Bad")], repeat(b"no " * 1000)),
         "HTTP 400: no no no",
     ),
-    "an endless busy error": (lambda: chain([head("503 Busy")], repeat(b"x" * MB)), "HTTP 503: xx"),
-    "an endless redirect": (
-        lambda: chain([head("302 Found", Location="/")], repeat(b"x" * MB)),
-        "HTTP 302: xx",
-    ),
-    "endless headers": (
-        lambda: chain([b"HTTP/1.1 200 OK\r\n"], repeat(b"X: y\r\n" * 999)),
-        BROKEN,
-    ),
-    "an endless header": (lambda: chain([b"HTTP/1.1 200 OK\r\nX: "], repeat(b"y" * 9999)), BROKEN),
-    "an endless status line": (lambda: chain([b"HTTP/1.1 200 "], repeat(b"OK" * 9999)), BROKEN),
+    "endless headers": (lambda: chain([b"HTTP/1.1 200 OK\r\n"], repeat(b"X: y\r\n" * 999)), BROKEN),
     "endless trailers": (
         lambda: chain([CHUNKED + chunk(GO) + b"0\r\n"], repeat(b"X: y\r\n" * 999)),
         BROKEN,
     ),
-    "an endless chunk extension": (
-        lambda: chain([CHUNKED + b"5;"], repeat(b"x" * 9999)),
-        BROKEN,
-    ),
-    "an endless chunk length": (lambda: chain([CHUNKED], repeat(b"0" * 9999)), BROKEN),
     "a flood of 1xx": (lambda: repeat(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 99), LATE),
     # Times.
     "silence": (lambda: wait(b""), LATE),
-    "half a head": (lambda: wait(b"HTTP/1.1 200 OK\r\nContent-"), LATE),
-    "a head only": (lambda: wait(head(Content_Length="99")), LATE),
     "a body in drops": (lambda: drops(head() + GO * 99), LATE),
     "a head in drops": (lambda: drops(head(X="y" * 999)), LATE),
-    "a chunked body in drops": (lambda: chain([CHUNKED], drops(chunk(b"x") * 999)), LATE),
     "an error in drops": (lambda: drops(head("400 Bad") + b"no" * 999), LATE),
     "a body that never ends": (lambda: wait(head() + GO), LATE),
     # Compression.
-    "a gzip bomb": (lambda: answer(BOMB, Content_Encoding="gzip"), COMPRESSED),
-    "a deflate bomb": (lambda: answer(zlib.compress(GO), Content_Encoding="deflate"), COMPRESSED),
-    "an unknown encoding": (lambda: answer(GO, Content_Encoding="lol"), COMPRESSED),
-    "two encodings": (lambda: answer(BOMB, Content_Encoding="gzip, gzip"), COMPRESSED),
-    "a bomb as an error": (
-        lambda: answer(BOMB, "400 Bad", Content_Encoding="gzip"),
-        "(HTTP 400);",
-    ),
-    "the identity": (lambda: answer(GO, Content_Encoding="Identity"), "=go"),
+    "a gzip bomb": (answer(BOMB, Content_Encoding="gzip"), COMPRESSED),
+    "two encodings, unknown": (answer(GO, Content_Encoding="gzip, lol"), COMPRESSED),
+    "a bomb as an error": (answer(BOMB, "400 Bad", Content_Encoding="gzip"), "(HTTP 400);"),
+    "the identity": (answer(GO, Content_Encoding="Identity"), "=go"),
     # Charsets and JSON.
-    **{
-        f"charset={name}": (
-            lambda name=name: answer(GO, Content_Type=f"application/json; charset={name}"),  # type: ignore[misc]
-            "=go",
-        )
-        for name in ("idna", "utf-16", "rot13", "punycode", "hex", "undefined", "\x7f", "x" * 999)
-    },
+    "charset=idna": (answer(GO, Content_Type="application/json; charset=idna"), "=go"),
+    "charset=utf-16": (answer(GO, Content_Type="application/json; charset=utf-16"), "=go"),
     "an error in charset=idna": (
-        lambda: error("no", Content_Type="text/html; charset=idna"),
+        error("no", Content_Type="text/html; charset=idna"),
         "(HTTP 400: no)",
     ),
-    "invalid UTF-8": (lambda: answer(b'{"choices": "\xff\xfe"}'), NO_JSON),
-    "an error in invalid UTF-8": (lambda: answer(b"\xff\xfe!", "400 Bad"), "HTTP 400: ��!"),
-    "UTF-16": (lambda: answer(GO.decode().encode("utf-16")), NO_JSON),
-    "a byte order mark": (lambda: answer(b"\xef\xbb\xbf" + GO), "=go"),
-    "deep lists": (lambda: answer(b"[" * MB), NO_JSON),
-    "deep objects": (lambda: answer(b'{"choices":' * 200_000), NO_JSON),
-    "an integer of a million digits": (lambda: answer(b'{"choices": ' + b"9" * MB + b"}"), NO_JSON),
+    "invalid UTF-8": (answer(b'{"choices": "\xff\xfe"}'), NO_JSON),
+    "an error in invalid UTF-8": (answer(b"\xff\xfe!", "400 Bad"), "HTTP 400: ��!"),
+    "UTF-16": (answer(GO.decode().encode("utf-16")), NO_JSON),
+    "a byte order mark": (answer(b"\xef\xbb\xbf" + GO), "=go"),
+    "deep lists": (answer(b"[" * MB), NO_JSON),
+    "an integer of a million digits": (answer(b'{"choices": ' + b"9" * MB + b"}"), NO_JSON),
     "an error code of 5,000 digits": (
-        lambda: answer({"error": {"message": "no", "code": "9" * 5000}}),
+        answer({"error": {"message": "no", "code": "9" * 5000}}),
         "an error in place of an answer: no",
     ),
-    "NaN": (lambda: answer(b"NaN"), "an error in place of an answer: NaN"),
-    "NaN beside a reply": (lambda: answer(GO[:-1] + b', "usage": NaN, "x": 1e999}'), "=go"),
-    "nothing": (lambda: answer(b""), NO_JSON),
-    "two values": (lambda: answer(GO + GO), NO_JSON),
-    "keys twice": (lambda: answer(b'{"choices": [], ' + GO[1:]), "=go"),
+    "NaN": (answer(b"NaN"), "an error in place of an answer: NaN"),
+    "NaN beside a reply": (answer(GO[:-1] + b', "usage": NaN, "x": 1e999}'), "=go"),
+    "nothing": (answer(b""), NO_JSON),
+    "two values": (answer(GO + GO), NO_JSON),
     # Shapes.
-    "null": (lambda: answer(None), "in place of an answer"),
-    "no choices": (lambda: answer({}), NO_CHOICE),
-    "choices as an object": (lambda: answer({"choices": {"0": 1}}), NO_CHOICE),
-    "choices as text": (lambda: answer({"choices": "abc"}), NO_CHOICE),
-    "a choice of null": (lambda: answer({"choices": [None]}), NO_CHOICE),
-    "a message as text": (lambda: answer({"choices": [{"message": "go"}]}), NO_CHOICE),
-    "content as a number": (lambda: answer(reply(7)), "="),
-    "content as an object": (lambda: answer(reply({"text": "go"})), "="),
+    "null": (answer(None), "in place of an answer"),
+    "choices as an object": (answer({"choices": {"0": 1}}), NO_CHOICE),
+    "a choice of null": (answer({"choices": [None]}), NO_CHOICE),
+    "a message as text": (answer({"choices": [{"message": "go"}]}), NO_CHOICE),
+    "content as a number": (answer(reply(7)), "="),
     "content as odd parts": (
-        lambda: answer(reply([1, None, {"text": 2}, {"text": [{"text": "x"}]}, {"text": "go"}])),
+        answer(reply([1, None, {"text": 2}, {"text": [{"text": "x"}]}, {"text": "go"}])),
         "=go",
     ),
-    "a finish reason as a list": (lambda: answer(reply("go", ["length"])), "=go"),
-    "usage as text": (lambda: answer(reply("go", usage="many")), "=go"),
-    "counts below zero": (
-        lambda: answer(reply("go", usage={"prompt_tokens": -1, "completion_tokens": True})),
-        "=go",
-    ),
-    "huge logprobs": (lambda: answer(reply("go", logprobs=[10**300] * 99)), "=go"),
-    "half a surrogate pair": (lambda: answer(reply("a\ud83db")), "=a�b"),
-    "a whole surrogate pair": (
-        lambda: answer(
-            rb'{"choices": [{"message": {"content": "\ud83d'
-            rb'\ude00"}}]}'
-        ),
-        "=😀",
-    ),
-    "an error as a list": (
-        lambda: answer({"error": [[["no"]]]}, "400 Bad"),
-        'HTTP 400: [[["no"]]]',
-    ),
+    "a finish reason as a list": (answer(reply("go", ["length"])), "=go"),
+    "half a surrogate pair": (answer(reply("a\ud83db")), "=a�b"),
+    "an error as a list": (answer({"error": [[["no"]]]}, "400 Bad"), 'HTTP 400: [[["no"]]]'),
     "an error code as an object": (
-        lambda: answer({"error": {"code": {"a": 1}, "message": "no"}}, "400 Bad"),
+        answer({"error": {"code": {"a": 1}, "message": "no"}}, "400 Bad"),
         "HTTP 400: no",
     ),
-    "a deep error": (lambda: answer(b"[" * MB, "400 Bad"), "HTTP 400: [[["),
+    "a deep error": (answer(b"[" * MB, "400 Bad"), "HTTP 400: [[["),
     # What a terminal obeys, and the key.
-    "escape codes": (lambda: error("\x1b[31mred\x1b]0;title\x07\x9b"), "\\x1b[31mred\\x1b]0;title"),
-    "escape codes in the body": (
-        lambda: answer({"error": "\x1b[2J"}),
-        "in place of an answer: \\x1b[2J",
-    ),
-    "a reversal of the text": (lambda: error("\u202egnp.exe\u2066"), "\\u202egnp.exe\\u2066"),
-    "line ends": (lambda: error("a\r\nb\u2028c\x85d\x00e"), "a b c d\\x00e"),
-    "half a pair in an error": (lambda: error("\ud83d!"), "\\ud83d!"),
-    "the key": (lambda: error(f"bad {KEY}", "401 No"), "bad ***"),
+    "escape codes": (error("\x1b[31mred\x1b]0;title\x07\x9b"), "\\x1b[31mred\\x1b]0;title"),
+    "a reversal of the text": (error("\u202egnp.exe\u2066"), "\\u202egnp.exe\\u2066"),
+    "line ends": (error("a\r\nb\u2028c\x85d\x00e"), "a b c d\\x00e"),
+    "half a pair in an error": (error("\ud83d!"), "\\ud83d!"),
+    "the key": (error(f"bad {KEY}", "401 No"), "bad ***"),
     "the key in escapes": (
-        lambda: answer(f'{{"error": "bad \\u0073{KEY[1:]}"}}'.encode(), "401 No"),
+        answer(f'{{"error": "bad \\u0073{KEY[1:]}"}}'.encode(), "401 No"),
         "bad ***",
     ),
-    "the key at the cut": (lambda: error("x" * 285 + KEY, "401 No"), "xx***"),
+    "the key at the cut": (error("x" * 285 + KEY, "401 No"), "xx***"),
     "the key in a reply": (
-        lambda: answer(
-            f'{{"choices": [{{"message": {{"content": "\\u0073{KEY[1:]}"}}}}]}}'.encode()
-        ),
+        answer(f'{{"choices": [{{"message": {{"content": "\\u0073{KEY[1:]}"}}}}]}}'.encode()),
         "=***",
     ),
-    "the key in the status line": (lambda: [f"HTTP/1.1 {KEY}\r\n\r\n".encode()], BROKEN),
+    "the key in the status line": ([f"HTTP/1.1 {KEY}\r\n\r\n".encode()], BROKEN),
     # Statuses and headers.
-    "a redirect": (lambda: answer(b"", "307 Go", Location="file:///etc/passwd"), "(HTTP 307)"),
-    "a redirect to itself": (lambda: answer(b"", "308 Go", Location="/v1"), "(HTTP 308)"),
-    "no content": (lambda: [head("204 No Content")], "(HTTP 204)"),
-    "a part": (lambda: answer(GO, "206 Partial"), "(HTTP 206"),
-    "another protocol": (lambda: [head("101 Switch", Upgrade="x", Connection="upgrade")], BROKEN),
-    "status 999": (lambda: answer(GO, "999 Lol"), "HTTP 999"),
-    "status 0": (lambda: answer(GO, "000 Lol"), BROKEN),
-    "a wait of 10**9 s": (lambda: error("no", "429 No", Retry_After="1000000000"), "HTTP 429"),
-    "a wait of 10**400 s": (lambda: error("no", "429 No", Retry_After="1" + "0" * 400), "HTTP 429"),
-    "a wait until the year 9999": (
-        lambda: error("no", "503 No", Retry_After="Fri, 31 Dec 9999 23:59:59 GMT"),
-        "HTTP 503",
-    ),
-    "a wait until 1970": (
-        lambda: error("no", "503 No", Retry_After="Thu, 01 Jan 1970 00:00:00 GMT"),
-        "HTTP 503",
-    ),
-    "a wait of no sense": (lambda: error("no", "503 No", Retry_After="\xff, 99 x"), "HTTP 503"),
+    "a redirect": (answer(b"", "307 Go", Location="file:///etc/passwd"), "(HTTP 307)"),
+    "no content": ([head("204 No Content")], "(HTTP 204)"),
+    "a part": (answer(GO, "206 Partial"), "(HTTP 206"),
+    "another protocol": ([head("101 Switch", Upgrade="x", Connection="upgrade")], BROKEN),
+    "status 999": (answer(GO, "999 Lol"), "HTTP 999"),
+    "a wait of 10**9 s": (error("no", "429 No", Retry_After="1000000000"), "HTTP 429"),
+    "a wait of no sense": (error("no", "503 No", Retry_After="\xff, 99 x"), "HTTP 503"),
     "two lengths": (
-        lambda: [b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab"],
+        [b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab"],
         BROKEN,
     ),
-    "a length below zero": (lambda: [head(Content_Length="-5")], BROKEN),
-    "a length beyond the body": (lambda: [head(Content_Length="999") + GO], BROKEN),
-    "a length before the end": (lambda: [head(Content_Length="5") + GO], NO_JSON),
-    "a chunk of no length": (lambda: [CHUNKED + b"zz\r\n"], BROKEN),
-    "a chunk that breaks off": (lambda: [CHUNKED + b"99\r\nab"], BROKEN),
+    "a length below zero": ([head(Content_Length="-5")], BROKEN),
+    "a length beyond the body": ([head(Content_Length="999") + GO], BROKEN),
+    "a length before the end": ([head(Content_Length="5") + GO], NO_JSON),
+    "a chunk of no length": ([CHUNKED + b"zz\r\n"], BROKEN),
     "a cookie of every kind": (
-        lambda: answer(GO, Set_Cookie="\x80=" + "a;" * 9999 + "expires=x; max-age=99999999999999"),
+        answer(GO, Set_Cookie="\x80=" + "a;" * 9999 + "expires=x; max-age=99999999999999"),
         "=go",
     ),
-    "a header without a colon": (lambda: [b"HTTP/1.1 200 OK\r\nlol\r\n\r\n"], BROKEN),
-    "another server": (lambda: [b"SSH-2.0-OpenSSH_9.6\r\n"], BROKEN),
-    "HTTP 0.9": (lambda: [GO], BROKEN),
-    "a TLS alert": (lambda: [b"\x15\x03\x01\x00\x02\x02\x46"], BROKEN),
-    "nothing at all": (lambda: [], BROKEN),
+    "another server": ([b"SSH-2.0-OpenSSH_9.6\r\n"], BROKEN),
+    "nothing at all": ([], BROKEN),
 }
 
 
@@ -341,11 +266,7 @@ def test_any_answer_gives_a_reply_or_one_clean_line_in_bounded_time(name: str) -
     assert text == printable(text) and "\n" not in text and len(text) < 600
 
 
-def test_the_table_of_answers_is_large() -> None:
-    assert len(ANSWERS) >= 90
-
-
-@pytest.mark.parametrize("name", ["an endless body", "an error in drops", "nothing at all", "NaN"])
+@pytest.mark.parametrize("name", ["an endless body", "an error in drops"])
 def test_one_lost_completion_does_not_end_a_run(name: str) -> None:
     with serving(ANSWERS[name][0]) as server:
         result = ask(server.url, lambda policy: setattr(policy, "_answered", True), TIMEOUT_S)
@@ -381,39 +302,25 @@ def test_a_server_that_cannot_be_reached_is_said_without_a_retry(
     assert time.monotonic() - start < 5
 
 
-def test_a_broken_record_of_tls_is_one_line() -> None:
-    """httpx passes this error of a connection on as it is."""
-
-    def break_connection(policy: ChatEndpoint) -> None:
-        broken = Mock(side_effect=ssl.SSLError(1, "bad record mac"))
-        policy._client.stream = broken  # type: ignore[method-assign]
-
-    result = ask("https://localhost/v1", break_connection)
-    assert isinstance(result, RagenError) and "SSLError (" in str(result)
-
-
-def test_a_server_that_dies_is_asked_for_some_seconds_and_then_ends_the_run(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("answers", [[], [b"SSH-2.0-OpenSSH_9.6\r\n"]], ids=["dead", "no HTTP"])
+def test_a_server_is_asked_again_for_some_seconds(
+    answers: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A restart takes seconds; the episodes so far are kept."""
+    """A restart takes seconds, which are tenths here; the episodes so far are kept."""
+    assert endpoint.SOON_S < 5
+    monkeypatch.setattr(endpoint, "SOON_S", 0.4)
     monkeypatch.setattr(endpoint, "TRIES", 8)
-    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.5)
+    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.05)
     start = time.monotonic()
-    result = ask(closed_port(), lambda policy: setattr(policy, "_answered", True))
-    assert isinstance(result, RagenError) and "what was played is kept" in str(result)
-    assert 0.5 < time.monotonic() - start < 5
-
-
-def test_a_server_that_speaks_no_http_is_said_within_five_seconds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(endpoint, "TRIES", 8)
-    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.5)
-    start = time.monotonic()
-    with serving(ANSWERS["another server"][0]) as server:
-        result = ask(server.url)
-        assert len(server.heads) > 1
-    assert isinstance(result, RagenError) and "answered no request" in str(result)
+    if answers:
+        with serving(answers) as server:
+            result = ask(server.url)
+            assert len(server.heads) > 1
+    else:
+        result = ask(closed_port(), lambda policy: setattr(policy, "_answered", True))
+        assert time.monotonic() - start > 0.05
+    said = "answered no request" if answers else "what was played is kept"
+    assert isinstance(result, RagenError) and said in str(result)
     assert time.monotonic() - start < 5
 
 
@@ -422,9 +329,7 @@ def test_a_server_that_speaks_no_http_is_said_within_five_seconds(
     [
         ("HTTP_PROXY", "lol://user:secret@host"),
         ("ALL_PROXY", "socks5://user:secret@host:1"),
-        ("HTTP_PROXY", "http://user:secret@host:port"),
         ("HTTP_PROXY", "http://user:secret@127.0.0.1:1"),
-        ("HTTP_PROXY", "http://user:secret@host:99999"),
         ("SSL_CERT_FILE", "/no/such/secret"),
     ],
 )
@@ -434,7 +339,7 @@ def test_wrong_proxies_and_certificates_of_the_machine_are_one_line(
     monkeypatch.setenv(variable, value)
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
-    with serving(lambda: answer(GO)) as server:
+    with serving(answer(GO)) as server:
         result = ask(server.url.replace("127.0.0.1", "localhost"))
     assert isinstance(result, RagenError | Completion) and "secret" not in str(result)
 
@@ -446,7 +351,7 @@ def test_what_a_client_sends_asks_for_no_compression_and_repeats_no_cookie() -> 
         await policy.complete(PROMPT)
         await policy.close()
 
-    with serving(lambda: answer(GO, Set_Cookie="a=b", Connection="close")) as server:
+    with serving(answer(GO, Set_Cookie="a=b", Connection="close")) as server:
         asyncio.run(twice(server.url))
     assert len(server.heads) == 2
     assert all(b"accept-encoding: identity\r\n" in sent.lower() for sent in server.heads)
@@ -455,7 +360,7 @@ def test_what_a_client_sends_asks_for_no_compression_and_repeats_no_cookie() -> 
 
 def test_bodies_of_any_depth_are_read_or_refused() -> None:
     """Near Python's limit of recursion, reading may succeed where writing fails."""
-    for depth in [*range(1, 60), *range(900, 1100, 3), 5_000, 100_000]:
+    for depth in [1, 2, 30, *range(900, 1100, 9), 100_000]:
         for opening, closing in (("[", "]"), ('{"text":', "}"), ('[{"error":', "}]")):
             nested = opening * depth + "0" + closing * depth
             assert isinstance(error_message(nested.encode())[0], str)
@@ -464,26 +369,13 @@ def test_bodies_of_any_depth_are_read_or_refused() -> None:
                 assert read_reply(body, think=True).text == ""
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        "0, 0 0 0",
-        "Mon, 99 Foo",
-        "Thu, 01 Jan 0001 00:00:00 +2359",
-        "31 Dec 9999 23:59:59 -2359",
-        "Fri, 31 Dec 9999 23:59:59 -0000",
-        ",,,,",
-        "\x00",
-        "1 2 3 4 5 6 7",
-        "Mon,",
-        "\ud83d",
-        "(",
-        "01 Jan 70 00:00:00 +99999999999999999999",
-        "01 Jan 99999999999999999999 00:00:00 GMT",
-    ],
-)
-def test_a_strange_retry_after_is_no_error(header: str) -> None:
-    assert retry_after(header, 0.0) >= 0.0
+def test_a_strange_retry_after_is_no_error() -> None:
+    for header in (
+        *("0, 0 0 0", "Mon, 99 Foo", ",,,,", "\x00", "1 2 3 4 5 6 7", "Mon,", "\ud83d", "("),
+        *("Thu, 01 Jan 0001 00:00:00 +2359", "31 Dec 9999 23:59:59 -2359", "1" + "0" * 400),
+        *("01 Jan 70 00:00:00 +99999999999999999999", "01 Jan 99999999999999999999 00:00:00 GMT"),
+    ):
+        assert retry_after(header, 0.0) >= 0.0
 
 
 @pytest.mark.parametrize(
@@ -491,31 +383,19 @@ def test_a_strange_retry_after_is_no_error(header: str) -> None:
     [
         (b"<html>\x1b[1mIt works!</html>", "not JSON: <html>\\x1b[1mIt works!</html>; check that"),
         ({"object": "list", "data": []}, 'a message: {"object": "list", "data": []}; check that'),
-        ({"detail": f"bad {KEY}"}, 'a message: {"detail": "bad ***"}; check that'),
         (f'{{"note": "\\u0073{KEY[1:]}"}}'.encode(), 'a message: {"note": "***"}; check that'),
         ({"error": {"message": "no such engine", "code": 404}}, "an answer: no such engine; check"),
         (GO * 2, "; check that its address"),
     ],
 )
 def test_an_answer_that_is_always_wrong_is_shown(body: Any, words: str) -> None:
-    with serving(lambda: answer(body)) as server:
+    with serving(answer(body)) as server:
         result = ask(server.url)
     assert isinstance(result, RagenError) and words in str(result), result
     assert "is it running?" not in str(result) and "\n" not in str(result)
 
 
-def test_an_answer_that_is_always_wrong_is_given_up_within_five_seconds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(endpoint, "TRIES", 8)
-    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.5)
-    start = time.monotonic()
-    with serving(lambda: answer({})) as server:
-        assert "check that its address" in str(ask(server.url))
-    assert time.monotonic() - start < 5
-
-
 def test_a_busy_server_is_not_said_to_be_down() -> None:
-    with serving(lambda: error("too many", "429 Busy")) as server:
+    with serving(error("too many", "429 Busy")) as server:
         result = ask(server.url)
     assert str(result).endswith("gave no completion: HTTP 429: too many; try again later")

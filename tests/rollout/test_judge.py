@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,14 +31,9 @@ from ragen.storage.judgements import FILE
 from tests.faulty import FaultyServer, api_error, chat_reply
 from tests.scripted_judge import Shown, answer, scripted_judge, shown
 
+pytestmark = pytest.mark.usefixtures("short_waits")
+
 BAD = chat_reply("They are all good.")
-
-
-@pytest.fixture(autouse=True)
-def no_waits_and_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.001)
-    for name in (KEY_ENV, endpoint.KEY_ENV):
-        monkeypatch.delenv(name, raising=False)
 
 
 def said(reply: str) -> Episode:
@@ -93,14 +86,9 @@ def test_a_group_is_one_question_that_shows_equal_episodes_once() -> None:
     assert sorted(turns[0]["agent"] for turns in shown(body)) == ["a", "four", "to"]
     assert "The rubric: Be brief." in body["messages"][0]["content"]
     assert (body["model"], body["temperature"]) == ("some/judge", 0.0)
-    assert cost == {
-        "judge/calls": 1,
-        "judge/cached": 0,
-        "judge/failed": 0,
-        "judge/defaulted": 0,
-        "judge/prompt_tokens": 100,
-        "judge/completion_tokens": 20,
-    }
+    counts = {"calls": 1, "cached": 0, "failed": 0, "defaulted": 0}
+    counts |= {"prompt_tokens": 100, "completion_tokens": 20}
+    assert cost == {f"judge/{name}": count for name, count in counts.items()}
 
 
 def test_no_episode_is_no_question() -> None:
@@ -147,16 +135,6 @@ def test_answers_are_kept_by_content(tmp_path: Path) -> None:
     assert later[0] == first[0]
     assert (later[1]["judge/calls"], later[1]["judge/cached"]) == (0, 1)
     assert later[1]["judge/prompt_tokens"] == 0
-
-
-def test_answers_of_a_version_without_attempts_are_still_known(tmp_path: Path) -> None:
-    group = [said("a"), said("to")]
-    with scripted_judge(brevity) as server:
-        expected = ask(server, group, folder=tmp_path, step=3)
-        with closing(sqlite3.connect(tmp_path / FILE)) as old:
-            old.execute("ALTER TABLE judgements DROP COLUMN attempt")
-        assert ask(server, group, folder=tmp_path, step=3) == expected
-        assert len(server.requests) == 1
 
 
 def test_a_damaged_file_of_answers_is_one_line(tmp_path: Path) -> None:
@@ -236,37 +214,28 @@ def test_only_the_judge_gets_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ROW = {"id": 1, "why": "so", "score": 1}
-READABLE = {
-    "plain": json.dumps({"scores": [ROW]}),
-    "after a thought": f"<think>{{}}</think>\n{json.dumps({'scores': [ROW]})}",
-    "in a fence": f"```json\n{json.dumps({'scores': [ROW]})}\n```",
-    "with more than was asked": json.dumps({"scores": [ROW | {"more": 1}], "best": 1}),
-}
-UNREADABLE = {
-    "prose": "The first is best.",
-    "prose around it": f"Here: {json.dumps({'scores': [ROW]})}",
-    "nothing": "",
-    "a list": json.dumps([ROW]),
-    "no entry": json.dumps({"scores": []}),
-    "twice": json.dumps({"scores": [ROW, ROW]}),
-    "another id": json.dumps({"scores": [ROW | {"id": 2}]}),
-    "no reason": json.dumps({"scores": [{"id": 1, "score": 1}]}),
-    "too high": json.dumps({"scores": [ROW | {"score": 1.01}]}),
-    "too low": json.dumps({"scores": [ROW | {"score": -0.1}]}),
-    "text": json.dumps({"scores": [ROW | {"score": "1"}]}),
-    "true": json.dumps({"scores": [ROW | {"score": True}]}),
-    "NaN": '{"scores": [{"id": 1, "why": "", "score": NaN}]}',
-    "brackets": "[" * 100_000,
-}
+READABLE = json.dumps({"scores": [ROW]})
+UNREADABLE = [
+    *("The first is best.", f"Here: {READABLE}", "", json.dumps([ROW]), "[" * 100_000),
+    *(json.dumps({"scores": rows}) for rows in ([], [ROW, ROW], [{"id": 1, "score": 1}])),
+    *(
+        json.dumps({"scores": [ROW | wrong]})
+        for wrong in (
+            *({"id": 2}, {"score": 1.01}, {"score": -0.1}, {"score": "1"}, {"score": True}),
+            {"score": float("nan")},
+        )
+    ),
+]
 
 
-@pytest.mark.parametrize("case", READABLE)
-def test_an_answer_is_read(case: str) -> None:
-    assert read_scores(READABLE[case], 1) == [1.0]
+def test_an_answer_is_read_also_after_a_thought_in_a_fence_or_with_more_than_was_asked() -> None:
+    more = json.dumps({"scores": [ROW | {"more": 1}], "best": 1})
+    for text in (READABLE, f"<think>{{}}</think>\n{READABLE}", f"```json\n{READABLE}\n```", more):
+        assert read_scores(text, 1) == [1.0]
 
 
-@pytest.mark.parametrize("case", UNREADABLE)
-def test_any_other_answer_is_a_failure(case: str) -> None:
+@pytest.mark.parametrize("text", UNREADABLE, ids=lambda text: text[:40])
+def test_any_other_answer_is_a_failure(text: str) -> None:
     with pytest.raises(UnreadableAnswer) as raised:
-        read_scores(UNREADABLE[case], 1)
+        read_scores(text, 1)
     assert "\n" not in str(raised.value)

@@ -19,12 +19,6 @@ def test_random_play_is_uniform_and_uses_the_whole_budget():
     assert all(abs(count - 1000) < 110 for count in counts.values())
 
 
-def test_random_play_is_determined_by_its_seed():
-    env = make("sokoban")
-    assert random_player(3)(env, 5, 10, 10) == random_player(3)(env, 5, 10, 10)
-    assert random_player(3)(env, 5, 10, 10) != random_player(4)(env, 5, 10, 10)
-
-
 def test_solver_solves_a_frozen_lake_level():
     env = make("frozen-lake-still")
     env.reset(seed=123)

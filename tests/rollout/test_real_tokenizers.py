@@ -22,7 +22,6 @@ from ragen.algorithms.batch import collate
 from ragen.algorithms.samples import to_samples
 from ragen.config.reading import resolve
 from ragen.config.sections import LossConfig, UpdateConfig
-from ragen.core.errors import RagenError
 from ragen.core.types import Group
 from ragen.engines.learner import Learner
 from ragen.envs.registry import make
@@ -122,7 +121,7 @@ def test_no_content_becomes_a_control_token_of_a_real_tokenizer(
     vocabulary = tokenizer.get_added_vocab()
     assert {vocabulary.get(text, -1) for text in CONTROLS[name]} - {-1} <= chat.control_ids
     template = Template(tokenizer, think=True)
-    for _ in range(300):
+    for _ in range(100):
         contents = [hostile(chat, CONTROLS[name], chooser) for _ in range(chooser.choice((1, 3)))]
         system = chooser.choice((None, hostile(chat, CONTROLS[name], chooser)))
         written = messages(contents, system, history == "drop")
@@ -149,44 +148,23 @@ def test_no_content_becomes_a_control_token_of_a_real_tokenizer(
         assert chat.control_ids.isdisjoint(chat.encode_text(reply))
 
 
-@pytest.mark.parametrize("name", CONTROLS)
-def test_ordinary_contents_keep_the_ids_of_a_real_tokenizer(name: str, folders: Path) -> None:
-    tokenizer = load(name, folders)
-    chat, chooser = Chat(tokenizer, history_thoughts="drop"), random.Random(0)
-    template = Template(tokenizer, think=True)
-    for _ in range(100):
-        contents = ["".join(chooser.choices(TEXTS, k=5)) for _ in range(3)]
-        written = chat.taken(messages(contents, None, True))
-        assert chat.open(written)[0] == chat.encode(template.render(written))
-
-
-def test_a_tokenizer_without_a_template_is_refused(folders: Path) -> None:
-    with pytest.raises(RagenError, match="this tokenizer has no chat template"):
-        Chat(load("gptoss", folders))
-
-
 @pytest.mark.parametrize(
     ("name", "parser", "end"),
     [("qwen3", hermes, "<|im_end|>"), ("mistral_nemo", mistral, "</s>")],
 )
-@pytest.mark.parametrize("think", [True, False])
-def test_tools_over_real_templates(
-    name: str, parser: ToolParser, end: str, think: bool, folders: Path
-) -> None:
+def test_tools_over_real_templates(name: str, parser: ToolParser, end: str, folders: Path) -> None:
     """The solver's calls are read, its results extend its tokens, and their ids are those drawn."""
     env, tokenizer = make("sorting"), load(name, folders)
-    chat = Chat(tokenizer, think, tools=env.tools)
+    chat = Chat(tokenizer, tools=env.tools)
     assert chat.exact and chat.calls is not None and chat.calls.parse is parser
     assert chat.decode((chat.end,)) == "" and chat.spell((chat.end,)) == end
-    setup = Setup(
-        "sorting", Sorting, 4, 2, 6, "paper", think, chat=chat, tools=env.tools, max_length=9999
-    )
+    setup = Setup("sorting", Sorting, 4, 2, 6, "paper", chat=chat, tools=env.tools, max_length=9999)
 
     def encode(text: str) -> tuple[int, ...]:
         return (*chat.encode_text(text), chat.end)
 
     player = PlayerPolicy(
-        lambda seed: solver, think, setup.prefill, encode, lambda *_: "so", setup.write
+        lambda seed: solver, True, setup.prefill, encode, lambda *_: "so", setup.write
     )
     episode = asyncio.run(play_episode(player, setup, EpisodeSpec(123, 0, 0, (0, "test"))))
     assert episode.success and len(episode.turns[0].results or ()) == 2
@@ -219,14 +197,9 @@ def test_no_result_of_a_tool_becomes_a_control_token_of_a_real_tokenizer(
         assert ids[: len(drawn)] == drawn
         return [token for token in ids if token in every]
 
-    for _ in range(200):
+    for _ in range(100):
         contents = [hostile(chat, known, chooser) for _ in range(chooser.choice((1, 2)))]
         assert structure(*contents) == structure(*["Q"] * len(contents)), contents
-
-
-def test_a_template_without_tools_is_refused(folders: Path) -> None:
-    with pytest.raises(RagenError, match="renders no tools"):
-        Chat(load("gemma3", folders), tools=make("sorting").tools)
 
 
 SIZES: dict[str, Any] = {
@@ -264,8 +237,9 @@ def small_model(name: str, tokenizer: Any) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("history", ["keep", "drop"])
-@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.parametrize(
+    ("name", "history"), [*((name, "keep") for name in CONTROLS), ("qwen3", "drop")]
+)
 def test_a_small_model_is_trained_exactly_exported_and_loaded_with_the_same_logprobs(
     name: str, history: Literal["keep", "drop"], folders: Path, tmp_path: Path
 ) -> None:

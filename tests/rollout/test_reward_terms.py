@@ -40,6 +40,7 @@ from ragen.rollout.reward_terms import (
     thought_metrics,
 )
 from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
+from ragen.storage.reader import read_metrics
 
 FULL = Limits(turn=1, turns_left=5, actions_left=10, actions_per_turn=5)
 
@@ -118,7 +119,7 @@ def test_sokoban_reads_its_own_notation(symbols: str) -> None:
 def test_demonstrations_state_true_facts_and_follow_their_plans(name: str, writer: Any) -> None:
     env = make(name, observation="named")
     assert env.actions is not None
-    for level in range(40):
+    for level in range(20):
         env.reset(seed=level)
         reply = "".join(
             p.text for p in writer(env, FULL, np.random.Generator(np.random.PCG64(level)))
@@ -192,28 +193,16 @@ def test_thought_metrics_golden() -> None:
     assert thought_metrics([]) == {} == thought_metrics([turn()])
 
 
-def test_thought_metrics_are_part_of_the_step_metrics() -> None:
-    metrics = values(summarize([Group((play(TRUE, FALSE, PROSE),))], [0]))
-    assert metrics["thought/hallucinated_fraction"] == 1 / 4
-    assert metrics["thought/consistent_fraction"] == 1 / 2
-    assert not any(name.startswith("reward_terms/") for name in metrics)
-
-
 def test_isolated_environments_read_thoughts_identically() -> None:
-    workers = Workers("frozen-lake-still", {}, 10.0)
+    setup, workers = resolve_setup("frozen-lake-still"), Workers("frozen-lake-still", {}, 10.0)
     try:
-        proxy, plain = workers.make(), lake()
-        proxy.reset(seed=123)
-        assert proxy.reads_thoughts
-        for thought in ("prose", " P a3", " P a3 : a3 a2 O Left"):
-            assert proxy.read_thought(thought) == plain.read_thought(thought)
-        proxy.close()
-        setup = replace(resolve_setup("frozen-lake-still"), make=workers.make, workers=workers)
-        assert [t.info for t in play(TRUE, FALSE, PROSE, setup=setup).turns] == [
-            t.info for t in play(TRUE, FALSE, PROSE).turns
-        ]
+        isolated = play(
+            *(TRUE, FALSE, PROSE), setup=replace(setup, make=workers.make, workers=workers)
+        )
     finally:
         workers.close()
+    plain = play(TRUE, FALSE, PROSE, setup=setup)
+    assert [each.info for each in isolated.turns] == [each.info for each in plain.turns]
 
 
 # Environments that break the rules of reading.
@@ -342,22 +331,7 @@ def test_a_reward_term_that_the_environment_cannot_support_is_refused() -> None:
         resolve_setup("bandit", **{"reward.terms.grounding": 0.1, "env.isolate": True})
 
 
-def test_a_training_step_logs_thought_metrics(tmp_path: Path) -> None:
-    from ragen.storage.reader import read_metrics
-    from ragen.training.trainer import train
-
-    config = resolve(
-        "frozen-lake-still",
-        {
-            "steps": 1,
-            "rollout.num_groups": 2,
-            "rollout.group_size": 4,
-            "eval.episodes": 0,
-            "threads": 1,
-            "reward.terms": {"grounding": 0.1, "consistency": 0.1},
-        },
-    )
-    metrics = read_metrics(train(config, tmp_path / "run").run)
+def test_a_training_step_logs_thought_metrics(lake_run: Path) -> None:
+    metrics = read_metrics(lake_run)
     for name in ("read", "hallucinated", "consistent"):
-        assert 0 <= metrics[f"thought/{name}_fraction"][1] <= 1
-    assert metrics["reward_terms/grounding"][1] <= 0
+        assert all(0 <= metrics[f"thought/{name}_fraction"][step] <= 1 for step in (1, 2))

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen.algorithms.samples import to_samples
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group, Message
-from ragen.engines.sampler import Sampler
 from ragen.envs.contract import Info, State
 from ragen.envs.registry import make
 from ragen.envs.sorting import Sorting
@@ -36,8 +35,8 @@ from ragen.rollout.tool_calls import hermes, parse_tools
 from ragen.rollout.tool_template import call_message
 from ragen.storage.schema import SCHEMA
 from ragen.storage.stored_episodes import episode_rows, read_episode, write_episodes
-from tests.rollout.test_histories import ROOMY, TIGHT, CyclingPolicy, check
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.rollout.test_histories import FEW, ROOMY, TIGHT, CyclingPolicy, check
+from tests.tiny import tiny_tokenizer
 from tests.tool_templates import TOOL_TEMPLATES, tool_tokenizer
 
 EXACT = [name for name in TOOL_TEMPLATES if name != "counting"]
@@ -102,27 +101,18 @@ def result(content: str, number: int = 0) -> Message:
 # What is found out about a template.
 
 
-@pytest.mark.parametrize(
-    ("name", "form", "start"),
-    [
-        ("hermes", "hermes", "<tool_call>\n{"),
-        ("qwen3", "hermes", "<tool_call>\n{"),
-        ("thinker", "hermes", "<tool_call>\n{"),
-        ("counting", "hermes", "<tool_call>\n{"),
-        ("llama3", "llama3", '{"name": "echo", "parameters": '),
-        ("mistral", "mistral", '[TOOL_CALLS][{"name": "echo", "arguments": '),
-    ],
-)
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
 @pytest.mark.parametrize("think", [True, False])
-def test_the_form_of_a_call_is_found(name: str, form: str, start: str, think: bool) -> None:
+def test_the_form_of_a_call_is_found(name: str, think: bool) -> None:
     chat, calls = chat_of(name, think), [write_call("echo", text=each) for each in "ab"]
+    form = name if name in ("llama3", "mistral") else "hermes"
     assert chat.calls is not None and chat.calls.parse.__name__ == form
     assert chat.exact == (name != "counting")
     written = chat.calls.reply(calls)
-    assert written.startswith(start)
+    starts = {"hermes": "<tool_call>\n{", "mistral": '[TOOL_CALLS][{"name": "echo", "arguments": '}
+    assert written.startswith(starts.get(form, '{"name": "echo", "parameters": '))
     setup = setup_of(name, think)
-    thought = "x</think>" if setup.prefill else ""
-    completion = written_completion(thought + written)
+    completion = written_completion(("x</think>" if setup.prefill else "") + written)
     assert [call.text for call in read_reply(setup, completion, None, 9).calls] == calls
 
 
@@ -187,7 +177,7 @@ texts = st.text(max_size=8) | st.sampled_from(["a b\n", " <b> ", "é🙂", '"q"'
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3", "llama3"])
-@settings(max_examples=10)
+@FEW
 @given(history=st.lists(st.lists(texts, min_size=1, max_size=2), min_size=1, max_size=3))
 def test_extending_equals_rendering(name: str, history: list[list[str]]) -> None:
     """If calls are written as the template writes them, nothing differs from a full rendering."""
@@ -293,23 +283,12 @@ def test_the_name_in_a_result_forges_no_control_token() -> None:
 def test_deeply_nested_arguments_are_no_call(name: str) -> None:
     form = chat_of(name, think=False).calls
     assert form is not None
-    for levels in (MOST_LEVELS, 300, 900, 950, 960, 970, 980, 990, 1000, 100_000):
+    for levels in (MOST_LEVELS, 300, 950, 980, 1000, 100_000):
         reply = form.write([write_call("echo", text="Q")]).replace(
             '"Q"', "[" * levels + "]" * levels
         )
         parsed = parse_tools(reply, form.parse, think=False, max_actions=1)
         assert parsed.problem is not None and parsed.actions == ()
-
-
-def test_sampling_goes_on_after_the_start_of_a_call() -> None:
-    chat, tokenizer = chat_of("hermes"), tool_tokenizer("hermes")
-    opens = tokenizer.convert_tokens_to_ids("<tool_call>")
-    sampler = Sampler(
-        tiny_model(tokenizer), chat.end_ids, chat.decode, control_ids=chat.control_ids
-    )
-    completion = sampler._completion((opens, 50, chat.end), (-0.5, -0.5, -0.5))
-    assert completion.token_ids == (opens, 50, chat.end)
-    assert completion.text.startswith("<tool_call>") and completion.finish_reason == "stop"
 
 
 # Episodes.
@@ -351,11 +330,14 @@ def play(
 
 
 @pytest.mark.parametrize("name", TOOL_TEMPLATES)
-@pytest.mark.parametrize("max_length", [ROOMY, 4 * TIGHT])
-@settings(max_examples=6)
-@given(data=st.data(), window=st.sampled_from([0, 1, 2]))
+@FEW
+@given(
+    data=st.data(),
+    window=st.sampled_from([0, 1, 2]),
+    max_length=st.sampled_from([ROOMY, 4 * TIGHT]),
+)
 def test_every_sampled_token_is_trained_once_and_no_result_ever(
-    name: str, max_length: int, data: st.DataObject, window: int
+    name: str, data: st.DataObject, window: int, max_length: int
 ) -> None:
     replies = data.draw(draw_replies(name))
     samples, episodes = to_samples(play(name, replies, HOSTILE, window, max_length))
@@ -442,8 +424,7 @@ def test_a_window_shows_the_results_of_the_turn_that_it_leaves_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "think"),
-    [(n, t) for n in TOOL_TEMPLATES for t in (True, False) if t or n != "thinker"],
+    ("name", "think"), [*((name, True) for name in TOOL_TEMPLATES), ("qwen3", False)]
 )
 def test_the_solver_sorts_in_every_form_and_its_recorded_episode_can_be_branched(
     name: str, think: bool, tmp_path: Path

@@ -1,6 +1,5 @@
 """The recorder: transactions of a step, attempts, searchable thoughts, arrays, and refusals."""
 
-import json
 import math
 import os
 import shutil
@@ -22,7 +21,7 @@ from ragen.storage.database import DATABASE, new_run_folder, read
 from ragen.storage.reader import read_evaluations, read_events, read_metrics, standing
 from ragen.storage.recorder import Recorder, append_event
 from ragen.storage.schema import SAMPLE_ARRAYS, SCHEMA_VERSION, decompress
-from ragen.storage.stored_episodes import episode_rows, write_episodes
+from ragen.storage.stored_episodes import write_episodes
 
 
 def episode(
@@ -199,13 +198,6 @@ def test_events_are_read_in_order_with_their_data(recorder: Recorder) -> None:
     assert [e["text"] for e in read_events(recorder.folder)][-1] == "on"
 
 
-def test_an_event_is_refused_while_a_recorder_holds_the_lock(recorder: Recorder) -> None:
-    recorder._connection.execute("BEGIN IMMEDIATE")
-    with pytest.raises(RagenError, match="locked"):
-        append_event(recorder.folder, 0, 1, "alarm", "", {})
-    recorder._connection.execute("ROLLBACK")
-
-
 def test_forget_after_is_one_transaction(recorder: Recorder) -> None:
     for step in range(3):
         recorder.log(step, {"loss": mean(step)})
@@ -278,18 +270,6 @@ def test_database_is_wal_while_open_and_one_plain_file_after(recorder: Recorder)
     assert sorted(os.listdir(recorder.folder)) == ["config.toml", "run.sqlite"]
 
 
-def test_close_writes_the_last_step_while_a_reader_is_open(recorder: Recorder) -> None:
-    recorder.log(0, {"loss": mean(1.0)})
-    recorder.commit()
-    reader = sqlite3.connect(recorder.folder / DATABASE)
-    reader.execute("BEGIN")
-    reader.execute("SELECT * FROM metrics").fetchall()
-    recorder.log(1, {"loss": mean(1.0)})
-    recorder.close()
-    reader.close()
-    assert count(recorder, "metrics") == 2
-
-
 def test_a_full_disk_is_one_line_and_drops_the_whole_step(recorder: Recorder) -> None:
     recorder.log(0, {"loss": mean(1.0)})
     recorder.commit()
@@ -337,19 +317,6 @@ def test_one_step_at_a_time_is_written_later_and_readers_see_it_whole(
     recorder.close()
 
 
-def test_rows_are_made_before_their_transaction_so_that_other_writers_go_on(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def beside(*arguments: Any) -> Any:
-        append_event(recorder.folder, 0, 1, "alarm", "stalled", {})
-        return episode_rows(*arguments)
-
-    monkeypatch.setattr("ragen.storage.recorder.episode_rows", beside)
-    recorder.episodes(1, groups(1, 1))
-    recorder.close()
-    assert (count(recorder, "episodes"), count(recorder, "events")) == (1, 1)
-
-
 def test_a_write_that_failed_later_is_raised_once_and_ends_the_writing(recorder: Recorder) -> None:
     recorder._connection.execute("PRAGMA query_only = ON")
     recorder.log(1, {"loss": mean(1.0)})
@@ -358,26 +325,6 @@ def test_a_write_that_failed_later_is_raised_once_and_ends_the_writing(recorder:
     recorder.log(2, {"loss": mean(2.0)})
     with pytest.raises(RagenError, match=r"^cannot write .*readonly"), recorder:
         recorder.commit_later()
-    assert count(recorder, "metrics") == 0
-
-
-def test_a_bug_in_the_writer_has_a_traceback_into_it(recorder: Recorder) -> None:
-    recorder.log(1, {"loss": mean(1.0)})
-    recorder.log(1, {"loss": total(1.0)})
-    recorder.commit_later()
-    with pytest.raises(ValueError, match="two kinds") as failure:
-        recorder.close()
-    assert "_write" in [entry.name for entry in failure.traceback]
-
-
-def test_a_read_only_database_is_refused(recorder: Recorder) -> None:
-    recorder._connection.execute("PRAGMA query_only = ON")
-    recorder.log(0, {"loss": mean(1.0)})
-    with pytest.raises(RagenError, match=r"cannot write .*readonly"):
-        recorder.commit()
-    with pytest.raises(RagenError, match=r"cannot write .*readonly"):
-        recorder.event(0, "note", "x")
-    recorder.close()
     assert count(recorder, "metrics") == 0
 
 
@@ -493,24 +440,6 @@ def test_an_unwritable_run_folder_is_refused(tmp_path: Path) -> None:
         new_run_folder(tmp_path / "file", "bandit")
     with pytest.raises(RagenError, match="cannot make the run folder"):
         new_run_folder(tmp_path, "bandit", tmp_path / "file" / "run")
-
-
-def test_actions_are_stored_as_json(recorder: Recorder) -> None:
-    recorder.episodes(0, groups(1, 1))
-    recorder.close()
-    for asked, executed in rows(recorder, "SELECT actions_asked, actions_executed FROM turns"):
-        assert json.loads(str(asked)) == ["Right", "Up"]
-        assert json.loads(str(executed)) == ["Right"]
-
-
-def test_a_default_step_is_written_within_half_a_second(recorder: Recorder) -> None:
-    """128 episodes of 5 turns: about 20 ms; the bound only catches a lost transaction."""
-    step = [Group(tuple(episode(g, m, num_turns=5) for m in range(16))) for g in range(8)]
-    start = time.process_time()
-    recorder.episodes(0, step)
-    recorder.commit()
-    assert time.process_time() - start < 0.5
-    recorder.close()
 
 
 def test_a_database_whose_writer_was_killed_as_it_closed_is_read_again(tmp_path: Path) -> None:

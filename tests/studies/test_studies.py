@@ -10,8 +10,6 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
@@ -27,18 +25,18 @@ from ragen.config.reading import dump, recipes, resolve
 from ragen.core.errors import GuardStop, MismatchError, NotFiniteError, RagenError
 from ragen.core.metrics import total
 from ragen.core.stopping import StopRequested
-from ragen.evaluation.results import load_evaluations
 from ragen.storage.checkpoint import Damaged
 from ragen.storage.recorder import Recorder
 from ragen.studies import runner
 from ragen.studies.measures import MEASURES, RunFacts, measure_of, read_run
-from ragen.studies.overview import collections_of, draw_overview, plans, write_overview
+from ragen.studies.overview import collections_of, plans, write_overview
 from ragen.studies.results import VERDICT_WORDS, conclude, read_findings
 from ragen.studies.study import (
     FIRST_SEED,
     Contrast,
     Need,
     Place,
+    Scale,
     Study,
     cells_of,
     decide,
@@ -46,8 +44,10 @@ from ragen.studies.study import (
     load_study,
     study_names,
 )
+from tests.bandit_model import settings as bandit_settings
 from tests.cli.test_cli import evaluation
 
+SCALES: tuple[Scale, ...] = ("laptop", "paper")
 BANDIT: dict[str, Any] = {
     "laptop": "bandit",
     "paper": "bandit",
@@ -65,18 +65,18 @@ TINY: dict[str, Any] = {
     "contrast": {"measure": "final", "arm": "filtered", "above": "all"},
     "arms": {"all": {"filter.rule": "all"}, "filtered": {"filter.value": 0.5}},
     "environments": {"bandit": BANDIT},
-    "laptop": {
-        "steps": 2,
-        "rollout.num_groups": 4,
-        "eval.episodes": 64,
-        "eval.every": 1,
-    },
 }
 
 
 @pytest.fixture
 def tiny() -> Study:
     return Study(**TINY)
+
+
+def small(**more: Any) -> dict[str, Any]:
+    """`TINY` with settings that make a run of half a second."""
+    settings = bandit_settings(steps=1, rollout__num_groups=4)
+    return TINY | {"laptop": settings} | more
 
 
 # Decisions: from values by environment and arm to outcomes.
@@ -120,24 +120,15 @@ def test_shares_of_runs_are_compared_by_their_counts(tiny: Study) -> None:
 
 
 def test_what_the_runs_did_not_exercise_is_not_judged(tiny: Study) -> None:
-    need = Need(measure="mean:clip/fraction", arm="all", least=0.05)
-    study = tiny.model_copy(update={"needs": [need]})
-    for fraction, expected in ((0.01, "not exercised"), (0.06, "fails"), (math.nan, None)):
-        (found,) = decide(study, finals([fraction] * 7, [fraction] * 7))
-        assert found.outcome == (expected or "not exercised")
-
-
-def test_an_environment_has_needs_of_its_own(tiny: Study) -> None:
-    falls = Need(measure="survived", arm="all", most=0.9)
-    ((name, place),) = tiny.environments.items()
-    places = {name: place.model_copy(update={"needs": [falls]})}
-    study = tiny.model_copy(update={"environments": places})
-    assert "survived" in study.measures
-    for share, expected in ((1.0, "not exercised"), (0.9, "fails")):
-        numbers = finals([0.5] * 7, [0.5] * 7)
-        numbers["survived"] = {(name, "all"): [share] * 7}
-        (found,) = decide(study, numbers)
-        assert found.outcome == expected
+    """Whether the need is the study's or one of its environment."""
+    clips = Need(measure="mean:clip/fraction", arm="all", least=0.05, most=0.9)
+    place = tiny.environments["bandit"].model_copy(update={"needs": [clips]})
+    for update in ({"needs": [clips]}, {"environments": {"bandit": place}}):
+        study = tiny.model_copy(update=update)
+        assert clips.measure in study.measures
+        for fraction in (0.01, 0.06, 1.0, math.nan):
+            (found,) = decide(study, finals([fraction] * 7, [fraction] * 7))
+            assert found.outcome == ("fails" if fraction == 0.06 else "not exercised")
 
 
 def test_too_few_seeds_are_undecided(tiny: Study) -> None:
@@ -223,49 +214,41 @@ def test_rolled_back_evaluation_is_ignored_before_it_is_repeated(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", study_names())
-def test_every_run_of_every_study_has_a_valid_config(name: str) -> None:
-    study = load_study(name)
-    for place in study.environments.values():
-        assert {place.laptop, place.paper} <= set(recipes())
-        assert place.untestable == (place.predicted == "untestable")
-    for scale in ("laptop", "paper"):
-        for cell in cells_of(study, scale, 2, Path("x")):  # type: ignore[arg-type]
-            assert cell.config.seed >= FIRST_SEED
-            assert not (mix := cell.config.env.mix) or env_of(cell.environment) in mix
-
-
-@pytest.mark.parametrize("name", study_names())
-def test_every_study_has_the_seeds_to_decide(name: str) -> None:
-    """With fewer, no interval has two bounds."""
+def test_every_study_has_valid_configs_and_the_seeds_to_decide(name: str) -> None:
+    """With fewer seeds, no interval has two bounds."""
     study = load_study(name)
     assert study.seeds >= 10 and 2 * 0.5**study.seeds <= study.error
+    for environment, place in study.environments.items():
+        assert {place.laptop, place.paper} <= set(recipes())
+        assert place.untestable == (place.predicted == "untestable")
+        for arm in study.arms:
+            mixes = [study.config(s, environment, arm, FIRST_SEED).env.mix for s in SCALES]
+            assert all(not mix or env_of(environment) in mix for mix in mixes)
 
 
 def test_the_pages_of_the_docs_follow_from_the_tables_of_runs() -> None:
+    """And each effect with its interval in the report stands on the page of a study."""
     root = Path(__file__).parents[2]
     script = runpy.run_path(str(root / "scripts" / "study_pages.py"))
     for path, text in script["texts"]():
         assert path.read_text("utf-8") == text, "run python scripts/study_pages.py"
     table = (root / "docs" / "studies" / "index.md").read_text("utf-8")
-    for study in map(load_study, study_names()):
-        assert study.claim in table
-
-
-def test_the_report_has_the_numbers_of_the_pages() -> None:
-    """Each effect with its interval stands on the page of a study."""
-    docs = Path(__file__).parents[2] / "docs"
-    pages = "\n".join(each.read_text("utf-8") for each in docs.glob("studies/*/study.md"))
-    report = " ".join((docs / "report.md").read_text("utf-8").replace("−", "-").split())
+    assert [name for name in study_names() if load_study(name).claim not in table] == []
+    pages = "\n".join(each.read_text("utf-8") for each in root.glob("docs/studies/*/study.md"))
+    report = " ".join((root / "docs" / "report.md").read_text("utf-8").replace("−", "-").split())
     effects = re.findall(r"-?[\d.]+ \[-?[\d.]+, -?[\d.]+\]", report)
     assert len(effects) >= 12
     assert [each for each in effects if each not in pages] == []
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="there is no arm 'none'"):
-        Study(**TINY | {"contrast": {"measure": "final", "arm": "none", "above": 0.5}})
-    with pytest.raises(ValueError, match="there is no measure 'finale'"):
-        Study(**TINY | {"describe": ["finale"]})
+    for changes, message in (
+        ({"contrast": {"measure": "final", "arm": "none", "above": 0.5}}, "there is no arm 'none'"),
+        ({"describe": ["finale"]}, "there is no measure 'finale'"),
+        ({"describe": ["final - transfer:x"]}, r"no evaluation 'x' \(only none\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Study(**TINY | changes)
 
 
 def test_the_cost_of_studies_is_known_before_a_run(tiny: Study) -> None:
@@ -287,69 +270,49 @@ def rows(out: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_study_runs_once_and_resumes(tiny: Study, tmp_path: Path, jobs: int) -> None:
+def test_a_study_runs_once_and_resumes(tmp_path: Path, jobs: int) -> None:
+    """One environment is decided, and the other one never run; two of the runs are killed."""
+    both = {"bandit": BANDIT, "bandit, twice": BANDIT | {"settings": {"update.epochs": 2}}}
+    contrast = {"measure": "final", "arm": "all", "above": 0.5}
+    study = Study(**small(environments=both, arms={"all": {}}, contrast=contrast))
     reports: list[str] = []
-    found = runner.run_study(tiny, seeds=2, out=tmp_path, jobs=jobs, report=reports.append)
-    assert reports[0] == "tiny: 4 runs, 0 of them done" and len(reports) == 5
+
+    def run(**options: Any) -> Any:
+        reports.clear()
+        return runner.run_study(study, seeds=2, out=tmp_path, report=reports.append, **options)
+
+    found = run(jobs=jobs, only="bandit, twice")
+    assert reports[0] == "tiny: 2 runs, 0 of them done" and len(reports) == 3
+    assert [each.outcome for each in found.decisions] == ["not run", "undecided"]
     first = rows(tmp_path)
-    assert [(r["arm"], r["seed"]) for r in first] == [
-        ("all", "1000"),
-        ("filtered", "1000"),
-        ("all", "1001"),
-        ("filtered", "1001"),
-    ]
+    assert [row["seed"] for row in first] == ["1000", "1001"]
     assert all(0 <= float(row["final"]) <= 1 for row in first)
     text = (tmp_path / "study.md").read_text()
-    assert f"**{VERDICT_WORDS[found.verdict]}.**" in text and "![" in text
-    assert "2 training seeds an arm, where 7 were planned" in text
+    assert f"**{VERDICT_WORDS[found.verdict]}.**" in text and "**not run**" in text
+    assert "2 training seeds an arm, where 7 were planned" in text and "![" in text
     assert (tmp_path / "study.svg").stat().st_size > 1000
 
     # One run killed before its first checkpoint, one after its last: the study completes both.
-    shutil.rmtree(tmp_path / "bandit" / "all" / "seed-1000" / "checkpoints")
-    shutil.rmtree(tmp_path / "bandit" / "all" / "seed-1001")
-    reports.clear()
-    runner.run_study(tiny, seeds=2, out=tmp_path, jobs=1, report=reports.append)
-    assert reports[0] == "tiny: 4 runs, 3 of them done", "a finished run needs no checkpoint"
+    shutil.rmtree(tmp_path / "bandit-twice" / "all" / "seed-1000" / "checkpoints")
+    shutil.rmtree(tmp_path / "bandit-twice" / "all" / "seed-1001")
+    found = run(jobs=1, only="bandit, twice")
+    assert reports[0] == "tiny: 2 runs, 1 of them done", "a finished run needs no checkpoint"
     same = ("before", "peak", "final")
-    assert [[r[k] for k in same] for r in rows(tmp_path)] == [[r[k] for k in same] for r in first]
+    again = [[row[k] for k in same] for row in rows(tmp_path)]
+    assert again == [[row[k] for k in same] for row in first]
+    read = read_findings(study, "laptop", tmp_path)
+    assert (read.seeds, read.sentence) == (2, found.sentence)
 
-    other = tiny.model_copy(update={"arms": tiny.arms | {"all": {"update.lr": 1.0}}})
-    with pytest.raises(RagenError, match=r"made with other settings .* name another --out"):
-        runner.run_study(other, seeds=2, out=tmp_path)
-
-
-def test_one_environment_is_decided_before_the_others_are_run(tiny: Study, tmp_path: Path) -> None:
-    both = {"bandit": BANDIT, "bandit, twice": BANDIT | {"settings": {"update.epochs": 2}}}
-    study = Study(**TINY | {"environments": both})
-    for only, outcomes in (
-        ("bandit, twice", ["not run", "undecided"]),
-        (None, ["undecided", "undecided"]),
-    ):
-        found = runner.run_study(study, seeds=2, out=tmp_path, jobs=1, only=only)
-        assert [each.outcome for each in found.decisions] == outcomes
-        assert found.verdict == "by environment"
-        text = (tmp_path / "study.md").read_text()
-        assert ("**not run**" in text) == (only is not None)
-        again = read_findings(study, "laptop", tmp_path)
-        assert [each.outcome for each in again.decisions] == outcomes
-        draw_overview([again]).savefig(tmp_path / "all.svg")
     with pytest.raises(RagenError, match="tiny has no environment 'sokoban'; it has bandit, ban"):
-        runner.run_study(study, seeds=2, out=tmp_path, only="sokoban")
+        run(only="sokoban")
+    study = study.model_copy(update={"arms": study.arms | {"all": {"update.lr": 1.0}}})
+    with pytest.raises(RagenError, match=r"made with other settings .* name another --out"):
+        run()
 
 
-def has_ended(worker: int) -> bool:
-    """Whether a process ends within ten seconds; if not, it is killed."""
-    for _ in range(500):
-        try:
-            os.kill(worker, 0)
-        except ProcessLookupError:
-            return True
-        stat = Path(f"/proc/{worker}/stat")
-        if stat.exists() and ") Z " in stat.read_text():  # a zombie, if no parent reaps it
-            return True
-        time.sleep(0.02)
-    os.kill(worker, signal.SIGKILL)
-    return False
+def test_the_first_runs_of_a_study_show_every_arm(tiny: Study) -> None:
+    cells = [(cell.seed, cell.arm) for cell in cells_of(tiny, "laptop", 2, Path("x"))]
+    assert cells == [(seed, arm) for seed in (1000, 1001) for arm in ("all", "filtered")]
 
 
 def test_a_killed_study_leaves_no_process_behind() -> None:
@@ -370,35 +333,13 @@ def test_a_killed_study_leaves_no_process_behind() -> None:
     os.kill(worker, 0)
     os.kill(study, signal.SIGKILL)
     os.waitpid(study, 0)
-    assert has_ended(worker), "the worker outlived the study"
-
-
-@pytest.mark.slow
-def test_a_killed_study_leaves_no_spawned_process_behind(tmp_path: Path) -> None:
-    """The same with the start method of studies, whose workers take seconds to import RAGEN."""
-    script = tmp_path / "pool.py"
-    script.write_text(
-        "import os, sys, time\n"
-        "from concurrent.futures import ProcessPoolExecutor\n"
-        "from multiprocessing import get_context\n"
-        "from ragen.studies.runner import end_with_parent\n"
-        "if __name__ == '__main__':\n"
-        "    pool = ProcessPoolExecutor(1, get_context('spawn'), end_with_parent)\n"
-        "    print(pool.submit(os.getpid).result(), flush=True)\n"
-        "    pool.submit(time.sleep, 600)\n"
-        "    time.sleep(600)\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    study = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert study.stdout is not None
-    worker = int(study.stdout.readline())
-    os.kill(worker, 0)
-    study.kill()
-    study.wait()
-    study.stdout.close()
-    assert has_ended(worker), "the worker outlived the study"
+    for _ in range(500):
+        stat = Path(f"/proc/{worker}/stat")
+        if not stat.exists() or ") Z " in stat.read_text():  # a zombie, if no parent reaps it
+            return
+        time.sleep(0.02)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("the worker outlived the study")
 
 
 def test_a_run_whose_process_is_killed_gives_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,53 +361,34 @@ def test_an_error_of_another_process_keeps_its_line() -> None:
         assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
 
 
-def test_arm_may_start_with_supervised_fine_tuning(tmp_path: Path) -> None:
-    study = TINY | {
-        "arms": {"base": {"steps": 0}, "taught": {"steps": 0}},
-        "sft": {"taught": {"episodes": 128, "epochs": 4}},
-        "contrast": {"measure": "final", "arm": "taught", "above": "base"},
-    }
-    for _ in range(2):  # the second time, every run is finished
-        reports: list[str] = []
-        found = runner.run_study(
-            Study(**study), seeds=2, out=tmp_path, jobs=1, report=reports.append
+def test_an_arm_may_be_fine_tuned_first_and_evaluated_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = Study(
+        **small(
+            arms={"taught": {"steps": 0}},
+            sft={"taught": {"episodes": 16, "epochs": 4, "lr": 3e-2}},
+            transfer={"reversed": {"env.params.reverse": True}},
+            contrast={"measure": "final", "arm": "taught", "above": 0.5},
+            describe=["final - transfer:reversed"],
         )
-    assert reports == ["tiny: 4 runs, 4 of them done"]
-    values = [found.numbers["final"]["bandit", arm] for arm in ("taught", "base")]
-    assert min(values[0]) > max(values[1])
-    write_overview([found], tmp_path)
+    )
+    first = runner.run_study(study, seeds=2, out=tmp_path, jobs=1)
+    names = ("final", "final - transfer:reversed")
+    found = {name: first.numbers[name]["bandit", "taught"] for name in names}
+    assert found == {"final": [1.0, 1.0], "final - transfer:reversed": [1.0, 1.0]}
+    assert (tmp_path / "bandit" / "taught" / "seed-1001-sft" / "model.safetensors").is_file()
+
+    monkeypatch.setattr("ragen.evaluation.evaluation.play_episodes", None)  # nothing is left
+    reports: list[str] = []
+    again = runner.run_study(study, seeds=2, out=tmp_path, jobs=1, report=reports.append)
+    assert reports == ["tiny: 2 runs, 2 of them done"] and again.numbers == first.numbers
+    write_overview([again], tmp_path)
     index = (tmp_path / "index.md").read_text()
     assert "- **tiny.** The claim is undecided on bandit." in index
     assert "0 of 1 judged claims by environment are decided." in index
     assert "- tiny, bandit, after 2 seeds: undecided; about" in index
-    bandit = ("bandit", "taught")
-    read = read_findings(Study(**study), "laptop", tmp_path)
-    assert read.seeds == 2 and read.sentence == found.sentence
-    assert read.numbers["final"][bandit] == pytest.approx(found.numbers["final"][bandit], rel=1e-5)
     assert (tmp_path / "studies.svg").stat().st_size > 1000
-    assert (tmp_path / "bandit" / "taught" / "seed-1001-sft" / "model.safetensors").is_file()
-
-
-def test_a_policy_is_evaluated_elsewhere_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = TINY["laptop"] | {"steps": 1, "rollout.num_groups": 2, "prompt.think": False}
-    study = TINY | {
-        "transfer": {"reversed": {"env.params.reverse": True}},
-        "contrast": {"measure": "transfer:reversed", "arm": "all", "above": 0.5},
-        "arms": {"all": {}},
-        "describe": ["final - transfer:reversed"],
-        "laptop": settings | {"eval.every": 0},
-    }
-    first = runner.run_study(Study(**study), seeds=2, out=tmp_path, jobs=1)
-    folder = tmp_path / "bandit" / "all" / "seed-1000"
-    (stored,) = load_evaluations(folder / "evals" / "bandit-1")
-    assert stored.evaluation.success == first.numbers["transfer:reversed"]["bandit", "all"][0]
-    monkeypatch.setattr("ragen.evaluation.evaluation.play_episodes", None)  # nothing is left
-    again = runner.run_study(Study(**study), seeds=2, out=tmp_path, jobs=1)
-    assert again.numbers["transfer:reversed"] == first.numbers["transfer:reversed"]
-    with pytest.raises(ValueError, match=r"no evaluation 'elsewhere' \(only reversed\)"):
-        Study(**study | {"describe": ["final - transfer:elsewhere"]})
 
 
 def test_stop_request_raises_keyboard_interrupt_with_a_hint(
@@ -480,15 +402,10 @@ def test_stop_request_raises_keyboard_interrupt_with_a_hint(
         runner.run_study(tiny, seeds=2, out=tmp_path, jobs=1)
 
 
-def test_unwritable_results_give_one_line(tiny: Study, tmp_path: Path) -> None:
-    (tmp_path / "runs.csv").mkdir()
-    with pytest.raises(RagenError, match=r"cannot write .*runs\.csv: is a directory; .*--out"):
-        conclude(tiny.model_copy(update={"environments": {}}), "laptop", 2, tmp_path, [])
-
-
-def test_the_table_of_runs_is_utf_8_whatever_the_locale(
+def test_the_table_of_runs_is_utf_8_and_written_or_gives_one_line(
     tiny: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whatever the locale."""
     opened, name = Path.open, "transfer:größe"
     monkeypatch.setattr(
         Path,
@@ -501,39 +418,37 @@ def test_the_table_of_runs_is_utf_8_whatever_the_locale(
     with suppress(ValueError):  # there is nothing to draw
         conclude(study, "laptop", 2, tmp_path, [])
     assert name in (tmp_path / "runs.csv").read_text("utf-8")
+    (tmp_path / "runs.csv").unlink()
+    (tmp_path / "runs.csv").mkdir()
+    with pytest.raises(RagenError, match=r"cannot write .*runs\.csv: is a directory; .*--out"):
+        conclude(study, "laptop", 2, tmp_path, [])
 
 
-def test_study_command_lists_previews_and_reports_mistakes(
+def test_the_study_command_lists_previews_and_reports_mistakes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["study"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(study_names())
-    assert main(["study", study_names()[0], "--dry-run"]) == 0
-    assert "predicts " in capsys.readouterr().out
-    assert main(["study", "--all", "--dry-run"]) == 0
-    assert capsys.readouterr().out.count("claim: ") == len(study_names())
-    assert main(["study", "--plan"]) == 2
-    assert "--plan needs the name of a study, or --all" in capsys.readouterr().err
-    assert main(["study", "--all", "--only", "bandit"]) == 2
-    assert "--all takes every environment: leave --only bandit out" in capsys.readouterr().err
-    assert main(["study", "filtering", "--plan", "--only", "sokoban"]) == 0
-    assert "filtering           60 runs, about " in capsys.readouterr().out
-    assert main(["study", "filtering", "--all"]) == 2
-    assert "--all takes every study: leave filtering out" in capsys.readouterr().err
-    assert main(["study", "filtering", "--plan", "--seeds", "2"]) == 0
-    assert "filtering           30 runs, about " in capsys.readouterr().out
-    assert main(["study", "filterin"]) == 2
-    assert "did you mean 'filtering'?" in capsys.readouterr().err
+    assert main(["study", "guard", "--dry-run", "--seeds", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "predicts " in shown and shown.count("claim: ") == 1
+    for options, number in ((["--only", "sokoban"], 6), ([], 30)):
+        assert main(["study", "filtering", "--plan", "--seeds", "2", *options]) == 0
+        assert f"filtering           {number:2} runs, about " in capsys.readouterr().out
     Path("file").write_text("")
     for options, message in (
-        (["--seeds", "1"], "--seeds 1: an interval over seeds takes 2 or more"),
-        (["--seeds", "0", "--dry-run"], "--seeds 0: an interval"),
-        (["--jobs", "-2"], "argument --jobs: expected a whole number"),
-        (["--out", "file"], "cannot write file: file exists; free space there or choose another"),
-        (["--out", "file/x"], "cannot write file/x: not a directory"),
+        (["--plan"], "--plan needs the name of a study, or --all"),
+        (["--all", "--only", "bandit"], "every environment: leave --only bandit out"),
+        (["filtering", "--all"], "--all takes every study: leave filtering out"),
+        (["filterin"], "did you mean 'filtering'?"),
+        (["guard", "--seeds", "1"], "--seeds 1: an interval over seeds takes 2 or more"),
+        (["guard", "--seeds", "0", "--dry-run"], "--seeds 0: an interval"),
+        (["guard", "--jobs", "-2"], "argument --jobs: expected a whole number"),
+        (["guard", "--out", "file"], "cannot write file: file exists; free space there or choose"),
+        (["guard", "--out", "file/x"], "cannot write file/x: not a directory"),
     ):
-        assert main(["study", "filtering", *options]) == 2
+        assert main(["study", *options]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

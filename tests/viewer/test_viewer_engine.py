@@ -7,7 +7,6 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-import pytest
 from viewer_run import make_engine_run, make_run
 
 from ragen.storage.database import DATABASE
@@ -15,7 +14,6 @@ from ragen.viewer.live import run_news
 from ragen.viewer.processes import MOST, engine_of
 from ragen.viewer.reading import Question, Runs
 from ragen.viewer.server import ROUTES
-from ragen.viewer.share import share
 
 
 def engine(root: Path, run: str) -> Any:
@@ -39,13 +37,10 @@ def test_processes_have_the_state_of_their_last_event(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_in_one_process_has_no_engine(tmp_path: Path) -> None:
+def test_a_run_in_one_process_has_no_processes(tmp_path: Path) -> None:
     make_run(tmp_path / "lake")
     assert engine(tmp_path, "lake") is None
-
-
-def test_a_run_that_plays_ahead_in_one_process_has_an_engine_without_processes() -> None:
-    assert engine_of({"engine.name": "local"}, ["engine/queue"], []) == []
+    assert engine_of({"engine.name": "local"}, ["engine/queue"], []) == []  # It plays ahead.
 
 
 def test_a_new_engine_has_new_processes_but_those_that_left() -> None:
@@ -59,14 +54,11 @@ def test_a_new_engine_has_new_processes_but_those_that_left() -> None:
     ]
 
 
-@pytest.mark.parametrize("count", [10**12, -1, "many", None, 2.5, [1]])
-def test_a_config_of_another_program_is_bounded(count: Any) -> None:
-    config = {"engine.name": "ray", "engine.samplers": count, "engine.learners": 1}
-    rows = engine_of(config, ["engine/queue"], [])
-    assert rows is not None and len(rows) <= 1 + MOST
-
-
-def test_events_of_another_program_break_nothing() -> None:
+def test_a_config_or_events_of_another_program_break_nothing() -> None:
+    for count in (10**12, -1, "many", None, 2.5, [1]):
+        config = {"engine.name": "ray", "engine.samplers": count, "engine.learners": 1}
+        rows = engine_of(config, ["engine/queue"], [])
+        assert rows is not None and len(rows) <= 1 + MOST
     strange: list[Any] = [None, [], 3, {"process": 7}, {"process": "sampler " + "9" * 5000}]
     events = [{"kind": "engine", "step": 1, "text": "?", "data": data} for data in strange]
     rows = engine_of({}, [], events)
@@ -81,9 +73,3 @@ def test_an_event_of_the_engine_is_news(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(folder / DATABASE)) as connection, connection:
         connection.execute(f"INSERT INTO events {row}")
     assert [name for name, _ in next(news)] == ["alarm"]
-
-
-def test_a_shared_run_has_its_engine(tmp_path: Path) -> None:
-    folder = make_engine_run(tmp_path / "ray", steps=6)
-    text = share(folder, tmp_path / "run.html").read_text("utf-8")
-    assert "sampler 1 is lost" in text and "engine/queue" in text

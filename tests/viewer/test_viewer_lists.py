@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import sqlite3
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,8 @@ def test_a_list_has_episodes_total_and_facets(root: Path) -> None:
     assert first["snippet"] == THOUGHTS[0]
 
 
-@pytest.mark.parametrize(
-    ("query", "count", "matches"),
-    [
+def test_filters_select_the_matching_episodes(root: Path) -> None:
+    filters: list[tuple[dict[str, Any], int, Callable[[dict[str, Any]], bool]]] = [
         ({"phase": "eval"}, 12, lambda e: e["phase"] == "eval"),
         ({"success": 1}, 11, lambda e: e["success"]),
         ({"success": 0}, 33, lambda e: not e["success"]),
@@ -65,14 +65,11 @@ def test_a_list_has_episodes_total_and_facets(root: Path) -> None:
         ({"env": "sokoban"}, 0, lambda e: False),
         ({"group": 1, "step_to": 0}, 2, lambda e: e["group"] == 1),
         ({"phase": ""}, 44, lambda e: True),
-    ],
-)
-def test_filters_select_the_matching_episodes(
-    root: Path, query: dict[str, Any], count: int, matches: Any
-) -> None:
-    answer = list_episodes(root, limit=200, **query)
-    assert answer["total"] == len(answer["episodes"]) == count
-    assert all(matches(each) for each in answer["episodes"])
+    ]
+    for query, count, matches in filters:
+        answer = list_episodes(root, limit=200, **query)
+        assert answer["total"] == len(answer["episodes"]) == count, query
+        assert all(map(matches, answer["episodes"]))
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
@@ -117,9 +114,15 @@ def test_the_search_finds_words_prefixes_and_phrases(root: Path) -> None:
     assert snippet == THOUGHTS[2]
 
 
-@pytest.mark.parametrize("words", ["she said", "the", "she sai"])
-@pytest.mark.parametrize("following", [1, 3, 500])
-@pytest.mark.parametrize("filters", [{}, {"phase": "eval"}, {"sort": "reward", "order": "desc"}])
+@pytest.mark.parametrize(
+    ("words", "following", "filters"),
+    [
+        ("she said", 1, {}),
+        ("the", 3, {"phase": "eval"}),
+        ("she sai", 500, {"sort": "reward", "order": "desc"}),
+        ("the", 1, {"sort": "reward", "order": "desc"}),
+    ],
+)
 def test_the_search_for_common_words_finds_the_same_episodes(
     root: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -165,18 +168,12 @@ def test_a_search_for_any_text_is_answered(root: Path, text: str) -> None:
     list_episodes(root, q=text, limit=1)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *['"', '""', '" "', "*", "a*", "a OR", "NOT", "NEAR(a b", "thought:x", "-x", "^a", "("],
-        *["a\0b", "{a}:b", "'; DROP TABLE turns", "\ud800", "||", "é", "\u202e", "x" * 10_000],
-    ],
-)
-def test_operators_of_the_search_language_are_plain_text(root: Path, text: str) -> None:
-    assert len(list_episodes(root, q=text)["episodes"]) in (0, 44)
-
-
-def test_match_of_quotes_every_word() -> None:
+def test_operators_of_the_search_language_are_plain_text(root: Path) -> None:
+    for text in (
+        *('"', '""', '" "', "*", "a*", "a OR", "NOT", "NEAR(a b", "thought:x", "-x", "^a", "("),
+        *("a\0b", "{a}:b", "'; DROP TABLE turns", "\ud800", "||", "é", "\u202e", "x" * 10_000),
+    ):
+        assert len(list_episodes(root, q=text)["episodes"]) in (0, 44)
     assert match_of('a "b c" d') == '"a" "b c" "d"'
     assert match_of("word ") == '"word"' and match_of("word") == '"word"*'
     assert match_of(" || ") is None

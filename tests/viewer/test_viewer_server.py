@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -31,6 +32,7 @@ from ragen.viewer.reading import Runs
 from ragen.viewer.run_list import run_summary
 from ragen.viewer.security import POLICY
 from ragen.viewer.server import Viewer
+from ragen.viewer.server import serve as serve_viewer
 from tests.cli.test_cli import evaluation
 
 Capture = pytest.CaptureFixture[str]
@@ -62,39 +64,38 @@ def test_pages_and_answers_have_their_content_types(client: TestClient) -> None:
     assert large.headers["content-encoding"] == "gzip"
 
 
-@pytest.mark.parametrize(
-    ("path", "status", "message"),
-    [
+def test_errors_are_one_line_of_json_and_no_path_leaves_the_folder(client: TestClient) -> None:
+    for path, status, message in (
         ("/api/run", 400, "the parameter 'run' is missing"),
         ("/api/run?run=x", 404, "there is no run 'x' here"),
+        ("/api/run?run=..%5c..%5cetc", 404, "there is no run"),
+        ("/api/run?run=lake%00", 404, "there is no run"),
         ("/api/events?run=../lake", 404, "there is no run"),
+        ("/api/episodes?run=lake&cursor=%00%ff", 400, "the cursor is not valid"),
         ("/api/nothing", 404, "Not Found"),
         ("/static/../server.py", 404, "Not Found"),
         ("/static/%2e%2e/server.py", 404, "Not Found"),
         ("/static/..%2fserver.py", 404, "Not Found"),
+        ("/static/..\\server.py", 404, "Not Found"),
         ("/static/%2fetc/passwd", 404, "Not Found"),
+        ("/static/%00", 404, "Not Found"),
         ("/static/", 404, "Not Found"),
         ("/static/vendor", 404, "Not Found"),
-    ],
-)
-def test_errors_are_one_line_of_json(
-    client: TestClient, path: str, status: int, message: str
-) -> None:
-    response = client.get(path)
-    assert (response.status_code, list(response.json())) == (status, ["error"])
-    assert message in response.json()["error"] and "\n" not in response.json()["error"]
+        ("//etc/passwd", 404, "Not Found"),
+    ):
+        response = client.get(path)
+        assert (response.status_code, list(response.json())) == (status, ["error"]), path
+        assert message in response.json()["error"] and "\n" not in response.json()["error"]
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/api/runs", "/api/run", "/nothing", "/static/vendor/uplot.js"]
-)
-def test_every_answer_has_the_security_headers(client: TestClient, path: str) -> None:
-    for response in (client.get(path), client.get(path, headers={"host": "evil.example"})):
-        assert response.headers["content-security-policy"] == POLICY
-        assert "script-src 'self'" in POLICY and "unsafe" not in POLICY
-        assert response.headers["x-content-type-options"] == "nosniff"
-        assert response.headers["referrer-policy"] == "no-referrer"
-        assert not [name for name in response.headers if name.startswith("access-control")]
+def test_every_answer_has_the_security_headers(client: TestClient) -> None:
+    assert "script-src 'self'" in POLICY and "unsafe" not in POLICY
+    for path in ("/", "/api/runs", "/api/run", "/nothing", "/static/vendor/uplot.js"):
+        for response in (client.get(path), client.get(path, headers={"host": "evil.example"})):
+            assert response.headers["content-security-policy"] == POLICY
+            assert response.headers["x-content-type-options"] == "nosniff"
+            assert response.headers["referrer-policy"] == "no-referrer"
+            assert not [name for name in response.headers if name.startswith("access-control")]
     assert client.get("/api/runs").headers["cache-control"] == "no-store"
 
 
@@ -113,23 +114,17 @@ def test_a_bug_is_answered_without_details(
 # Allowed requests
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "LOCALHOST", "127.0.0.2"])
-def test_hosts_of_this_machine_are_served(client: TestClient, host: str) -> None:
-    assert client.get("/api/runs", headers={"host": f"{host}:7246"}).status_code == 200
-
-
-@pytest.mark.parametrize(
-    "host",
-    [
-        *["evil.example:7246", "localhost:80", "localhost", "127.0.0.1.evil.example:7246", ""],
-        *["0.0.0.0", "localhost:7246.evil.example", "evil.example#localhost:7246", "[::1]"],
-        "2130706433:7246",
-    ],
-)
-def test_another_host_is_refused(client: TestClient, host: str) -> None:
+def test_only_hosts_of_this_machine_are_served(client: TestClient) -> None:
     """With DNS rebinding, a foreign name that resolves to this machine has the viewer's origin."""
-    for path in ("/", "/api/runs", "/static/vendor/uplot.js"):
-        assert client.get(path, headers={"host": host}).status_code == 403
+    for host in ("localhost", "127.0.0.1", "[::1]", "LOCALHOST", "127.0.0.2"):
+        assert client.get("/api/runs", headers={"host": f"{host}:7246"}).status_code == 200
+    for host in (
+        *("evil.example:7246", "localhost:80", "localhost", "127.0.0.1.evil.example:7246", ""),
+        *("0.0.0.0", "localhost:7246.evil.example", "evil.example#localhost:7246", "[::1]"),
+        *("2130706433:7246", "localhost:7246@evil.example"),
+    ):
+        for path in ("/", "/api/runs", "/static/vendor/uplot.js"):
+            assert client.get(path, headers={"host": host}).status_code == 403
 
 
 def test_requests_of_another_site_are_refused(client: TestClient) -> None:
@@ -144,11 +139,6 @@ def test_requests_of_another_site_are_refused(client: TestClient) -> None:
     assert status(sec_fetch_site="same-origin") == status(sec_fetch_site="none") == 200
     assert status(sec_fetch_site="cross-site") == status(sec_fetch_site="same-site") == 403
     assert status("/", sec_fetch_site="cross-site") == 200  # Links to the viewer work.
-
-
-@pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "CONNECT"])
-def test_other_methods_are_refused(client: TestClient, method: str) -> None:
-    assert client.request(method, "/api/runs").status_code == 405
 
 
 def test_invalid_and_foreign_posts_are_refused(client: TestClient) -> None:
@@ -171,7 +161,8 @@ def test_invalid_and_foreign_posts_are_refused(client: TestClient) -> None:
     assert post(b'{"run": "../lake"}')[0] == 404
     assert post(b'{"run": "lake"}')[0] == 400
     assert client.get("/api/branch").status_code == 405
-    assert client.post("/api/runs", headers=own).status_code == 405
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "CONNECT"):
+        assert client.request(method, "/api/runs", headers=own).status_code == 405
 
 
 def test_a_token_is_required_beyond_this_machine(root: Path) -> None:
@@ -190,6 +181,39 @@ def test_a_token_is_required_beyond_this_machine(root: Path) -> None:
     assert TestClient(app, headers={"cookie": "ragen-7246=sec"}).get("/").status_code == 403
     with pytest.raises(WebSocketDenialResponse), client.websocket_connect("/?token=secret"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("host", "needs_token"),
+    [
+        *[("localhost", False), ("127.0.0.1", False), ("::1", False)],
+        *[("0.0.0.0", True), ("0", True), ("::", True)],
+    ],
+)
+def test_a_token_is_printed_when_the_host_is_not_loopback(
+    root: Path, host: str, needs_token: bool
+) -> None:
+    class Said(Exception):
+        pass
+
+    def say(address: str) -> None:
+        raise Said(address)
+
+    if ":" in host and not has_ipv6_loopback():
+        pytest.skip("this machine has no IPv6")
+    with pytest.raises(Said) as said:
+        serve_viewer(root, host, 0, say)
+    ending = r":\d+/\?token=\S{20,}$" if needs_token else r":\d+/$"
+    assert re.search(ending, str(said.value))
+    assert (socket.gethostname().lower() in str(said.value).lower()) == needs_token
+
+
+def has_ipv6_loopback() -> bool:
+    try:
+        listen("::1", 0).close()
+    except ValueError:
+        return False
+    return True
 
 
 # A real server
@@ -236,6 +260,9 @@ def test_events_reach_a_listener_within_two_seconds_of_a_commit(tmp_path: Path) 
     run_events: list[tuple[str, Any, float]] = []
     list_events: list[tuple[str, Any, float]] = []
     with serve(runs, "--no-browser") as (address, process):
+        assert address.startswith("http://127.0.0.1:")
+        maps = Path(f"/proc/{process.pid}/maps")
+        assert not maps.exists() or "libtorch" not in maps.read_text(encoding="utf-8")
         recorder = Recorder.create(runs / "a", dump(resolve("bandit")))
         log_step(recorder, 1, 0.5)
         recorder.commit()
@@ -320,8 +347,6 @@ def test_a_page_that_saw_the_end_hears_of_a_restart_between_two_looks(tmp_path: 
 
 def test_a_run_is_not_watched_after_its_last_listener_left(tmp_path: Path) -> None:
     """The watcher of a stream ends with its last listener."""
-    import asyncio
-
     make_run(tmp_path / "a")
     watching = live.Live(Runs(tmp_path))
 
@@ -336,42 +361,21 @@ def test_a_run_is_not_watched_after_its_last_listener_left(tmp_path: Path) -> No
     asyncio.run(asyncio.wait_for(look(), 10))
 
 
-def test_the_viewer_loads_no_torch_and_listens_on_loopback(root: Path) -> None:
-    with serve(root) as (address, process):
-        assert httpx.get(address + "api/runs").json()["runs"][0]["run"] == "lake"
-        assert address.startswith("http://127.0.0.1:")
-        maps = Path(f"/proc/{process.pid}/maps")
-        assert not maps.exists() or "libtorch" not in maps.read_text(encoding="utf-8")
-
-
-def test_a_token_is_printed_when_the_host_is_not_loopback(root: Path) -> None:
-    with serve(root, "--host", "0.0.0.0") as (address, _):
-        port, token = re.findall(r":(\d+)/\?token=(\S{20,})$", address)[0]
-        here = f"http://127.0.0.1:{port}"
-        assert httpx.get(f"{here}/api/runs").status_code == 403
-        with httpx.Client(follow_redirects=True) as client:
-            assert client.get(f"{here}/?token={token}").status_code == 200
-            assert client.get(f"{here}/api/runs").status_code == 200
-
-
 # The command
 
 
 def test_invalid_arguments_are_one_line_and_exit_code_2(tmp_path: Path, capsys: Capture) -> None:
-    def error_of(*arguments: str) -> str:
-        assert main(["view", *arguments]) == 2
-        output = capsys.readouterr()
-        assert output.err.startswith("ragen: ") and output.err.count("\n") == 1
-        return output.err
-
-    assert "there is no folder" in error_of(str(tmp_path / "none"))
-    assert "expected a whole number from 0 to 65535" in error_of(str(tmp_path), "--port", "70000")
     with listen("127.0.0.1", 0) as taken:
-        port = str(taken.getsockname()[1])
-        assert "already in use; choose another one with --port" in error_of(
-            str(tmp_path), "--port", port
-        )
-    assert "--host is empty" in error_of(str(tmp_path), "--host", "")
+        for folder, options, message in (
+            (tmp_path / "none", [], "there is no folder"),
+            (tmp_path, ["--port", "70000"], "expected a whole number from 0 to 65535"),
+            (tmp_path, ["--port", str(taken.getsockname()[1])], "already in use; choose another"),
+            (tmp_path, ["--host", ""], "--host is empty"),
+            (tmp_path, ["--tls-key", "key.pem"], "name it with --tls-cert"),
+        ):
+            assert main(["view", str(folder), *options]) == 2
+            error = capsys.readouterr().err
+            assert error.startswith("ragen: ") and error.count("\n") == 1 and message in error
 
 
 def test_a_browser_is_opened_only_on_a_local_display(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,12 +390,3 @@ def test_a_browser_is_opened_only_on_a_local_display(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("SSH_CONNECTION")
     monkeypatch.setenv("CI", "true")
     assert not servers._has_browser()
-
-
-def test_the_server_listens_on_an_ipv6_address() -> None:
-    if not socket.has_ipv6:
-        pytest.skip("this machine has no IPv6")
-    try:
-        listen("::1", 0).close()
-    except ValueError:
-        pytest.skip("this machine has no IPv6 loopback")

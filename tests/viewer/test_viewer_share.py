@@ -10,7 +10,10 @@ import re
 import resource
 import socket
 import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from ragen.storage.database import DATABASE, new_run_folder
 from ragen.storage.recorder import Recorder
 from ragen.viewer import bundle
 from ragen.viewer.share import Anonymizer, _shorten, key_of, share
+from tests.shared import own
 
 ATTACKS = (
     "</script><script>alert(1)</script>",
@@ -40,16 +44,20 @@ ATTACKS = (
 )
 
 
-each_selection = pytest.mark.parametrize(
-    "selection", [{}, {"episode": 1}, {"group": 2}], ids=["run", "episode", "group"]
-)
+@pytest.fixture(autouse=True, scope="module")
+def bundled_once() -> Iterator[None]:
+    """Bundle the front end once for all files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundle, "bundle", cache(bundle.bundle))
+        yield
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run whose model writes attacks, in a folder with a space in its path."""
-    folder = new_run_folder(tmp_path / "my runs", "made")
-    config = resolve("bandit", {"env.name": f"{tmp_path}/secret place/w.py:World"})
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose model writes attacks, in a folder with a space in its path. Read only."""
+    place = tmp_path_factory.mktemp("shared")
+    folder = new_run_folder(place / "my runs", "made")
+    config = resolve("bandit", {"env.name": f"{place}/secret place/w.py:World"})
     with Recorder.create(folder, dump(config)) as recorder:
         recorder.log(1, {"reward/mean": last(1.0), "success/mean": last(0.5)})
         recorder.event(1, "alarm", f"see {folder}/checkpoints and /home/alice/x.log", {"a": 1})
@@ -59,7 +67,23 @@ def run(tmp_path: Path) -> Path:
             recorder.episodes(step, [_hostile_group(7)], phase="eval")
             recorder.log(step, {"reward/mean": last(1.0)})
             recorder.cross_scores(step, "first", [[-1.0]], [0], [ATTACKS[0]], ["x"])
+    with closing(sqlite3.connect(folder / DATABASE)) as connection, connection:
+        connection.execute("UPDATE episodes SET env = ?", (f"{place}/w.py:World",))
     return folder
+
+
+@pytest.fixture(scope="module")
+def texts(run: Path) -> dict[str, str]:
+    """The files of the run, of an episode and of a group."""
+    selections: dict[str, dict[str, int]] = {"run": {}, "episode": {"episode": 2}}
+    selections["group"] = {"group": 3}
+    return {
+        kind: share(run, run.parent / f"{kind}.html", **selection).read_text("utf-8")
+        for kind, selection in selections.items()
+    }
+
+
+each_kind = pytest.mark.parametrize("kind", ["run", "episode", "group"])
 
 
 def _hostile_group(number: int) -> Group:
@@ -94,10 +118,6 @@ class Elements(HTMLParser):
             self.elements[-1] = (tag, attributes, text + data)
 
 
-def share_text(run: Path, **selection: int) -> str:
-    return share(run, run.parent / "shared.html", **selection).read_text("utf-8")
-
-
 def data_of(text: str) -> dict[str, Any]:
     ((_, _, data),) = (
         each for each in Elements(text).elements if each[1].get("id") == "ragen-data"
@@ -109,11 +129,11 @@ def data_of(text: str) -> dict[str, Any]:
 # ---- one page
 
 
-@each_selection
+@each_kind
 def test_a_file_loads_nothing_and_executes_only_its_own_scripts(
-    run: Path, selection: dict[str, int]
+    texts: dict[str, str], kind: str
 ) -> None:
-    page = Elements(share_text(run, **selection))
+    page = Elements(texts[kind])
     policy = next(value for _, _, value in page.attributes if (value or "").startswith("default"))
     assert policy is not None and "'unsafe" not in policy
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
@@ -128,10 +148,9 @@ def test_a_file_loads_nothing_and_executes_only_its_own_scripts(
     assert "connect-src" not in policy  # So default-src forbids all connections.
 
 
-def test_texts_of_models_are_embedded_as_data(run: Path) -> None:
-    text = share_text(run, episode=1)
-    data = data_of(text)
-    turns = data["/api/episode?episode=1&run=made-1"]["turns"]
+def test_texts_of_models_are_embedded_as_data(texts: dict[str, str]) -> None:
+    text = texts["episode"]
+    turns = data_of(text)["/api/episode?episode=2&run=made-1"]["turns"]
     kept = [attack.replace("\x00", "") for attack in ATTACKS]
     assert [each["observation"].replace("\x00", "") for each in turns] == kept
     script = text[text.index('id="ragen-data"') : text.index("licences")]
@@ -150,49 +169,25 @@ def test_embedded_json_cannot_end_its_element() -> None:
 # ---- contents
 
 
-def test_the_file_of_an_episode_holds_its_answers(run: Path) -> None:
-    text = share_text(run, episode=2)
-    data = data_of(text)
-    assert set(data) == {
-        "/api/run?run=made-1",
-        "/api/episode?episode=2&run=made-1",
-        "/api/tokens?episode=2&run=made-1",
-    }
-    assert 'data-start="#/episode/made-1/2"' in text
+def test_the_files_hold_their_answers(texts: dict[str, str]) -> None:
+    run, episode, group = (data_of(texts[kind]) for kind in ("run", "episode", "group"))
+    asked = {"/api/run?", "/api/episode?episode=2&", "/api/tokens?episode=2&"}
+    assert set(episode) == {f"{each}run=made-1" for each in asked}
+    assert 'data-start="#/episode/made-1/2"' in texts["episode"]
 
+    found = group["/api/group?attempt=0&group=1&phase=train&run=made-1&step=1"]
+    assert [each["id"] for each in found["episodes"]] == [3, 4]
+    assert {f"/api/episode?episode={number}&run=made-1" for number in (3, 4)} <= set(group)
 
-def test_the_file_of_a_group_holds_its_episodes(run: Path) -> None:
-    data = data_of(share_text(run, group=3))
-    group = data["/api/group?attempt=0&group=1&phase=train&run=made-1&step=1"]
-    members = [each["id"] for each in group["episodes"]]
-    assert members == [3, 4]
-    assert {f"/api/episode?episode={number}&run=made-1" for number in members} <= set(data)
-
-
-def test_the_file_of_a_run_holds_its_pages(run: Path) -> None:
-    text = share_text(run)
-    data = data_of(text)
-    pages = html.unescape(text.split('data-pages="')[1].split('"')[0]).split()
+    pages = html.unescape(texts["run"].split('data-pages="')[1].split('"')[0]).split()
     assert pages == [f"#/{page}/made-1" for page in ("run", "evaluations", "collapse", "levels")]
-    curves = data["/api/metrics?run=made-1"]["names"]
-    assert set(curves) == {"reward/mean", "success/mean"}
-    collapse = data["/api/collapse?run=made-1"]
-    assert [each["step"] for each in collapse["matrix_steps"]] == [1, 2]
-    assert all(f"/api/matrix?path=first&run=made-1&step={step}" in data for step in (1, 2))
-    (level,) = data["/api/levels?run=made-1"]["levels"]
-    env, seed = level["env"], level["level_seed"]
-    assert f"/api/level?env={env}&level_seed={seed}&phase=eval&run=made-1" in data
-
-
-def test_the_file_of_a_run_holds_the_levels_of_an_environment_in_a_file(run: Path) -> None:
-    with sqlite3.connect(run / DATABASE) as connection:
-        connection.execute("UPDATE episodes SET env = ?", (f"{run.parent}/w.py:World",))
-    data = data_of(share_text(run))
-    (level,) = data["/api/levels?run=made-1"]["levels"]
-    assert level["env"] == "w.py:World"
+    assert set(run["/api/metrics?run=made-1"]["names"]) == {"reward/mean", "success/mean"}
+    assert [each["step"] for each in run["/api/collapse?run=made-1"]["matrix_steps"]] == [1, 2]
+    assert all(f"/api/matrix?path=first&run=made-1&step={step}" in run for step in (1, 2))
+    (level,) = run["/api/levels?run=made-1"]["levels"]
     place = f"env=w.py%3AWorld&level_seed={level['level_seed']}&phase=eval"
-    played = data[f"/api/level?{place}&run=made-1"]["episodes"]
-    assert {each["env"] for each in played} == {"w.py:World"}
+    played = run[f"/api/level?{place}&run=made-1"]["episodes"]
+    assert {each["env"] for each in (level, *played)} == {"w.py:World"}
     assert {each["step"] for each in played} == {1, 2}
 
 
@@ -214,10 +209,18 @@ def test_keys_equal_those_of_the_front_end() -> None:
 # ---- anonymity
 
 
-@each_selection
-def test_a_file_reveals_nothing_about_this_machine(run: Path, selection: dict[str, int]) -> None:
-    text = share_text(run, **selection)
-    for secret in (run.parent, Path(__file__).parent, Path.home(), "/home/alice", "secret place"):
+@each_kind
+def test_a_file_reveals_nothing_about_this_machine(
+    run: Path, texts: dict[str, str], kind: str
+) -> None:
+    text = texts[kind]
+    for secret in (
+        run.parent.parent,
+        Path(__file__).parent,
+        Path.home(),
+        "/home/alice",
+        "secret place",
+    ):
         assert str(secret) not in text
     assert socket.gethostname() not in text
     assert "World" in text  # The name of the environment is kept.
@@ -245,9 +248,9 @@ def test_paths_are_shortened_outside_texts_of_models() -> None:
 
 
 def test_export_writes_a_file_and_never_overwrites_one(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = run.parent / "x.html"
+    out = tmp_path / "x.html"
     assert main(["view", str(run), "--export", str(out), "--episode", "1"]) == 0
     assert f"{out}" in capsys.readouterr().out
     before = out.read_bytes()
@@ -256,50 +259,35 @@ def test_export_writes_a_file_and_never_overwrites_one(
     assert out.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--episode", "1", "--group", "1"], "leave the other out"),
-        (["--episode", "999"], "there is no episode 999"),
-    ],
-)
-def test_invalid_options_are_refused_and_leave_no_file(
-    run: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_mistakes_are_refused_and_leave_no_file(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = run.parent / "x.html"
-    assert main(["view", str(run), "--export", str(out), *options]) == 2
-    assert message in capsys.readouterr().err
-    assert not out.exists()
-
-
-def test_export_is_refused_without_a_run_and_options_without_export(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["view", str(tmp_path), "--export", str(tmp_path / "x.html")]) == 2
-    assert "no run" in capsys.readouterr().err
-    assert main(["view", "--episode", "3"]) == 2
-    assert "--export" in capsys.readouterr().err
-
-
-def test_a_full_disk_leaves_no_partial_file(run: Path) -> None:
-    out = run.parent / "x.html"
+    out = str(tmp_path / "x.html")
+    for arguments, message in (
+        ([str(run), "--export", out, "--episode", "1", "--group", "1"], "leave the other out"),
+        ([str(run), "--export", out, "--episode", "999"], "there is no episode 999"),
+        ([str(tmp_path), "--export", out], "no run"),
+        (["--episode", "3"], "--export"),
+    ):
+        assert main(["view", *arguments]) == 2
+        assert message in capsys.readouterr().err
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         with pytest.raises(RagenError, match="cannot write"):
-            share(run, out, episode=1)
+            share(run, Path(out), episode=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not out.exists()
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_of_another_schema_is_refused(run: Path) -> None:
-    connection = sqlite3.connect(run / DATABASE)
-    connection.execute("PRAGMA user_version = 99")
-    connection.close()
+def test_a_run_of_another_schema_is_refused(run: Path, tmp_path: Path) -> None:
+    other = own(run, tmp_path)
+    with closing(sqlite3.connect(other / DATABASE)) as connection:
+        connection.execute("PRAGMA user_version = 99")
     with pytest.raises(RagenError, match="schema 99"):
-        share(run, run.parent / "x.html")
-    assert not (run.parent / "x.html").exists()
+        share(other, tmp_path / "x.html")
+    assert not (tmp_path / "x.html").exists()
 
 
 # ---- modules as one script
@@ -331,19 +319,13 @@ def test_modules_become_functions_in_the_order_of_their_imports(tmp_path: Path) 
     assert not re.search(r"^(import|export)", script, re.M)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_an_unsupported_or_circular_import_is_refused(tmp_path: Path) -> None:
+    for text in (
         *("export let x = 1;", 'export * from "./b.js";', 'import * as b from "./b.js";'),
         *('import "./b.js";', "import(`./${name}.js`);"),
-    ],
-)
-def test_an_unsupported_import_or_export_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(AssertionError, match="a form that a shared file cannot have"):
-        bundle_of(tmp_path, app=text)
-
-
-def test_a_circular_import_is_refused(tmp_path: Path) -> None:
+    ):
+        with pytest.raises(AssertionError, match="a form that a shared file cannot have"):
+            bundle_of(tmp_path, app=text)
     with pytest.raises(AssertionError, match="imports itself"):
         bundle_of(tmp_path, app='import b from "./b.js";', b='import a from "./app.js";')
 

@@ -88,7 +88,7 @@ def replies(name: str) -> st.SearchStrategy[list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), window=st.sampled_from([0, 1, 2]))
 def test_every_sampled_token_is_trained_once_and_no_other(
     name: str, data: st.DataObject, window: int

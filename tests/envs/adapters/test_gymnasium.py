@@ -19,10 +19,7 @@ from ragen.envs.registry import env_class, make
 from ragen.evaluation.baselines import Budget, sample_baselines, sources
 from tests.adapted import measured_floor, noise_of, random_episodes, random_names
 
-TOY_TEXT = (
-    *("FrozenLake-v1", "FrozenLake8x8-v1", "Taxi-v4", "CliffWalking-v1"),
-    *("CliffWalkingSlippery-v1", "Blackjack-v1"),
-)
+TOY_TEXT = (*("FrozenLake-v1", "Taxi-v4", "CliffWalkingSlippery-v1", "Blackjack-v1"),)
 MINIGRID = ("MiniGrid-Empty-5x5-v0", "MiniGrid-DoorKey-5x5-v0", "MiniGrid-Dynamic-Obstacles-5x5-v0")
 
 
@@ -149,7 +146,7 @@ def test_environment_keeps_the_contract(target):
 
 
 def test_floor_is_that_of_a_simulation_without_ragen():
-    level, draws, target = 123, 200, "FrozenLake-v1"
+    level, draws, target = 123, 60, "FrozenLake-v1"
     names = random_names(level, ("Left", "Down", "Right", "Up"))
     env = gymnasium.make(target)
     returns = []
@@ -192,13 +189,11 @@ def exact_lake(transitions, actions):
     return solved
 
 
-def best_lake(transitions, place, moves):
-    """The highest chance to reach the goal, where each move is seen before the next."""
-    if moves == 0:
-        return 0.0
+def best_lake(transitions, place, after):
+    """The highest chance to reach the goal, of a move and the chances `after` it in each place."""
     return max(
         sum(
-            chance * (reward if ended else best_lake(transitions, there, moves - 1))
+            chance * (reward if ended else after[there])
             for chance, there, reward, ended in outcomes
         )
         for outcomes in transitions[place].values()
@@ -209,10 +204,10 @@ def test_optimal_play_of_the_lake_is_the_best_of_all_courses_and_the_solver_play
     env = make("gymnasium:FrozenLake-v1")
     env.reset(seed=1)
     transitions = gymnasium.make("FrozenLake-v1").unwrapped.P
-    for moves in (5, 6, 7):
-        assert env.baselines(moves, 1, moves).optimal == pytest.approx(
-            best_lake(transitions, 0, moves)
-        )
+    best = [0.0] * len(transitions)
+    for moves in range(1, 8):
+        best = [best_lake(transitions, place, best) for place in transitions]
+        assert env.baselines(moves, 1, moves).optimal == pytest.approx(best[0])
     # Two moves at once see less, and a turn of one move is allowed.
     assert env.baselines(10, 2, 20).optimal < env.baselines(20, 1, 20).optimal
     assert env.baselines(6, 2, 6).optimal == env.baselines(6, 1, 6).optimal
@@ -220,8 +215,8 @@ def test_optimal_play_of_the_lake_is_the_best_of_all_courses_and_the_solver_play
     any_end.reset(seed=1)
     assert any_end.baselines(9, 1, 9).optimal > 0.9
     chance = env.baselines(10, 1, 10).optimal
-    found = sample_baselines(env, Budget(10, 1, 10), 123, 400)
-    assert abs(found.optimal - chance) < 3 * (chance * (1 - chance) / 400) ** 0.5
+    found = sample_baselines(env, Budget(10, 1, 10), 123, 100)
+    assert abs(found.optimal - chance) < 3 * (chance * (1 - chance) / 100) ** 0.5
 
 
 def shortest(transitions, start):

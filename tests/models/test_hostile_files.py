@@ -1,0 +1,438 @@
+"""Model folders are data: whatever their files hold, they are loaded or refused in one line.
+
+`HOSTILE` is a table of files as an attacker would write them, or as a disk would damage them;
+`mutate` changes bytes and JSON fields at random. Nothing in a folder is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+from ragen.cli.main import main
+from ragen.core.errors import RagenError
+from ragen.models import model_files
+from ragen.models.adapter_folder import put_on, save_adapter
+from ragen.models.loading import load_policy, load_tokenizer, save_model
+from ragen.models.lora import attach
+from ragen.models.model_files import check_config
+from ragen.models.names import base_of
+from tests.tiny import tiny_model, tiny_tokenizer
+
+WORDS = tiny_tokenizer("chatml")
+RAW = re.compile(
+    "has no attribute|not supported between|does not support|unhashable|argument of type|"
+    "list indices|name must be string|not callable"
+)
+"""Words of Python, which name neither a file nor a field."""
+BIG = 10**9
+CODE = "import pathlib; pathlib.Path(__file__).with_name('executed').touch()\n"
+THEIRS = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
+Change = Callable[[Path], Any]
+
+
+def set_field(folder: Path, file: str, **values: Any) -> None:
+    """Set keys of a JSON file."""
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def fields(file: str, **values: Any) -> Change:
+    return lambda folder: set_field(folder, file, **values)
+
+
+def text(file: str, content: str | bytes) -> Change:
+    data = content if isinstance(content, bytes) else content.encode()
+    return lambda folder: (folder / file).write_bytes(data)
+
+
+def header(content: bytes, length: int | None = None) -> Change:
+    """Weights of 64 bytes with this header, which may lie about its length."""
+    size = len(content) if length is None else length
+    return text("model.safetensors", size.to_bytes(8, "little") + content + b"\0" * 64)
+
+
+def instead(file: str, make: Change) -> Change:
+    """The file is removed, and `make(its path)` puts something else there."""
+
+    def change(folder: Path) -> None:
+        (folder / file).unlink()
+        make(folder / file)
+
+    return change
+
+
+def index(shard: Any, **more: Any) -> Change:
+    """The weights are elsewhere, and an index names `shard` in their place."""
+
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+        shutil.copy(folder.parent / "canary.pickle", folder / "pytorch_model.bin")
+        content = {"metadata": {}, "weight_map": {"lm_head.weight": shard}} | more
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+    return change
+
+
+def twice(folder: Path) -> None:
+    """Two shards hold the same tensors."""
+    shutil.copy(folder / "model.safetensors", folder / "a.safetensors")
+    (folder / "model.safetensors").rename(folder / "b.safetensors")
+    content = {"metadata": {}, "weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+def terabyte(path: Path) -> None:
+    """Zeros that take no space, with a header that describes them."""
+    side = 2**19
+    tensor = {"dtype": "F32", "shape": [side, side], "data_offsets": [0, 4 * side**2]}
+    head = json.dumps({"lm_head.weight": tensor}).encode()
+    with path.open("wb") as opened:
+        opened.write(len(head).to_bytes(8, "little") + head)
+        opened.truncate(8 + len(head) + 4 * side**2)
+
+
+HOSTILE: dict[str, Change] = {
+    "an index that names a pickle": index("pytorch_model.bin"),
+    "an index that leads outside": index("../outside.safetensors"),
+    "an index with an absolute path": index("/etc/hostname.safetensors"),
+    "an index with a number": index(7),
+    "an index whose metadata is a list": index("lm_head.safetensors", metadata=[]),
+    "two shards with one tensor": twice,
+    "a pickle in place of safetensors": instead(
+        "model.safetensors", lambda path: shutil.copy(path.parents[1] / "canary.pickle", path)
+    ),
+    "weights of another name": fields("config.json", transformers_weights="adapter_model.bin"),
+    "weights that are a device": instead(
+        "model.safetensors", lambda path: path.symlink_to("/dev/zero")
+    ),
+    "weights that lead in a circle": instead(
+        "model.safetensors", lambda path: path.symlink_to(path)
+    ),
+    "weights that are a folder": instead("model.safetensors", Path.mkdir),
+    "weights of a terabyte": instead("model.safetensors", terabyte),
+    **{f"a pipe: {name}": instead(name, os.mkfifo) for name in ("config.json", "tokenizer.json")},
+    "an endless header": header(b"{", 2**62),
+    "a header of another length": header(b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'),
+    "a header that overlaps": header(
+        b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},'
+        b'"b":{"dtype":"F32","shape":[4],"data_offsets":[8,24]}}'
+    ),
+    "a header of a huge shape": header(
+        b'{"a":{"dtype":"F32","shape":[9223372036854775807,9],"data_offsets":[0,4]}}'
+    ),
+    "another encoding": text("config.json", '{"model_type": "qwen2é"}'.encode("latin1")),
+    "a deep config": text("config.json", "[" * 100_000),
+    "a long number": text("config.json", '{"vocab_size": ' + "1" * 4301 + "}"),
+    "a generation config of text": text("generation_config.json", "[]"),
+    "a surrogate": text("tokenizer_config.json", '{"tokenizer_class": "\\ud800"}'),
+    **{
+        f"config.json: {values}": fields("config.json", **values)
+        for values in (
+            *({"num_hidden_layers": BIG}, {"num_labels": BIG}, {"hidden_size": 65_536}),
+            *({"vocab_size": BIG}, {"num_attention_heads": 0}, {"num_key_value_heads": -2}),
+            *({"num_attention_heads": 32}, {"pad_token_id": BIG}, {"max_position_embeddings": BIG}),
+            *({"return_dict": False}, {"text_config": {"a": 1}}, {"to_dict": {}}, {"dtype": "x"}),
+            *({"sub_configs": {"a": 1}}, {"id2label": "x"}, {"hidden_act": "theirs"}),
+            *({"_attn_implementation": 1}, {"_attn_implementation": "evil/kernel"}),
+            {"model_type": "theirs", "auto_map": THEIRS},
+        )
+    },
+    **{
+        f"tokenizer_config.json: {values}": fields("tokenizer_config.json", **values)
+        for values in (
+            *({"model_max_length": "x"}, {"tokenizer_class": 0}, {"tokenizer_object": "x"}),
+            {"added_tokens_decoder": [1]},
+        )
+    },
+    "an added token far away": fields(
+        "tokenizer_config.json",
+        added_tokens_decoder={str(BIG): {"content": "<far>", "special": True}},
+    ),
+    "a tokenizer that erases": fields(
+        "tokenizer.json",
+        normalizer={"type": "Replace", "pattern": {"Regex": "[^<>|]"}, "content": ""},
+    ),
+    "a token far away": fields(
+        "tokenizer.json", model={"type": "BPE", "vocab": {"a": BIG}, "merges": []}
+    ),
+    "an adapter beside the model": text(
+        "adapter_config.json", '{"peft_type": "LORA", "base_model_name_or_path": "theirs"}'
+    ),
+    "a template that asks for all memory": text("chat_template.jinja", "{{ 'a' * 10**11 }}"),
+}
+"""What is wrong with a folder, and the change that makes it so."""
+
+WITHOUT_EFFECT: dict[str, Change] = {
+    "nothing": lambda folder: None,
+    "code for a known model": fields("config.json", auto_map=THEIRS),
+    "code for the tokenizer": fields(
+        "tokenizer_config.json",
+        tokenizer_class="Theirs",
+        auto_map={"AutoTokenizer": ["theirs.Theirs", None]},
+    ),
+    "a tokenizer in another file": fields("tokenizer_config.json", tokenizer_file="/dev/zero"),
+}
+"""Changes after which the folder is still loaded: what they name is not used."""
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model's folder, with code and a pickle at hand that leave a file when executed."""
+    folder = tmp_path_factory.mktemp("models") / "good"
+    save_model(tiny_model(WORDS), WORDS, folder)
+    for name in ("theirs.py", "custom_generate/generate.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(CODE)
+    command = f"import pathlib; pathlib.Path({str(folder.parent / 'executed')!r}).touch()"
+    opcodes = b"cbuiltins\nexec\n(V" + command.encode() + b"\ntR."
+    (folder.parent / "canary.pickle").write_bytes(opcodes)
+    return folder
+
+
+@contextmanager
+def copied(good: Path) -> Iterator[Path]:
+    """A copy of the good folder beside it, where the canaries are."""
+    copy = shutil.copytree(good, good.with_name("copy"))
+    try:
+        yield copy
+    finally:
+        shutil.rmtree(copy)
+
+
+@pytest.fixture
+def folder(good: Path) -> Iterator[Path]:
+    with copied(good) as copy:
+        yield copy
+
+
+@contextmanager
+def limited_memory(size: int = 8 * 2**30) -> Iterator[None]:
+    """Refuse this process more than `size` bytes beyond those it has reserved."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def executed(good: Path) -> list[Path]:
+    return list(good.parent.rglob("executed"))
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    with pytest.raises(RagenError) as caught:
+        load_policy(folder, "cpu", "float32", **options)
+    line = str(caught.value)
+    assert "\n" not in line and len(line) < 1000 and not RAW.search(line)
+    return line
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_in_one_line(good: Path, folder: Path, name: str) -> None:
+    HOSTILE[name](folder)
+    with limited_memory():
+        refusal(folder)
+    assert executed(good) == []
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_names_of_code_and_files_elsewhere_have_no_effect(
+    good: Path, folder: Path, name: str
+) -> None:
+    WITHOUT_EFFECT[name](folder)
+    assert load_policy(folder, "cpu", "float32") and executed(good) == []
+
+
+VALUES: tuple[Any, ...] = (
+    *(None, True, 0, -1, 1, BIG, 2**63, 10**400, 1.5, float("nan"), float("inf"), -1e308),
+    *("", "x", "../../x", "é\ud800", "a" * 10_000, [], [[]], {}, {"": None}, [BIG], ["x", None]),
+)
+"""What a field of a JSON file is replaced by."""
+
+
+def mutate(path: Path, draw: random.Random) -> None:
+    """Change one place of a file: a field of JSON, or bytes."""
+    if path.suffix == ".json" and draw.random() < 0.75:
+        content = json.loads(path.read_text("utf-8"))
+        found = list(places(content))
+        if path.name == "tokenizer.json":  # a vocabulary has many entries, which say little
+            found = draw.sample(found, 40) + [each for each in found if each[2] <= 2]
+        holder, key, _ = draw.choice(found)
+        if draw.random() < 0.2:
+            del holder[key]
+        else:
+            holder[key] = draw.choice(VALUES)
+        path.write_text(json.dumps(content), "utf-8")
+        return
+    data = bytearray(path.read_bytes())
+    start = draw.randrange(draw.choice((len(data), min(len(data), 400))))  # the head matters most
+    kind = draw.choice(("cut", "flip", "insert", "remove"))
+    if kind == "flip":
+        data[start] ^= 1 << draw.randrange(8)
+    elif kind == "insert":
+        data[start:start] = draw.randbytes(draw.choice((1, 5, 1000)))
+    else:
+        del data[start : None if kind == "cut" else start + draw.choice((1, 8, 100))]
+    path.write_bytes(data)
+
+
+def places(value: Any, depth: int = 1) -> Iterator[tuple[Any, Any, int]]:
+    """All places in nested JSON: the object or list, the key or index, and the depth."""
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        yield value, key, depth
+        if isinstance(each, dict | list):
+            yield from places(each, depth + 1)
+
+
+@given(st.integers(0, 2**32))
+def test_a_mutated_folder_is_loaded_or_refused_in_one_line(good: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    with copied(good) as folder, limited_memory():
+        files = sorted(path for path in folder.glob("*.*") if path.suffix != ".py")
+        mutate(draw.choice(files), draw)
+        try:
+            load_policy(folder, "cpu", "float32")
+        except RagenError as error:
+            assert "\n" not in str(error)
+    assert executed(good) == []
+
+
+# What is checked before memory is taken.
+
+
+def test_a_token_far_away_is_refused_before_tables_are_filled(folder: Path) -> None:
+    HOSTILE["a token far away"](folder)
+    with limited_memory(2**29), pytest.raises(RagenError, match="a token has the id 1000000000"):
+        load_tokenizer(folder, folder)
+
+
+def test_weights_that_are_too_large_are_refused_before_memory_is_taken(folder: Path) -> None:
+    assert "use a smaller model" in refusal(folder, free=1000)
+    set_field(folder, "config.json", hidden_size=2**14, intermediate_size=2**17)
+    with limited_memory(2**28):
+        assert re.search(r"describes \d+ numbers where", refusal(folder))
+
+
+def test_weights_of_a_terabyte_are_refused_before_they_are_hashed_or_read(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    HOSTILE["weights of a terabyte"](folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model_files.os, "sysconf", lambda _: 2**17)  # a memory of 16 GiB
+    for command in (
+        ["train", "paper/bandit", "--model", str(folder)],
+        ["eval", str(folder), "--env", "bandit"],
+    ):
+        start = time.perf_counter()
+        assert main(command) == 2
+        assert "the weights take 1024 GiB" in capsys.readouterr().err.splitlines()[-1]
+        assert time.perf_counter() - start < 30
+    assert list(tmp_path.rglob("*.sqlite")) == []
+
+
+# What is not refused.
+
+
+def test_a_model_in_the_layout_of_the_hub_cache_is_loaded(folder: Path, tmp_path: Path) -> None:
+    """There each file is a link to a blob outside the folder; shards are links too."""
+    model = tiny_model(WORDS)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="50KB")
+    snapshot, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(p for p in folder.iterdir() if p.is_file())):
+        shutil.copy(path, blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    loaded, _ = load_policy(snapshot, "cpu", "float32")
+    probe = torch.arange(6)[None]
+    assert torch.equal(loaded(probe).logits, model(probe).logits)
+
+
+def test_the_default_configs_of_common_models_are_accepted(tmp_path: Path) -> None:
+    for kind in ("gpt2", "llama", "qwen2", "qwen3"):
+        check_config(json.loads(AutoConfig.for_model(kind).to_json_string(False)), tmp_path)
+
+
+@pytest.mark.slow
+def test_the_default_config_of_every_causal_language_model_is_accepted(tmp_path: Path) -> None:
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING.keys():  # noqa: SIM118 (its iterator gives no classes)
+        if kind.__name__ not in ("MusicgenConfig", "MusicgenMelodyConfig"):  # without defaults
+            check_config(json.loads(kind().to_json_string(use_diff=False)), tmp_path)
+
+
+def test_truncation_and_padding_of_a_tokenizer_file_are_off(folder: Path) -> None:
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    pad = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None}
+    pad |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+    set_field(folder, "tokenizer.json", truncation=cut, padding=pad)
+    tokenizer: Any = load_tokenizer(folder, folder)
+    assert 2 < len(tokenizer.backend_tokenizer.encode("go up then left").ids) < 64
+
+
+# Adapters.
+
+
+@pytest.fixture(scope="module")
+def adapter(good: Path) -> Path:
+    model, _ = load_policy(good, "cpu", "float32")
+    attach(model, ("policy",), rank=3, alpha=6, targets="all-linear", seed=0, base=str(good))
+    save_adapter(model, good.with_name("adapter"))
+    return good.with_name("adapter")
+
+
+ADAPTERS: list[tuple[dict[str, Any], str]] = [
+    ({"r": 10**9}, "rank r = 1000000000 is not that of its weights"),
+    ({"r": "x"}, "rank r = 'x'"),
+    ({"rank_pattern": [1]}, "rank_pattern = .1. is no table"),
+    ({"lora_alpha": float("nan")}, "lora_alpha = nan is no usable number"),
+    ({"target_modules": "(([a-z_.0-9]*)*)*!"}, "may take forever to match"),
+    ({"target_modules": [7]}, "7 is no name of a layer"),
+    ({"peft_type": "theirs"}, "is not plain LoRA"),
+    ({"task_type": 7, "layers_to_transform": "x"}, "does not fit its base"),
+    ({"base_model_name_or_path": 7}, "names no base model"),
+    ({"base_model_name_or_path": "a\0b"}, "names no base model"),
+]
+
+
+def test_hostile_adapters_are_refused_in_one_line(
+    adapter: Path, good: Path, tmp_path: Path
+) -> None:
+    def refused(folder: Path, reason: str) -> None:
+        with pytest.raises(RagenError, match=reason) as caught:
+            base_of(folder)
+            put_on(base, folder)
+        assert "\n" not in str(caught.value)
+
+    base, _ = load_policy(good, "cpu", "float32")
+    for number, (values, reason) in enumerate(ADAPTERS):
+        folder = shutil.copytree(adapter, tmp_path / str(number))
+        set_field(folder, "adapter_config.json", **values)
+        refused(folder, reason)
+    folder = shutil.copytree(adapter, tmp_path / "weights")
+    terabyte(folder / "adapter_model.safetensors")
+    refused(folder, "is of another model")
+    (folder / "adapter_model.safetensors").unlink()
+    os.mkfifo(folder / "adapter_model.safetensors")
+    refused(folder, "is no regular file")

@@ -1,0 +1,401 @@
+"""A run that is stopped or killed, and resumed, has the results of one that nothing stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import resource
+import shlex
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ragen.core import files
+from ragen.core.errors import RagenError
+from ragen.core.stopping import SIGNALS, StopRequested
+from ragen.engines import saving
+from ragen.engines.learner import Learner
+from ragen.engines.sampler import Sampler
+from ragen.reports.facts import read_facts
+from ragen.reports.report import page
+from ragen.storage import checkpoint, recorder
+from ragen.storage.database import DATABASE
+from ragen.storage.recorder import Recorder
+from ragen.training import running
+from ragen.training.progress import Watcher
+from ragen.training.trainer import examine, resume, train
+from tests.shared import own
+from tests.training.runs import (
+    GAE,
+    SMALL,
+    NotedWatcher,
+    SendSignal,
+    assert_same_results,
+    exit_code,
+    fork,
+    kill_and_resume,
+    make_config,
+    recorded_results,
+    rows,
+    train_and_kill,
+    uninterrupted,
+    uninterrupted_run,
+)
+
+# Stops: the run is saved as of its last finished step.
+
+# An event, its occurrence since the last stop, a signal, and the number of finished steps by then.
+Moments = list[tuple[str, int, int, int]]
+MOMENTS: Moments = [
+    ("episode", 6, signal.SIGTERM, 1),  # of the second rollout: a step has four
+    ("step", 1, signal.SIGHUP, 2),  # before the evaluation of this step
+    ("evaluated", 2, signal.SIGXCPU, 3),  # the last but one; the greedy one is left
+]
+MORE_MOMENTS: Moments = [
+    ("evaluated", 1, signal.SIGINT, 0),
+    ("episode", 2, signal.SIGINT, 0),
+    ("evaluated", 3, signal.SIGINT, 2),
+    ("step", 1, signal.SIGINT, 3),
+]
+
+
+@pytest.mark.parametrize(
+    "moments", [MOMENTS, pytest.param(MORE_MOMENTS, marks=pytest.mark.slow)], ids=["", "more"]
+)
+def test_a_run_that_is_stopped_at_each_moment_equals_the_uninterrupted_run(
+    tmp_path: Path, moments: Moments
+) -> None:
+    config, run = make_config(**SMALL | GAE), tmp_path / "run"
+    handlers = [signal.getsignal(each) for each in SIGNALS]
+    for event, at, number, steps in moments:
+        watcher = SendSignal(event, at, number)
+        with pytest.raises(StopRequested, match=f"after {steps} steps; resume with: ragen resume"):
+            resume(run, watcher) if run.exists() else train(config, run, watcher=watcher)
+        assert [signal.getsignal(each) for each in SIGNALS] == handlers
+        assert checkpoint.newest(run).name == f"step-{steps}"
+        assert not list(run.glob(f"{DATABASE}-*")), "the database is a plain file again"
+    assert resume(run).after is not None
+    assert_same_results(run, uninterrupted(config))
+    query = "SELECT count(*) FROM metrics WHERE name = 'kl/reference' AND value > -1e-6"
+    assert rows(run, query) == [(3,)], "one in every step of a run with a reference"
+    events = rows(run, "SELECT kind, data FROM events ORDER BY id")
+    assert [(kind, json.loads(data)) for kind, data in events] == [
+        ("resume", {"checkpoint": f"step-{steps}"}) for *_, steps in moments
+    ]
+
+
+SHARED = GAE | {"model__critic": "shared", "steps": 2}
+HALF = GAE | {"model__dtype": "bfloat16", "steps": 2}
+MIXTURE = {"env__mix": {"bandit": 2, "bandit-rev": 1}, "rollout__num_groups": 3}
+UPDATES = {"budget": "updates", "steps": 6}  # a step of the mixture has four
+EASIER = {"curriculum__stages": [{"safe_reward": 0.5}], "curriculum__success": 0.01, "steps": 6}
+DAPO = {"algorithm": "dapo", "rollout__refill": 2, "steps": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "mixture": MIXTURE | SHARED | UPDATES,
+    "grpo": {"steps": 2},
+    "shared critic": SHARED,
+    "bfloat16": HALF,
+    "dapo": DAPO,
+    "curriculum": EASIER,
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["mixture", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS][1:])],
+)
+def test_every_kind_of_run_equals_the_uninterrupted_run_after_a_stop(
+    tmp_path: Path, kind: str
+) -> None:
+    """The mixture has a critic in the policy's model and a budget of updates."""
+    config, run = make_config(**SMALL | KINDS[kind]), tmp_path / "run"
+    with pytest.raises(StopRequested):
+        train(config, run, watcher=SendSignal("step", 1, signal.SIGINT))
+    resume(run)
+    assert_same_results(run, uninterrupted(config))
+    assert rows(run, "SELECT max(step) > 1 FROM metrics") == [(1,)]
+
+
+TWO_STEPS = SMALL | {"steps": 2}
+
+
+def test_a_second_signal_interrupts_immediately(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C, while the last step is saved, exits; older checkpoints stay intact."""
+    run, before = tmp_path / "run", running.write_state
+
+    def interrupted_write(folder: Path, state: dict[str, Any]) -> None:
+        if state["loop"]["step"] == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        before(folder, state)
+
+    config = make_config(**TWO_STEPS, checkpoint__every=0)
+    monkeypatch.setattr(running, "write_state", interrupted_write)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, run, watcher=SendSignal("step", 1, signal.SIGINT))
+    monkeypatch.undo()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-0"]
+    resume(run)
+    expected = uninterrupted(make_config(**TWO_STEPS))  # saved at each step, else equal
+    assert_same_results(run, {part: expected[part] for part in expected.keys() - {"state"}})
+
+
+def test_a_step_whose_episodes_all_fail_stops_the_run_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the server of an environment is gone; once it is back, the run goes on."""
+
+    class Unplugs(Watcher):
+        def step(self, step: int, metrics: Any) -> None:
+            if step == 1:
+                monkeypatch.setattr("ragen.envs.bandit.Bandit.step", lambda env, action: 1 / 0)
+
+    run = tmp_path / "my run"
+    said = (
+        "every episode: ZeroDivisionError.*; stopped after 1 steps; "
+        f"resume with: ragen resume {re.escape(shlex.quote(str(run)))}$"
+    )
+    config = make_config(**TWO_STEPS)
+    with monkeypatch.context() as monkeypatch, pytest.raises(RagenError, match=said):
+        train(config, run, watcher=Unplugs())
+    assert checkpoint.newest(run).name == "step-1"
+    resume(run)
+    assert_same_results(run, uninterrupted(config))
+
+
+YEARS = 10 * 365 * 86_400.0
+
+
+@pytest.mark.slow
+def test_a_clock_that_jumps_changes_no_result_and_no_duration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By ten years, forwards and back, from one look to the next; then it runs backwards."""
+    real, looks = time.time, [0]
+
+    def jumps() -> float:
+        looks[0] += 1
+        return real() + (YEARS, -YEARS)[looks[0] % 2] - 100.0 * looks[0]
+
+    config, run = make_config(**TWO_STEPS), tmp_path / "run"
+    expected = uninterrupted(config)
+    monkeypatch.setattr(time, "time", jumps)
+    with pytest.raises(StopRequested):
+        train(config, run, watcher=SendSignal("step", 1, signal.SIGINT))
+    result = resume(run)
+    assert looks[0] > 4
+    assert_same_results(run, expected)
+    times = "SELECT value FROM metrics WHERE name GLOB 'time/*_s' AND name != 'time/tokens_per_s'"
+    durations = [seconds for (seconds,) in rows(run, times)]
+    durations += [each.seconds for each in (result, *result.evaluations.values())]
+    assert len(durations) > 20 and all(0 <= seconds < 60 for seconds in durations)
+    assert page(read_facts(run))
+
+
+# Kills: the run goes on from its last checkpoint.
+
+PHASES: dict[str, tuple[tuple[Any, str], int]] = {  # a call in each, and which one since step 1
+    "rollout": ((Sampler, "_draw"), 5),
+    "update": ((Learner, "_apply"), 2),  # after the first epoch, or after the policy's update
+    "inside a commit": ((recorder, "write_tokens"), 1),
+    "evaluation": ((running, "evaluate_envs"), 1),
+    "writing a checkpoint": ((files, "flush"), 1),
+}
+MORE_PHASES: dict[str, tuple[tuple[Any, str], int]] = {
+    "inside an optimiser": ((torch.optim.AdamW, "step"), 2),
+    "before a commit": ((Recorder, "_write"), 1),
+    "after a commit": ((Watcher, "step"), 1),
+    "writing the weights": ((saving, "save_model"), 1),
+    "writing the state": ((running, "write_state"), 1),
+    "before a checkpoint gets its name": ((Path, "rename"), 1),
+    "after a checkpoint": ((checkpoint, "drop_old"), 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("phases", "more"),
+    [
+        pytest.param(PHASES, GAE, id="gae"),
+        pytest.param(MORE_PHASES, GAE, id="gae, more", marks=pytest.mark.slow),
+        pytest.param(PHASES | MORE_PHASES, {}, id="grpo", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_is_killed_in_each_phase_equals_the_uninterrupted_run(
+    tmp_path: Path, phases: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """It dies in the first evaluation, and then in each phase of the second step."""
+    config, run = make_config(**SMALL | more), tmp_path / "run"
+    train_and_kill(config, run, (running, "evaluate_envs"), 2, after="step-0")
+    for place, number in phases.values():
+        train_and_kill(config, run, place, number)
+        for folder in checkpoint.folders(run):
+            checkpoint.verified_state(folder)
+        assert not (run / "checkpoints" / "step-3").exists()
+    resume(run)
+    assert_same_results(run, uninterrupted(config))
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("more", [{}, GAE], ids=["grpo", "gae"])
+def test_resume_after_many_kills_equals_the_uninterrupted_run(
+    tmp_path: Path, more: dict[str, Any], seed: int
+) -> None:
+    config = make_config(**SMALL | more, steps=4, checkpoint__every=2)
+    assert kill_and_resume(tmp_path, config, 1.5, random.Random(seed), most=6) > 0
+    assert_same_results(tmp_path / "run", uninterrupted(config))
+
+
+def test_a_full_disk_leaves_saved_checkpoints_intact(own_bandit_run: Path) -> None:
+    """No file may grow beyond a size, which the database or a tensor file meets."""
+    run = own_bandit_run
+    before = sorted(checkpoint.folders(run))
+
+    def work() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+        resume(run, overrides={"steps": 4})
+
+    assert exit_code(fork(work)) == 2
+    for folder in before:
+        checkpoint.verified_state(folder)
+    assert not list((run / "checkpoints").glob(".*"))
+    resume(run, overrides={"steps": 4})
+    assert checkpoint.newest(run).name == "step-4"
+
+
+# Runs that have nothing to resume, or have lost a part.
+
+
+def test_resume_of_a_finished_run_changes_nothing(
+    own_bandit_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, watcher = own_bandit_run, NotedWatcher()
+    before = recorded_results(run)
+    written = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    monkeypatch.setattr("ragen.training.trainer.make_engine", None)  # no model is loaded
+    assert resume(run, watcher).after is not None
+    (note,) = watcher.notes
+    assert note.startswith("the run is finished at step 3; to train its model further: ragen train")
+    assert_same_results(run, before)
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    assert not rows(run, "SELECT * FROM events")
+
+
+@pytest.fixture
+def finished() -> Path:
+    """A run of one step with a critic. Read only."""
+    return uninterrupted_run(make_config(**SMALL, steps=1, algorithm="starpo/ppo"))
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return own(finished, tmp_path).rename(tmp_path / "run")
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "zeros": lambda data: bytes(len(data)),  # what a file system may leave after a power cut
+    "half": lambda data: data[: len(data) // 2],
+    "one bit": lambda data: (
+        data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
+    ),
+    "other": lambda data: b'{"loop": {}}',
+    "no object": lambda data: b"[]",
+}
+
+
+def test_every_damage_of_every_file_of_a_checkpoint_is_found(run: Path) -> None:
+    newest = checkpoint.newest(run)
+    names = {path.name for path in newest.iterdir()}
+    assert {"state.json", "config.json", "model.safetensors", "critic.safetensors"} <= names
+    for path in sorted(newest.iterdir()):
+        data = path.read_bytes()
+        for damage in DAMAGES.values():
+            path.write_bytes(damage(data))
+            with pytest.raises(checkpoint.Damaged, match=re.escape(f"{path.name} is damaged (")):
+                checkpoint.verified_state(newest)
+        path.unlink()
+        with pytest.raises(checkpoint.Damaged, match=r"\(it is missing\)"):
+            checkpoint.verified_state(newest)
+        path.write_bytes(data)
+    checkpoint.verified_state(newest)
+
+
+def test_resume_sets_a_damaged_checkpoint_aside(run: Path, finished: Path) -> None:
+    """The damage is reported, only the damaged checkpoint is lost, and no result changes."""
+    path, watcher = checkpoint.newest(run) / "model.safetensors", NotedWatcher()
+    path.write_bytes(DAMAGES["one bit"](path.read_bytes()))
+    resume(run, watcher)
+    assert_same_results(run, recorded_results(finished))
+    (line,) = watcher.alarms
+    aside = run / "checkpoints" / "damaged-step-1"
+    assert line.startswith(f"resuming from step-0: in {aside}, {path.name} is damaged (")
+    assert "\n" not in line and aside.is_dir()
+    ((kind, text, data),) = rows(run, "SELECT kind, text, data FROM events WHERE kind != 'resume'")
+    assert (kind, text) == ("damaged checkpoint", line)
+    assert json.loads(data) == {
+        "checkpoint": "step-0",
+        "damaged": "step-1",
+        "set_aside": "damaged-step-1",
+        "reason": line.partition(f"{aside}, ")[2],
+    }
+    assert [path.name for path in checkpoint.folders(run)] == ["step-0", "step-1"]
+    resume(run, watcher)
+    assert len(watcher.alarms) == 1, "a checkpoint that was set aside is not read again"
+
+
+def test_resume_without_an_intact_checkpoint_is_refused(run: Path) -> None:
+    (run / "checkpoints" / "step-1" / "model.safetensors").unlink()
+    (run / "checkpoints" / "step-0" / "state.json").write_text("{")
+    before = sorted(run.rglob("*"))
+    with pytest.raises(RagenError) as caught:
+        resume(run)
+    assert str(caught.value).startswith(
+        f"no checkpoint of {run} is intact (step-1: model.safetensors is damaged (it is missing); "
+        "step-0: state.json is damaged ("
+    )
+    assert "\n" not in str(caught.value) and sorted(run.rglob("*")) == before
+
+
+def test_a_checkpoint_of_another_version_is_refused_in_one_line(run: Path) -> None:
+    newest = checkpoint.newest(run)
+    state = checkpoint.read_state(newest)
+    state["loop"]["later"] = 0
+    checkpoint.replace_state(newest, state)
+    for command in (resume, examine):
+        with pytest.raises(RagenError, match=r"another version of RAGEN .*; use that version"):
+            command(run)
+
+
+def test_resume_without_a_run_a_database_or_a_checkpoint_is_refused(run: Path) -> None:
+    with pytest.raises(RagenError, match="nowhere"):
+        resume(run.with_name("nowhere"))
+    (run / DATABASE).write_bytes(b"no database at all" * 100)
+    with pytest.raises(RagenError, match="cannot be read"):
+        resume(run)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(RagenError, match="no checkpoint"):
+        resume(run)
+
+
+def test_a_kl_term_that_comes_later_needs_the_model_that_the_run_began_with(
+    tmp_path: Path,
+) -> None:
+    model, run = shutil.copytree(make_config().model.path, tmp_path / "model"), tmp_path / "run"
+    config = make_config(steps=1, eval__episodes=0, rollout__group_size=2, model__path=str(model))
+    train(config, run)
+    shutil.copy(checkpoint.newest(run) / "model.safetensors", model / "model.safetensors")
+    resume(run, overrides={"steps": 2})  # without KL it does not matter
+    with pytest.raises(RagenError, match="reference is lost"):
+        resume(run, overrides={"steps": 3, "loss.kl": 0.01})
