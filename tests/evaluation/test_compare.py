@@ -285,6 +285,7 @@ def test_an_endpoint_is_asked_only_for_models_that_are_not_local(
     """Only targets that are not found locally are asked at the endpoint."""
     with FaultyServer(lambda number, body: chat_reply()) as server:
         command = ["compare", "some/model", "random", "--env", ROGUE, "--episodes", "2"]
+        command += ["--env.max_turns", "1"]
         assert main([*command, "--base-url", server.url, "--json"]) == 0
     assert {body["model"] for body in server.requests} == {"some/model"}
     record = json.loads(capsys.readouterr().out)

@@ -93,7 +93,11 @@ def test_baselines_have_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_failed_episodes_count_as_no_success() -> None:
-    values = {"env": ROGUE, "env.params": {"misdeed": "raise in state_key", "every": 2}}
+    values = {
+        "env": ROGUE,
+        "env.params": {"misdeed": "raise in state_key", "every": 2},
+        "env.max_turns": 1,
+    }
     result, _ = evaluate_target("solver", values, episodes=4)
     assert (result.failed, result.success, result.episodes) == (2, 0.5, 4)
 
