@@ -37,7 +37,7 @@ def make_prompt(ids: Sequence[int], seed: int, **changes: object) -> Prompt:
 Turns = list[tuple[Prompt, Completion]]
 
 
-async def play(sampler: Sampler, member: int, turns: int = 3, **changes: object) -> Turns:
+async def play(sampler: Sampler, member: int, turns: int = 2, **changes: object) -> Turns:
     """One episode; three episodes of a group share their first prompt, and lengths differ."""
     ids: tuple[int, ...] = (3, 4, 5, *range(6, 8 + member // 3))
     played = []
@@ -78,13 +78,13 @@ def test_logprobs_equal_those_of_the_learner(kind: str, temperature: float) -> N
 
 def test_fast_and_general_path_sample_the_same_and_each_twice_the_same() -> None:
     model = tiny()
-    fast, general = (run(make_sampler(model, fast=fast)) for fast in (True, False))
+    fast, general = (run(make_sampler(model, fast=fast), turns=3) for fast in (True, False))
     for a, b in zip(fast, general, strict=True):
         for (_, mine), (_, other) in zip(a, b, strict=True):
             assert mine.token_ids == other.token_ids
             np.testing.assert_allclose(mine.logprobs, other.logprobs, rtol=0, atol=LOGPROB)
-    assert run(make_sampler(model)) == fast
-    assert run(make_sampler(model, fast=False)) == general
+    assert run(make_sampler(model), turns=3) == fast
+    assert run(make_sampler(model, fast=False), turns=3) == general
 
 
 @pytest.mark.parametrize("slots", [1, 16])
@@ -166,7 +166,7 @@ def test_draw_never_takes_a_token_of_probability_zero() -> None:
 
 def test_every_turn_prefills_only_new_tokens() -> None:
     sampler = make_sampler(tiny(), slots=9)
-    played = run(sampler)
+    played = run(sampler, turns=3)
     # Two first prompts, prefilled once each; then the last sampled token and all after it.
     first = sum(len(played[m][0][0].token_ids) for m in (0, 3))
     later = sum(
@@ -342,7 +342,7 @@ def test_a_broken_model_is_named_and_the_sampler_works_again_after_it(
     """Also if NaN was stored as keys and values of all slots, behind the next prompts."""
     model = tiny(kind)
     sampler = make_sampler(model, fast=fast)
-    before = run(sampler, 4, turns=2)
+    before = run(sampler)
     weights = {name: each.clone() for name, each in model.state_dict().items()}
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -350,7 +350,7 @@ def test_a_broken_model_is_named_and_the_sampler_works_again_after_it(
                 weight[1] = torch.nan
     asyncio.run(sampler.publish(model, 1))
     with pytest.raises(NotFiniteError, match="the logits of the model are not finite"):
-        run(sampler, 4, turns=2)
+        run(sampler)
     model.load_state_dict(weights)
     asyncio.run(sampler.publish(model, 0))
-    assert run(sampler, 4, turns=2) == before
+    assert run(sampler) == before

@@ -195,11 +195,15 @@ def test_an_invalid_completion_is_reported_in_one_line() -> None:
     routes = answers()
     with pretend_server(routes) as url:
         server = connect(url)
-        for answer in INVALID:
-            routes["/v1/completions"] = answer
-            with pytest.raises(RagenError, match=url) as caught:
-                asyncio.run(server.complete(PROMPT))
-            assert "\n" not in str(caught.value)
+
+        async def complete() -> None:
+            for answer in INVALID:
+                routes["/v1/completions"] = answer
+                with pytest.raises(RagenError, match=url) as caught:
+                    await server.complete(PROMPT)
+                assert "\n" not in str(caught.value)
+
+        asyncio.run(complete())
 
 
 def test_a_server_that_stops_or_is_down_is_reported_before_the_run_folder_is_made(

@@ -230,7 +230,7 @@ def settings(folder: str, **more: Any) -> Any:
         "rollout.sampler": "vllm",
         "rollout.num_groups": 2,
         "rollout.group_size": 2,
-        "rollout.max_tokens": 8,
+        "rollout.max_tokens": 4,
         "filter.rule": "all",
         "filter.include_zero": True,
         "eval.episodes": 0,
