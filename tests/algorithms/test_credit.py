@@ -14,7 +14,7 @@ from records import episode, groups, turn
 
 from ragen.algorithms.advantages import ADVANTAGES
 from ragen.algorithms.batch import Batch, collate, episode_index
-from ragen.algorithms.credit import credit, kl_penalty, normalise, state_numbers, token_rewards
+from ragen.algorithms.credit import credit, kl_penalty, normalise, token_rewards
 from ragen.algorithms.estimator import needs_values
 from ragen.algorithms.samples import to_samples
 from ragen.config.sections import AdvantageConfig, LossConfig, RewardConfig
@@ -101,30 +101,6 @@ def test_group_weights_multiply_the_advantages() -> None:
     batch = apply_credit([pair, pair], RewardConfig(), group_weights=[0.5, 2.0], name="dr_grpo")
     assert batch.advantages_BT is not None
     assert batch.advantages_BT.sum(dim=1).tolist() == [-1, 1, -4, 4]
-
-
-@given(groups(), st.integers(1, 4))
-def test_state_numbers_are_equal_for_equal_states(made: list[Group], num_states: int) -> None:
-    episodes = [
-        replace(
-            e, turns=tuple(replace(t, state_key=f"{(i + j) % num_states}") for j, t in numbered)
-        )
-        for i, e in enumerate(to_samples(made)[1])
-        for numbered in [list(enumerate(e.turns))]
-    ]
-    index = episode_index(collate(to_samples(made)[0]))
-    state_ES = state_numbers(episodes, index)
-    assert torch.equal(state_ES >= 0, index.mask_ES)
-    pairs = {
-        (one.turns[k].state_key, number)
-        for one, turns, numbers in zip(
-            episodes, index.turn_ES.tolist(), state_ES.tolist(), strict=True
-        )
-        for k, number in zip(turns, numbers, strict=True)
-        if k >= 0
-    }
-    keys, numbers = zip(*pairs, strict=True)
-    assert len(set(keys)) == len(set(numbers)) == len(pairs)
 
 
 # Placement.

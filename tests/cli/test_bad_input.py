@@ -1,56 +1,43 @@
 """A user's mistake gives one line with the remedy and exit code 2, and leaves nothing behind.
 
-Each command runs in a fork of this process with its own standard streams, because starting a
-hundred interpreters would take too long. One mistake is tested in a new process.
+Commands run in this process. One mistake is tested in a new one.
 """
 
 from __future__ import annotations
 
-import os
+import io
 import shutil
 import socket
 import subprocess
 import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
 
 from ragen.cli.main import main
-from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.models.loading import save_model
 from ragen.storage.checkpoint import write_state, writing
-from ragen.training.trainer import train
 from tests.bandit_model import bandit_model, settings
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ROGUE = Path(__file__).parents[1] / "rogue.py"
 
 
+@pytest.fixture(autouse=True)
+def no_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Python writes beside a user's file is no change that a command made."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+
 def ragen(*arguments: str | Path, cwd: Path) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of a command."""
-    pid = os.fork()
-    if pid == 0:
-        code = 70
-        try:
-            os.chdir(cwd)
-            for number, name in ((1, "out"), (2, "err")):
-                handle = os.open(cwd / f".{name}", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
-                os.dup2(handle, number)
-            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-            code = main([str(argument) for argument in arguments])
-            sys.stdout.flush()
-        except BaseException:  # noqa: BLE001 (like the interpreter)
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    out, err = ((cwd / name).read_text() for name in (".out", ".err"))
-    for name in (".out", ".err"):
-        (cwd / name).unlink()
-    return code, out, err
+    out, err = io.StringIO(), io.StringIO()
+    with chdir(cwd), redirect_stdout(out), redirect_stderr(err):
+        code = main([str(argument) for argument in arguments])
+    return code, out.getvalue(), err.getvalue()
 
 
 PAPER = ("--prompt.style", "paper")
@@ -61,67 +48,69 @@ def error_line(cwd: Path, *arguments: str | Path) -> str:
     """The one error line of a command with a mistake; asserts that its folder is unchanged."""
     before = sorted(cwd.rglob("*"))
     code, out, err = ragen(*arguments, cwd=cwd)
-    assert "Traceback" not in err, err
-    assert code == 2, (code, out, err)
+    assert code == 2, (arguments, code, out, err)
     lines = [line for line in err.splitlines() if line.startswith("ragen: ")]
     assert len(lines) == 1 and err.rstrip().endswith(lines[0])
     assert sorted(cwd.rglob("*")) == before
     return lines[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "remedy"),
-    [
-        (["trian", "bandit"], "did you mean 'train'?"),
-        (["train"], "an environment with --env"),
-        (["train", "bandti"], "did you mean 'bandit'?"),
-        (["train", "nowhere.toml"], "nowhere.toml"),
-        (["train", "bandit", "--update.lrr", "1"], "did you mean 'update.lr'?"),
-        (["train", "bandit", "--stpes", "1"], "did you mean 'steps'?"),
-        (["train", "bandit", "--steps"], "a whole number ≥ 0"),
-        (["train", "bandit", "--steps", "many"], "a whole number ≥ 0"),
-        (["train", "bandit", "--steps", "-1"], "a whole number ≥ 0"),
-        (["train", "bandit", "--steps", "1.5"], "a whole number ≥ 0"),
-        (["train", "bandit", "--update.lr", "nan"], "update.lr"),
-        (["train", "bandit", "--update", "1"], "set one of update."),
-        (["train", "bandit", "--filter.rule", "best"], "all, top_k, top_p or reweight"),
-        (["train", "bandit", "--algorithm", "starpo-s/pppo"], "did you mean 'starpo-s/ppo'?"),
-        (["train", "bandit", "--env", "bandti"], "did you mean 'bandit'?"),
-        (["train", "bandit", "--env.params.slip", "1"], "it has name_set"),
-        (["train", "bandit", "--env.params.split", "tset"], "split"),
-        (["train", "bandit", "--env.params.risky_probability", "2.0"], "less than or equal to 1"),
-        (["train", "bandit", "--rollout.group_size", "1"], "set rollout.group_size to 2 or more"),
-        (["train", "bandit", "--rollout.max_tokens", "2000"], "below model.max_length"),
-        (["train", "bandit", "--model", "./no-model"], "no-model"),
-        (["train", "bandit", "--model", "/no/model/here"], "/no/model/here"),
-        (["train", "bandit", "--env", "nowhere.py:World"], "no file nowhere.py"),
-        (["eval", "random", "--env", "bandit", "--episodes", "0"], "from 1 to 9877"),
-        (["eval", "random", "--env", "bandit", "--episodes", "9878"], "from 1 to 9877"),
-        (["eval", "random", "--env", "bandit", "--seed", "-1"], "≥ 0"),
-        (["eval", "human", "--env", "bandit"], "ragen play"),
-        (["envs", "--episodes", "0"], "from 1 to 9877"),
-        (["play", "bandit", "--player", "random", "--seed", "-1"], "≥ 0"),
-        (["eval", "random", "--env", "bandit", "--temperature", "-1"], "≥ 0"),
-        (["eval", "random", "--env", "bandti"], "did you mean 'bandit'?"),
-        (["eval", "random", "--env", "bandit", "--env.params", "0"], "expected a table"),
-        (["eval", "./no-run", "--env", "bandit"], "no-run"),
-        (["resume", "no-run"], "no-run"),
-        (["play", "bandti"], "did you mean 'bandit'?"),
-        (["check", "bandti"], "did you mean 'bandit'?"),
-        (["serve"], "required: ENV"),
-        (["serve", "bandti"], "did you mean 'bandit'?"),
-        (["serve", "bandit", "--port", "65536"], "from 0 to 65535"),
-        (["serve", "bandit", "--sessions", "0"], "from 1 to 10000"),
-        (["serve", "bandit", "--env.params.slip", "1"], "it has name_set"),
-        (["serve", "bandit", "--update.lr", "1"], "--update.lr has no effect on a server"),
-        (["serve", "bandit", "--tls-key", "key.pem"], "name it with --tls-cert"),
-    ],
-    ids=" ".join,
-)
-def test_invalid_arguments_give_one_line_with_the_remedy(
-    tmp_path: Path, arguments: list[str], remedy: str
-) -> None:
-    assert remedy in error_line(tmp_path, *arguments)
+MISTAKES = {
+    "trian bandit": "unknown command 'trian'; did you mean 'train'?",
+    "help kesy": "unknown command 'kesy'; did you mean 'keys'?",
+    "train": "name a recipe (ragen help recipes), or an environment with --env",
+    "train bandti": "unknown recipe 'bandti'; did you mean 'bandit'?",
+    "train nowhere.toml": "nowhere.toml",
+    "train bandit extra": "unrecognized arguments: extra",
+    "train bandit --jsn": "unknown option --jsn; did you mean --json?",
+    "train bandit --stpes 1": "did you mean 'steps'?",
+    "train bandit --update.lrr 1": "unknown key 'update.lrr'; did you mean 'update.lr'?",
+    "train bandit --update 1": "'update' is a section: set one of update.",
+    "train bandit --update.lr": "--update.lr needs a value: a number > 0",
+    "train bandit --update.lr --json": "--update.lr needs a value: a number > 0",
+    "train bandit --reward.terms.length": "--reward.terms.length needs a value",
+    "train bandit --update.lr nan": "update.lr",
+    "train bandit --steps many": "a whole number ≥ 0",
+    "train bandit --steps -1": "a whole number ≥ 0",
+    "train bandit --filter.rule best": "all, top_k, top_p or reweight",
+    "train bandit --algorithm starpo-s/pppo": "did you mean 'starpo-s/ppo'?",
+    "train bandit --env bandti": "unknown environment 'bandti'; did you mean 'bandit'?",
+    "train bandit --env nowhere.py:World": "no file nowhere.py",
+    "train bandit --env.params.slip 1": "no parameter 'slip'; it has name_set",
+    "train bandit --env.params.split tset": "split",
+    "train bandit --env.params.risky_probability 2.0": "less than or equal to 1",
+    "train bandit --rollout.group_size 1": "set rollout.group_size to 2 or more",
+    "train bandit --rollout.max_tokens 2000": "below model.max_length",
+    "train bandit --model ./no-model": "no-model",
+    "train smol/bandit": "no model 'models/smollm2-bandit' here: make it first (docs/small-models",
+    "eval random --env bandit --episodes 0": "from 1 to 9877",
+    "eval random --env bandit --episodes 9878": "from 1 to 9877",
+    "eval random --env bandit --seed -1": "≥ 0",
+    "eval random --env bandit --temperature=-1": "argument --temperature: expected a number ≥ 0",
+    "eval random --env bandti": "did you mean 'bandit'?",
+    "eval random --env bandit --env.params 0": "expected a table",
+    "eval human --env bandit": "ragen play",
+    "eval ./no-run --env bandit": "no-run",
+    "resume no-run": "no-run",
+    "envs --episodes 0": "from 1 to 9877",
+    "envs --update.lr 3": "unknown option --update.lr; ragen envs --help lists them all",
+    "play bandti --player random": "unknown environment 'bandti'; did you mean 'bandit'?",
+    "play bandit --player random --seed -1": "≥ 0",
+    "check bandti": "did you mean 'bandit'?",
+    "completion csh": "argument SHELL: invalid choice: 'csh'",
+    "serve": "required: ENV",
+    "serve bandti": "did you mean 'bandit'?",
+    "serve bandit --port 65536": "from 0 to 65535",
+    "serve bandit --sessions 0": "from 1 to 10000",
+    "serve bandit --env.params.slip 1": "it has name_set",
+    "serve bandit --update.lr 1": "--update.lr has no effect on a server",
+    "serve bandit --tls-key key.pem": "name it with --tls-cert",
+}
+
+
+def test_invalid_arguments_give_one_line_with_the_remedy(tmp_path: Path) -> None:
+    for arguments, remedy in MISTAKES.items():
+        assert remedy in error_line(tmp_path, *arguments.split()), arguments
 
 
 ENVS = {
@@ -129,6 +118,7 @@ ENVS = {
     "syntax.py": ("def broken(:\n", "invalid syntax"),
     "value.py": ("raise ValueError('at import')\n", "at import"),
     "exit.py": ("import sys\nsys.exit(0)\n", "SystemExit"),
+    "hangs.py": ("while True: pass\n", "longer than 0.05 s"),
     "empty.py": ("", "no environment (subclass of ragen.Env)"),
     "partial.py": (
         "from ragen.envs.contract import Env\nclass World(Env): pass\n",
@@ -137,16 +127,15 @@ ENVS = {
 }
 
 
-@pytest.mark.parametrize("name", ENVS)
 def test_environment_file_that_cannot_be_loaded_is_reported(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    text, reason = ENVS[name]
-    (tmp_path / name).write_text(text)
-    for command in (["train", "bandit", "--out", "run", "--env"], ["check"], ["play"]):
-        line = error_line(tmp_path, *command, f"{tmp_path / name}:World")
-        assert reason in line and name in line
+    monkeypatch.setattr("ragen.core.plugins.LOAD_S", 0.05)
+    for name, (text, reason) in ENVS.items():
+        (tmp_path / name).write_text(text)
+        for command in (["train", "bandit", "--out", "run", "--env"], ["check"], ["play"]):
+            line = error_line(tmp_path, *command, f"{tmp_path / name}:World")
+            assert reason in line and name in line
 
 
 @pytest.mark.parametrize(
@@ -168,18 +157,14 @@ def test_unreadable_recipe_is_reported(tmp_path: Path, text: str, remedy: str) -
 def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "precious").write_text("data")
-    line = error_line(
-        tmp_path, "train", "bandit", "--out", "run", "--model", bandit_model(), *PAPER
-    )
-    assert "give another --out" in line
     (tmp_path / "file").write_text("")
-    assert "exists already" in error_line(
-        tmp_path, "train", "bandit", "--out", "file", "--model", bandit_model(), *PAPER
-    )
-    line = error_line(
-        tmp_path, "train", "bandit", "--out", "file/run", "--model", bandit_model(), *PAPER
-    )
-    assert "choose a writable place with --out" in line
+    for out, remedy in {
+        "run": "give another --out",
+        "file": "exists already",
+        "file/run": "choose a writable place with --out",
+    }.items():
+        model = ("--model", bandit_model(), *PAPER)
+        assert remedy in error_line(tmp_path, "train", "bandit", "--out", out, *model)
 
 
 def test_invalid_model_folder_is_reported(tmp_path: Path) -> None:
@@ -231,45 +216,34 @@ def test_model_absent_from_cache_and_hub_is_reported(
     assert "'nobody/has-this-model' is not in the local cache" in line and "network" in line
 
 
-def test_a_recipe_whose_model_is_not_made_yet_says_how_to_make_it(tmp_path: Path) -> None:
-    line = error_line(tmp_path, "train", "smol/bandit")
-    assert "no model 'models/smollm2-bandit' here: make it first (docs/small-models.md" in line
-
-
-def test_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
-    changes = {"tokenizer": None, "tokenizer_config": None, "chat_template": None}
-    line = model_error(tmp_path, altered_model(tmp_path / "model", **changes))
-    assert "has no tokenizer; save one in its folder" in line
-
-
-def test_model_without_chat_template_is_refused(tmp_path: Path) -> None:
-    line = model_error(tmp_path, altered_model(tmp_path / "model", chat_template=None))
-    assert "no chat template: choose an instruction-tuned model" in line
-
-
 @pytest.mark.parametrize(
-    "template",
-    ["{{ raise_exception('not today') }}", "{{ 1 + messages[0].content }}", "{% for %}"],
+    ("changes", "words"),
+    [
+        (
+            {"tokenizer": None, "tokenizer_config": None, "chat_template": None},
+            "has no tokenizer; save one in its folder",
+        ),
+        ({"chat_template": None}, "no chat template: choose an instruction-tuned model"),
+        (
+            {"chat_template": "{{ raise_exception('not today') }}"},
+            "the chat template refuses a conversation of user (",
+        ),
+        ({"chat_template": "{% for %}"}, "choose a model whose template takes user and assistant"),
+    ],
 )
-def test_chat_template_that_raises_is_reported(tmp_path: Path, template: str) -> None:
-    line = model_error(tmp_path, altered_model(tmp_path / "model", chat_template=template))
-    assert "the chat template refuses a conversation of user (" in line
-    assert "choose a model whose template takes user and assistant" in line
+def test_model_without_what_a_conversation_needs_is_refused(
+    tmp_path: Path, changes: dict[str, str | None], words: str
+) -> None:
+    assert words in model_error(tmp_path, altered_model(tmp_path / "model", **changes))
 
 
 def test_max_length_must_fit_the_model_and_the_prompt(tmp_path: Path) -> None:
     line = model_error(tmp_path, bandit_model(), "--model.max_length", "4096")
     assert "knows 2048 positions; set model.max_length to 2048 or less" in line
-    keys = (
-        "--model",
-        bandit_model(),
-        "--rollout.max_tokens",
-        "24",
-        "--model.max_length",
-        "26",
-        *PAPER,
-    )
-    assert "raise model.max_length from 26" in error_line(tmp_path, "train", "bandit", *keys)
+    keys = ("--model", bandit_model(), "--rollout.max_tokens", "24", "--model.max_length", "26")
+    line = error_line(tmp_path, "train", "bandit", *keys, *PAPER)
+    assert "raise model.max_length from 26" in line
+    assert "raise model.max_length" in error_line(tmp_path, "eval", *keys[1:], "--env", "bandit")
 
 
 def test_weights_with_nan_or_infinity_are_refused(tmp_path: Path) -> None:
@@ -289,7 +263,7 @@ def test_run_that_exceeds_memory_is_refused(
     assert "MiB, and 4 MiB are free on the cpu; no setting makes them fit" in line
 
 
-@pytest.mark.parametrize("misdeed", ["raise in reset", "hang in reset", "no observation"])
+@pytest.mark.parametrize("misdeed", ["raise in reset", "hang in reset"])
 def test_environment_that_fails_in_every_episode_is_reported(tmp_path: Path, misdeed: str) -> None:
     line = error_line(
         tmp_path,
@@ -303,17 +277,8 @@ def test_environment_that_fails_in_every_episode_is_reported(tmp_path: Path, mis
     keys[keys.index("--env.name") + 1] = f"{ROGUE}:Rogue"
     keys += ["--env.params.misdeed", misdeed]
     code, _, err = ragen("train", "bandit", *keys, "--out", "run", cwd=tmp_path)
-    assert code == 2 and "Traceback" not in err, err
+    assert code == 2, err
     assert "failed in every episode" in err.splitlines()[-1]
-
-
-def test_prompt_that_leaves_no_room_for_a_completion_is_refused(tmp_path: Path) -> None:
-    more = ("--env", "bandit", "--rollout.max_tokens", "24", "--model.max_length", "26")
-    assert "raise model.max_length" in error_line(tmp_path, "eval", bandit_model(), *more)
-    values = settings(steps=1, model__max_length=16, eval__episodes=0)
-    with pytest.raises(RagenError, match=r"raise model\.max_length"):
-        train(resolve("bandit", values), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 def test_environment_whose_constructor_raises_is_reported(tmp_path: Path) -> None:
@@ -323,15 +288,6 @@ def test_environment_whose_constructor_raises_is_reported(tmp_path: Path) -> Non
     assert "cannot be made: KeyError" in error_line(tmp_path, "play", *env[1:])
 
 
-def test_environment_file_that_hangs_at_import_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ragen.core.plugins.LOAD_S", 0.05)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    (tmp_path / "hangs.py").write_text("while True: pass\n")
-    assert "longer than 0.05 s" in error_line(tmp_path, "check", "hangs.py:World")
-
-
 @pytest.mark.parametrize("misdeed", ["raise", "hang", "text as reward", "raise in solve"])
 def test_environment_that_fails_during_play_is_reported(tmp_path: Path, misdeed: str) -> None:
     more = ("--env.params.misdeed", misdeed, "--env.timeout_s", "0.05")
@@ -339,10 +295,7 @@ def test_environment_that_fails_during_play_is_reported(tmp_path: Path, misdeed:
     assert "failed" in line and "ragen check" in line
 
 
-def test_environment_that_fails_during_check_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+def test_environment_that_fails_during_check_is_reported(tmp_path: Path) -> None:
     (tmp_path / "breaks.py").write_text(
         "from tests.rogue import Rogue\n"
         "class Breaks(Rogue):\n    def __init__(self): super().__init__('raise')\n"
@@ -351,27 +304,31 @@ def test_environment_that_fails_during_check_is_reported(
     assert "raised while it was checked: ZeroDivisionError" in line
 
 
-def test_damaged_run_is_reported(tmp_path: Path) -> None:
-    train(resolve("bandit", settings(steps=0)), tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / "step-0" / "state.json").write_text("{")
-    assert "is damaged" in error_line(tmp_path, "resume", "run")
-    (tmp_path / "run" / "config.toml").write_text("steps = [")
-    assert "not valid TOML" in error_line(tmp_path, "eval", "run")
+def test_damaged_run_is_reported(tmp_path: Path, own_bandit_run: Path) -> None:
+    for state in own_bandit_run.glob("checkpoints/step-*/state.json"):
+        state.write_text("{")
+    assert "is damaged" in error_line(tmp_path, "resume", own_bandit_run)
+    (own_bandit_run / "config.toml").write_text("steps = [")
+    assert "not valid TOML" in error_line(tmp_path, "eval", own_bandit_run)
 
 
 def test_mistake_in_a_real_process_gives_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ragen.cli.main", "train", "bandti"]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROGUE.parents[1] / "src")},
-        check=False,
-    )
+    command = [sys.executable, "-m", "ragen", "train", "bandti"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("ragen: unknown recipe 'bandti'; did you mean 'bandit'?")
     assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_removed_working_directory_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    with chdir(gone):
+        gone.rmdir()
+        assert main(["envs"]) == 2
+        gone.mkdir()  # to leave it
+    assert capsys.readouterr().err.startswith("ragen: cannot find the working directory")
 
 
 def test_full_disk_error_explains_how_to_continue(tmp_path: Path) -> None:

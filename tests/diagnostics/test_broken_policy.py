@@ -28,14 +28,13 @@ from ragen.storage.checkpoint import (
     step_of,
 )
 from ragen.storage.reader import read_events
-from ragen.training.trainer import examine, resume, train
+from ragen.training import recovery
+from ragen.training.trainer import examine, train
 from tests.bandit_model import bandit_model
 from tests.diagnostics.test_guard_run import PPO, events, steps_of
-from tests.training.test_trainer import (
+from tests.training.runs import (
     SendSignal,
-    assert_same_results,
     make_config,
-    recorded_results,
 )
 
 Break = Callable[..., None]
@@ -74,10 +73,13 @@ def is_finite(folder: Path) -> bool:
     return all(bool(weights.isfinite().all()) for weights in model.parameters())
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1e38])
 @pytest.mark.parametrize(
-    "more",
-    [{}, {"eval__every": 2}, {"record__tokens_every": 0}],
+    ("value", "more"),
+    [
+        (math.nan, {}),
+        (math.inf, {"eval__every": 2}),
+        (1e38, {"record__tokens_every": 0, "eval__episodes": 0}),
+    ],
     ids=["rollout", "evaluation", "plain"],
 )
 def test_training_stops_as_it_was_before_the_policy_broke(
@@ -86,13 +88,11 @@ def test_training_stops_as_it_was_before_the_policy_broke(
     run = tmp_path / "run"
     break_after(2, value=value)
     with pytest.raises(GuardStop, match=r"step 2, non_finite: .* kept as it was after step 1;"):
-        train(make_config(**BROKEN, **more), run)
+        train(make_config(**BROKEN | more), run)
     assert [step_of(path) for path in folders(run)] == [0, 1]
     assert all(map(is_finite, folders(run)))
     assert events(run) == [(0, 2, "alarm"), (0, 2, "guard")]
     assert "update.lr = 0.001" in read_events(run)[0]["text"]
-    # The weights were spoiled from outside, so a resumed run finishes.
-    assert resume(run).after is not None
 
 
 def test_a_broken_critic_stops_the_run_and_names_its_learning_rate(
@@ -100,64 +100,47 @@ def test_a_broken_critic_stops_the_run_and_names_its_learning_rate(
 ) -> None:
     break_after(4, part="critic")  # without a filter, a step has two updates
     with pytest.raises(GuardStop, match=r"critic.* not finite; update\.critic_lr = 1e-05 may be"):
-        train(make_config(**PPO, **BROKEN), tmp_path / "run")
+        train(make_config(**PPO, **BROKEN, eval__episodes=0), tmp_path / "run")
     assert newest(tmp_path / "run").name == "step-1"
 
 
-@pytest.mark.parametrize("keep", [1, 9])
 def test_a_policy_that_breaks_in_a_saved_step_is_never_saved(
-    tmp_path: Path, break_after: Break, keep: int
+    tmp_path: Path, break_after: Break
 ) -> None:
+    """Nor is the checkpoint before it given up, although a run keeps only one."""
     break_after(1)
     with pytest.raises(GuardStop, match="kept as it was after step 0"):
-        train(make_config(**(BROKEN | {"checkpoint__keep": keep, "steps": 1})), tmp_path / "run")
+        train(make_config(**BROKEN | {"checkpoint__keep": 1, "steps": 1}), tmp_path / "run")
     assert newest(tmp_path / "run").name == "step-0"
 
 
-def test_with_a_rollback_the_run_continues_from_before_the_policy_broke(
-    tmp_path: Path, break_after: Break
+def test_a_broken_policy_is_rolled_back_until_no_rollback_is_left(
+    tmp_path: Path, break_after: Break, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    break_after(2)
-    train(make_config(**BROKEN, guard__responses={"non_finite": "rollback"}), run)
-    assert events(run) == [(0, 2, "alarm"), (0, 2, "guard")]
+    monkeypatch.setattr(recovery, "ROLLBACKS", 1)
+    break_after(2, 4)  # step 2, and step 3 of the second attempt
+    more = {"guard__responses": {"non_finite": "rollback"}, "eval__episodes": 0}
+    with pytest.raises(GuardStop, match=r"no rollback is left; the run is kept as it was after st"):
+        train(make_config(**BROKEN | more), run)
     # The rows of the broken step are not written, or stand in the attempt that was given up.
-    assert [step for attempt, step in steps_of(run) if attempt == 1] == [2, 3, 4]
-    assert all(map(is_finite, folders(run)))
-
-
-def test_a_rollback_of_a_broken_policy_equals_a_resumed_one(
-    tmp_path: Path, break_after: Break
-) -> None:
-    config = make_config(**BROKEN, guard__responses={"non_finite": "rollback"})
-    break_after(2)
-    train(config, tmp_path / "whole")
-    break_after(2)
-    with pytest.raises(BaseException, match="stopped after 3 steps"):
-        train(config, tmp_path / "run", watcher=SendSignal("step", 3, signal.SIGINT))
-    resume(tmp_path / "run")
-    assert_same_results(tmp_path / "run", recorded_results(tmp_path / "whole"))
-
-
-def test_rollbacks_of_a_broken_policy_end(tmp_path: Path, break_after: Break) -> None:
-    break_after(*range(2, 100))
-    config = make_config(**BROKEN, guard__responses={"non_finite": "rollback"})
-    with pytest.raises(GuardStop, match=r"no rollback is left; the run is kept as it was after"):
-        train(config, tmp_path / "run")
-    assert all(map(is_finite, folders(tmp_path / "run")))
+    assert next(step for attempt, step in steps_of(run) if attempt == 1) == 2
+    assert events(run)[:2] == [(0, 2, "alarm"), (0, 2, "guard")]
+    assert newest(run).name == "step-2" and all(map(is_finite, folders(run)))
 
 
 def test_a_stop_by_the_user_never_saves_a_broken_policy(tmp_path: Path, break_after: Break) -> None:
     break_after(2)
     with pytest.raises(GuardStop):
-        train(make_config(**BROKEN), tmp_path / "run", watcher=SendSignal("step", 2, signal.SIGINT))
+        config = make_config(**BROKEN, eval__episodes=0)
+        train(config, tmp_path / "run", watcher=SendSignal("step", 2, signal.SIGINT))
     assert newest(tmp_path / "run").name == "step-1"
 
 
-@pytest.fixture
-def broken_model(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def broken_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its weights are finite, so it can be loaded; its logits are not."""
-    folder = tmp_path / "broken"
+    folder = tmp_path_factory.mktemp("model") / "broken"
     shutil.copytree(bandit_model(), folder)
     model, _ = load_policy(str(folder), "cpu", "float32")
     with torch.no_grad():
@@ -167,37 +150,31 @@ def broken_model(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["eval", "eval --temperature 0", "play"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "eval MODEL --episodes 2 --env bandit",
+        "eval MODEL --episodes 2 --env bandit --temperature 0",
+        "play bandit --player MODEL",
+        "train RECIPE --out OUT --quiet",
+    ],
+)
 def test_a_command_names_a_broken_model_in_one_line(
-    broken_model: Path, command: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, broken_model: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verb, *options = command.split()
-    agent = ["bandit", "--player"] if verb == "play" else ["--episodes", "2", "--env", "bandit"]
-    arguments = [verb, *agent, str(broken_model), *options]
-    if verb == "eval":
-        arguments = [verb, str(broken_model), *agent, *options]
-    assert main(arguments) == 2
+    recipe, out = tmp_path / "mine.toml", tmp_path / "run"
+    recipe.write_text(dump(make_config(model__path=str(broken_model))))
+    words = {"MODEL": str(broken_model), "RECIPE": str(recipe), "OUT": str(out)}
+    assert main([words.get(word, word) for word in command.split()]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert line.startswith(f"ragen: the logits of '{broken_model}' are not finite")
-
-
-def test_a_run_does_not_begin_with_a_broken_model(
-    tmp_path: Path, broken_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = tmp_path / "mine.toml"
-    recipe.write_text(dump(make_config(model__path=str(broken_model))))
-    assert main(["train", str(recipe), "--out", str(tmp_path / "run"), "--quiet"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert str(broken_model) in line and "not finite" in line
-    assert not (tmp_path / "run").exists()
+    assert not out.exists()
 
 
 def test_a_branch_and_an_examination_name_a_broken_checkpoint(
-    tmp_path: Path, broken_model: Path, capsys: pytest.CaptureFixture[str]
+    own_bandit_run: Path, broken_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "run"
-    train(make_config(steps=1), run)
-    last = newest(run)
+    run, last = own_bandit_run, newest(own_bandit_run)
     weights = shutil.copy(broken_model / "model.safetensors", last / "model.safetensors")
     state = read_state(last)
     state["files"]["model.safetensors"] = hash_file(Path(weights))

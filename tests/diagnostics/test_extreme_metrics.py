@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -22,7 +23,10 @@ from ragen.algorithms.samples import to_samples
 from ragen.core.metrics import Metrics, largest, mean, merge, values
 from ragen.core.types import Group
 from ragen.diagnostics.collapse import echo_trap_signs
-from ragen.diagnostics.detectors import DETECTORS, ENTROPY, GRADIENT, MISMATCH, SKIPPED
+from ragen.diagnostics.detectors import (
+    ENTROPY,
+    GRADIENT,
+)
 from ragen.diagnostics.information import measure
 from ragen.diagnostics.step_metrics import (
     batch_metrics,
@@ -63,6 +67,8 @@ def finite(metrics: Metrics) -> bool:
 def test_metrics_of_extreme_episodes_are_finite_and_raise_no_alarm(groups: list[Group]) -> None:
     metrics = summarize(groups, kept=range(len(groups)))
     assert finite(metrics) and finite(merge([metrics, metrics]))
+    shares = [m.value for name, m in metrics.items() if name.endswith(("fraction", "success/mean"))]
+    assert all(0 <= share <= 1 for share in shares)
     assert values(merge([metrics])) == values(metrics)
     averages: dict[str, float] = {}
     for _ in range(3):
@@ -72,22 +78,14 @@ def test_metrics_of_extreme_episodes_are_finite_and_raise_no_alarm(groups: list[
     assert replay(history) == [] and echo_trap_signs(history) == []
 
 
-def test_fractions_lie_between_0_and_1() -> None:
-    for groups in STEPS.values():
-        for name, metric in summarize(groups, kept=[]).items():
-            if name.endswith("fraction") or name == "success/mean":
-                assert 0 <= metric.value <= 1, name
-
-
 def batch_of(rewards: Sequence[float], sampled: Sequence[int] = (7, 8)) -> Batch:
     turns = [turn(reward, sampled=sampled) for reward in rewards]
     return collate(to_samples([Group(tuple(episode(each) for each in turns))])[0])
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, -1.0, HUGE, -HUGE, 1e38, TINY])
-@pytest.mark.parametrize("sampled", [(3,), (3, 4, 5)])
-def test_metrics_of_an_extreme_batch_are_finite(value: float, sampled: Sequence[int]) -> None:
-    batch = batch_of([0.0, 1.0], sampled)
+@pytest.mark.parametrize("value", [0.0, -1.0, HUGE, -HUGE, 1e38, TINY])
+def test_metrics_of_an_extreme_batch_are_finite(value: float) -> None:
+    batch = batch_of([0.0, 1.0])
     shape = batch.sampled_logprobs_BT
     for values_BT, returns_BT in (
         (torch.zeros_like(shape), torch.full_like(shape, value)),
@@ -175,21 +173,15 @@ def test_no_history_is_too_extreme_for_a_detector(columns: dict[str, list[float]
     history = {name: dict(enumerate(column, 1)) for name, column in columns.items() if column}
     for alarm in replay(history):
         assert math.isfinite(alarm.value) and math.isfinite(alarm.baseline)
+        assert str(alarm).startswith(f"step {alarm.step}, {alarm.detector}: ")
+        assert alarm.onset <= alarm.step
     for sign in echo_trap_signs(history):
         assert math.isfinite(sign.value) and math.isfinite(sign.baseline)
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", READ)
-def test_a_value_that_is_not_finite_counts_for_no_trailing_mean(name: str, odd: float) -> None:
+def test_a_value_that_is_not_finite_counts_for_no_trailing_mean(odd: float) -> None:
     healthy = dict.fromkeys(range(1, 41), 0.4)
-    for at in (1, 3, 20, 36, 40):
+    for name, at in product(READ, (1, 20, 40)):
         assert replay({name: healthy | {at: odd}}) == []
         assert echo_trap_signs({name: healthy | {at: odd}}) == []
-
-
-def test_no_detector_needs_more_than_its_own_metrics() -> None:
-    names = [*READ, MISMATCH, *SKIPPED]
-    for detector in DETECTORS.values():
-        for name in names:
-            detector({name: dict.fromkeys(range(1, 41), 0.0)})

@@ -19,6 +19,7 @@ from torch import Tensor
 from ragen.algorithms.batch import Batch
 from ragen.config.config import Config
 from ragen.config.reading import resolve
+from ragen.config.sections import DiagnoseConfig
 from ragen.core.metrics import largest, last, mean, total, values
 from ragen.diagnostics import detectors
 from ragen.diagnostics.collapse import REGIMES
@@ -29,8 +30,10 @@ from ragen.engines.optimizers import optimizer_tensors
 from ragen.storage import checkpoint
 from ragen.storage.database import DATABASE, read
 from ragen.storage.schema import decompress
+from ragen.training.running import is_due
 from ragen.training.trainer import examine, resume, train
 from tests.engines.test_learner import batch, equal, learner, model, weights
+from tests.shared import once, own
 from tests.tolerance import GRADIENT, LOGPROB, rounding
 
 
@@ -181,12 +184,12 @@ def make_config(**more: Any) -> Config:
             "algorithm": "starpo/ppo",
             "steps": 2,
             "threads": 1,
-            "rollout.num_groups": 4,
+            "rollout.num_groups": 2,
             "rollout.group_size": 4,
-            "rollout.slots": 16,
-            "eval.episodes": 0,
-            "record.tokens_every": 0,
-            "checkpoint.every": 0,
+            "rollout.slots": 8,
+            "eval.episodes": 2,
+            "record.tokens_every": 1,
+            "checkpoint.every": 1,
         }
         | more,
     )
@@ -214,10 +217,9 @@ def diagnostic_keys(found: dict[tuple[int, str], float]) -> set[tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
-def measured_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("measured") / "run"
-    train(make_config(**MEASURED), run)
-    return run
+def measured_run() -> Path:
+    """A finished run that is measured in each step. Read only."""
+    return once("measured-run", lambda folder: train(make_config(**MEASURED), folder))
 
 
 def test_a_run_logs_every_metric_that_detectors_read(measured_run: Path) -> None:
@@ -252,15 +254,15 @@ def test_metrics_of_thoughts_and_gradients_in_a_run(measured_run: Path) -> None:
                 for (at, name), value in found.items()
                 if at == step and name.startswith(f"information/{sampling}/")
             }
-            assert measures["thoughts"] + measures["left_out"] == 16
-            assert 1 <= measures["prompts"] <= 4  # bandit: one turn, so X is the level's prompt
+            assert measures["thoughts"] + measures["left_out"] == 8
+            assert 1 <= measures["prompts"] <= 2  # bandit: one turn, so X is the level's prompt
             assert measures["mi"] <= measures["prompt_entropy"] + 1e-6
             assert measures["regime"] in range(len(REGIMES))
             assert measures["mi"] == pytest.approx(
                 measures["entropy"] - measures["conditional_entropy"]
             )
         groups = [found.get((step, f"gradient_by_std/{b}/groups"), 0) for b in range(4)]
-        assert sum(groups) == 4
+        assert sum(groups) == 2
         assert found[step, "gradient_by_std/0/entropy_per_token"] > 0
     # In the first step the policy equals its reference, where the KL's gradient is zero.
     assert found[1, "gradient_by_std/0/kl_per_token"] == pytest.approx(0, abs=LOGPROB)
@@ -288,59 +290,30 @@ def test_cross_scores_are_stored(measured_run: Path) -> None:
         assert num_thoughts == found[step, f"{name}/thoughts"]
 
 
-def test_a_resumed_run_stores_the_same_rows(tmp_path: Path) -> None:
+def test_a_resumed_run_stores_the_same_rows(measured_run: Path, tmp_path: Path) -> None:
     """The last checkpoint is lost, so the last step is deleted and repeated."""
-    run = tmp_path / "run"
-    more = {"checkpoint.every": 1, "record.tokens_every": 1, "eval.episodes": 4}
-    train(make_config(**MEASURED | more), run)
+    run = own(measured_run, tmp_path)
     tables = ("episodes", "turns", "tokens", "samples", "cross_scores", "evaluations")
     expected = {name: read(run, f"SELECT * FROM {name}") for name in tables}
-    expected |= {"metrics": sorted(metrics(run).items())}
     shutil.rmtree(checkpoint.newest(run))
     resume(run)
     for name in tables[:-1]:
         assert read(run, f"SELECT * FROM {name}") == expected[name], name
     assert len(read(run, "SELECT * FROM evaluations")) == len(expected["evaluations"])
-    assert sorted(metrics(run).items()) == expected["metrics"]
+    assert metrics(run) == metrics(measured_run)
 
 
-def test_information_is_measured_every_fifth_step_from_the_first(tmp_path: Path) -> None:
-    train(
-        make_config(**{"steps": 7, "rollout.num_groups": 1, "rollout.group_size": 2}),
-        tmp_path / "run",
-    )
-    steps = {at for at, name in metrics(tmp_path / "run") if name == "information/first/left_out"}
-    assert steps == {1, 6}
-
-
-@pytest.mark.parametrize("window", [2, 1])
-def test_measurements_work_with_short_context_windows(tmp_path: Path, window: int) -> None:
-    config = resolve(
-        "frozen-lake-still",
-        {
-            "steps": 1,
-            "threads": 1,
-            "rollout.num_groups": 2,
-            "rollout.group_size": 4,
-            "rollout.slots": 8,
-            "prompt.window": window,
-            "eval.episodes": 0,
-            "checkpoint.every": 0,
-        }
-        | MEASURED,
-    )
-    train(config, tmp_path / "run")
-    found = metrics(tmp_path / "run")
-    assert found[1, "information/any/thoughts"] + found[1, "information/any/left_out"] == 8
-    assert found[1, "information/any/mi"] <= found[1, "information/any/prompt_entropy"] + 1e-6
-    assert found[1, "gradient_by_std/0/task_per_sample"] >= 0
+def test_information_is_measured_every_fifth_step_from_the_first(lake_run: Path) -> None:
+    assert [step + 1 for step in range(11) if is_due(step, DiagnoseConfig().information_every)] == [
+        *(1, 6, 11)
+    ]
+    assert {at for at, name in metrics(lake_run) if name == "information/first/left_out"} == {1}
 
 
 def test_examine_measures_a_checkpoint(measured_run: Path) -> None:
     """The checkpoint after step 2 is measured with the episodes of the next step."""
     before = metrics(measured_run)
     found = examine(measured_run)
-    assert found == examine(measured_run)
-    assert found["information/first/thoughts"] + found["information/first/left_out"] == 16
+    assert found["information/first/thoughts"] + found["information/first/left_out"] == 8
     assert found["gradient_by_std/0/groups"] >= 1
     assert metrics(measured_run) == before

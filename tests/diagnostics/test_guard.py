@@ -124,7 +124,7 @@ def test_entropy_cliff_and_blowup() -> None:
     )
 
 
-@pytest.mark.parametrize("at", [90, 40, 11])
+@pytest.mark.parametrize("at", [90, 11])
 def test_grad_spike_fires_at_its_step(at: int) -> None:
     """Published at steps 90 to 170; two windows of steps must come first."""
     history = {GRADIENT: series(lambda s: 12.0 if s == at else wave(s))}
@@ -224,42 +224,22 @@ def test_a_lasting_condition_raises_an_alarm_only_after_the_grace_period() -> No
 
 def test_a_detector_that_is_off_is_not_called() -> None:
     history, state = {DEGENERATE: series(lambda s: 1.0, 5)}, GuardState()
-    assert (
-        raise_alarms(
-            history, 5, state, active_detectors(GuardConfig(responses={"degenerate_text": "off"}))
-        )
-        == []
-    )
+    active = active_detectors(GuardConfig(responses={"degenerate_text": "off"}))
+    assert raise_alarms(history, 5, state, active) == []
     assert state == GuardState(checked_step=5)
 
 
-@given(st.integers(1, 99), st.sampled_from([ENTROPY, REWARD_STD, GRADIENT, VALID]))
+@given(st.integers(1, 39), st.sampled_from([ENTROPY, REWARD_STD, GRADIENT, VALID]))
 def test_saving_and_loading_the_state_changes_no_alarm(cut: int, name: str) -> None:
     """Alarms with the state saved and loaded equal those of an uninterrupted history."""
-    curve = series(lambda s: 1.0 if s % 30 < 15 else 0.001)
+    curve = series(lambda s: 1.0 if s % 16 < 8 else 0.001, 40)
     alarms, state = [], GuardState()
-    for step in range(1, 101):
+    for step in curve:
         if step == cut:
-            state = GuardState(**guard_as_json(state))
+            state = GuardState(**json.loads(json.dumps(asdict(state))))
         seen = {name: {s: v for s, v in curve.items() if s <= step}}
         alarms += raise_alarms(seen, step, state)
     assert alarms == replay({name: curve})
-
-
-def guard_as_json(state: GuardState) -> dict[str, Any]:
-    return dict(json.loads(json.dumps(asdict(state))))
-
-
-STEP_METRICS = [*(name for name in HEALTHY if name not in (EVALUATED, LEVELS)), *SKIPPED]
-"""Metrics of a step that detectors read."""
-
-
-@given(st.dictionaries(st.sampled_from(STEP_METRICS), st.lists(st.floats(0, 1e6)), max_size=5))
-def test_detectors_accept_any_history(columns: dict[str, list[float]]) -> None:
-    history = {name: dict(enumerate(column, 1)) for name, column in columns.items() if column}
-    for alarm in replay(history):
-        assert str(alarm).startswith(f"step {alarm.step}, {alarm.detector}: ")
-        assert alarm.onset <= alarm.step
 
 
 def test_every_alarm_has_a_message() -> None:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ragen.algorithms.batch import Batch
 from ragen.algorithms.samples import to_samples
@@ -22,13 +23,15 @@ from ragen.config.reading import resolve
 from ragen.core.metrics import Metrics
 from ragen.engines.local import LocalEngine
 from ragen.engines.sharded import Rank
-from ragen.models.sharding import whole
+from ragen.models.lora import adapter_of, has_adapters
+from ragen.models.precision import Masters
+from ragen.models.sharding import local, whole
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import make_setup
 from ragen.training.collection import make_batch
 from tests.bandit_model import bandit_model, settings
 
-PATIENCE_S = 240
+PATIENCE_S = 120
 """Seconds after which processes are killed, and the test fails."""
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -112,9 +115,15 @@ class Outcome:
 def outcome(
     config: Config, steps: int, rank: int = 0, size: int = 1, address: str = "", **work: int
 ) -> Outcome:
-    """Scores, the gradients of the first update, and the weights after some."""
+    """`outcome_of` a rank that is closed afterwards."""
     one = Rank(config, str(bandit_model()), rank, size, address)
-    batch = batch_for(one, config, **work)
+    found = outcome_of(one, batch_for(one, config, **work), steps)
+    one.close()
+    return found
+
+
+def outcome_of(one: Rank, batch: Batch, steps: int) -> Outcome:
+    """Scores, the gradients of the first update, and the weights after some."""
     with gradients() as found:
         metrics = [one.update(batch, 0)]
     norms = one.gradient_norms(batch, torch.arange(batch.num_rows) % 2)
@@ -123,8 +132,47 @@ def outcome(
     weights, critic = dict(one.weights()), one.learner.critic
     for name, weight in critic.named_parameters() if critic is not None else ():
         weights[f"critic.{name}"] = whole(weight)
-    one.close()
     return Outcome(batch, found, metrics, norms, scores_NM, weights)
+
+
+def held(owner: nn.Module | Iterable[Tensor]) -> int:
+    """Bytes here of tensors, or of a module's parameters; shared ones count once."""
+    tensors = owner.parameters() if isinstance(owner, nn.Module) else owner
+    return sum(local(tensor).nbytes for tensor in tensors)
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of an optimiser's states after a step with all gradients."""
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    states = chain.from_iterable(state.values() for state in optimizer.state.values())
+    return held(state for state in states if isinstance(state, Tensor))
+
+
+def master_bytes(masters: Masters) -> tuple[int, int]:
+    """Bytes of the gradients, and of the masters that are not weights of a model."""
+    gradients = (weight.grad for weight in masters.trained.values())
+    return held(each for each in gradients if each is not None), held(masters.tensors().values())
+
+
+def held_by(one: Rank) -> dict[str, int]:
+    """Bytes of one learner's parts, by the names of the plan."""
+    learner = one.learner
+    states = sum(map(optimizer_bytes, learner.optimizers))
+    gradients, masters = master_bytes(learner.masters)
+    weights = held(learner.model)
+    if has_adapters(learner.model):  # the critic's adapter is part of the critic
+        weights -= held(adapter_of(learner.model, "critic"))
+    found = {"weights": weights, "gradients": gradients, "optimizer": states + masters}
+    found["reference"] = (
+        held(learner.reference) if learner.reference not in (None, one.model) else 0
+    )
+    if learner.critic is not None:
+        states = sum(map(optimizer_bytes, learner.critic_optimizers))
+        found["critic"] = held(learner.critic) + states + sum(master_bytes(learner.critic_masters))
+    return found
 
 
 def in_processes(size: int, work: Callable[[int, str], Any]) -> list[Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +20,20 @@ from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
-from ragen.core.types import Episode, Group, Sample
+from ragen.core.types import Group, Sample
 from ragen.engines.exactness import verify, verify_num_rows, verify_share, with_fingerprints
+from ragen.engines.local import LocalEngine
 from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import fingerprint
+from ragen.rollout.setup import make_setup
 from ragen.storage.checkpoint import folders
 from ragen.storage.database import DATABASE
 from ragen.storage.reader import read_metrics
-from ragen.training import collection, loop
+from ragen.training import collection
+from ragen.training.collection import make_batch
 from ragen.training.trainer import train
 from tests import records
-from tests.bandit_model import settings
+from tests.bandit_model import bandit_model, settings
 from tests.tolerance import LOGPROB
 
 # The hash.
@@ -107,7 +113,7 @@ def test_a_policy_without_fingerprints_is_refused_with_a_remedy() -> None:
         with_fingerprints(collate(to_samples(groups)[0]), groups[0].episodes)
 
 
-# Mutations, each of which must stop a run.
+# Mutations, each of which must stop a step.
 
 CORRIDOR = {
     "env.name": f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue",
@@ -119,6 +125,49 @@ CORRIDOR = {
 def corridor(**more: Any) -> Config:
     """A run of one step whose episodes have three turns."""
     return resolve("bandit", settings(steps=1, eval__episodes=0, **more) | CORRIDOR)
+
+
+@cache
+def played(window: int) -> tuple[Config, LocalEngine, list[Group]]:
+    """An engine that has sampled the episodes of a step: in one row each, or a row per turn."""
+    config = corridor(prompt__window=window)
+    engine = LocalEngine(config, str(bandit_model()))
+    with closing(make_setup(config, engine.chat)) as setup:
+        path = (0, "train", 0)
+        groups = asyncio.run(run_groups(engine.policy, setup, range(2), 4, path))
+    return config, engine, list(groups)
+
+
+Parts = Callable[[list[Batch]], list[Batch]]
+Samples = Callable[[list[Sample]], list[Sample]]
+
+
+def assert_refused(
+    window: int,
+    words: str,
+    samples: Samples = lambda samples: samples,
+    parts: Parts = lambda parts: parts,
+    minibatch_episodes: int = 4,
+) -> None:
+    """A step whose samples or minibatches are changed on the way ends without an update."""
+    config, engine, groups = played(window)
+    update = config.update.model_copy(update={"minibatch_episodes": minibatch_episodes})
+    before = [weight.clone() for weight in engine.model.parameters()]
+
+    async def step() -> None:
+        rows, episodes = to_samples(groups)
+        batch = await make_batch(engine, samples(list(rows)), episodes, config)
+        for part in collection.split_batch(batch, update, 0):
+            await engine.update(part, 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        split = collection.minibatches
+        patch.setattr(collection, "minibatches", lambda *how: parts(split(*how)))
+        with pytest.raises(RagenError, match=words) as caught:
+            asyncio.run(step())
+    assert str(caught.value).startswith("stopped before an update: ")
+    assert "\n" not in str(caught.value)
+    assert all(map(torch.equal, before, engine.model.parameters()))
 
 
 def changed(sample: Sample, field: str, at: int, value: Any) -> Sample:
@@ -215,34 +264,11 @@ MUTATIONS: dict[Callable[[list[Sample]], list[Sample]], tuple[str, str]] = {
 """Per mutation, the error of a run with all turns in one row and of one with a row per turn."""
 
 
-def assert_stopped(config: Config, run: Path, words: str) -> None:
-    """Train; the run must stop with an error of one line and without an update."""
-    with pytest.raises(RagenError, match=words) as caught:
-        train(config, run)
-    assert str(caught.value).startswith("stopped before an update: ")
-    assert "\n" not in str(caught.value)
-    connection = sqlite3.connect(run / DATABASE)
-    assert connection.execute("SELECT max(step) FROM metrics").fetchone() == (0,)
-    connection.close()
-    assert [path.name for path in folders(run)] == ["step-0"]
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 @pytest.mark.parametrize("window", [0, 1])
-def test_a_mutated_sample_stops_the_run(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    mutation: Callable[[list[Sample]], list[Sample]],
-    window: int,
-) -> None:
-    def mutated(groups: list[Group]) -> tuple[list[Sample], list[Episode]]:
-        samples, episodes = to_samples(groups)
-        return mutation(samples), episodes
-
-    monkeypatch.setattr(loop, "to_samples", mutated)
-    one_row, row_per_turn = MUTATIONS[mutation]
-    words = one_row if window == 0 or row_per_turn == "the same" else row_per_turn
-    assert_stopped(corridor(prompt__window=window), tmp_path / "run", words)
+def test_a_mutated_sample_stops_a_step(window: int) -> None:
+    for mutation, (one_row, row_per_turn) in MUTATIONS.items():
+        words = one_row if window == 0 or row_per_turn == "the same" else row_per_turn
+        assert_refused(window, words, mutation)
 
 
 def weight_a_prompt_token(batch: Batch) -> Batch:
@@ -258,39 +284,14 @@ def lose_a_column(batch: Batch) -> Batch:
 @pytest.mark.parametrize(
     ("mutation", "words"),
     [
-        (weight_a_prompt_token, "the loss does not cover exactly the sampled tokens"),
-        (lose_a_column, "sampled_logprobs_BT and the mask differ in length"),
-    ],
-)
-def test_a_mutated_batch_stops_the_run(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    mutation: Callable[[Batch], Batch],
-    words: str,
-) -> None:
-    split = collection.minibatches
-    monkeypatch.setattr(
-        collection, "minibatches", lambda *arguments: [mutation(p) for p in split(*arguments)]
-    )
-    assert_stopped(corridor(), tmp_path / "run", words)
-
-
-def test_a_batch_without_fingerprints_is_not_trained_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    split = collection.minibatches
-    monkeypatch.setattr(
-        collection,
-        "minibatches",
-        lambda *arguments: [replace(p, born_BK=None) for p in split(*arguments)],
-    )
-    with pytest.raises(AssertionError, match="trains on sampled tokens"):
-        train(corridor(), tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    ("mutation", "words"),
-    [
+        (
+            lambda parts: [weight_a_prompt_token(part) for part in parts],
+            "the loss does not cover exactly the sampled tokens",
+        ),
+        (
+            lambda parts: [lose_a_column(part) for part in parts],
+            "sampled_logprobs_BT and the mask differ in length",
+        ),
         (
             lambda parts: [take(part, torch.arange(1, part.num_rows)) for part in parts],
             "was sampled and would not be trained",
@@ -298,19 +299,17 @@ def test_a_batch_without_fingerprints_is_not_trained_on(
         (lambda parts: parts[1:], "was sampled and would not be trained"),
         (lambda parts: [*parts, parts[0]], "would be trained twice in an epoch"),
     ],
-    ids=["lost row", "lost minibatch", "repeated minibatch"],
+    ids=["weight", "column", "lost row", "lost minibatch", "repeated minibatch"],
 )
-def test_a_lost_or_repeated_row_or_minibatch_stops_the_run(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    mutation: Callable[[list[Batch]], list[Batch]],
-    words: str,
-) -> None:
-    split = collection.minibatches
-    monkeypatch.setattr(collection, "minibatches", lambda *arguments: mutation(split(*arguments)))
-    assert_stopped(
-        corridor(prompt__window=1, update__minibatch_episodes=1), tmp_path / "run", words
-    )
+def test_a_mutated_lost_or_repeated_minibatch_stops_a_step(mutation: Parts, words: str) -> None:
+    assert_refused(1, words, parts=mutation, minibatch_episodes=1)
+
+
+def test_a_batch_without_fingerprints_is_not_trained_on() -> None:
+    config, engine, groups = played(0)
+    batch = asyncio.run(make_batch(engine, *to_samples(groups), config))
+    with pytest.raises(AssertionError, match="trains on sampled tokens"):
+        asyncio.run(engine.update(replace(batch, born_BK=None), 0))
 
 
 def test_a_retokenised_reply_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,11 +325,15 @@ def test_a_retokenised_reply_stops_the_run(tmp_path: Path, monkeypatch: pytest.M
         return [Group((episode, *first.episodes[1:])), *others]
 
     monkeypatch.setattr(collection, "run_groups", retokenised)
-    assert_stopped(corridor(), tmp_path / "run", "turn 1 of the step's episode 0 are not those")
+    run = tmp_path / "run"
+    with pytest.raises(RagenError, match="turn 1 of the step's episode 0 are not those"):
+        train(corridor(), run)
+    with closing(sqlite3.connect(run / DATABASE)) as connection:
+        assert connection.execute("SELECT max(step) FROM metrics").fetchone() == (0,)
+    assert [path.name for path in folders(run)] == ["step-0"]
 
 
-@pytest.mark.parametrize("algorithm", ["starpo/grpo", "starpo/ppo"])
-@pytest.mark.parametrize("window", [0, 1, 2])
+@pytest.mark.parametrize(("algorithm", "window"), [("starpo/grpo", 0), ("starpo/ppo", 2)])
 def test_every_run_verifies_all_completions_and_tokens(
     tmp_path: Path, algorithm: str, window: int
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from ragen.models.loading import save_model
 from ragen.models.sizes import read_sizes
 from ragen.rollout import judge
 from ragen.rollout.policies import NoCompletion
+from ragen.storage.database import DATABASE
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import train
 from tests.bandit_model import settings
@@ -56,7 +59,7 @@ def answers(folder: Path, prompts: Sequence[Prompt]) -> list[Completion]:
 
 def test_an_answer_depends_on_its_question_alone(folder: Path) -> None:
     """So a run that is resumed, and asks fewer questions at once, gets the same answers."""
-    prompts = [asked(text) for text in ("How good?", "How good was it?", "Why?")]
+    prompts = [asked(text) for text in ("How good?", "How good was it?")]
     together = answers(folder, prompts)
     alone = [answers(folder, [prompt])[0] for prompt in prompts]
     assert [each.token_ids for each in together] == [each.token_ids for each in alone]
@@ -118,11 +121,13 @@ def test_a_run_is_paid_by_the_scores(
         return replace(await complete(self, replace(prompt, max_tokens=1)), text=text)
 
     monkeypatch.setattr(LocalModel, "complete", says)
-    config = config_of(folder, steps=8, update__lr=3e-3, eval__episodes=0)
+    config = config_of(folder, steps=1, eval__episodes=0)
     metrics = read_metrics(train(config, tmp_path / "run").run)
-    scores = [*metrics["reward_terms/judge"].values()]
+    with closing(sqlite3.connect(tmp_path / "run" / DATABASE)) as connection:
+        replies = connection.execute("SELECT reply FROM turns").fetchall()
+    liked = sum(reply.startswith("Dragon") for (reply,) in replies)
     assert not any(metrics["judge/failed"].values())
-    assert sum(scores[-2:]) > sum(scores[:2]) + 0.4
+    assert metrics["reward_terms/judge"][1] == liked / len(replies) and 0 < liked < len(replies)
 
 
 def test_its_weights_are_a_part_of_the_memory(folder: Path) -> None:

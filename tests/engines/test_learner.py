@@ -11,14 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from ragen.algorithms.batch import Batch, collate, take
 from ragen.algorithms.losses import Loss
-from ragen.config.reading import resolve
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import NotFiniteError
 from ragen.core.types import Sample
@@ -28,8 +24,7 @@ from ragen.models.loading import load_policy
 from ragen.models.model import Critic
 from ragen.storage.database import DATABASE
 from ragen.storage.schema import SAMPLE_ARRAYS, decompress
-from ragen.training.trainer import train
-from tests.bandit_model import settings
+from tests.bandit_model import bandit_model
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tolerance import GRADIENT, LOGPROB, assert_close, rounding
 
@@ -58,12 +53,12 @@ def batch(learner: Learner, lengths: tuple[int, ...] = (7, 12, 5, 9)) -> Batch:
     """Random tokens with the learner's logprobs as old logprobs, and random advantages."""
     generator = torch.Generator().manual_seed(len(lengths))
     collated = collate([sample(e, length, generator) for e, length in enumerate(lengths)])
-    shape = collated.mask_BT.shape
+    shape, logprobs_BT = collated.mask_BT.shape, learner.logprobs(collated)[0]
     return replace(
         collated,
-        sampled_logprobs_BT=learner.logprobs(collated)[0],
-        old_logprobs_BT=learner.logprobs(collated)[0],
-        reference_logprobs_BT=learner.logprobs(collated)[0] - 0.1 * collated.mask_BT.float(),
+        sampled_logprobs_BT=logprobs_BT,
+        old_logprobs_BT=logprobs_BT,
+        reference_logprobs_BT=logprobs_BT - 0.1 * collated.mask_BT.float(),
         advantages_BT=torch.randn(shape, generator=generator) * collated.mask_BT,
         returns_BT=torch.randn(shape, generator=generator) * collated.mask_BT,
         values_BT=0.1 * torch.randn(shape, generator=generator) * collated.mask_BT,
@@ -156,28 +151,27 @@ def test_episode_mean_weights_episodes_equally(monkeypatch: pytest.MonkeyPatch) 
     close(mean, {n: sum(p[n] for p in parts) / len(parts) for n in mean})
 
 
-@pytest.mark.parametrize("kind", ["plain", "kl", "constant", "gspo", "cispo", "shared", "nll"])
+LOSSES: dict[str, dict[str, Any]] = {
+    "kl": {"entropy": 0.01, "kl": 0.1, "kl_kind": "k3", "aggregation": "constant"},
+    "gspo": PLAIN | {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+    "shared": PLAIN | {"name": "cispo", "clip_low": 1.0, "aggregation": "episode_mean"},
+    "nll": {"name": "nll"},
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
 def test_gradients_do_not_depend_on_the_microbatch_size(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loss = {
-        "plain": {"entropy": 0.01, "kl": 0.0},
-        "kl": {"entropy": 0.0, "kl": 0.1, "kl_kind": "k3"},
-        "constant": PLAIN | {"aggregation": "constant"},
-        "gspo": PLAIN | {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
-        "cispo": PLAIN | {"name": "cispo", "clip_low": 1.0, "aggregation": "episode_mean"},
-        "shared": {"entropy": 0.01, "kl": 0.0},
-        "nll": {"name": "nll"},
-    }[kind]
     results = []
-    for tokens in (10_000, 20, 1):
-        one = learner(loss=loss, critic=True, shared=kind == "shared", microbatch_tokens=tokens)
+    for tokens in (10_000, 14):
+        shared = kind == "shared"
+        one = learner(loss=LOSSES[kind], critic=True, shared=shared, microbatch_tokens=tokens)
         part = batch(one)
         results.append((gradient(one, part, monkeypatch), one.logprobs(part)[0], one.values(part)))
-    for gradients, logprobs, values in results[1:]:
-        close(gradients, results[0][0])
-        assert_close(logprobs, results[0][1])
-        assert_close(values, results[0][2])
+    (gradients, logprobs, values), (parted, *others) = results
+    close(parted, gradients)
+    assert_close(others, [logprobs, values])
 
 
 def test_gspo_has_one_ratio_per_episode_for_any_microbatch_size(
@@ -204,12 +198,14 @@ def test_gspo_has_one_ratio_per_episode_for_any_microbatch_size(
 
 
 def recorded(run: Path) -> Batch:
-    """The samples in the database of a run, with the numbers that they were trained with."""
+    """The samples of a run's first step, with the numbers that they were trained with."""
     with closing(sqlite3.connect(run / DATABASE)) as connection:
         columns = ", ".join(f'"{name}"' for name in SAMPLE_ARRAYS)
-        rows = connection.execute(f'SELECT "group", {columns} FROM samples').fetchall()
+        query = f'SELECT "group", {columns} FROM samples WHERE step = 1'
+        rows = connection.execute(query).fetchall()
     arrays = [
-        {k: decompress(k, v) for k, v in zip(SAMPLE_ARRAYS, row[1:], strict=True)} for row in rows
+        {k: decompress(k, v) for k, v in zip(SAMPLE_ARRAYS, row[1:], strict=True) if v}
+        for row in rows
     ]
     batch = collate(
         [
@@ -232,13 +228,11 @@ def recorded(run: Path) -> Batch:
 
 
 def test_gradients_of_recorded_episodes_do_not_depend_on_the_microbatch_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bandit_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = resolve("bandit", settings(steps=1, algorithm="starpo/ppo", eval__episodes=0))
-    train(config, tmp_path / "run")
-    part, results, parts = recorded(tmp_path / "run"), [], []
+    part, results, parts = recorded(bandit_run), [], []
     for tokens in (8192, 200, 1):
-        policy, _ = load_policy(config.model.path, "cpu", "float32")
+        policy, _ = load_policy(str(bandit_model()), "cpu", "float32")
         loss = LossConfig(entropy=0.01, kl=0.0)
         one = Learner(policy, UpdateConfig(microbatch_tokens=tokens), loss)
         parts.append(len(one._microbatches(part)))
@@ -251,11 +245,9 @@ def test_gradients_of_recorded_episodes_do_not_depend_on_the_microbatch_size(
     assert max(distances) < rounding(GRADIENT)
 
 
-@hypothesis_settings(max_examples=10)
-@given(st.permutations(range(4)))
-def test_updates_do_not_depend_on_the_order_of_rows(order: list[int]) -> None:
+def test_updates_do_not_depend_on_the_order_of_rows() -> None:
     results = []
-    for rows in (list(range(4)), order):
+    for rows in ([0, 1, 2, 3], [2, 0, 3, 1]):
         one = learner(critic=True)
         metrics = one.update(take(batch(one), torch.tensor(rows)), 0)
         results.append((one, metrics))
@@ -481,7 +473,7 @@ def test_restored_optimisers_continue_identically(muon_lr: float) -> None:
 
 
 def test_supervised_training_reduces_the_loss() -> None:
-    one = Learner(model(), UpdateConfig(lr=1e-2), LossConfig(name="nll"), steps=30)
+    one = Learner(model(), UpdateConfig(lr=1e-2), LossConfig(name="nll"), steps=15)
     part = batch(one)
-    losses = [one.update(part, step)["loss/nll"].value for step in range(30)]
+    losses = [one.update(part, step)["loss/nll"].value for step in range(15)]
     assert losses[-1] < 0.5 * losses[0]

@@ -103,7 +103,7 @@ def ask(*calls: Any, learners: Learners, grace_s: float = 5.0) -> list[Any]:
             return await asyncio.wait_for(answers_of(calls, learners.end, grace_s), 10)
         finally:
             await asyncio.sleep(0)
-            gc.collect()
+            gc.collect(1)  # what is new
             assert asyncio.all_tasks() == {asyncio.current_task()}
             assert not complaints
 

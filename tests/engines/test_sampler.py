@@ -37,7 +37,7 @@ def make_prompt(ids: Sequence[int], seed: int, **changes: object) -> Prompt:
 Turns = list[tuple[Prompt, Completion]]
 
 
-async def play(sampler: Sampler, member: int, turns: int = 3, **changes: object) -> Turns:
+async def play(sampler: Sampler, member: int, turns: int = 2, **changes: object) -> Turns:
     """One episode; three episodes of a group share their first prompt, and lengths differ."""
     ids: tuple[int, ...] = (3, 4, 5, *range(6, 8 + member // 3))
     played = []
@@ -49,7 +49,7 @@ async def play(sampler: Sampler, member: int, turns: int = 3, **changes: object)
     return played
 
 
-def run(sampler: Sampler, members: int = 9, **changes: object) -> list[Turns]:
+def run(sampler: Sampler, members: int = 4, **changes: object) -> list[Turns]:
     async def together() -> list[Turns]:
         return await asyncio.gather(*[play(sampler, m, **changes) for m in range(members)])
 
@@ -65,8 +65,9 @@ def recomputed(model: PreTrainedModel, prompt: Prompt, completion: Completion) -
     return token_logprobs(model, states, targets, prompt.temperature or 1.0)[0].detach()
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [("qwen2", 0.6), ("qwen2", 0.0), ("llama", 1.0), ("gpt2", 0.6)]
+)
 def test_logprobs_equal_those_of_the_learner(kind: str, temperature: float) -> None:
     model = tiny(kind)
     for played in run(make_sampler(model), temperature=temperature):
@@ -75,32 +76,27 @@ def test_logprobs_equal_those_of_the_learner(kind: str, temperature: float) -> N
             np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=LOGPROB)
 
 
-def test_fast_and_general_path_sample_the_same() -> None:
+def test_fast_and_general_path_sample_the_same_and_each_twice_the_same() -> None:
     model = tiny()
-    fast, general = (run(make_sampler(model, fast=fast)) for fast in (True, False))
+    fast, general = (run(make_sampler(model, fast=fast), turns=3) for fast in (True, False))
     for a, b in zip(fast, general, strict=True):
         for (_, mine), (_, other) in zip(a, b, strict=True):
             assert mine.token_ids == other.token_ids
             np.testing.assert_allclose(mine.logprobs, other.logprobs, rtol=0, atol=LOGPROB)
+    assert run(make_sampler(model), turns=3) == fast
+    assert run(make_sampler(model, fast=False), turns=3) == general
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_the_same_requests_give_identical_completions(fast: bool) -> None:
-    model = tiny()
-    assert run(make_sampler(model, fast=fast)) == run(make_sampler(model, fast=fast))
-
-
-@pytest.mark.parametrize("slots", [1, 3, 16])
+@pytest.mark.parametrize("slots", [1, 16])
 def test_the_number_of_slots_changes_no_token(slots: int) -> None:
     model = tiny()
     tokens = [[c.token_ids for _, c in played] for played in run(make_sampler(model, slots=slots))]
     assert tokens == [[c.token_ids for _, c in played] for played in run(make_sampler(model))]
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_greedy_equals_generate(kind: str) -> None:
-    model = tiny(kind)
-    for played in run(make_sampler(model), members=3, temperature=0.0):
+def test_greedy_equals_generate() -> None:
+    model = tiny("llama")
+    for played in run(make_sampler(model), members=2, turns=2, temperature=0.0):
         for prompt, completion in played:
             ids = torch.tensor([prompt.token_ids])
             out = model.generate(
@@ -128,7 +124,7 @@ def test_completions_end_at_an_end_token_or_the_limit() -> None:
 def test_without_end_tokens_completions_are_full_length_and_logprobs_exact() -> None:
     """For benchmarks: without end tokens, no token ends a completion early."""
     model = tiny()
-    prompts = [make_prompt((3, 4, k), k, max_tokens=60) for k in range(8)]
+    prompts = [make_prompt((3, 4, k), k, max_tokens=40) for k in range(4)]
 
     async def every() -> list[Completion]:
         endless = make_sampler(model, end_ids=())
@@ -137,13 +133,13 @@ def test_without_end_tokens_completions_are_full_length_and_logprobs_exact() -> 
     completions = asyncio.run(every())
     assert any(END in completion.token_ids for completion in completions)
     for prompt, completion in zip(prompts, completions, strict=True):
-        assert len(completion.token_ids) == 60 and completion.finish_reason == "length"
+        assert len(completion.token_ids) == 40 and completion.finish_reason == "length"
         expected = recomputed(model, prompt, completion)
         np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=LOGPROB)
 
 
 def test_tokens_are_sampled_with_their_probabilities() -> None:
-    model, count = tiny(), 4000
+    model, count = tiny(), 2000
 
     async def many(sampler: Sampler) -> list[Completion]:
         requests = [
@@ -170,9 +166,9 @@ def test_draw_never_takes_a_token_of_probability_zero() -> None:
 
 def test_every_turn_prefills_only_new_tokens() -> None:
     sampler = make_sampler(tiny(), slots=9)
-    played = run(sampler)
-    # Three first prompts, prefilled once each; then the last sampled token and all after it.
-    first = sum(len(played[m][0][0].token_ids) for m in (0, 3, 6))
+    played = run(sampler, turns=3)
+    # Two first prompts, prefilled once each; then the last sampled token and all after it.
+    first = sum(len(played[m][0][0].token_ids) for m in (0, 3))
     later = sum(
         len(p.token_ids) - len(before.token_ids) - len(c.token_ids) + 1
         for turns in played
@@ -184,8 +180,9 @@ def test_every_turn_prefills_only_new_tokens() -> None:
     assert sampler.stats.sampled == sum(len(c.token_ids) for turns in played for _, c in turns)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2"])
-@pytest.mark.parametrize(("slots", "times"), [(3, 2), (5, 1), (8, 1)])
+@pytest.mark.parametrize(
+    ("kind", "slots", "times"), [("qwen2", 3, 2), ("llama", 5, 1), ("gpt2", 8, 1)]
+)
 def test_different_prompts_that_begin_alike_read_their_beginning_once(
     kind: str, slots: int, times: int
 ) -> None:
@@ -212,7 +209,7 @@ def test_running_episodes_keep_their_slots_when_slots_are_few() -> None:
     run(many)
     # A later episode copies the shared prompt and prefills its last token again, for the logits; a
     # shared prompt may have to be prefilled once more when no slot holds it any longer.
-    assert few.stats.prefilled <= many.stats.prefilled + 3 * 6 + 6
+    assert few.stats.prefilled <= many.stats.prefilled + 2 * 6 + 6
 
 
 def test_new_weights_reuse_no_cached_keys() -> None:
@@ -246,7 +243,8 @@ def test_a_failed_forward_reaches_every_request_and_the_next_run_works() -> None
     errors = asyncio.run(asyncio.wait_for(three(), 10))
     assert [str(error) for error in errors] == ["out of memory"] * 3
     model.model.forward = forward
-    assert run(sampler) == run(make_sampler(tiny("llama"), slots=2))
+    again, fresh = (run(each, 2) for each in (sampler, make_sampler(tiny("llama"), slots=2)))
+    assert again == fresh
 
 
 def test_cancelled_requests_free_their_slots() -> None:
@@ -287,16 +285,13 @@ def test_the_sampler_works_after_its_event_loop_was_interrupted() -> None:
     assert run(sampler) == run(make_sampler(tiny()))
 
 
-@pytest.mark.parametrize("delay", [lambda: asyncio.sleep(0), lambda: asyncio.sleep(0.002)])
-def test_a_slow_environment_changes_no_token(
-    delay: Callable[[], Awaitable[None]],
-) -> None:
+def test_a_slow_environment_changes_no_token() -> None:
     model = tiny()
     slow, quick = make_sampler(model), make_sampler(model)
 
     async def slowly(member: int) -> Completion:
         first = await slow.complete(make_prompt((3, member), member))
-        await delay()
+        await asyncio.sleep(0.002)
         return await slow.complete(make_prompt((3, member, *first.token_ids, 9), 50 + member))
 
     async def quickly(member: int) -> Completion:
@@ -311,18 +306,18 @@ def test_a_slow_environment_changes_no_token(
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("temperature", [0.0, 0.001, 1.0, 100.0])
-def test_a_row_that_is_not_finite_has_no_finite_logprob(bad: float, temperature: float) -> None:
+def test_a_row_that_is_not_finite_has_no_finite_logprob(bad: float) -> None:
     logits = torch.zeros(4, 6)
     logits[1] = bad
     logits[2, 3] = bad
-    tokens, logprobs = draw(logits, np.full(4, temperature), np.array([0.0, 0.5, 0.9, 0.99]))
-    assert ((tokens >= 0) & (tokens < 6)).all()
     excludes = bad < 0  # −∞ leaves the other tokens of a row possible
-    assert np.isfinite(logprobs).tolist() == [True, False, excludes, True]
+    for temperature in (0.0, 0.001, 1.0, 100.0):
+        tokens, logprobs = draw(logits, np.full(4, temperature), np.array([0.0, 0.5, 0.9, 0.99]))
+        assert ((tokens >= 0) & (tokens < 6)).all()
+        assert np.isfinite(logprobs).tolist() == [True, False, excludes, True]
 
 
-@pytest.mark.parametrize("temperature", [0.001, 0.01, 1.0, 100.0])
+@pytest.mark.parametrize("temperature", [0.001, 1.0, 100.0])
 def test_drawing_is_exact_for_extreme_logits_at_every_temperature(temperature: float) -> None:
     """Against a softmax in float64, for logits up to 1e34 in size."""
     generator = np.random.default_rng(0)
@@ -338,9 +333,9 @@ def test_drawing_is_exact_for_extreme_logits_at_every_temperature(temperature: f
 
 
 @pytest.mark.parametrize(
-    ("kind", "fast"), [("qwen2", True), ("llama", True), ("qwen2", False)], ids=str
+    ("kind", "fast", "part"),
+    [("qwen2", True, "v_proj"), ("llama", True, "lm_head"), ("qwen2", False, "")],
 )
-@pytest.mark.parametrize("part", ["lm_head", "v_proj", ""])
 def test_a_broken_model_is_named_and_the_sampler_works_again_after_it(
     kind: str, fast: bool, part: str
 ) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +15,18 @@ import pytest
 from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import EngineLost, NotFiniteError
-from ragen.core.types import Completion, Prompt
+from ragen.core.types import Completion, Group, Prompt
 from ragen.engines.hosts import Failure, ServingHost
 from ragen.engines.model_hosts import LearnerHost, SamplerHost
+from ragen.engines.player_host import PlayerHost
+from ragen.engines.player_pool import PlayerPool
 from ragen.engines.pool import Answers, ProcessLost, Seat
 from ragen.engines.sampler_pool import SamplerPool, SamplerTold
 from ragen.engines.sampling import Stats
-from ragen.models.names import resolve_model
+from ragen.models.loading import load_tokenizer
+from ragen.rollout.groups import run_groups
+from ragen.rollout.setup import make_chat, make_setup
+from tests.bandit_model import settings
 
 
 class Scripted:
@@ -76,6 +83,11 @@ def pool_of(*samplers: Any, timeout_s: float = 5.0) -> SamplerPool:
     return pool
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
 def ask(*ids: int, seed: int = 0) -> Prompt:
     return Prompt((), ids, 0, 4, 1.0, seed)
 
@@ -96,49 +108,12 @@ def test_a_conversation_stays_where_it_began_and_the_rest_is_shared_out() -> Non
     assert counts == {1: 10, 2: 10, 3: 10} and stayed
 
 
-class Watched(dict[Any, Any]):
-    """A mapping that counts how often one of its kind is looked at."""
-
-    looks = 0
-
-    def __len__(self) -> int:
-        Watched.looks += 1
-        return super().__len__()
-
-    def pop(self, *arguments: Any) -> Any:
-        Watched.looks += 1
-        return super().pop(*arguments)
-
-    def __iter__(self) -> Iterator[Any]:
-        Watched.looks += super().__len__()
-        return super().__iter__()
-
-
-def test_a_turn_costs_as_much_with_many_samplers_and_conversations_as_with_few() -> None:
-    """Else the driver of a thousand samplers takes longer for a turn than a sampler."""
-
-    async def play() -> tuple[bool, int]:
-        pool = pool_of(*(Scripted(number) for number in range(40)))
-        pool._known = Watched()
-        for seat in pool.seats:
-            seat.open = Watched()
-        prompts = [ask(7, number) for number in range(80)]
-        first = await asyncio.gather(*map(pool.complete, prompts))
-        Watched.looks = 0
-        ids = first[11].token_ids
-        second = await pool.complete(ask(7, 11, *(ids or ()), 9))
-        return second.token_ids == ids, Watched.looks
-
-    stayed, looks = asyncio.run(play())
-    assert stayed and looks < 10
-
-
 def test_what_a_lost_sampler_had_open_comes_once_from_another() -> None:
     async def play() -> tuple[list[int], list[Prompt], list[Prompt]]:
         dying, living = Scripted(1, free=False), Scripted(2)
         pool = pool_of(dying, living)
         waiting = [asyncio.ensure_future(pool.complete(ask(5, seed=s))) for s in range(8)]
-        await asyncio.sleep(0.01)
+        await until(lambda: len(dying.asked) == 4)
         sent = [prompt for _, prompt in dying.asked]
         dying.die()
         answers = await asyncio.gather(*waiting)
@@ -152,40 +127,18 @@ def test_what_a_lost_sampler_had_open_comes_once_from_another() -> None:
     assert ENDED == [("sampler 0", "sampler was killed")]
 
 
-def test_without_any_sampler_what_waits_is_kept_for_the_next_one_or_fails_in_time() -> None:
-    async def play(joins: bool) -> Any:
+def test_without_any_sampler_what_waits_fails_in_time() -> None:
+    async def play() -> Any:
         dying = Scripted(1, free=False)
-        pool = pool_of(dying, timeout_s=0.3)
+        pool = pool_of(dying, timeout_s=0.05)
         waiting = [asyncio.ensure_future(pool.complete(ask(5, seed=s))) for s in range(3)]
-        await asyncio.sleep(0.01)
+        await until(lambda: len(dying.asked) == 3)
         dying.die()
-        await asyncio.sleep(0.1)
-        if joins:
-            pool.join(Seat("sampler 1", Scripted(2)))
         return await asyncio.gather(*waiting, return_exceptions=True)
 
-    assert [each.token_ids for each in asyncio.run(play(True))] == [(2,)] * 3
-    failures = asyncio.run(play(False))
+    failures = asyncio.run(play())
     assert all(isinstance(each, EngineLost) for each in failures)
-    assert str(failures[0]) == "there has been no sampler for 0.3 s: sampler was killed"
-
-
-def test_a_sampler_that_leaves_answers_what_it_has_and_gets_no_more() -> None:
-    async def play() -> tuple[list[int], list[int]]:
-        leaving, staying = Scripted(1, free=False), Scripted(2)
-        pool = pool_of(leaving, staying)
-        waiting = [asyncio.ensure_future(pool.complete(ask(5, seed=s))) for s in range(4)]
-        await asyncio.sleep(0.01)
-        pool.leave(pool.seats[0])
-        later = [await pool.complete(ask(6)) for _ in range(3)]
-        assert [seat.name for seat in pool.seats] == ["sampler 0", "sampler 1"]
-        leaving.answer(2)
-        first = await asyncio.gather(*waiting)
-        await asyncio.sleep(0.01)
-        return [e.token_ids[0] for e in first], [e.token_ids[0] for e in later]  # type: ignore[index]
-
-    first, later = asyncio.run(play())
-    assert sorted(first) == [1, 1, 2, 2] and later == [2, 2, 2] and ENDED == [("sampler 0", "")]
+    assert str(failures[0]) == "there has been no sampler for 0.05 s: sampler was killed"
 
 
 def test_what_nobody_waits_for_is_dropped_and_caches_are_forgotten_once() -> None:
@@ -193,9 +146,9 @@ def test_what_nobody_waits_for_is_dropped_and_caches_are_forgotten_once() -> Non
         slow = Scripted(1, free=False)
         pool = pool_of(slow)
         waiting = asyncio.ensure_future(pool.complete(ask(5)))
-        await asyncio.sleep(0.01)
+        await until(lambda: bool(slow.asked))
         waiting.cancel()
-        await asyncio.sleep(0.01)
+        await until(lambda: bool(slow.dropped))
         assert slow.dropped == [slow.asked[0][0]] and not pool.seats[0].open
         slow.free = True
         pool.forget()
@@ -229,20 +182,19 @@ class Threaded:
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    return resolve("bandit", {"threads": 1})
+    return resolve("bandit", settings())
 
 
 @pytest.fixture(scope="module")
 def learner(config: Config) -> LearnerHost:
     host = LearnerHost()
-    host.start(config, resolve_model(config.model.path, config.env.name), 1)
+    host.start(config, config.model.path, 1)
     return host
 
 
-def sampler_of(config: Config, **more: Any) -> SamplerHost:
+def sampler_of(config: Config) -> SamplerHost:
     host = SamplerHost()
-    path = resolve_model(config.model.path, config.env.name)
-    assert host.start(config, path, 1) is None
+    assert host.start(config, config.model.path, 1) is None
     return host
 
 
@@ -272,3 +224,26 @@ def test_weights_that_are_not_finite_fail_the_completion(config: Config) -> None
 
     with pytest.raises(NotFiniteError, match="not finite"):
         asyncio.run(play())
+
+
+def test_a_player_plays_the_same_episodes_as_the_driver(config: Config) -> None:
+    host = sampler_of(config)
+    tokenizer = load_tokenizer(Path(config.model.path), config.model.path)
+    player = PlayerHost()
+    assert player.start(config, tokenizer) is None
+    player.meet("sampler 0", Threaded(host, "player 0"))
+
+    async def play(on_player: bool) -> list[Group]:
+        pool: Any = pool_of(Threaded(host))
+        if on_player:
+            pool = PlayerPool(pool, 5.0, lambda seat, loss: None)
+            pool.join(Seat("player 0", Threaded(player)))
+        return await run_groups(pool, setup, [10007, 10008], 4, (0, "train", 3), 8)
+
+    with closing(make_setup(config, make_chat(config, tokenizer))) as setup:
+        here, there = asyncio.run(play(False)), asyncio.run(play(True))
+    texts = [
+        [[turn.completion.text for turn in episode.turns] for group in each for episode in group]
+        for each in ([group.episodes for group in groups] for groups in (here, there))
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) == 8

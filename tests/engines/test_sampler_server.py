@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,14 @@ def answers(**changes: Answer) -> dict[str, Any]:
     return suitable | changes
 
 
+@cache
+def model_and_chat() -> tuple[Any, Chat]:
+    return tiny_model(tiny_tokenizer()), Chat(tiny_tokenizer())
+
+
 def connect(url: str, model: Any = None) -> VllmServer:
-    chat, model = Chat(tiny_tokenizer()), model or tiny_model(tiny_tokenizer())
-    return VllmServer(url, model, chat.end_ids, chat.decode, max_length=64)
+    served, chat = model_and_chat()
+    return VllmServer(url, model or served, chat.end_ids, chat.decode, max_length=64)
 
 
 def test_requests_and_completions_hold_tokens() -> None:
@@ -127,27 +133,26 @@ def test_an_adapter_is_published_under_its_own_name() -> None:
     assert models == ["ragen"]
 
 
-@pytest.mark.parametrize(
-    ("path", "answer", "words"),
-    [
-        ("/version", (200, {"version": "0.10.2"}), "runs vLLM 0.10.2, and RAGEN was tested with"),
-        ("/version", (200, b"<html>"), "not a vLLM server .HTTP 200 and no JSON object"),
-        ("/version", (404, {"detail": "Not Found"}), "refuses: .*Not Found"),
-        ("/v1/models", (200, []), "not a vLLM server .HTTP 200 and no JSON object"),
-        ("/v1/models", (200, {"data": [{"id": "x"}]}), "no list of models"),
-        ("/v1/models", (200, {"data": [MODEL | {"max_model_len": 32}]}), "--max-model-len 64"),
-        ("/collective_rpc", (404, {"detail": "Not Found"}), "VLLM_SERVER_DEV_MODE=1"),
-        (
-            "/collective_rpc",
-            (500, {"error": {"message": "no module 'layers.2'\nstack"}}),
-            r"layers\.2'; does it serve the model that is trained\? .* restart it",
-        ),
-        ("/collective_rpc", (500, {"error": {"message": " "}}), "refuses: HTTP 500; does it"),
-        ("/reset_prefix_cache", (200, {"success": False}), "samples for another client"),
-    ],
-)
+UNSUITABLE: list[tuple[str, Answer, str]] = [
+    ("/version", (200, {"version": "0.10.2"}), "runs vLLM 0.10.2, and RAGEN was tested with"),
+    ("/version", (200, b"<html>"), "not a vLLM server .HTTP 200 and no JSON object"),
+    ("/version", (404, {"detail": "Not Found"}), "refuses: .*Not Found"),
+    ("/v1/models", (200, []), "not a vLLM server .HTTP 200 and no JSON object"),
+    ("/v1/models", (200, {"data": [{"id": "x"}]}), "no list of models"),
+    ("/v1/models", (200, {"data": [MODEL | {"max_model_len": 32}]}), "--max-model-len 64"),
+    ("/collective_rpc", (404, {"detail": "Not Found"}), "VLLM_SERVER_DEV_MODE=1"),
+    (
+        "/collective_rpc",
+        (500, {"error": {"message": "no module 'layers.2'\nstack"}}),
+        r"layers\.2'; does it serve the model that is trained\? .* restart it",
+    ),
+    ("/collective_rpc", (500, {"error": {"message": " "}}), "refuses: HTTP 500; does it"),
+    ("/reset_prefix_cache", (200, {"success": False}), "samples for another client"),
+]
+
+
 def test_an_unsuitable_server_is_refused_in_one_line_and_its_connections_are_closed(
-    path: str, answer: Answer, words: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opened, make = list[httpx.Client](), httpx.Client
 
@@ -156,46 +161,59 @@ def test_an_unsuitable_server_is_refused_in_one_line_and_its_connections_are_clo
         return opened[-1]
 
     monkeypatch.setattr(httpx, "Client", noted)
-    with (
-        pretend_server(answers() | {path: answer}) as url,
-        pytest.raises(RagenError, match=words) as caught,
-    ):
-        connect(url)
-    assert "\n" not in str(caught.value)
-    assert [each.is_closed for each in opened] == [True]
+    routes = answers()
+    with pretend_server(routes) as url:
+        for path, answer, words in UNSUITABLE:
+            routes[path], suitable = answer, routes[path]
+            with pytest.raises(RagenError, match=words) as caught:
+                connect(url)
+            routes[path] = suitable
+            assert "\n" not in str(caught.value)
+    assert [each.is_closed for each in opened] == [True] * len(UNSUITABLE)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        (200, {"choices": []}),
-        (200, {"error": "busy"}),
-        (200, b"not json"),
-        (200, completion(token_ids=None)),
-        (200, completion(token_ids=[8])),
-        (200, completion(token_ids=[], logprobs={"token_logprobs": []})),
-        (200, completion(logprobs=None)),
-        (200, completion(prompt_token_ids=[5, 6])),
-        (200, completion(token_ids=[8, 10**30])),
-        (200, completion(token_ids=[8, -1])),
-        (200, completion(token_ids=[8, float("inf")])),
-        (200, completion(logprobs={"token_logprobs": [-0.5, float("nan")]})),
-        (200, b"[" * 200_000),
-        (200, {"choices": {"choice": 1}, "usage": 1}),
-        (400, {"error": {"message": "the prompt is too long"}}),
-    ],
-)
-def test_an_invalid_completion_is_reported_in_one_line(answer: Answer) -> None:
-    with pretend_server(answers() | {"/v1/completions": answer}) as url:
+INVALID: list[Answer] = [
+    (200, {"choices": []}),
+    (200, {"error": "busy"}),
+    (200, b"not json"),
+    (200, completion(token_ids=None)),
+    (200, completion(token_ids=[8])),
+    (200, completion(token_ids=[], logprobs={"token_logprobs": []})),
+    (200, completion(logprobs=None)),
+    (200, completion(prompt_token_ids=[5, 6])),
+    (200, completion(token_ids=[8, 10**30])),
+    (200, completion(token_ids=[8, -1])),
+    (200, completion(token_ids=[8, float("inf")])),
+    (200, completion(logprobs={"token_logprobs": [-0.5, float("nan")]})),
+    (200, b"[" * 200_000),
+    (200, {"choices": {"choice": 1}, "usage": 1}),
+    (400, {"error": {"message": "the prompt is too long"}}),
+]
+
+
+def test_an_invalid_completion_is_reported_in_one_line() -> None:
+    routes = answers()
+    with pretend_server(routes) as url:
         server = connect(url)
-        with pytest.raises(RagenError, match=url) as caught:
-            asyncio.run(server.complete(PROMPT))
-    assert "\n" not in str(caught.value)
+
+        async def complete() -> None:
+            for answer in INVALID:
+                routes["/v1/completions"] = answer
+                with pytest.raises(RagenError, match=url) as caught:
+                    await server.complete(PROMPT)
+                assert "\n" not in str(caught.value)
+
+        asyncio.run(complete())
 
 
-def test_a_server_that_is_down_is_reported_before_the_run_folder_is_made(tmp_path: Path) -> None:
-    with pretend_server({}) as url:
-        pass  # the server is stopped and its port is free
+def test_a_server_that_stops_or_is_down_is_reported_before_the_run_folder_is_made(
+    tmp_path: Path,
+) -> None:
+    with pretend_server(answers()) as url:
+        server = connect(url)
+    with pytest.raises(RagenError, match="cannot be reached"):  # the server is stopped
+        asyncio.run(server.complete(PROMPT))
+    asyncio.run(server.close())
     with pytest.raises(RagenError, match="cannot be reached"):
         connect(url)
     config = resolve("bandit", {"rollout.sampler": url, "threads": 1})
@@ -211,14 +229,6 @@ def test_an_invalid_address_is_refused() -> None:
     with pytest.raises(RagenError, match="neither a password") as caught:
         connect("http://user:secret@127.0.0.1:8000/v1")
     assert "secret" not in str(caught.value)
-
-
-def test_a_server_that_stops_is_reported() -> None:
-    with pretend_server(answers()) as url:
-        server = connect(url)
-    with pytest.raises(RagenError, match="cannot be reached"):
-        asyncio.run(server.complete(PROMPT))
-    asyncio.run(server.close())
 
 
 def test_weights_that_the_disk_does_not_take_are_one_line() -> None:

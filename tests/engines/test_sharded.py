@@ -1,11 +1,15 @@
-"""Processes that train together: their gradients, weights and checkpoints are those of one."""
+"""Processes that train together: their gradients, weights and checkpoints are those of one.
+
+Two processes do everything once (`two_processes`), and the tests read what they found.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import cache
 from itertools import combinations_with_replacement, pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,6 @@ from torch import Tensor
 
 from ragen.algorithms.batch import Batch, collate
 from ragen.config.config import Config
-from ragen.config.reading import resolve
 from ragen.core.errors import NotFiniteError, RagenError
 from ragen.core.types import Sample
 from ragen.engines import exactness
@@ -28,7 +31,6 @@ from ragen.engines.local import LocalEngine
 from ragen.engines.ranks import Ranks, _pieces, join, leave
 from ragen.engines.sharded import Rank
 from ragen.models.loading import load_policy
-from ragen.models.names import resolve_model
 from ragen.storage.checkpoint import verified_state, write_state
 from tests.bandit_model import bandit_model
 from tests.engines.recorded import (
@@ -37,10 +39,13 @@ from tests.engines.recorded import (
     batch_for,
     collection,
     config_of,
+    held_by,
     in_processes,
     outcome,
+    outcome_of,
     relative,
 )
+from tests.shared import once
 
 FLOAT32 = {"gradient": 1e-5, "weight": 1e-3, "score": 1e-4, "norm": 1e-4}
 """Largest differences: of gradients relative to the largest, of weights after ten updates in
@@ -53,14 +58,6 @@ BFLOAT16 = {
 """As `FLOAT32`, and of all weights relative to their norm. A process sums its gradients in another
 order, and rounds each sum to 8 bits. Where a gradient is nearly 0, that decides its sign, and Adam
 moves this one weight by the whole learning rate, which is 1e-2 for a critic: two such updates."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def recorded() -> Iterator[None]:
-    """Sample the collection before processes are forked, so that all have the same."""
-    collection()
-    collection(groups=1, members=2)
-    yield
 
 
 def assert_weights_agree(
@@ -104,51 +101,201 @@ def assert_agree(actual: Outcome, expected: Outcome, bound: dict[str, float]) ->
             assert found.weight == pytest.approx(metric.weight)
 
 
+def assert_moved(config: Config, expected: Outcome, steps: int) -> None:
+    """Each weight was trained."""
+    start, _ = load_policy(str(bandit_model()), "cpu", config.model.dtype)
+    for name, weight in start.named_parameters():
+        assert (expected.weights[name] - weight).detach().abs().max() > steps * 1e-4
+
+
 def compare(config: Config, sizes: tuple[int, ...], steps: int, bound: dict[str, float]) -> None:
     expected = outcome(config, steps)
-    start = dict(load_policy(str(bandit_model()), "cpu", config.model.dtype)[0].named_parameters())
     if not config.lora.rank:
-        moved = [
-            float((expected.weights[name] - weight).detach().abs().max())
-            for name, weight in start.items()
-        ]
-        assert max(moved) > steps * 1e-4
+        assert_moved(config, expected, steps)
     for size in sizes:
         found = in_processes(size, lambda rank, at: outcome(config, steps, rank, size, at))  # noqa: B023
         assert_agree(found[0], expected, bound)
         assert all(name.startswith("critic.") for each in found[1:] for name in each.weights)
 
 
-@pytest.mark.parametrize("recipe", ["ppo", "lora"])
-def test_two_processes_learn_what_one_does(recipe: str) -> None:
-    compare(config_of(recipe), (2,), 3, FLOAT32)
+# Two processes.
 
 
-def test_layers_are_split_on_their_own_where_the_model_computes_by_itself() -> None:
-    """Three processes have different numbers of microbatches."""
-    compare(config_of("ppo-shared", model__gradient_checkpointing=True), (3,), 3, FLOAT32)
+def refused(work: Any) -> str:
+    try:
+        work()
+    except (ValueError, RagenError) as error:
+        return str(error)
+    return ""
+
+
+def with_critic_and_reference() -> Config:
+    """All parts of a learner."""
+    return config_of("ppo", loss__kl=0.01)
+
+
+def everything(rank: int, address: str, folder: Path) -> dict[str, Any]:
+    """Learn, write a checkpoint and learn on; refuse what is wrong at each point."""
+    config, found = with_critic_and_reference(), dict[str, Any]()
+    one = Rank(config, str(bandit_model()), rank, 2, address)
+    batch = batch_for(one, config)
+
+    before = [each.full_tensor() for each in one.model.parameters()]  # type: ignore[operator]
+    ids_BT = batch.token_ids_BT.clone()
+    row = int(one.learner._splits(batch)[1][0][0])  # the second process trains on it
+    ids_BT[row, int(batch.mask_BT[row].nonzero()[-1])] += 1
+    altered = replace(batch, token_ids_BT=ids_BT)
+    for where, liars in (("everywhere", (0, 1)), ("on the way to one", (1,))):
+        given = altered if rank in liars else batch
+        found[where] = refused(lambda given=given: one.update(given, 0))  # type: ignore[misc]
+    after = [each.full_tensor() for each in one.model.parameters()]  # type: ignore[operator]
+    found["unchanged"] = all(map(torch.equal, before, after))
+
+    with patch.object(exactness, "fingerprint", wraps=exactness.fingerprint) as counted:
+        found["outcome"] = outcome_of(one, batch, 2)
+    found["hashes"] = counted.call_count
+    state = found["state"] = one.save(folder)
+    found["written"] = dict(one.weights())
+    lost = state | {"reference": "another"}
+    found["another reference"] = refused(lambda: one.load(folder, lost))
+    found["later"] = learn_on(one, config)
+    one.published()  # in truth the weights are not those that sampled
+    found["not on-policy"] = refused(lambda: one.update(batch, 6))
+    found["held"] = held_by(one)
+    one.close()
+    return found
+
+
+def learn_on(one: Any, config: Config) -> dict[str, Tensor]:
+    """The weights after two further updates, on values that do not depend on the weights."""
+    batch = batch_for(one, config)
+    generator = torch.Generator().manual_seed(0)
+    random_BT = torch.randn(batch.mask_BT.shape, generator=generator) * batch.mask_BT
+    has_values = batch.values_BT is not None
+    fixed = replace(
+        batch,
+        old_logprobs_BT=batch.sampled_logprobs_BT,
+        advantages_BT=random_BT,
+        returns_BT=random_BT if has_values else None,
+        values_BT=0 * random_BT if has_values else None,
+    )
+    for step in (3, 4):
+        one.update(fixed, step)
+    return dict(one.weights())
+
+
+def go_on(
+    config: Config, path: Path, state: Any, rank: int = 0, size: int = 1, address: str = ""
+) -> dict[str, Tensor]:
+    """Load a checkpoint and learn on."""
+    one = Rank(config, str(bandit_model()), rank, size, address)
+    one.load(path, state)
+    one.learner.synced = False  # what is recorded was sampled by the first weights
+    weights = learn_on(one, config)
+    one.close()
+    return weights
+
+
+def make_pair(folder: Path) -> None:
+    folder.mkdir()
+    collection()  # before processes are forked, so that all have the same
+    found = in_processes(2, lambda rank, address: everything(rank, address, folder))
+    assert not any(isinstance(each, str) for each in found), found
+    write_state(folder, {})
+    torch.save(found, folder.parent / "two-processes.pt")
+
+
+@cache
+def two_processes() -> tuple[Path, Any, Any]:
+    """Their checkpoint, and what each of them found; made once for all workers."""
+    folder = once("two-processes", make_pair)
+    return folder, *torch.load(folder.parent / "two-processes.pt", weights_only=False)
+
+
+def test_two_processes_learn_what_one_does() -> None:
+    _, first, second = two_processes()
+    expected = outcome(with_critic_and_reference(), 2)
+    assert_moved(with_critic_and_reference(), expected, 2)
+    assert_agree(first["outcome"], expected, FLOAT32)
+    assert all(name.startswith("critic.") for name in second["outcome"].weights)
+
+
+def test_a_changed_token_is_refused_by_all_processes_without_a_change() -> None:
+    """Whether all of them have it, or only the one that trains on it."""
+    _, first, second = two_processes()
+    for where in ("everywhere", "on the way to one"):
+        assert "are not those that were sampled" in first[where]
+        assert second[where] == first[where]
+    assert first["unchanged"] and second["unchanged"]
+
+
+def test_each_process_hashes_its_own_tokens_only() -> None:
+    _, first, second = two_processes()
+    updates = first["outcome"].metrics
+    checked = sum(each["exactness/completions_checked"].value for each in updates)
+    assert first["hashes"] + second["hashes"] == checked
+    assert min(first["hashes"], second["hashes"]) > 0
+
+
+def test_other_logprobs_at_equal_weights_are_refused_by_all_processes() -> None:
+    _, first, second = two_processes()
+    assert first["not on-policy"] == second["not on-policy"]
+    assert first["not on-policy"].startswith("token ")
+
+
+def test_a_checkpoint_of_two_processes_goes_on_in_the_local_engine() -> None:
+    folder, first, _ = two_processes()
+    names = set(verified_state(folder)["files"])
+    assert {f"optimizer-0/shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2)} <= names
+    assert all(not name.endswith((".metadata", ".distcp", ".pt")) for name in names)
+    exported = load_file(folder / "model.safetensors")
+    assert all(torch.equal(exported[name], weight) for name, weight in first["written"].items())
+    alone = go_on(with_critic_and_reference(), folder, first["state"])
+    assert_weights_agree(alone, first["later"], {"weight": 1e-5})
+
+
+def test_a_checkpoint_with_another_kl_reference_is_refused_by_all() -> None:
+    _, first, second = two_processes()
+    assert first["another reference"] == second["another reference"]
+    assert "its KL reference is lost" in first["another reference"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_ten_updates_of_one_two_and_three_processes(recipe: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "checkpointing", "size"),
+    [("ppo-shared", True, 3), ("lora", False, 2), ("grpo", True, 2)],
+)
+def test_ten_updates_of_several_processes(recipe: str, checkpointing: bool, size: int) -> None:
+    """Three processes have different numbers of microbatches; with checkpointing, layers split."""
     config = config_of(recipe, model__gradient_checkpointing=checkpointing)
-    compare(config, (2, 3), 10, FLOAT32)
+    compare(config, (size,), 10, FLOAT32)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["ppo", "lora"])
 def test_ten_updates_in_bfloat16(recipe: str) -> None:
+    assert recipe in RECIPES
     compare(config_of(recipe, model__dtype="bfloat16"), (2,), 10, BFLOAT16)
 
 
+@pytest.mark.slow
 def test_a_batch_of_fewer_episodes_than_processes() -> None:
-    config = config_of("ppo")
+    config = config_of("grpo")
     few = {"groups": 1, "members": 2}
     expected = outcome(config, 2, **few)
     found = in_processes(3, lambda rank, at: outcome(config, 2, rank, 3, at, **few))
     assert_agree(found[0], expected, FLOAT32)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_the_local_engine_goes_on_in_three_processes(tmp_path: Path) -> None:
+    config = config_of("ppo")
+    engine = LocalEngine(config, str(bandit_model()))
+    state = asyncio.run(engine.save(tmp_path))
+    write_state(tmp_path, {})
+    expected = go_on(config, tmp_path, state)
+    found = in_processes(3, lambda rank, at: go_on(config, tmp_path, state, rank, 3, at))
+    assert_weights_agree(found[0], expected, {"weight": 1e-5})
 
 
 # The split.
@@ -221,204 +368,12 @@ def test_the_largest_share_of_neighbours_is_as_small_as_possible(drawn: list[Any
     )
 
 
-# What is refused.
-
-
-def test_a_changed_token_is_refused_by_all_processes_without_a_change() -> None:
-    config = config_of("grpo")
-
-    def refused(rank: int, address: str, liar: int | None) -> tuple[str, bool]:
-        one = Rank(config, str(bandit_model()), rank, 2, address)
-        batch = batch_for(one, config)
-        before = [each.full_tensor() for each in one.model.parameters()]  # type: ignore[operator]
-        ids_BT = batch.token_ids_BT.clone()
-        row = int(one.learner._splits(batch)[1][0][0])  # the second process trains on it
-        ids_BT[row, int(batch.mask_BT[row].nonzero()[-1])] += 1
-        if liar in (None, rank):
-            batch = replace(batch, token_ids_BT=ids_BT)
-        message = ""
-        try:
-            one.update(batch, 0)
-        except ValueError as error:
-            message = str(error)
-        after = [each.full_tensor() for each in one.model.parameters()]  # type: ignore[operator]
-        one.close()
-        return message, all(map(torch.equal, before, after))
-
-    for liar in (None, 1):  # in all processes, or on the way to one
-        found = in_processes(2, lambda rank, at: refused(rank, at, liar))  # noqa: B023
-        (message, same), other = found
-        assert "are not those that were sampled" in message and same
-        assert other == (message, same)
-
-
-def test_each_process_hashes_its_own_tokens_only() -> None:
-    config = config_of("grpo")
-
-    def hashed(rank: int, address: str) -> tuple[int, float]:
-        one = Rank(config, str(bandit_model()), rank, 2, address)
-        batch = batch_for(one, config)
-        with patch.object(exactness, "fingerprint", wraps=exactness.fingerprint) as counted:
-            metrics = one.update(batch, 0)
-        one.close()
-        return counted.call_count, metrics["exactness/completions_checked"].value
-
-    (first, checked), (second, same) = in_processes(2, hashed)
-    assert first + second == checked == same and min(first, second) > 0
-
-
-def test_other_logprobs_at_equal_weights_are_refused_by_all_processes() -> None:
-    config = config_of("grpo")
-
-    def refused(rank: int, address: str) -> str:
-        one = Rank(config, str(bandit_model()), rank, 2, address)
-        batch = batch_for(one, config)
-        one.update(batch, 0)
-        one.published()  # in truth the weights have changed
-        one.update(batch, 1)
-        return ""
-
-    first, second = in_processes(2, refused)
-    assert first == second and first.startswith("MismatchError: token ")
-
-
-# Checkpoints.
-
-
-def go_on(
-    config: Config, path: Path, state: Any, steps: range, rank: int, size: int, address: str
-) -> dict[str, Tensor]:
-    """Load a checkpoint and train on; returns the weights."""
-    one = Rank(config, str(bandit_model()), rank, size, address)
-    one.load(path, state)
-    one.learner.synced = False  # what is recorded was sampled by the first weights
-    batch = batch_with(one, config)
-    for step in steps:
-        one.update(batch, step)
-    weights = dict(one.weights())
-    one.close()
-    return weights
-
-
-def batch_with(one: Any, config: Config) -> Batch:
-    """The collection, with random values and advantages, which do not depend on the weights."""
-    batch = batch_for(one, config)
-    generator = torch.Generator().manual_seed(0)
-    shape = batch.mask_BT.shape
-    random_BT = torch.randn(shape, generator=generator) * batch.mask_BT
-    return replace(
-        batch,
-        old_logprobs_BT=batch.sampled_logprobs_BT,
-        advantages_BT=random_BT,
-        returns_BT=random_BT if batch.values_BT is not None else None,
-        values_BT=0 * random_BT if batch.values_BT is not None else None,
-    )
-
-
-@pytest.mark.parametrize(
-    ("recipe", "dtype"),
-    [
-        ("ppo", "float32"),
-        pytest.param("ppo", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("lora", "float32", marks=pytest.mark.slow),
-        pytest.param("ppo-shared", "float32", marks=pytest.mark.slow),
-    ],
-)
-def test_a_checkpoint_of_two_processes_goes_on_in_any_number(
-    tmp_path: Path, recipe: str, dtype: str
-) -> None:
-    config = config_of(recipe, model__dtype=dtype)
-
-    def saved(rank: int, address: str) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
-        one = Rank(config, str(bandit_model()), rank, 2, address)
-        batch = batch_with(one, config)
-        for step in range(3):
-            one.update(batch, step)
-        state = one.save(tmp_path)
-        written = dict(one.weights())
-        for step in range(3, 6):
-            one.update(batch, step)
-        weights = dict(one.weights())
-        one.close()
-        return state, written, weights
-
-    (state, written, expected), _ = in_processes(2, saved)
-    write_state(tmp_path, {})
-    names = set(verified_state(tmp_path)["files"])
-    assert {f"optimizer-0/shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2)} <= names
-    assert all(not name.endswith((".metadata", ".distcp", ".pt")) for name in names)
-    if recipe == "ppo" and dtype == "float32":
-        exported = load_file(tmp_path / "model.safetensors")
-        assert all(torch.equal(exported[name], weight) for name, weight in written.items())
-    bound = {"weight": 1e-5 if dtype == "float32" else BFLOAT16["weight"]}
-
-    for size in (2, 3):
-        found = in_processes(
-            size,
-            lambda rank, at: go_on(config, tmp_path, state, range(3, 6), rank, size, at),  # noqa: B023
-        )
-        assert_weights_agree(found[0], expected, bound)
-    alone = go_on(config, tmp_path, state, range(3, 6), 0, 1, "")
-    assert_weights_agree(alone, expected, bound)
-
-
-def test_checkpoints_travel_between_the_local_engine_and_two_processes(tmp_path: Path) -> None:
-    config = config_of("ppo")
-    local, split = tmp_path / "local", tmp_path / "split"
-    split.mkdir()
-
-    def engine_at(step: int) -> LocalEngine:
-        engine = LocalEngine(config, str(bandit_model()))
-        if step:
-            state = {"version": 1} | states["split"]
-            asyncio.run(engine.load(split, state))
-            engine.learner.synced = False
-        return engine
-
-    states: dict[str, Any] = {}
-    engine = engine_at(0)
-    batch = batch_with(engine.learner, config)
-    for step in range(3):
-        asyncio.run(engine.update(batch, step))
-    states["local"] = asyncio.run(engine.save(local))
-    for step in range(3, 6):
-        asyncio.run(engine.update(batch, step))
-    expected = {name: each.detach().clone() for name, each in engine.model.named_parameters()}
-
-    def half(rank: int, address: str) -> Any:
-        one = Rank(config, str(bandit_model()), rank, 2, address)
-        one.load(local, states["local"])
-        one.learner.synced = False
-        for step in range(3, 5):
-            one.update(batch, step)
-        state = one.save(split)
-        one.close()
-        return state
-
-    states["split"], _ = in_processes(2, half)
-    engine = engine_at(5)
-    asyncio.run(engine.update(batch, 5))
-    for name, weight in engine.model.named_parameters():
-        assert (weight - expected[name]).abs().max() <= 1e-5, name
-
-
-def test_a_checkpoint_of_another_model_is_refused_by_all(tmp_path: Path) -> None:
-    config = config_of("grpo")
-
-    def saved(rank: int, address: str) -> str:
-        one = Rank(config, str(bandit_model()), rank, 2, address)
-        state = one.save(tmp_path)
-        one.load(tmp_path, state | {"reference": "another"})
-        return ""
-
-    first, second = in_processes(2, saved)
-    assert first == second and "its KL reference is lost" in first
+# What one alone refuses.
 
 
 def test_a_learner_that_does_not_see_the_runs_folder_refuses_to_save(tmp_path: Path) -> None:
     """Otherwise it would write a checkpoint that the driver takes for an empty one."""
-    config = resolve("bandit", {"threads": 1})
-    rank = Rank(config, resolve_model(config.model.path, config.env.name))
+    rank = Rank(config_of("grpo"), str(bandit_model()))
     with pytest.raises(RagenError, match="does not see"):
         rank.save(tmp_path / "of another machine" / "step-1")
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny import tiny_tokenizer
 
-from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.engines.sampler_vllm import VllmSampler
 from ragen.engines.vllm_worker import Weights, differing, differing_adapter, tensors_of
 from ragen.models.loading import save_model
 from ragen.models.lora import adapter_of, adapter_tensors, attach, scale_of
-from ragen.storage.reader import read_metrics
-from ragen.training.trainer import train
 from tests.engines.test_vllm import difference, engine_of, make_prompt, model_of, weights_of
 
 pytestmark = pytest.mark.vllm
@@ -106,26 +102,3 @@ def test_heads_that_cannot_be_divided_are_one_line(folder: str) -> None:
     ) as caught:
         engine_of(folder, tensor_parallel=3)
     assert "\n" not in str(caught.value)
-
-
-def test_a_run_in_one_process_samples_with_two_workers(folder: str, tmp_path: Path) -> None:
-    settings = {
-        "model.path": folder,
-        "model.max_length": 200,
-        "rollout.sampler": "vllm",
-        "rollout.gpu_memory": 0.2,
-        "engine.tensor_parallel": 2,
-        "rollout.num_groups": 2,
-        "rollout.group_size": 4,
-        "filter.rule": "all",
-        "filter.include_zero": True,
-        "eval.episodes": 0,
-        "update.lr": 1e-3,
-        "steps": 2,
-        "threads": 1,
-    }
-    train(resolve("bandit", settings), tmp_path / "run")
-    metrics = read_metrics(tmp_path / "run")
-    assert max(metrics["gradient/policy_norm"].values()) > 0, "a publication has to change weights"
-    assert max(metrics["publish/logprob_difference"].values()) < 1e-3
-    assert max(metrics["mismatch/max_abs"].values()) < 1e-3

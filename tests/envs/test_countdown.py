@@ -122,21 +122,16 @@ def begin(**params):
     return env
 
 
-@pytest.mark.parametrize(
-    ("answer", "reward", "report"),
-    [
-        ("2 * 3 + 7", 1.0, "gave 13"),
-        ("2 + 3", 0.1, "gave 5"),
-        ("7 / 3", 0.1, "gave 7/3"),
+def test_one_answer_ends_the_episode():
+    for answer, reward, report in (
+        *(("2 * 3 + 7", 1.0, "gave 13"), ("2 + 3", 0.1, "gave 5"), ("7 / 3", 0.1, "gave 7/3")),
         ("13", 0.0, "did not count: it uses a number that is not given"),
         ("I think that it is 13", 0.0, "did not count: it is not an expression"),
         ("", 0.0, "did not count: it ends"),
-    ],
-)
-def test_one_answer_ends_the_episode(answer, reward, report):
-    observation, paid, terminated, truncated, info = begin().step(answer)
-    assert (paid, terminated, truncated) == (reward, True, False)
-    assert info["success"] == (reward == 1) and report in observation
+    ):
+        observation, paid, terminated, truncated, info = begin().step(answer)
+        assert (paid, terminated, truncated) == (reward, True, False)
+        assert info["success"] == (reward == 1) and report in observation
 
 
 def test_of_several_attempts_the_best_counts():

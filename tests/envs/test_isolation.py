@@ -16,14 +16,13 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError
-from ragen.envs import isolation, registry
-from ragen.envs.isolation import IsolatedEnv, Workers
+from ragen.envs import registry
+from ragen.envs.isolation import Workers
 from ragen.envs.registry import make
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.rollout.episode import play_episode
@@ -86,17 +85,6 @@ def test_the_proxy_behaves_as_the_environment(start_workers: Any, name: str) -> 
     proxy.close()
 
 
-def test_random_play_of_free_text_is_the_same_in_a_worker(start_workers: Any) -> None:
-    proxy, plain = start_workers(FREE).make(), make(FREE)
-    one, other = (np.random.Generator(np.random.PCG64(5)) for _ in range(2))
-    for _ in range(20):
-        assert proxy.random_action(one) == plain.random_action(other)
-    assert one.random() == other.random(), "the generator has advanced alike"
-    assert proxy.max_turns == plain.max_turns == 2
-    assert start_workers(FREE.replace("Echo", "Mute")).make().random_action(one) is None
-    proxy.close()
-
-
 def test_isolated_episodes_are_equal_and_workers_are_reused(start_workers: Any) -> None:
     workers = start_workers(slip=0.5)
     policy = ScriptedPolicy(lambda prompt: RIGHT)
@@ -137,21 +125,6 @@ def test_other_episodes_continue_after_a_worker_dies(start_workers: Any) -> None
     assert stop_reasons == [["solved"] * 2, ["error"] * 2, ["solved"] * 2]
 
 
-def test_a_worker_is_replaced_after_its_number_of_episodes(
-    start_workers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(isolation, "EPISODES", 2)
-    workers = start_workers()
-    processes = set()
-    for _ in range(4):
-        env = workers.make()
-        assert isinstance(env, IsolatedEnv)
-        processes.add(env._worker._process.pid)
-        env.close()
-        env.close()
-    assert len(processes) == 2
-
-
 def test_a_reset_makes_the_environment_again_after_its_worker_ended(start_workers: Any) -> None:
     env = start_workers(misdeed="die", every=2).make()
     for level in range(3):
@@ -188,12 +161,14 @@ def test_a_crash_on_most_levels_is_the_reason_that_there_are_no_baselines() -> N
 def test_a_hang_in_close_costs_one_time_limit(
     monkeypatch: pytest.MonkeyPatch, isolate: bool
 ) -> None:
-    monkeypatch.setattr(registry, "CLOSE_S", 0.2)
+    """Twelve of them would take longer than the test may."""
+    monkeypatch.setattr(registry, "CLOSE_S", 1.0)
     monkeypatch.setattr(registry, "_HANGING", set())
     values = {"env": ROGUE, "env.params.misdeed": "hang in close", "env.isolate": isolate}
     start = time.monotonic()
-    result, _ = evaluate_target("random", values | {"env.timeout_s": 1.0}, episodes=4)
-    assert result.failed == 0 and time.monotonic() - start < 5
+    limits = {"env.timeout_s": 1.0, "env.max_turns": 1}
+    result, _ = evaluate_target("random", values | limits, episodes=12)
+    assert result.failed == 0 and time.monotonic() - start < 11
 
 
 @pytest.mark.parametrize("isolate", [False, True])

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from ragen.core.errors import RagenError
-from ragen.core.types import Completion, Episode, Prompt
+from ragen.core.types import Episode
 from ragen.core.user_code import UserCodeError
 from ragen.envs.checker import check
 from ragen.envs.contract import Env, Info, is_picture
 from ragen.envs.registry import make
 from ragen.rollout.episode import play_episode
 from ragen.rollout.guarded import GuardedEnv
-from ragen.rollout.policies import NoCompletion, ScriptedPolicy
+from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import EpisodeSpec, Setup
 from tests.rogue import Rogue
 
@@ -164,20 +164,6 @@ def test_an_environment_that_raises_has_no_final_picture_and_no_success() -> Non
     solved = play(FailingFinalPicture, reply(*["Right"] * 5))
     assert (solved.stop_reason, solved.success, len(solved.turns)) == ("error", False, 1)
     assert solved.error is not None and "no ink" in solved.error
-
-
-def test_a_failed_request_keeps_the_last_picture() -> None:
-    class FailingPolicy:
-        async def complete(self, prompt: Prompt) -> Completion:
-            raise NoCompletion("gone")
-
-    setup = Setup("env", PictureCorridor)
-    episode = asyncio.run(play_episode(FailingPolicy(), setup, EpisodeSpec(0, 0, 0, (0, "test"))))
-    assert (episode.stop_reason, episode.error, episode.final_picture) == (
-        "request",
-        "gone",
-        ("#P____#",),
-    )
 
 
 def test_picture_is_not_called_when_draws_is_false() -> None:

@@ -58,7 +58,8 @@ from ragen.envs.registry import make, registered_envs
 found = {"derived": derive(0, "train", 1, 2)}
 for name in registered_envs():
     env = make(name, **({"products": 200, "split": "all"} if name == "webshop" else {}))
-    shown = "\\n\\n".join(env.reset(seed=level)[0] for level in range(123, 155))
+    last = 155 if name in ("bandit", "frozen-lake", "sokoban", "sokoban-large") else 126
+    shown = "\\n\\n".join(env.reset(seed=level)[0] for level in range(123, last))
     found[name] = hashlib.blake2b(shown.encode(), digest_size=8).hexdigest()
 generator = np.random.Generator(np.random.PCG64(0))
 env = make("webshop", products=200, split="all")
@@ -112,9 +113,8 @@ def test_parameters_override_those_of_the_registered_name():
     assert make("sokoban-large", boxes=1).reset(seed=1)[0].count("X") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "message"),
-    [
+def test_unknown_names_and_parameters_are_refused():
+    for name, params, message in (
         ("frozn-lake", {}, "did you mean 'frozen-lake'"),
         ("frozen-lake", {"slipp": 1, "sise": 4}, "no parameter 'slipp'"),
         ("frozen-lake", {"sise": 4}, "did you mean 'size'"),
@@ -122,12 +122,10 @@ def test_parameters_override_those_of_the_registered_name():
         ("frozen-lake", {"size": 4.5}, "size = 4.5 does not fit"),
         ("sokoban", {"symbols": "nw"}, "should be 'standard' or 'new'"),
         ("nowhere.py:World", {}, "no file nowhere.py"),
-    ],
-)
-def test_unknown_names_and_parameters_are_refused(name, params, message):
-    with pytest.raises(RagenError, match=re.escape(message)) as error:
-        make(name, **params)
-    assert "\n" not in str(error.value)
+    ):
+        with pytest.raises(RagenError, match=re.escape(message)) as error:
+            make(name, **params)
+        assert "\n" not in str(error.value)
 
 
 def test_annotations_are_read_behind_the_boundary(tmp_path):
@@ -268,14 +266,6 @@ class Ineffective(Coin):
         return (*rest, info | {"effective": False})
 
 
-class EarlySuccess(Coin):
-    breaks = "only in the step that terminates"
-
-    def step(self, action):
-        observation, _, _, _, info = super().step(action)
-        return observation, 0.0, False, False, info | {"success": True}
-
-
 class NoFlag(Coin):
     breaks = "bool info['success']"
 
@@ -288,11 +278,6 @@ class BestIsWorse(Coin):
 
     def baselines(self, turns, actions_per_turn, actions):
         return Baselines(0.5, 0.25, 0.0, 0.0)
-
-
-class Undecided(Coin):
-    breaks = "reads_thoughts must be a bool"
-    reads_thoughts = "yes"
 
 
 class NotFinite(Coin):
@@ -328,11 +313,6 @@ class TwinNames(Coin):
     actions = ("Flip", "flip ")
 
 
-class Separator(Coin):
-    breaks = "must not contain"
-    actions = ("Flip", "a||b")
-
-
 class Silent(Coin):
     breaks = "rules must be a text"
     rules = None
@@ -345,16 +325,6 @@ class Cheat(Coin):
         return ["Flip"] * 3
 
 
-class NoBudget(Coin):
-    breaks = "max_turns must be an int"
-    max_turns = 0
-
-
-class Styled(Coin):
-    breaks = "prompt_style: None, compact or paper"
-    prompt_style = "long"
-
-
 class Babbling(Coin):
     breaks = "random_action must follow from its generator"
     actions, action_index, said = None, len, 0
@@ -362,14 +332,6 @@ class Babbling(Coin):
     def random_action(self, generator):
         Babbling.said += 1
         return "x" * Babbling.said
-
-
-class Numbers(Coin):
-    breaks = "returned int as an action: text is expected"
-    actions, action_index = None, len
-
-    def random_action(self, generator):
-        return 7
 
 
 class Meddling(Coin):
@@ -386,21 +348,12 @@ def test_a_correct_environment_passes_the_checker():
 
 
 @pytest.mark.parametrize("cls", Coin.__subclasses__(), ids=lambda c: c.__name__)
-def test_a_broken_rule_is_named(cls):
+def test_a_broken_rule_is_named_and_the_environment_closed(cls, monkeypatch):
+    closed = []
+    monkeypatch.setattr(cls, "close", lambda env: closed.append(env))
     with pytest.raises(RagenError, match=re.escape(cls.breaks)):
         check(cls())
-
-
-def test_an_environment_that_breaks_a_rule_is_closed():
-    class Opened(Silent):
-        closed = 0
-
-        def close(self):
-            Opened.closed += 1
-
-    with pytest.raises(RagenError, match="rules must be a text"):
-        check(Opened())
-    assert Opened.closed == 1
+    assert len(closed) == 1
 
 
 def test_level_and_noise_generators_are_independent():

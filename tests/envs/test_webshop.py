@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import random
 import re
 
 import numpy as np
@@ -94,17 +93,6 @@ def test_exactly_the_intended_product_satisfies_each_goal(env, stride):
         assert score(goal, goal.product, goal.options) == 1 > score(goal, goal.product, [])
 
 
-def test_goals_are_different_and_say_what_they_ask_for(env):
-    goals = env.catalogue.goals
-    assert len({goal.instruction for goal in goals}) == len(goals)
-    for goal in goals:
-        asked = (*goal.attributes, *goal.options, goal.product.query, f"{goal.price_limit:.0f}")
-        assert [each for each in asked if each not in goal.instruction] == []
-    # No template and no form is rare.
-    starts = [goal.instruction.split()[0] for goal in goals]
-    assert min(starts.count(each) for each in set(starts)) > len(goals) / 16
-
-
 def test_a_price_limit_is_above_the_price_by_at_most_forty_or_absent():
     generator = np.random.Generator(np.random.PCG64(0))
     limits = {price_limit(25.0, generator) for _ in range(100)}
@@ -130,32 +118,29 @@ BOOTS = Product(
 GOAL = Goal("", BOOTS, ("waterproof", "rubber sole"), ("brown", "9"), 90.0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "chosen", "expected"),
-    [
-        ({}, ("dark brown", "9"), 1.0),  # 1 · (2 + 2 + 1) / 5, the sole found in the features
+def test_score_follows_the_published_formula():
+    fields = {name: getattr(BOOTS, name) for name in BOOTS.__slots__} | {"path": ("x",)}
+    right = ("dark brown", "9")
+    for changes, chosen, expected in (
+        ({}, right, 1.0),  # 1 · (2 + 2 + 1) / 5, the sole found in the features
         ({}, ("dark brown",), 4 / 5),
         ({}, ("black", "10"), 3 / 5),
         ({}, (), 3 / 5),
-        ({"price": 95.0}, ("dark brown", "9"), 4 / 5),
-        ({"features": ()}, ("dark brown", "9"), 4 / 5),
-        ({"title": "Hiking Poles", "query": "poles"}, ("dark brown", "9"), 1 / 2),
+        ({"price": 95.0}, right, 4 / 5),
+        ({"features": ()}, right, 4 / 5),
+        ({"title": "Hiking Poles", "query": "poles"}, right, 1 / 2),
         # 1 of 6 words is shared, 16.7 %: neither query nor two levels nor 20 % agree.
-        ({"title": "Red Lamp", "query": "lamp", "path": ()}, ("dark brown", "9"), 0.0),
-    ],
-)
-def test_score_follows_the_published_formula(changes, chosen, expected):
-    fields = {name: getattr(BOOTS, name) for name in BOOTS.__slots__} | {"path": ("x",)}
-    assert score(GOAL, Product(**fields | changes), chosen) == pytest.approx(expected)
+        ({"title": "Red Lamp", "query": "lamp", "path": ()}, right, 0.0),
+    ):
+        assert score(GOAL, Product(**fields | changes), chosen) == pytest.approx(expected)
 
 
-def typed(title, path=(), query="q"):
-    return Product("B2", path, query, title, 1.0)
+def test_type_follows_query_categories_and_words():
+    def typed(title, path=(), query="q"):
+        return Product("B2", path, query, title, 1.0)
 
-
-@pytest.mark.parametrize(
-    ("bought", "expected"),
-    [
+    wanted = typed("One Two Three Four Five Six Seven Eight Nine Ten Eleven", ("a", "b"), "numbers")
+    for bought, expected in (
         (typed("a lamp"), 0.0),
         (typed("one"), 0.1),  # 1 of 11 words
         (typed("one two"), 0.5),  # 2 of 11, 18 %
@@ -164,31 +149,18 @@ def typed(title, path=(), query="q"):
         (typed("one two", ("a", "c")), 0.5),
         (typed("one two three"), 1.0),  # 27 %
         (typed("the lamp", ("a", "b"), "numbers"), 0.0),  # no word: nothing else counts
-    ],
-)
-def test_type_follows_query_categories_and_words(bought, expected):
-    wanted = typed("One Two Three Four Five Six Seven Eight Nine Ten Eleven", ("a", "b"), "numbers")
-    assert type_factor(bought, wanted) == expected
+    ):
+        assert type_factor(bought, wanted) == expected
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "expected"),
-    [  # by rapidfuzz 3.14, which the original's fuzzy matching calls
-        ("cotton", "cotton blend", 100),
-        ("Easy-Care", "care easy", 100),
-        ("pack of 2", "pack of 3", 89),
-        ("water resistant", "stain resistant", 75),
-        ("12 bags", "24 bags", 86),
-        ("small", "large", 20),
-        ("", "large", 0),
-        ("!", "?", 0),
-    ],
-)
-def test_similarity_is_the_token_set_ratio(one, other, expected):
-    assert similarity(one, other) == similarity(other, one) == expected
-
-
-def test_colors_count_as_the_same_by_their_name_and_other_options_by_similarity():
+def test_similarity_is_the_token_set_ratio():
+    for one, other, expected in (  # by rapidfuzz 3.14, which the original's fuzzy matching calls
+        *(("cotton", "cotton blend", 100), ("Easy-Care", "care easy", 100)),
+        *(("pack of 2", "pack of 3", 89), ("water resistant", "stain resistant", 75)),
+        *(("12 bags", "24 bags", 86), ("small", "large", 20), ("", "large", 0), ("!", "?", 0)),
+    ):
+        assert similarity(one, other) == similarity(other, one) == expected
+    # Colors count as the same by their name.
     assert same_option("deep navy", "navy | white") and not same_option("navy", "red")
     assert same_option("size 9 wide", "9") and not same_option("9", "10")
 
@@ -348,23 +320,6 @@ def test_the_solver_succeeds_on_test_goals_in_five_turns(env):
         assert terminated and reward == 1 and info["success"]
 
 
-def test_the_solver_goes_on_from_wherever_random_play_has_led(env):
-    generator = np.random.Generator(np.random.PCG64(0))
-    for level in range(10):
-        env.reset(seed=level)
-        terminated = False
-        for _ in range(int(generator.integers(1, 8))):
-            if not terminated:
-                _, _, terminated, _, info = env.step(env.random_action(generator))
-                assert info["possible"]
-        if not terminated:
-            for left in range(7, 0, -1):
-                _, _, terminated, _, info = env.step(env.solve(left, left, 1)[0])
-                if terminated:
-                    break
-            assert info["success"]
-
-
 def test_random_play_searches_for_the_beginning_of_the_instruction_and_clicks_what_is_there(env):
     generator = np.random.Generator(np.random.PCG64(0))
     env.reset(seed=123)
@@ -444,20 +399,16 @@ def test_baselines_are_near_zero_and_one_within_the_budget(env):
 
 def test_a_snapshot_brings_back_every_page(env):
     env.reset(seed=123)
-    code = env.catalogue.goals[123].product.key
-    option = values(env.catalogue.goals[123].product)[0]
-    other = make("webshop")
-    title = env.catalogue.goals[123].product.title
-    for action in (f"search[{title}]", f"click[{code}]", f"click[{option}]", "click[reviews]"):
+    goal, other = env.catalogue.goals[123], make("webshop")
+    option, code = values(goal.product)[0], goal.product.key
+    search = f"search[{goal.product.title}]"
+    for action in (search, f"click[{code}]", f"click[{option}]", "click[reviews]"):
         env.step(action)
         other.reset(seed=7)
         other.set_state(json.loads(json.dumps(env.get_state())))
         assert other.get_state() == env.get_state() and other.state_key() == env.state_key()
     rest = ["click[< prev]", "click[buy now]"]
     assert [env.step(action) for action in rest] == [other.step(action) for action in rest]
-    other.reset(seed=7)
-    other.set_state(env.get_state())
-    assert other.state_key() == env.state_key()
 
 
 # The original files
@@ -561,28 +512,10 @@ def test_synthetic_goals_have_every_combination_of_options(files):
     assert goal.instruction.startswith(start)
 
 
-def test_goals_of_the_files_have_the_original_order(files):
-    human = json.loads((files / "items_human_ins.json").read_text())
-    one = human["B000000001"][0]
-    human["B000000001"] = [one | {"instruction": str(number)} for number in range(20)]
-    del human["B000000003"]
-    (files / "items_human_ins.json").write_text(json.dumps(human))
-    expected = [str(number) for number in range(20)]
-    random.Random(233).shuffle(expected)
-    goals = shop(files, catalogue_seed=9).catalogue.goals
-    assert [goal.instruction.partition(",")[0] for goal in goals] == expected
-
-
-def test_an_episode_in_the_files_is_played_to_full_score(files):
+def test_the_files_keep_the_contract_and_can_be_solved(files):
     env = shop(files)
-    check(env)
-    for level in (0, 1):
-        env.reset(seed=level)
-        for left in range(9, 0, -1):
-            _, reward, terminated, _, info = env.step(env.solve(left, left, 1)[0])
-            if terminated:
-                break
-        assert reward == 1 and info["success"]
+    check(env, levels=2)
+    assert compute_baselines(env, Budget(9, 1, 9), [0, 1]).optimal == 1
 
 
 def test_the_solver_turns_pages_where_no_search_has_the_product_on_the_first(files):

@@ -206,18 +206,6 @@ def test_all_targets_play_with_the_parameters_and_budgets_of_the_run(tmp_path: P
     assert model["env"] == "paper/sokoban" and model["env.max_turns"] == 3
 
 
-def test_runs_that_differ_in_limits_alone_play_the_same_task(tmp_path: Path) -> None:
-    limits = {"env.isolate": True, "env.memory_gb": 3, "env.max_chars": 5000, "env.timeout_s": 7}
-    for name, values in {"one": limits, "other": {}}.items():
-        (tmp_path / name).mkdir()
-        text = dump(resolve("bandit", values))
-        (tmp_path / name / CONFIG).write_text(text, encoding="utf-8")
-    one, other = str(tmp_path / "one"), str(tmp_path / "other")
-    shared = shared_settings([one, other, "base"], {})
-    assert shared[one] == shared[other] == {}
-    assert {key: shared["base"][key] for key in limits} == limits, "it plays as the first run"
-
-
 def test_a_model_compared_with_a_run_gets_the_prompt_settings_of_the_run(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(dump(resolve("paper/sokoban")), encoding="utf-8")
     targets = [str(tmp_path), "Qwen/Some-Model", "base", "random"]
@@ -285,6 +273,7 @@ def test_an_endpoint_is_asked_only_for_models_that_are_not_local(
     """Only targets that are not found locally are asked at the endpoint."""
     with FaultyServer(lambda number, body: chat_reply()) as server:
         command = ["compare", "some/model", "random", "--env", ROGUE, "--episodes", "2"]
+        command += ["--env.max_turns", "1"]
         assert main([*command, "--base-url", server.url, "--json"]) == 0
     assert {body["model"] for body in server.requests} == {"some/model"}
     record = json.loads(capsys.readouterr().out)

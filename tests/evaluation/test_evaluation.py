@@ -52,16 +52,6 @@ def test_players_reach_their_baselines(player: str, env: str) -> None:
     assert (result.failed, result.valid_fraction, result.first_level) == (0, 1.0, EVAL_LEVELS)
 
 
-def test_the_same_evaluation_gives_the_same_result() -> None:
-    def record_of(seed: int) -> dict[str, Any]:
-        record = evaluate_target("random", {"env": "bandit"}, episodes=16, seed=seed)[0].record()
-        return {key: value for key, value in record.items() if key != "seconds"}
-
-    assert record_of(1) == record_of(1)
-    assert record_of(1) != record_of(2)
-    json.dumps(record_of(1))
-
-
 def test_evaluation_equals_values_computed_by_hand() -> None:
     """Two turns of two moves (.25 each) on each level, then invalid replies: no success."""
     few = {"eval.episodes": 2, "rollout.slots": 1}
@@ -93,7 +83,11 @@ def test_baselines_have_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_failed_episodes_count_as_no_success() -> None:
-    values = {"env": ROGUE, "env.params": {"misdeed": "raise in state_key", "every": 2}}
+    values = {
+        "env": ROGUE,
+        "env.params": {"misdeed": "raise in state_key", "every": 2},
+        "env.max_turns": 1,
+    }
     result, _ = evaluate_target("solver", values, episodes=4)
     assert (result.failed, result.success, result.episodes) == (2, 0.5, 4)
 

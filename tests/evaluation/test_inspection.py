@@ -40,7 +40,8 @@ def inspect(template: str, **keys: Any) -> Inspection:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampled reply has as few tokens as the short decode, and memory is scarce."""
-    monkeypatch.setattr(inspection, "REPLY_S", 0.0)
+    for name, value in {"REPLY_S": 0.0, "REPLIES": 2, "TOKENS": 8}.items():
+        monkeypatch.setattr(inspection, name, value)
     monkeypatch.setattr("ragen.engines.memory.available", lambda device: 2**21)
 
 
@@ -87,8 +88,8 @@ def test_trained_pieces_are_the_replies_with_the_tokens_that_end_them() -> None:
     replies = "".join(piece.text if piece.trained else "|" for piece in sample)
     assert replies.count("I try ") == replies.count("</answer><|im_end|>") == 3
     assert "user" not in replies and sample[: len(found.prompt)] == found.prompt
-    assert found.reply.num_tokens == inspection.TOKENS
-    assert found.reply.problem == "It was cut off here after 16 of 400 tokens, to save time."
+    assert found.reply.num_tokens == 8
+    assert found.reply.problem == "It was cut off here after 8 of 400 tokens, to save time."
     assert {piece.text for piece in found.prompt if piece.control} == {
         *("<|im_start|>", "<|im_end|>")
     }

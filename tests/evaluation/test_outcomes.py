@@ -34,17 +34,6 @@ def test_outcome_of_an_episode_golden() -> None:
     assert failed.failed and failed.reason == "KeyError: 1"
 
 
-def test_a_new_database_without_outcomes_is_removed(tmp_path: Path) -> None:
-    broken = replace(LOST, error="KeyError: 1")
-    with OutcomeStore(tmp_path / "new", A) as store:
-        store.add(broken)
-    assert not (tmp_path / "new").exists()
-    for outcome in (LOST, broken):  # a database that existed is kept, even if the episode failed
-        with OutcomeStore(tmp_path / "kept", A) as store:
-            store.add(outcome)
-    assert (tmp_path / "kept" / DATABASE).is_file()
-
-
 def test_outcomes_are_read_in_order_and_replaced_by_level_and_sample(tmp_path: Path) -> None:
     with OutcomeStore(tmp_path, A) as store, OutcomeStore(tmp_path, B) as other:
         for outcome in (LOST, replace(LOST, sample=0, success=True), replace(LOST, level_seed=123)):
@@ -60,31 +49,6 @@ def test_outcomes_are_read_in_order_and_replaced_by_level_and_sample(tmp_path: P
         assert [each.error for each in other.outcomes()] == ["half a pair: ?"]
     with OutcomeStore(tmp_path, A) as store:
         assert store.outcomes() == stored
-
-
-def test_two_stores_write_at_once(tmp_path: Path) -> None:
-    with OutcomeStore(tmp_path, A) as one, OutcomeStore(tmp_path, A) as other:
-        one.add(LOST)
-        other.add(replace(LOST, sample=2))
-        one.add(replace(LOST, sample=3))
-        assert len(other.outcomes()) == 3
-    assert [path.name for path in tmp_path.iterdir()] == [DATABASE]
-
-
-def test_a_result_is_stored_once_per_settings_levels_and_samples(tmp_path: Path) -> None:
-    record = {"env": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5, "samples": 2}
-
-    def count(settings: dict[str, str], again: bool = False, **changes: int) -> int:
-        with OutcomeStore(tmp_path, settings) as store:
-            store.add(LOST)  # or closing would remove the database
-            store.finish(record | changes, again)
-        with sqlite3.connect(tmp_path / DATABASE) as connection:
-            ((number,),) = connection.execute("SELECT count(*) FROM evaluations")
-        return int(number)
-
-    assert [count(A), count(A)] == [1, 1], "the same result is stored once"
-    assert [count(A, samples=1), count(A, episodes=8), count(B)] == [2, 3, 4]
-    assert count(A, again=True) == 5
 
 
 def test_evaluations_of_training_and_of_the_command_are_kept_apart(tmp_path: Path) -> None:

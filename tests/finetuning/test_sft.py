@@ -163,17 +163,6 @@ def test_random_play_is_kept_whatever_came_of_it_and_leans_to_no_action() -> Non
     assert again.kept == examples.kept
 
 
-def test_episodes_without_room_for_a_reply_are_left_out_and_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = resolve("frozen-lake-still", {"rollout.max_tokens": 200, "model.max_length": 4096})
-    monkeypatch.setattr(Setup, "has_room", lambda setup, token_ids: hash(tuple(token_ids)) % 4 > 0)
-    chat = Chat(tiny_tokenizer("chatml"))
-    examples = played_examples(config, chat, "random", 16, None)
-    assert examples.unsolved == 0 < examples.too_long
-    assert len(examples.kept) + examples.too_long == 16 and all(examples.kept)
-
-
 @pytest.mark.parametrize("env", ["frozen-lake", "sokoban"])
 def test_a_teacher_shows_optimal_play_in_the_thoughts_of_the_embedded_models(env: str) -> None:
     config = resolve(env)

@@ -99,6 +99,12 @@ def test_trained_tokens_are_the_assistant_replies(template: str) -> None:
     assert sum(sample.turn_ends) == 2
 
 
+def test_a_system_message_is_not_trained() -> None:
+    (sample,) = samples([{"role": "system", "content": "Be brief."}, *CONVERSATION], "chatml")
+    before, _, after = mark_trained(sample, "chatml").partition("Be brief.<|im_end|>\n")
+    assert "[" not in before and after == MARKED["chatml"][0]
+
+
 @pytest.mark.parametrize("template", ["chatml", "qwen3"])
 def test_dropped_thoughts_make_each_turn_a_sample(template: str) -> None:
     first, second = samples(CONVERSATION, template, drops=True)
@@ -107,14 +113,6 @@ def test_dropped_thoughts_make_each_turn_a_sample(template: str) -> None:
         f"{CHATML_OPENING}<answer>Right</answer><|im_end|>\n<|im_start|>user\n_ P G<|im_end|>\n"
         f"<|im_start|>assistant\n<think>[{REPLIES[1]}<|im_end|>]"
     )
-
-
-@pytest.mark.parametrize("template", ["chatml", "gemma"])
-def test_system_message_is_placed_by_the_template_and_not_trained(template: str) -> None:
-    (sample,) = samples([{"role": "system", "content": "Be brief."}, *CONVERSATION], template)
-    (plain,) = samples(CONVERSATION, template)
-    assert "Be brief." in mark_trained(sample, template)
-    assert sum(sample.loss_mask) == sum(plain.loss_mask)
 
 
 def test_reply_without_the_prefill_is_trained_from_its_first_token() -> None:

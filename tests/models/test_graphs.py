@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragen.engines import sampler as sampler_module
 from ragen.models import graphs
 from ragen.models.graphs import GraphDecoder
-from tests.engines.test_gpu import model, sampled
+from tests.engines.test_gpu import model
 from tests.models.test_packed import assert_equals_the_general_decoder, build
 
 
@@ -49,20 +48,6 @@ def test_decoding_in_fixed_shapes_equals_the_general_decoder(name: str) -> None:
     assert_equals_the_general_decoder(GraphDecoder(build(name), 8, 48, records))
     # Five of the eight slots in place, twice; three as four rows; all eight, twice.
     assert records.replays == [2, 1, 2]
-
-
-def test_samples_are_those_of_the_general_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are more requests than slots, and in the end fewer rows than slots."""
-    policy = model("cpu", torch.float32)
-    expected, records = sampled(policy), Records()
-    monkeypatch.setattr(
-        sampler_module, "make_decoder", lambda *sizes, fast: GraphDecoder(*sizes, records)
-    )
-    actual = sampled(policy)
-    assert [each.token_ids for each in actual] == [each.token_ids for each in expected]
-    assert len(records.replays) < sum(records.replays) / 2
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
 def test_graphs_are_recorded_anew_only_when_weights_are_elsewhere() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import threading
@@ -338,15 +337,3 @@ def test_an_unreachable_hub_is_asked_once_within_the_time_limit(
     assert connected.wait(10) if listens else not connected.is_set()
     answer.set()
     assert Hub.asked == []
-
-
-def test_a_full_disk_is_no_fault_of_the_network(
-    hub: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any, **__: Any) -> str:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
-    complaint = refusal("me/tiny")
-    assert "cannot store the model 'me/tiny'" in complaint and "no space left" in complaint
-    assert constants.HF_HUB_CACHE in complaint and "network" not in complaint

@@ -21,7 +21,7 @@ from ragen.envs.registry import make
 from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode
 from ragen.rollout.groups import run_groups
-from ragen.rollout.players import PlayerPolicy, random_player, solver
+from ragen.rollout.players import PlayerPolicy, solver
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
 from tests.rogue import Rogue
@@ -34,8 +34,8 @@ def corridor(**more: Any) -> Setup:
     return replace(Setup("corridor", Rogue, timeout_s=5.0), **more)
 
 
-def rogue(misdeed: str, every: int = 1) -> Callable[[], Rogue]:
-    return partial(Rogue, misdeed=misdeed, every=every)
+def rogue(misdeed: str) -> Callable[[], Rogue]:
+    return partial(Rogue, misdeed=misdeed)
 
 
 def play(script: Any, setup: Setup | None = None, level: int = 0) -> Episode:
@@ -298,26 +298,6 @@ def test_a_bug_in_a_policy_is_raised() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(run_groups(Broken(), corridor(), [1], 2, (0, "train", 0)))
     assert caught.group_contains(ZeroDivisionError)
-
-
-def test_a_player_that_cannot_play_the_environment_is_refused() -> None:
-    class Free(Rogue):
-        name = "free"
-
-        @property
-        def actions(self) -> None:  # type: ignore[override]
-            return None
-
-        def solve(self, *_: int) -> None:  # type: ignore[override]
-            return None
-
-    for player in (random_player(0), solver):
-        with pytest.raises(RagenError, match=r"free text|no solver"):
-            asyncio.run(
-                run_groups(
-                    PlayerPolicy(lambda _, it=player: it), corridor(make=Free), [1], 2, (0, "eval")
-                )
-            )
 
 
 def test_a_solver_that_raises_fails_the_episode() -> None:

@@ -91,12 +91,6 @@ def test_a_group_is_one_question_that_shows_equal_episodes_once() -> None:
     assert cost == {f"judge/{name}": count for name, count in counts.items()}
 
 
-def test_no_episode_is_no_question() -> None:
-    with scripted_judge(brevity) as server:
-        assert ask(server, [], [])[0] == [[], []]
-    assert server.requests == []
-
-
 def test_the_seed_decides_the_order() -> None:
     group = [said(reply) for reply in "abcdef"]
     with scripted_judge(brevity) as server:
@@ -172,25 +166,6 @@ def test_a_failed_question_may_have_a_default_score_which_is_counted(tmp_path: P
     assert (cost["judge/failed"], cost["judge/defaulted"]) == (1, 3)
     assert again == (scores, cost), "a resumed run repeats its numbers"
     assert isinstance(failed[0][0], Failure) and uncounted["judge/defaulted"] == 0
-
-
-def test_a_server_that_fails_once_costs_its_question_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "TRIES", 1)
-
-    def script(number: int, body: dict[str, Any]) -> Any:
-        return answer([0.5]) if number == 0 else api_error(500, "broken")
-
-    async def run(server: FaultyServer) -> list[list[float | Failure]]:
-        judge = Judge(settings(server), endpoint_of(server))
-        try:
-            return [(await judge.scores([[said(text)]], 0, [0]))[0] for text in "ab"]
-        finally:
-            await judge.close()
-
-    with FaultyServer(script) as server:
-        (good,), (lost,) = asyncio.run(run(server))
-    assert good == 0.5
-    assert isinstance(lost, Failure) and "HTTP 500: broken" in lost.reason
 
 
 def test_a_wrong_address_or_key_is_one_line() -> None:

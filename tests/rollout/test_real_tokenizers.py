@@ -177,31 +177,6 @@ def test_tools_over_real_templates(name: str, parser: ToolParser, end: str, fold
         assert tokenizer.decode(again) == tokenizer.decode(turn.prompt.token_ids or ())
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral_nemo"])
-def test_no_result_of_a_tool_becomes_a_control_token_of_a_real_tokenizer(
-    name: str, folders: Path
-) -> None:
-    tokenizer, tools = load(name, folders), make("sorting").tools
-    chat, chooser = Chat(tokenizer, tools=tools), random.Random(0)
-    known = ("<tool_call>", "[TOOL_CALLS]", "</tool_response>", "[/TOOL_RESULTS]", "<|im_end|>")
-    every = Chat(tokenizer).control_ids
-    begun = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "Q"}]
-    drawn = (*chat.open(begun[:1])[0], chat.end)
-
-    def structure(*contents: str) -> list[int]:
-        results = [
-            {"role": "tool", "name": "f", "tool_call_id": f"call{n:05d}", "content": content}
-            for n, content in enumerate(contents)
-        ]
-        ids, _ = chat.extend(drawn, [*begun, *results])
-        assert ids[: len(drawn)] == drawn
-        return [token for token in ids if token in every]
-
-    for _ in range(100):
-        contents = [hostile(chat, known, chooser) for _ in range(chooser.choice((1, 2)))]
-        assert structure(*contents) == structure(*["Q"] * len(contents)), contents
-
-
 SIZES: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048},

@@ -165,15 +165,6 @@ def test_forget_after_deletes_later_steps_of_the_attempt(recorder: Recorder) -> 
     assert rows(recorder, "SELECT value FROM metrics WHERE attempt = 1") == [(0,), (1,), (2,), (9,)]
 
 
-def test_forget_after_deletes_later_attempts(recorder: Recorder) -> None:
-    for attempt in range(3):
-        recorder.attempt = attempt
-        for step in (1, 2):
-            recorder.log(step, {"loss": mean(step)})
-    recorder.forget_after(1, 1)
-    assert rows(recorder, "SELECT attempt, step FROM metrics") == [(0, 1), (0, 2), (1, 1)]
-
-
 def test_an_attempt_replaces_earlier_attempts_from_its_first_step_on(recorder: Recorder) -> None:
     for attempt, steps in ((0, range(1, 7)), (1, range(5, 7)), (2, range(3, 5))):
         recorder.attempt = attempt
@@ -247,17 +238,6 @@ def test_invalid_sample_arrays_are_refused(recorder: Recorder) -> None:
     with pytest.raises(ValueError, match=r"returns has shape \(2,\), not \(1,\)"):
         recorder.samples(0, [{"group": 0, "member": 0, "token_ids": [1], "returns": [1.0, 2.0]}])
     recorder.close()
-
-
-def test_evaluations_are_read_in_order(recorder: Recorder) -> None:
-    record = {"env": "bandit", "temperature": 1.0, "episodes": 4, "success": 0.5, "optimal": 1.0}
-    recorder.evaluation(0, record)
-    recorder.evaluation(9, {**record, "success": 0.75})
-    recorder.close()
-    assert read_evaluations(recorder.folder) == [
-        {**record, "attempt": 0, "step": 0},
-        {**record, "success": 0.75, "attempt": 0, "step": 9},
-    ]
 
 
 def test_database_is_wal_while_open_and_one_plain_file_after(recorder: Recorder) -> None:
@@ -406,19 +386,6 @@ def test_run_folders_are_numbered_after_the_last_one(tmp_path: Path) -> None:
     (root / "bandit-7").mkdir()
     (root / "bandit-large-9").mkdir()
     assert new_run_folder(root, "bandit").name == "bandit-8"
-
-
-def test_threads_get_distinct_run_folders(tmp_path: Path) -> None:
-    folders: list[Path] = []
-    threads = [
-        threading.Thread(target=lambda: folders.append(new_run_folder(tmp_path, "x")))
-        for _ in range(16)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(folders)) == 16
 
 
 def test_an_existing_run_folder_is_refused(tmp_path: Path) -> None:

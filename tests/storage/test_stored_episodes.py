@@ -118,22 +118,6 @@ def test_the_text_of_a_token_is_written_once(recorder: Recorder) -> None:
     assert texts == {7: "half a pair ?"} | {n: f"<{n}>" for n in (1, 2, 3, 4, 9)}
 
 
-def test_a_step_that_fails_to_write_leaves_its_tokens_to_the_next(recorder: Recorder) -> None:
-    recorder._connection.execute("CREATE TRIGGER no BEFORE INSERT ON turns BEGIN SELECT 1/0; END")
-    recorder._connection.execute(
-        "CREATE TRIGGER stuck BEFORE INSERT ON tokens BEGIN SELECT RAISE(FAIL, 'stuck'); END"
-    )
-    step = [Group((episode(turn(prompt=(1,), sampled=(7,))),))]
-    recorder.episodes(1, step)
-    with pytest.raises(sqlite3.IntegrityError, match="stuck"):
-        recorder.commit()
-    assert read(recorder.folder, "SELECT count(*) FROM episodes") == [(0,)]
-    recorder._connection.execute("DROP TRIGGER stuck")
-    recorder.episodes(1, step)
-    recorder.close()
-    assert read(recorder.folder, "SELECT id FROM tokens") == [(1,), (7,)]
-
-
 # Episodes.
 
 
