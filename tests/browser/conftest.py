@@ -1,12 +1,14 @@
 """A viewer of trained runs, and a browser in which every complaint is a failure.
 
-Three runs are trained in under a minute: ``lake`` (FrozenLake with all diagnostics), ``lake-again``
-(the same with another seed) and ``collapse`` (Bandit with a policy that collapses). `ragen view`
-serves them in a separate process, as a user starts it.
+Three runs are trained in less than a minute: ``lake`` (FrozenLake with all diagnostics),
+``lake-again`` (the same with another seed) and ``collapse`` (Bandit with a policy that collapses).
+`ragen view` serves them in a separate process, as a user starts it. All visitors with the same
+options share a context of the browser, and with it what it has loaded of the front end.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +17,8 @@ from typing import Any
 import pytest
 from viewer import BROWSER_OPTIONS, chromium, serve
 
-from tests.browser.visitor import RUNS, WIDE, Visitor, ragen, succeed
+from tests.browser.visitor import RUNS, WIDE, Visitor
+from tests.shared import once, own
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -29,13 +32,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.browser)
 
 
+def train_runs(folder: Path) -> None:
+    from ragen.config.reading import resolve
+    from ragen.training.trainer import train
+
+    for name, (recipe, settings) in RUNS.items():
+        train(resolve(recipe, settings), folder / name)
+
+
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the trained runs."""
-    folder = tmp_path_factory.mktemp("viewer") / "runs"
-    for name, arguments in RUNS.items():
-        succeed(ragen("train", *arguments, "--out", folder / name, "--quiet"))
-    return folder
+    """The folder of the trained runs, a copy of this worker's own."""
+    return own(once("browser-runs", train_runs), tmp_path_factory.mktemp("viewer"))
 
 
 @pytest.fixture
@@ -68,15 +76,33 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+@pytest.fixture(scope="session")
+def contexts(browser: Any) -> Callable[..., Any]:
+    """A context of the browser for each set of options."""
+    made: dict[str, Any] = {}
+
+    def context(**options: Any) -> Any:
+        key = json.dumps(options, sort_keys=True)
+        if key not in made:
+            made[key] = browser.new_context(**options)
+            made[key].set_default_timeout(10_000)
+        return made[key]
+
+    return context
+
+
 @pytest.fixture
-def visitors(browser: Any, viewer: str) -> Iterator[Callable[..., Visitor]]:
+def visitors(
+    contexts: Callable[..., Any], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Visitor]]:
     """Opens visitors with other options: an address, a phone, a colour scheme."""
     opened: list[Visitor] = []
 
-    def new(address: str = viewer, size: tuple[int, int] = WIDE, **options: Any) -> Visitor:
+    def new(address: str = "", size: tuple[int, int] = WIDE, **options: Any) -> Visitor:
         width, height = size
         options.setdefault("viewport", {"width": width, "height": height})
-        opened.append(Visitor(browser, address, **options))
+        address = address or request.getfixturevalue("viewer")
+        opened.append(Visitor(contexts(**options), address))
         return opened[-1]
 
     yield new

@@ -39,7 +39,7 @@ ATTACKS = {
 
 LONG = "x" * 1_000_000
 """A line of 1 MB without a line break opportunity."""
-MANY = 100_000
+MANY = 20_000
 """The number of tokens of the longest sequence."""
 
 
@@ -83,11 +83,13 @@ def episode(number: int, *turns: Turn, text: str) -> Episode:
 
 
 def make_hostile(folder: Path) -> None:
-    """Write the run: one episode per attack, one with a long line, and one with many tokens."""
-    texts = [*ATTACKS.values(), LONG]
+    """Write the run: an episode of all attacks, one per attack, a long line, and many tokens."""
+    texts = [" ".join(ATTACKS.values()), *ATTACKS.values(), LONG]
     ids = tuple(5 + index % 40 for index in range(MANY))
     many = episode(len(texts), turn("many tokens", ids), text="many tokens")
     groups = [Group((episode(n, turn(t), turn(t), text=t),)) for n, t in enumerate(texts)]
+    everything = episode(0, *map(turn, ATTACKS.values()), text=texts[0])
+    groups[0] = Group((everything,))
     folder.mkdir(parents=True)
     script = ATTACKS["script"]
     config = dump(resolve("bandit")).replace('recipe = "bandit"', f"recipe = {json.dumps(script)}")

@@ -13,6 +13,7 @@ from tests.browser.visitor import Visitor
 def test_the_engine_shows_processes_queue_staleness_speed_and_idle_shares(
     newcomer: Path, visitor: Visitor
 ) -> None:
+    """A run in one process has no such part."""
     make_engine_run(newcomer)
     page = visitor.visit("#/run/newcomer")
     engine = page.get_by_role("region", name="Engine")
@@ -34,9 +35,6 @@ def test_the_engine_shows_processes_queue_staleness_speed_and_idle_shares(
     assert label is not None and "learners from 25 % to 25 %" in label
     events = page.get_by_role("region", name="Alarms and actions")
     expect(events).to_contain_text("sampler 1 is lost")
-
-
-def test_a_run_in_one_process_shows_no_engine(visitor: Visitor) -> None:
     page = visitor.visit("#/run/lake")
     expect(page.get_by_role("region", name="Exactness")).to_be_visible()
     expect(page.get_by_role("region", name="Engine")).to_have_count(0)

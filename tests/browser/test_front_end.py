@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
@@ -15,22 +16,28 @@ SAME_TURN = {"state_key": "a", "actions_executed": ["Up"]}
 """A turn that is the same in all episodes of a group."""
 
 
-@pytest.fixture
-def call_module(visitor: Visitor) -> Any:
+@pytest.fixture(scope="module")
+def call_module(contexts: Any, viewer: str) -> Iterator[Any]:
     """Evaluates a function body in the page, in which `m` is a module of the front end."""
+    visitor = Visitor(contexts(), viewer)
     page = visitor.visit("#/")
 
     def call(module: str, expression: str, given: Any = None) -> Any:
         script = f"async (given) => {{ const m = await import('/static/{module}'); {expression} }}"
         return page.evaluate(script, given)
 
-    return call
+    yield call
+    visitor.close()
 
 
-def test_every_rule_and_score_of_the_filter_has_a_description(call_module: Any) -> None:
+def test_names_of_the_package_have_descriptions(call_module: Any) -> None:
+    """Rules and scores of the filter, stop reasons, and the series that colour tokens."""
     rules = call_module("pages/group.js", "return Object.keys(m.RULES)")
     assert {*rules, "all"} == FILTERS.keys()
     assert call_module("pages/group.js", "return Object.keys(m.SCORES)") == list(SCORES)
+    assert set(call_module("turns.js", "return Object.keys(m.ENDS)")) == set(get_args(StopReason))
+    series = call_module("tokens.js", "return Object.values(m.COLOURS).map((each) => each.series)")
+    assert {*filter(None, series), "return"} == TRAINED.keys()
 
 
 @pytest.mark.parametrize("kind", ["ANY", "WHOLE"])
@@ -39,25 +46,11 @@ def test_every_axis_has_at_least_three_numbers(call_module: Any, kind: str) -> N
     ends = [(0, 2), (0, 3), (0, 11), (1, 14), (17, 1000), (0, 250_001)]
     if kind == "ANY":
         ends += [(0, 1), (0, 1.02), (0.9965, 0.9983), (-3e-4, 8e-4), (-1e9, 1e9), (5.0, 5.001)]
-    for low, high in ends:
-        for room in (0.1, 0.3, 0.9):
-            given = {"kind": kind, "low": low, "high": high, "room": room * (high - low)}
-            numbers = call_module(
-                "paint.js",
-                "return m.ticks(m[given.kind], given.low, given.high, given.room)",
-                given,
-            )
-            assert 3 <= len(numbers) <= 12 and len(set(numbers)) == len(numbers), (low, high)
-            assert low - 1e-9 <= numbers[0] and numbers[-1] <= high * (1 + 1e-9)
-
-
-def test_every_stop_reason_has_a_description(call_module: Any) -> None:
-    assert set(call_module("turns.js", "return Object.keys(m.ENDS)")) == set(get_args(StopReason))
-
-
-def test_tokens_are_coloured_by_the_series_of_the_api(call_module: Any) -> None:
-    series = call_module("tokens.js", "return Object.values(m.COLOURS).map((each) => each.series)")
-    assert {*filter(None, series), "return"} == TRAINED.keys()
+    axes = [(low, high, room * (high - low)) for low, high in ends for room in (0.1, 0.3, 0.9)]
+    script = f"return given.map((axis) => m.ticks(m.{kind}, ...axis))"
+    for (low, high, _), numbers in zip(axes, call_module("paint.js", script, axes), strict=True):
+        assert 3 <= len(numbers) <= 12 and len(set(numbers)) == len(numbers), (low, high)
+        assert low - 1e-9 <= numbers[0] and numbers[-1] <= high * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

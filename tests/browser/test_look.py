@@ -61,40 +61,48 @@ CONTRASTS = """
 """Finds the texts of a page with too little contrast."""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+NAMELESS = """
+() => [...document.querySelectorAll("button, a[href], input, select")]
+  .filter((node) => !(node.innerText?.trim() || node.getAttribute("aria-label") ||
+      node.title || node.labels?.length || node.placeholder))
+  .map((node) => node.outerHTML.slice(0, 100))
+"""
+"""Finds the controls without a name."""
+
+TOO_WIDE = "document.documentElement.scrollWidth - innerWidth"
+
+
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
-def test_pages_fit_the_width_and_have_contrast(
-    visitors: Visitors, size: tuple[int, int], scheme: str
+def test_pages_fit_the_width_have_contrast_one_heading_and_named_controls(
+    visitors: Visitors, size: tuple[int, int]
 ) -> None:
-    visitor: Visitor = visitors(size=size, color_scheme=scheme)
+    """In both colour schemes, and with long names of runs."""
+    visitor: Visitor = visitors(size=size)
     problems = {}
     for name, route in ROUTES.items():
         page = visitor.visit(route)
-        too_wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-        low_contrast = page.evaluate(CONTRASTS)
-        if too_wide > 0 or low_contrast:
-            problems[name] = (too_wide, low_contrast)
-        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        dark = sum(map(float, background.strip("rgba()").split(",")[:3])) < 3 * 128
-        assert dark == (scheme == "dark"), name
+        found: dict[str, Any] = {"nameless": page.evaluate(NAMELESS)}
+        found["headings"] = page.locator("h1").count() - 1
+        found["too wide"] = max(0, page.evaluate(TOO_WIDE))
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            found[f"contrast, {scheme}"] = page.evaluate(CONTRASTS)
+            background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            dark = sum(map(float, background.strip("rgba()").split(",")[:3])) < 3 * 128
+            assert dark == (scheme == "dark"), name
+        if name in ("run", "evaluations"):
+            expect(page.get_by_role("option", name="lake-again").first).to_be_attached()
+            page.evaluate(
+                """() => document.querySelectorAll("select option, .crumb .text, h1 .text").forEach(
+                    (node) => (node.textContent = "x".repeat(300)))"""
+            )
+            found["too wide with long names"] = max(0, page.evaluate(TOO_WIDE))
+        problems |= {f"{name}: {what}": each for what, each in found.items() if each}
     assert not problems, problems
 
 
-@pytest.mark.parametrize("size", [WIDE, PHONE])
-@pytest.mark.parametrize("name", ["run", "evaluations"])
-def test_long_names_of_runs_do_not_widen_a_page(
-    visitors: Visitors, name: str, size: tuple[int, int]
-) -> None:
-    page = visitors(size=size).visit(ROUTES[name])
-    expect(page.get_by_role("option", name="lake-again").first).to_be_attached()
-    page.evaluate(
-        """() => document.querySelectorAll("select option, .crumb .text, h1 .text").forEach(
-            (node) => (node.textContent = "x".repeat(300)))"""
-    )
-    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
-
-
-def test_the_selected_colour_scheme_is_kept_on_reload(visitor: Visitor) -> None:
+def test_the_selected_colour_scheme_is_kept_on_reload(visitors: Visitors) -> None:
+    visitor: Visitor = visitors(locale="en-GB")  # It has storage of its own.
     page = visitor.visit()
     background = "getComputedStyle(document.body).backgroundColor"
     first = page.evaluate(background)
@@ -106,16 +114,3 @@ def test_the_selected_colour_scheme_is_kept_on_reload(visitor: Visitor) -> None:
     page.reload()
     visitor.wait()
     assert page.evaluate(background) == dark
-
-
-@pytest.mark.parametrize("name", ROUTES)
-def test_each_page_has_one_heading_and_named_controls(visitor: Visitor, name: str) -> None:
-    page = visitor.visit(ROUTES[name])
-    assert page.locator("h1").count() == 1
-    nameless = page.evaluate(
-        """() => [...document.querySelectorAll("button, a[href], input, select")]
-        .filter((node) => !(node.innerText?.trim() || node.getAttribute("aria-label") ||
-            node.title || node.labels?.length || node.placeholder))
-        .map((node) => node.outerHTML.slice(0, 100))"""
-    )
-    assert nameless == []

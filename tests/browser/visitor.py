@@ -9,16 +9,23 @@ from typing import Any
 
 WIDE, PHONE = (1280, 720), (390, 844)
 
-LAKE = [
-    *["frozen-lake-still", "--rollout.num_groups", "8", "--rollout.group_size", "4"],
-    *["--update.minibatch_episodes", "16", "--eval.episodes", "16", "--eval.every", "3"],
-    *["--record.tokens_every", "1", "--diagnose.information_every", "1"],
-]
-RUNS = {
-    "lake": [*LAKE, "--steps", "6", "--diagnose.gradients_every", "3"],
-    "lake-again": [*LAKE, "--steps", "3", "--seed", "1"],
-    "collapse": ["collapse", "--steps", "12", "--eval.every", "4", "--eval.episodes", "16"],
+LAKE: dict[str, Any] = {
+    "threads": 1,
+    "rollout.num_groups": 8,
+    "rollout.group_size": 4,
+    "update.minibatch_episodes": 16,
+    "eval.episodes": 8,
+    "eval.every": 2,
+    "record.tokens_every": 1,
+    "diagnose.information_every": 1,
 }
+COLLAPSE = {"threads": 1, "steps": 8, "eval.every": 4, "eval.episodes": 8}
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lake": ("frozen-lake-still", {**LAKE, "steps": 4, "diagnose.gradients_every": 2}),
+    "lake-again": ("frozen-lake-still", {**LAKE, "steps": 2, "seed": 1}),
+    "collapse": ("collapse", COLLAPSE),
+}
+"""The recipe and the settings of each run."""
 
 
 def ragen(*arguments: object) -> subprocess.Popen[str]:
@@ -46,12 +53,11 @@ class Visitor:
     the content security policy), an exception, a dialog, a request to any other address.
     """
 
-    def __init__(self, browser: Any, address: str, **options: Any) -> None:
+    def __init__(self, context: Any, address: str) -> None:
         self.address = address
         self.complaints: list[str] = []
-        self.context = browser.new_context(**options)
-        self.context.set_default_timeout(10_000)
-        self.page = self.context.new_page()
+        self.context = context
+        self.page = context.new_page()
         self.page.on("console", self._on_console)
         self.page.on("pageerror", lambda error: self.complaints.append(f"exception: {error}"))
         self.page.on("dialog", self._on_dialog)
@@ -76,7 +82,7 @@ class Visitor:
 
     def close(self) -> None:
         """Close the page; complaints fail the test."""
-        self.context.close()
+        self.page.close()
         assert not self.complaints, "\n".join(self.complaints)
 
     def _on_console(self, message: Any) -> None:

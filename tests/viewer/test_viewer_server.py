@@ -127,6 +127,13 @@ def test_only_hosts_of_this_machine_are_served(client: TestClient) -> None:
             assert client.get(path, headers={"host": host}).status_code == 403
 
 
+def test_a_request_with_two_hosts_is_refused(root: Path) -> None:
+    client = TestClient(Viewer(root, 7246).app)
+    hosts = [("host", "localhost:7246"), ("host", "evil.example")]
+    assert client.get("/api/runs", headers=hosts[:1]).status_code == 200
+    assert client.get("/api/runs", headers=hosts).status_code == 403
+
+
 def test_requests_of_another_site_are_refused(client: TestClient) -> None:
     def status(path: str = "/api/runs", **headers: str) -> int:
         return client.get(
