@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from ragen.config import reading as settings
 from ragen.config.config import Config
 from ragen.config.keys import keys, parse_value
-from ragen.config.old_keys import REMOVED, RENAMED, present_values, refusal
 from ragen.config.reading import (
     changed,
     differences,
@@ -205,10 +204,6 @@ def test_differences_name_the_preset_value() -> None:
     ("overrides", "words"),
     [
         ({"update.lrr": 1.0}, "unknown key 'update.lrr'; did you mean 'update.lr'?"),
-        ({"world.turns": 5}, "world.turns is now env.max_turns"),
-        ({"world": {"params": {"slip": 0.5}}}, "world.params.slip is now env.params.slip"),
-        ({"rollout.members": 5}, "rollout.members is now rollout.group_size"),
-        ({"rollout.min_tokens": 5}, "rollout.min_tokens was removed: a reply may end at any token"),
         ({"lr": 1.0}, "unknown key 'lr'; did you mean 'update.lr'?"),
         ({"update": {"pases": 1}}, "unknown key 'update.pases'; did you mean 'update.epochs'?"),
         ({"wrld.name": "x"}, "unknown key 'wrld.name'; did you mean 'env.name'?"),
@@ -503,24 +498,6 @@ def test_value_that_toml_cannot_represent_is_refused() -> None:
 def test_command_line_values_are_parsed(key: str, text: str, value: object) -> None:
     parsed = parse_value(key, text)
     assert parsed == value and type(parsed) is type(value)
-
-
-@pytest.mark.parametrize("key", [*RENAMED, *REMOVED])
-def test_key_of_an_earlier_version_is_refused_with_one_line(key: str) -> None:
-    assert key not in keys()
-    assert RENAMED.get(key, "env") in {*keys(), "env"}
-    text = refusal(key)
-    assert text is not None and text.startswith(key) and "\n" not in text
-
-
-def test_keys_of_an_earlier_version_are_translated_in_saved_configs() -> None:
-    saved = {key: removed.value for key, removed in REMOVED.items()}
-    assert present_values(saved) == {}
-    assert present_values({"filter.rule": "all", "filter.reweight": True}) == {
-        "filter.rule": "reweight"
-    }
-    assert present_values({"reward.over": "world"}) == {"reward.over": "batch"}
-    assert present_values({"world.params.slip": 0.5}) == {"env.params.slip": 0.5}
 
 
 def test_gspo_and_cispo_hold_the_published_values() -> None:

@@ -16,7 +16,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from records import episode, group, turn
 
-from benchmarks.false_alarms import replay
 from ragen.algorithms.batch import Batch, collate
 from ragen.algorithms.losses import mismatch_kl
 from ragen.algorithms.samples import to_samples
@@ -35,6 +34,7 @@ from ragen.diagnostics.step_metrics import (
     std_buckets,
     summarize,
 )
+from tests.diagnostics.replay import replay
 
 FAILED = episode(stop="error")
 NO_TURNS = episode(stop="context")

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.false_alarms import replay
 from ragen.config.config import Config
 from ragen.config.extensions import DETECTOR
 from ragen.config.reading import changed, resolve
@@ -44,6 +43,7 @@ from ragen.diagnostics.guard import (
     GuardState,
     raise_alarms,
 )
+from tests.diagnostics.replay import replay
 
 Curve = Callable[[int], float]
 

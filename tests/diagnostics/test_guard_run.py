@@ -400,7 +400,7 @@ def test_the_checkpoint_of_a_stop_replaces_no_regular_checkpoint(tmp_path: Path)
             folder = tmp_path / "checkpoints" / f"step-{step}"
             folder.mkdir(parents=True)
             checkpoint.write_state(folder, {})
-        checkpoint.drop_old(tmp_path, keep=2, others=[0], every=10)
+        checkpoint.drop_old(tmp_path, keep=2, best=0, every=10)
         return [checkpoint.step_of(path) for path in folders(tmp_path)]
 
     assert saved(0, 10, 20) == [0, 10, 20]

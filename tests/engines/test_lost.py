@@ -10,7 +10,6 @@ import pytest
 
 from ragen.core.errors import EngineLost, RagenError
 from ragen.engines.lost import answers_of, what_happened
-from ragen.engines.pool import ProcessLost
 
 HEAD = (
     "The actor died unexpectedly before finishing this task.\n\tclass_name: LearnerHost\n"
@@ -86,7 +85,7 @@ class Learners:
 
     async def waits(self) -> Any:
         await self._ended.wait()
-        raise ProcessLost("learner 1 was ended", "page")
+        raise EngineLost("learner 1 was ended", "page")
 
     async def answers(self, answer: int) -> int:
         await asyncio.sleep(0.01)
@@ -118,7 +117,7 @@ def test_all_answers_come_in_order() -> None:
 
 def test_a_lost_process_ends_those_that_wait_for_it_at_once() -> None:
     learners = Learners()
-    lost = ProcessLost("learner 0 was killed", "many lines")
+    lost = EngineLost("learner 0 was killed", "many lines")
     with pytest.raises(EngineLost, match=r"^learner 0 was killed$") as caught:
         ask(learners.waits(), learners.fails(lost), learners=learners)
     assert caught.value.details == "many lines" and learners.ends == 1
@@ -142,7 +141,7 @@ def test_an_error_of_one_is_raised_and_ends_the_others_that_wait_for_it() -> Non
 def test_a_connection_that_breaks_before_its_process_is_known_to_be_lost_is_a_loss() -> None:
     learners = Learners()
     broken = RuntimeError("gloo: connection closed by peer")
-    lost = ProcessLost("learner 1 was killed")
+    lost = EngineLost("learner 1 was killed")
     with pytest.raises(EngineLost, match=r"^learner 1 was killed$"):
         ask(learners.fails(broken), learners.fails(lost, 0.05), learners=learners)
 

@@ -24,7 +24,6 @@ from ragen.config.sections import EngineConfig
 from ragen.core.errors import EngineLost, MachineAway, RagenError
 from ragen.engines import ray_cluster, ray_process
 from ragen.engines.hosts import own_address
-from ragen.engines.pool import ProcessLost
 from ragen.engines.ray_cluster import Rooms, connect
 from ragen.engines.ray_engine import RayEngine
 from ragen.engines.ray_process import Process
@@ -222,7 +221,7 @@ def test_a_process_that_ray_kills_for_its_memory_is_a_lost_one() -> None:
         gone.set_exception(ray_process.OutOfMemoryError("killed: the node running low on memory\n"))
         return await Process("sampler 1", None).answer(gone, "sampling")
 
-    with pytest.raises(ProcessLost, match=r"^sampler 1 was killed by Ray, because its machine"):
+    with pytest.raises(EngineLost, match=r"^sampler 1 was killed by Ray, because its machine"):
         asyncio.run(lose())
 
 

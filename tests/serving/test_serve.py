@@ -19,9 +19,9 @@ from ragen.envs.adapters.adapted import _named
 from ragen.envs.checker import check
 from ragen.envs.registry import env_factory, make
 from ragen.rollout.setup import Setup
-from ragen.serving.connections import Server, listen
 from ragen.serving.openenv import EnvServer
 from ragen.serving.security import AccessControl
+from ragen.serving.server import Server, listen
 from ragen.serving.sessions import Refused, Session, describe
 from tests.viewer.test_viewer_server import wait_until
 

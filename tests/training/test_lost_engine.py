@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,19 +11,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ragen.algorithms.batch import Batch
 from ragen.core.errors import EngineLost, MachineAway, RagenError
-from ragen.core.metrics import Metrics
 from ragen.core.stopping import StopRequested
-from ragen.engines.engine import Late
 from ragen.engines.local import LocalEngine
 from ragen.engines.sampler import Sampler
 from ragen.storage import checkpoint
 from ragen.storage.reader import read_events
 from ragen.training import recovery, running
 from ragen.training.trainer import resume, train
-from ragen.training.watchdog import STACKS
-from tests.diagnostics.test_guard_run import NotedAlarms
 from tests.shared import own
 from tests.training.runs import (
     GAE,
@@ -258,36 +251,3 @@ def test_a_stop_comes_before_a_new_engine(tmp_path: Path, losing: Losing) -> Non
         train(config, run, watcher=SendSignal("step", 1, signal.SIGTERM))
     assert engine_events(run) == [(1, "lost")]
     assert read_events(run, "engine")[0]["text"].endswith("; the run stops")
-
-
-def test_a_process_that_is_late_is_named_and_ended_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, update = tmp_path / "run", LocalEngine.update
-    hanging, ended, seen = threading.Event(), threading.Event(), NotedAlarms()
-
-    async def hangs(engine: LocalEngine, batch: Batch, step: int) -> Metrics:
-        if step == 1 and not hanging.is_set():
-            hanging.set()
-            await asyncio.to_thread(ended.wait)
-            raise EngineLost("learner 0 was ended")
-        return await update(engine, batch, step)
-
-    def end_late(engine: LocalEngine) -> list[Late]:
-        if not hanging.is_set() or ended.is_set():
-            return []
-        ended.set()
-        return [Late("learner 0", "update", 5.0, 'File "fsdp.py", line 1, in all_reduce')]
-
-    monkeypatch.setattr(LocalEngine, "update", hangs)
-    monkeypatch.setattr(LocalEngine, "end_late", end_late)
-    train(make_config(steps=2, eval__episodes=0), run, watcher=seen)
-    found = {each["data"]["what"]: each for each in read_events(run, "engine")}
-    assert found.keys() == {"late", "lost", "restored"}
-    late = found["late"]
-    assert "learner 0 has not answered for 5 s, in the phase update" in late["text"]
-    about = {name: late["data"][name] for name in ("process", "what", "phase", "seconds")}
-    assert about == {"process": "learner 0", "what": "late", "phase": "update", "seconds": 5.0}
-    assert "all_reduce" in (run / STACKS).read_text() and "all_reduce" in late["data"]["stacks"]
-    assert late["step"] == 1 and (1, late["text"]) in seen.alarms
-    assert checkpoint.newest(run).name == "step-2"

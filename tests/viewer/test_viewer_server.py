@@ -25,7 +25,7 @@ from viewer_run import log_step, make_run
 from ragen.cli import servers
 from ragen.cli.main import main
 from ragen.config.reading import dump, resolve
-from ragen.serving.connections import listen
+from ragen.serving.server import listen
 from ragen.storage.recorder import Recorder
 from ragen.viewer import live
 from ragen.viewer.reading import Runs
