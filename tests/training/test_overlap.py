@@ -1,12 +1,10 @@
-"""Steps that are played ahead: staleness, late episodes, stops, rollbacks and resumes."""
+"""Steps that are played ahead: staleness, resumes and lost engines."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,29 +17,18 @@ from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.stopping import StopRequested
-from ragen.core.types import Completion, Episode, Group, Prompt
-from ragen.diagnostics.collapse import STAGE
+from ragen.core.types import Completion, Group, Prompt
 from ragen.engines.sampler import Sampler
-from ragen.evaluation.branch import stage_of
-from ragen.rollout.chat import Chat
-from ragen.rollout.groups import run_most
-from ragen.rollout.setup import Setup, make_setup
 from ragen.storage.reader import read_events, read_metrics
-from ragen.storage.stored_episodes import read_episode
 from ragen.training import experience
-from ragen.training.ahead import Ahead, Rest, Start
+from ragen.training.ahead import Ahead
 from ragen.training.experience import staleness
-from ragen.training.progress import Watcher
 from ragen.training.trainer import resume, train
 from tests.bandit_model import settings
 from tests.records import episode, turn
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training.copied_engine import CopiedEngine, use_copied
-from tests.training.test_trainer import rows
-
-STEPS = 5
-GATE = asyncio.Semaphore
-CLOSING: dict[str, Any] = {"engine__min_members": 2, "engine__close_after_s": 0.05}
+from tests.training.runs import rows
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +37,25 @@ def _copied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ahead(most: int = 1, **more: Any) -> Config:
-    own = {"engine__name": "ray", "engine__max_staleness": most, "steps": STEPS}
+    own = {"engine__name": "ray", "engine__max_staleness": most, "eval__every": 1}
     return resolve("bandit", settings(**{**own, **more}))
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A run that plays up to two steps ahead, and the steps whose play began, from 0."""
+    begun, play = list[int](), experience._play
+
+    async def noted(run: Any, starts: Any, step: int, *more: Any) -> Any:
+        begun.append(step)
+        return await play(run, starts, step, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        use_copied(patch)
+        patch.setattr(experience, "_play", noted)
+        run = tmp_path_factory.mktemp("ahead") / "run"
+        train(ahead(2), run)
+    return run, begun
 
 
 def sampled_versions(run: Path) -> dict[int, set[int]]:
@@ -66,51 +70,35 @@ def sampled_versions(run: Path) -> dict[int, set[int]]:
     return found
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_steps_are_played_with_weights_of_earlier_ones(tmp_path: Path, steps: int) -> None:
-    """Step n is trained after n − 1 publications; its play began `steps` of these before."""
-    config = ahead(steps)
-    train(config, tmp_path / "run")
-    versions = sampled_versions(tmp_path / "run")
-    assert list(versions) == [1, 2, 3, 4, 5]
+def test_steps_are_played_with_weights_of_earlier_ones(played: tuple[Path, list[int]]) -> None:
+    """Step n is trained after n − 1 publications; its play began up to two of these before."""
+    run, begun = played
+    versions = sampled_versions(run)
+    assert list(versions) == [1, 2, 3]
     for step, found in versions.items():
-        assert min(found) >= step - 1 - steps and max(found) <= step - 1
+        assert min(found) >= step - 3 and max(found) <= step - 1
     assert any(min(found) < step - 1 for step, found in versions.items()), "none was ahead"
-    metrics = read_metrics(tmp_path / "run")
-    assert max(metrics["engine/staleness_max"].values()) <= steps
+    assert begun == [0, 1, 2], "nothing is played beyond the last step"
+    metrics = read_metrics(run)
+    assert max(metrics["engine/staleness_max"].values()) <= 2
     assert set(metrics["engine/stale_groups"].values()) == {0.0}
     assert "mismatch/max_abs" not in metrics, "earlier weights are no mismatch"
     assert max(metrics["importance/mean"].values()) != 1.0
     assert "time/generate_s" not in metrics and min(metrics["engine/play_s"].values()) > 0
 
 
-def test_every_step_has_its_own_levels_and_seeds(tmp_path: Path) -> None:
+def test_every_step_has_its_own_levels_and_seeds(
+    played: tuple[Path, list[int]], bandit_run: Path
+) -> None:
     """As without staleness, whose first step is the same in every token."""
     query = (
         'SELECT step, "group", member, level_seed, noise_seed FROM episodes'
         " WHERE phase = 'train' ORDER BY 1, 2, 3"
     )
-    train(ahead(2), tmp_path / "run")
-    train(resolve("bandit", settings(steps=STEPS)), tmp_path / "sync")
-    assert rows(tmp_path / "run", query) == rows(tmp_path / "sync", query)
+    assert rows(played[0], query) == rows(bandit_run, query)
     replies = "SELECT reply FROM turns JOIN episodes ON episodes.id = episode_id WHERE step = 1"
-    first = [rows(tmp_path / name, f"{replies} AND phase = 'train'") for name in ("run", "sync")]
+    first = [rows(run, f"{replies} AND phase = 'train'") for run in (played[0], bandit_run)]
     assert first[0] == first[1]
-
-
-def test_a_run_plays_nothing_beyond_its_last_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun = []
-    play = experience._play
-
-    async def noted(run: Any, starts: Any, step: int, *more: Any) -> Any:
-        begun.append(step)
-        return await play(run, starts, step, *more)
-
-    monkeypatch.setattr(experience, "_play", noted)
-    train(ahead(3), tmp_path / "run")
-    assert begun == [0, 1, 2, 3, 4]
 
 
 def test_a_resumed_run_plays_again_what_was_in_flight(
@@ -122,21 +110,22 @@ def test_a_resumed_run_plays_again_what_was_in_flight(
     async def stopping(engine: Any, *arguments: Any) -> Any:
         nonlocal updates
         updates += 1
-        if updates == 5:
+        if updates == 3:
             raise StopRequested(2)
         return await update(engine, *arguments)
 
     monkeypatch.setattr(CopiedEngine, "update", stopping)
     with pytest.raises(StopRequested, match="resume with"):
-        train(ahead(1), run)
+        train(ahead(1, eval__every=0), run)
     monkeypatch.setattr(CopiedEngine, "update", update)
     resume(run)
     twice = 'GROUP BY attempt, phase, step, "group", member HAVING count(*) > 1'
     assert rows(run, f"SELECT step FROM episodes {twice}") == []
-    assert list(sampled_versions(run)) == [1, 2, 3, 4, 5]
-    assert list(read_metrics(run)["engine/queue"]) == [1, 2, 3, 4, 5]
+    assert list(sampled_versions(run)) == [1, 2, 3]
+    assert list(read_metrics(run)["engine/queue"]) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_lost_engine_takes_its_plays_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,265 +135,20 @@ def test_a_lost_engine_takes_its_plays_with_it(
     async def losing(sampler: Sampler, prompt: Prompt) -> Completion:
         nonlocal calls
         calls += 1
-        if calls == 40:
+        if calls == 22:  # four of them in the first evaluation
             raise EngineLost("a sampler was killed")
         return await complete(sampler, prompt)
 
     monkeypatch.setattr(Sampler, "complete", losing)
-    train(ahead(2), run)
+    train(ahead(2, eval__every=0), run)
     assert [each["data"]["what"] for each in read_events(run, "engine")] == ["lost", "restored"]
-    assert list(sampled_versions(run)) == [1, 2, 3, 4, 5]
+    assert list(sampled_versions(run)) == [1, 2, 3]
     assert max(read_metrics(run)["engine/staleness_max"].values()) <= 2
 
 
 def test_only_an_engine_of_many_processes_plays_ahead() -> None:
-    for more, words in (
-        ({"engine__max_staleness": 1}, 'set engine.name = "ray"'),
-        ({"engine__name": "ray", "engine__min_members": 2}, "set both, or neither"),
-        (
-            {"engine__name": "ray", "engine__min_members": 2, "engine__close_after_s": 1.0},
-            "above 0",
-        ),
-    ):
-        with pytest.raises(RagenError, match=words):
-            resolve("bandit", settings(**cast(dict[str, Any], more)))
-
-
-# Episodes that a group does not wait for.
-
-
-class SlowPolicy:
-    """Replies at once, but to the prompts that are held back."""
-
-    def __init__(self, *held: int) -> None:
-        self.held, self.calls = held, 0
-        self.released = asyncio.Event()
-
-    async def complete(self, prompt: Prompt) -> Completion:
-        number = self.calls
-        self.calls += 1
-        if number in self.held:
-            await self.released.wait()
-        return Completion((1,), (-1.0,), "Phoenix</answer>", "stop", 0)
-
-
-def a_setup() -> Setup:
-    chat = Chat(tiny_tokenizer("chatml"), think=False)
-    return make_setup(resolve("bandit", settings()), chat)
-
-
-def play_most(policy: SlowPolicy, least: int) -> tuple[list[Group], list[list[Episode]]]:
-    """Two groups of four; the episodes that they did not wait for, once these have ended."""
-    setup = a_setup()
-
-    async def play() -> tuple[list[Group], list[list[Episode]]]:
-        work = run_most(policy, [setup] * 2, [5, 6], 4, (0, "x"), GATE(8), None, least, 0.05)
-        groups, tasks = await asyncio.wait_for(work, 20)
-        policy.released.set()
-        return groups, [[await task for task in each.values()] for each in tasks]
-
-    return asyncio.run(play())
-
-
-def test_groups_close_without_their_last_episodes() -> None:
-    groups, rests = play_most(SlowPolicy(2, 7), least=3)
-    assert [[e.member for e in group.episodes] for group in groups] == [[0, 1, 3], [0, 1, 2]]
-    assert [[(e.group, e.member, e.level_seed) for e in rest] for rest in rests] == [
-        [(0, 2, 5)],
-        [(1, 3, 6)],
-    ]
-
-
-def test_a_group_with_too_few_episodes_waits() -> None:
-    policy, setup = SlowPolicy(0, 1), a_setup()
-
-    async def play() -> tuple[list[Group], list[dict[int, asyncio.Task[Episode]]]]:
-        asyncio.get_running_loop().call_later(0.3, policy.released.set)
-        return await run_most(policy, [setup] * 2, [5, 6], 4, (0, "x"), GATE(8), None, 3, 0.05)
-
-    groups, rests = asyncio.run(play())
-    assert [len(group.episodes) for group in groups] == [4, 4] and rests == [{}, {}]
-
-
-def test_the_end_of_an_episode_costs_as_much_in_a_large_collection(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Not all open episodes are waited for anew each time that one of them ends."""
-    waited, wait, setup = list[int](), asyncio.wait, a_setup()
-
-    async def counted(tasks: Any, **how: Any) -> Any:
-        waited.append(len(tasks))
-        return await wait(tasks, **how)
-
-    class OneByOne(SlowPolicy):
-        async def complete(self, prompt: Prompt) -> Completion:
-            self.calls += 1
-            await asyncio.sleep(0.1 + 0.005 * self.calls)
-            return await super().complete(prompt)
-
-    async def play() -> list[Group]:
-        what = OneByOne(), [setup] * 8, list(range(8)), 4, (0, "x"), GATE(32), None
-        groups, rests = await run_most(*what, 4, 0.05)
-        assert rests == [{}] * 8
-        return groups
-
-    monkeypatch.setattr(asyncio, "wait", counted)
-    groups = asyncio.run(play())
-    assert [len(group.episodes) for group in groups] == [4] * 8
-    assert sum(waited) <= 2 * 32
-
-
-@pytest.mark.parametrize("close_after_s", [0.05, 5.0])
-def test_a_bug_in_an_episode_ends_a_collection_that_closes_early(close_after_s: float) -> None:
-    setup = a_setup()
-
-    class Broken(SlowPolicy):
-        async def complete(self, prompt: Prompt) -> Completion:
-            if self.calls == 5:
-                await asyncio.sleep(0.2)
-                raise RagenError("the policy is broken")
-            return await super().complete(prompt)
-
-    async def play() -> None:
-        what = Broken(*range(5)), [setup] * 2, [5, 6], 4, (0, "x"), GATE(8), None
-        with pytest.raises(RagenError, match="the policy is broken"):
-            await asyncio.wait_for(run_most(*what, 3, close_after_s), 3)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(play())
-
-
-def test_late_episodes_are_a_group_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One reply of the first step takes until that step is trained on."""
-    complete, update, calls = Sampler.complete, CopiedEngine.update, 0
-    trained = asyncio.Event()
-
-    async def slow(sampler: Sampler, prompt: Prompt) -> Completion:
-        nonlocal calls
-        calls += 1
-        if calls == 4 + 7:  # after the evaluation of four levels, at two temperatures
-            await trained.wait()
-        return await complete(sampler, prompt)
-
-    async def telling(engine: Any, *arguments: Any) -> Any:
-        trained.set()
-        return await update(engine, *arguments)
-
-    monkeypatch.setattr(Sampler, "complete", slow)
-    monkeypatch.setattr(CopiedEngine, "update", telling)
-    run = tmp_path / "run"
-    train(ahead(2, **CLOSING, filter__rule="all", eval__every=0), run)
-    sizes = rows(
-        run,
-        "SELECT step, \"group\", count(*) FROM episodes WHERE phase = 'train' GROUP BY 1, 2",
-    )
-    played = sum(count for *_, count in sizes)
-    seeds = rows(run, "SELECT count(DISTINCT noise_seed) FROM episodes WHERE phase = 'train'")
-    assert seeds == [(played,)], "none is there twice"
-    late = read_metrics(run)["engine/late_episodes"]
-    assert sum(late.values()) == played - sum(n for _, g, n in sizes if g < 2)
-    assert sum(late.values()) > 0 and STEPS * 4 <= played <= STEPS * 8
-
-
-def test_late_groups_that_have_ended_are_found_without_comparing_each_pair() -> None:
-    """Their number grows with that of the samplers, and that of the pairs with its square."""
-    compared, start = list[int](), Start(a_setup(), 5)
-
-    class Compared(Rest):
-        def __eq__(self, other: object) -> bool:
-            compared.append(1)
-            return self is other
-
-    async def take() -> tuple[list[Group], list[Rest]]:
-        loop, kept = asyncio.get_running_loop(), Ahead()
-        for number in range(40):
-            task: Any = loop.create_future()
-            if number % 2:
-                task.set_result(episode(turn(1.0)))
-            kept.rests.append(Compared(0, number, 1, start, {3: task}))
-        state, settings = SimpleNamespace(step=1), SimpleNamespace(seed=0)
-        run: Any = SimpleNamespace(ahead=kept, state=state, config=settings, judge=None)
-        groups, stages = await experience._ended(run, 7)
-        assert stages == [1] * 20
-        return groups, kept.rests
-
-    groups, left = asyncio.run(take())
-    assert [group.episodes[0].group for group in groups] == [*range(7, 27)]
-    assert [rest.group for rest in left] == [*range(0, 40, 2)] and not compared
-
-
-def test_late_episodes_of_an_easier_stage_count_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One reply of the first step takes until a step of the second stage is trained on."""
-    complete, calls, advanced = Sampler.complete, 0, asyncio.Event()
-
-    async def slow(sampler: Sampler, prompt: Prompt) -> Completion:
-        nonlocal calls
-        calls += 1
-        if calls == 4 + 7:  # after the evaluation of four levels, at two temperatures
-            await advanced.wait()
-        return await complete(sampler, prompt)
-
-    class Noting(Watcher):
-        def step(self, step: int, metrics: Mapping[str, float]) -> None:
-            if metrics[STAGE] == 2:
-                advanced.set()
-
-    monkeypatch.setattr(Sampler, "complete", slow)
-    easier = {"curriculum__stages": [{"safe_reward": 0.5}], "curriculum__success": 0.01}
-    closing = {"engine__min_members": 3, "engine__close_after_s": 0.05, "eval__every": 0}
-    run = tmp_path / "run"
-    train(ahead(1, **{**easier, **closing, "steps": 11}), run, watcher=Noting())
-    metrics = read_metrics(run)
-    stages, own, crossed = metrics[STAGE], dict[int, list[bool]](), 0
-    for number, step in rows(run, "SELECT id, step FROM episodes WHERE phase = 'train'"):
-        recorded = read_episode(run, number)
-        played = 1 + (recorded.episode.level_seed - 10_000) // 2  # each step has two levels
-        assert stage_of(run, recorded) == stages[played]
-        crossed += stages[played] < stages[step]
-        if stages[played] == stages[step]:
-            own.setdefault(step, []).append(recorded.episode.success)
-    assert crossed > 0
-    successes = [fmean(own[step]) for step in sorted(own) if stages[step] == 2]
-    expected = [fmean(successes[: n + 1][-5:]) for n in range(len(successes))]
-    compared = [each for step, each in metrics["curriculum/success"].items() if stages[step] == 2]
-    assert compared == expected
-
-
-def test_late_episodes_are_played_again_after_a_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One reply of step 1 takes until the engine is lost, after the third step."""
-    run, update, complete = tmp_path / "run", CopiedEngine.update, Sampler.complete
-    calls = updates = 0
-
-    async def slow(sampler: Sampler, prompt: Prompt) -> Completion:
-        nonlocal calls
-        calls += 1
-        if calls == 2 * 4 + 7:  # after the evaluations of four levels
-            await asyncio.Event().wait()
-        return await complete(sampler, prompt)
-
-    async def losing(engine: Any, *arguments: Any) -> Any:
-        nonlocal updates
-        updates += 1
-        if updates == 3 * 2 + 1:
-            raise EngineLost("a learner was killed")
-        return await update(engine, *arguments)
-
-    monkeypatch.setattr(Sampler, "complete", slow)
-    monkeypatch.setattr(CopiedEngine, "update", losing)
-    least = {"engine__min_members": 3, "engine__close_after_s": 0.05, "filter__rule": "all"}
-    train(ahead(2, **least, advantage__name="reinforce_pp"), run)
-    query = "SELECT count(*), count(DISTINCT noise_seed) FROM episodes WHERE phase = 'train'"
-    ((played, seeds),) = rows(run, query)
-    assert played == seeds, "none is there twice"
-    of_first_steps = f"{query} AND level_seed < {10_000 + 3 * 2}"
-    assert rows(run, of_first_steps) == [(3 * 8, 3 * 8)], "the run ends before the last ones only"
-    assert sum(read_metrics(run)["engine/late_episodes"].values()) >= 1
+    with pytest.raises(RagenError, match=r'set engine\.name = "ray"'):
+        resolve("bandit", settings(engine__max_staleness=1))
 
 
 def test_what_is_too_stale_is_dropped_and_counted(
@@ -419,7 +163,7 @@ def test_what_is_too_stale_is_dropped_and_counted(
 
     monkeypatch.setattr(Sampler, "_completion", older)
     run = tmp_path / "run"
-    train(ahead(1, steps=3), run)
+    train(ahead(1, steps=1, eval__every=0), run)
     assert set(read_metrics(run)["engine/stale_groups"].values()) == {2.0}
     assert rows(run, "SELECT DISTINCT kept FROM episodes WHERE phase = 'train'") == [(0,)]
     (first, *_) = read_events(run, "engine")
