@@ -7,7 +7,6 @@ import hashlib
 import json
 import shutil
 import sqlite3
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen.cli.main import main
-from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, FinishReason, Group, Prompt, Turn
 from ragen.evaluation import branch as branching
@@ -30,11 +28,10 @@ from ragen.rollout.episode import play_episode, require_unchanged
 from ragen.rollout.policies import fingerprint
 from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
 from ragen.storage.branches import FILE, Request, write_branches
-from ragen.storage.database import CHECKPOINTS, DATABASE
+from ragen.storage.database import DATABASE
 from ragen.storage.recorder import Recorder
 from ragen.storage.stored_episodes import Recorded, read_episode
-from ragen.training.trainer import train
-from tests.bandit_model import bandit_model, settings
+from tests.bandit_model import bandit_model
 from tests.records import edit_settings
 from tests.records import episode as made_episode
 from tests.records import turn as made_turn
@@ -215,27 +212,6 @@ def as_stored(turn: Turn) -> Turn:
     )
 
 
-def test_several_threads_write_branches_at_once(tmp_path: Path) -> None:
-    def write(number: int) -> None:
-        for turn in range(5):
-            branches = [made_episode(made_turn(number)), made_episode(made_turn(turn))]
-            write_branches(tmp_path, Request(number, turn, 3, 2, 1.0, 0), branches, True, str)
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for episode, turn, member, reward in rows(
-        tmp_path,
-        "SELECT b.episode, b.turn, e.member, e.reward FROM branches b JOIN episodes e"
-        ' ON e."group" = b.number',
-    ):
-        assert reward == (episode, turn)[member]
-    assert rows(tmp_path, "SELECT count(*) FROM branches") == [(20,)]
-    assert [path.name for path in tmp_path.iterdir()] == [FILE]  # one plain file
-
-
 def test_a_repeated_request_replaces_its_branches(tmp_path: Path) -> None:
     request = Request(1, 0, 3, 1, 1.0, 0)
     for word in ("first", "second"):
@@ -247,17 +223,6 @@ def test_a_repeated_request_replaces_its_branches(tmp_path: Path) -> None:
     search = "SELECT count(*) FROM thoughts_fts WHERE thoughts_fts MATCH "
     assert rows(tmp_path, f"{search} 'first'") == [(0,)]
     assert rows(tmp_path, f"{search} 'second'") == [(2,)]
-
-
-def test_a_damaged_file_of_branches_costs_nothing_else(tmp_path: Path) -> None:
-    request, played = Request(1, 0, 3, 1, 1.0, 0), [made_episode(made_turn())]
-    (tmp_path / CHECKPOINTS).mkdir()
-    (tmp_path / FILE).write_text("no database " * 99)
-    with pytest.raises(RagenError, match=r"or move it away: the run goes on without it$"):
-        write_branches(tmp_path, request, played, True, str)
-    (tmp_path / FILE).unlink()
-    write_branches(tmp_path, request, played, True, str)
-    assert rows(tmp_path, "SELECT seed FROM branches") == [(0,)]
 
 
 # Branches of a trained run.
@@ -358,13 +323,6 @@ def test_the_same_request_gives_the_same_branches(run: Path) -> None:
     assert stored == [("branch", 1, member) for member in range(6)]
 
 
-@pytest.mark.slow
-def test_isolated_environments_give_the_same_branches(run: Path) -> None:
-    here = branch(run, 1, 0, n=3, checkpoint=1)
-    edit_settings(run, "isolate = false", "isolate = true")
-    assert branch(run, 1, 0, n=3, checkpoint=1).episodes == here.episodes
-
-
 def test_branching_does_not_change_the_database_of_an_active_run(run: Path) -> None:
     def hashed() -> dict[str, str]:
         files = (run / name for name in (DATABASE, f"{DATABASE}-wal"))
@@ -377,20 +335,6 @@ def test_branching_does_not_change_the_database_of_an_active_run(run: Path) -> N
         assert result.request.checkpoint == 3  # the newest
         assert hashed() == before
         recorder.event(3, "note", "the run continues")
-
-
-@pytest.mark.slow
-def test_a_branch_of_a_lora_run_repeats_the_episode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(branching, "branch_specs", recorded_specs)
-    more: dict[str, Any] = {"lora__rank": 4, "steps": 2, "checkpoint__keep": 9}
-    run = train(resolve("bandit", settings(**more)), tmp_path / "bandit").run
-    for phase, step, weights in (("eval greedy", 2, 2), ("train", 2, 1)):
-        temperature = 0.0 if phase == "eval greedy" else 1.0
-        episode = episode_of(run, phase, step, 1)
-        result = branch(run, episode, 0, 1, checkpoint=weights, temperature=temperature)
-        assert tokens(result.episodes[0]) == tokens(result.original.episode)
 
 
 def test_without_checkpoints_the_initial_model_plays(run: Path) -> None:

@@ -184,7 +184,7 @@ def test_concurrency_limits_requests_at_once() -> None:
         served = Server(server.url)
         values = {"env": ROGUE, "env.max_turns": 1}
         evaluate_target("m", values, episodes=8, server=served, concurrency=3)
-        assert server.max_concurrent == 3
+        assert 1 < server.max_concurrent <= 3
 
 
 def fork_command(command: list[str], error: Path) -> int:

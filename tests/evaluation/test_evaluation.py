@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ragen.config.extensions import load
 from ragen.config.reading import dump, resolve
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
@@ -23,7 +21,7 @@ from ragen.evaluation.evaluation import (
     evaluate_target,
     play_target,
 )
-from ragen.evaluation.targets import config_for, outcome_settings
+from ragen.evaluation.targets import config_for
 from ragen.models.names import resolve_model
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import make_setup
@@ -188,29 +186,6 @@ def test_a_run_knows_its_own_environment_by_a_relative_path_too(
     monkeypatch.chdir(tmp_path)
     for name in ("mine.py:Mine", f"{tmp_path}/mine.py:Mine"):
         assert config_for(str(folder), {"env": name}).env == run_config(folder).env
-
-
-def test_an_edited_parser_and_edited_data_are_another_evaluation(tmp_path: Path) -> None:
-    parser, data = tmp_path / "parser.py", tmp_path / "problems.jsonl"
-
-    def settings_of(**keys: str) -> dict[str, Any]:
-        values = {key.replace("__", "."): value for key, value in keys.items()}
-        return outcome_settings("random", config_for("random", values), None, 0, 1.0)
-
-    known: list[Any] = []
-    for content in ("def read(reply):\n    return []\n", "def read(reply):\n    return [1]\n"):
-        parser.write_text(content)
-        load.cache_clear()  # another process
-        known.append(settings_of(env="bandit", prompt__tool_parser=f"{parser}:read"))
-    assert known[0] != known[1]
-    known.clear()
-    for first in (1, 100):
-        problems = (
-            {"question": f"Say {n}.", "answer": f"#### {n}"} for n in range(first, first + 20)
-        )
-        data.write_text("\n".join(map(json.dumps, problems)))
-        known.append(settings_of(env="word-problems", env__params__path=str(data)))
-    assert known[0] != known[1]
 
 
 def test_a_model_folder_is_evaluated_and_a_run_plays_one_episode(bandit_run: Path) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,37 +17,28 @@ import pytest
 
 from ragen.core.errors import RagenError
 from ragen.core.metrics import largest, mean, total
-from ragen.core.types import Completion, Episode, Group, Prompt, Turn
+from ragen.core.types import Episode, Group
 from ragen.storage.database import DATABASE, new_run_folder, read
 from ragen.storage.reader import read_evaluations, read_events, read_metrics, standing
 from ragen.storage.recorder import Recorder, append_event
 from ragen.storage.schema import SAMPLE_ARRAYS, SCHEMA_VERSION, decompress
 from ragen.storage.stored_episodes import write_episodes
+from tests import records
 
 
 def episode(
     group: int, member: int, num_turns: int = 2, thought: str | None = "go right"
 ) -> Episode:
-    prompt = Prompt(({"role": "user", "content": "P _ G"},), (1, 2, 3), 1, 8, 1.0, 0)
-    reply = Completion((4, 5), (-0.5, -0.25), f"{thought}</think><answer>Right</answer>", "stop", 7)
+    """Each turn has the reward 0.5 and the penalty −0.1."""
     turns = tuple(
-        Turn(
-            f"P {k}",
-            prompt,
-            reply,
-            thought,
-            (0, 1),
-            ("Right", "Up"),
-            ("Right",),
-            0.5,
-            -0.1,
-            True,
-            f"k{k}",
+        replace(
+            records.turn(0.5, penalty=-0.1, thought=thought, executed=1, state=f"k{k}"),
+            actions_asked=("Up", "Right"),
             snapshot={"grid": ["P_"]},
         )
         for k in range(num_turns)
     )
-    return Episode("bandit", 10000 + group, 5, group, member, turns, "solved", True, False, True)
+    return replace(records.episode(*turns, stop="solved"), group=group, member=member)
 
 
 def groups(num_groups: int = 2, members: int = 2) -> list[Group]:
@@ -125,7 +117,7 @@ def test_episodes_and_turns_are_written_as_rows(recorder: Recorder) -> None:
         recorder,
         'SELECT e."group", member, turn, actions_asked, t.num_tokens, state_key, snapshot '
         "FROM turns t JOIN episodes e ON e.id = t.episode_id WHERE state_key = 'k1'",
-    )[2] == (1, 0, 1, '["Right","Up"]', 2, "k1", '{"grid":["P_"]}')
+    )[2] == (1, 0, 1, '["Up","Right"]', 2, "k1", '{"grid":["P_"]}')
 
 
 def test_thoughts_can_be_searched_until_their_turns_are_deleted(recorder: Recorder) -> None:

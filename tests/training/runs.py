@@ -31,8 +31,14 @@ from tests.shared import once
 
 GAE = {"algorithm": "starpo/ppo", "loss__kl": 0.01, "update__epochs": 2, "update__lr_end": 0.1}
 """PPO with a critic and a KL reference: it saves and restores all that GRPO does, and more."""
-SMALL = {"rollout__group_size": 2, "rollout__slots": 3, "eval__episodes": 2, "eval__every": 2}
-"""Steps of four episodes."""
+SMALL: dict[str, Any] = {
+    "steps": 2,
+    "rollout__group_size": 2,
+    "rollout__slots": 3,
+    "eval__episodes": 2,
+    "eval__every": 1,
+}
+"""Two steps of four episodes, each evaluated."""
 
 
 def make_config(**more: Any) -> Config:

@@ -12,7 +12,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ragen.algorithms.batch import Batch, collate
-from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.types import Completion, Episode, Prompt, Sample
 from ragen.engines.engine import Engine
@@ -26,7 +25,6 @@ class Counting:
     """A policy that counts how many completions it is asked for at the same time."""
 
     open = most = 0
-    num_samplers = 1
 
     async def complete(self, prompt: Prompt) -> Completion:
         self.open += 1

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from ragen.training.curriculum import STEPS, advances, count_success
 from ragen.training.running import LoopState
 from ragen.training.trainer import resume, train
 from tests.bandit_model import settings
-from tests.training.test_trainer import rows
+from tests.training.runs import SMALL, make_config, rows
 
 
 def test_a_stage_ends_after_five_steps_whose_mean_reaches_the_bar() -> None:
@@ -36,19 +37,20 @@ def test_a_stage_ends_after_five_steps_whose_mean_reaches_the_bar() -> None:
 
 def test_training_has_the_levels_of_the_stage_and_evaluation_the_full_task(tmp_path: Path) -> None:
     """A stage whose safe arm pays 0.5, not 0.15; almost any success is enough to end it."""
-    more = {"curriculum__stages": [{"safe_reward": 0.5}], "curriculum__success": 0.01}
+    easier = {"curriculum__stages": [{"safe_reward": 0.5}], "curriculum__success": 0.01}
+    more = SMALL | easier | {"eval__every": 0, "checkpoint__keep": 3}
     run = tmp_path / "run"
-    train(resolve("bandit", settings(steps=STEPS + 1, **more)), run)
+    train(make_config(**more | {"steps": STEPS + 1}), run)
     metrics = read_metrics(run)
     assert list(metrics[STAGE].values()) == [1] * STEPS + [2]
-    shutil.rmtree(run / "checkpoints" / f"step-{STEPS + 1}")
-    shutil.rmtree(run / "checkpoints" / f"step-{STEPS}")
+    for step in (STEPS, STEPS + 1):
+        shutil.rmtree(run / "checkpoints" / f"step-{step}")
     resume(run)  # the advance comes again, and its event does not
     (event,) = read_events(run, "curriculum")
     assert event["step"] == STEPS and event["data"]["stage"] == 2
     assert "stage 2 of 2 begins: the full task" in event["text"]
     assert event["data"]["success"] == pytest.approx(metrics["curriculum/success"][STEPS])
-    config, paid = resolve("bandit", settings(**more)), Counter[tuple[bool, float]]()
+    config, paid = make_config(**more), Counter[tuple[bool, float]]()
     for number, phase, step, reward in rows(run, "SELECT id, phase, step, reward FROM episodes"):
         is_easier = phase == "train" and step <= STEPS
         paid[is_easier, reward] += 1
@@ -64,23 +66,25 @@ def test_a_stage_has_its_own_budgets(tmp_path: Path) -> None:
     """A model without a valid reply uses all turns: one in the stage, three in evaluations."""
     stage = {"max_turns": 1, "max_distance": 1}
     more = {"env__max_turns": 3, "curriculum__stages": [stage], "model__max_length": 512}
+    more |= {"rollout__group_size": 2, "eval__episodes": 1}
     config = resolve("frozen-lake-still", settings(steps=1, **more))
     train(config, tmp_path / "run")
     turns = set(rows(tmp_path / "run", "SELECT phase, num_turns FROM episodes"))
     assert turns == {("train", 1), ("eval", 3), ("eval greedy", 3)}
 
 
-def test_a_wrong_budget_of_a_stage_is_refused_before_the_run(tmp_path: Path) -> None:
-    config = resolve("bandit", settings(curriculum__stages=[{"max_turns": 0}]))
-    with pytest.raises(RagenError, match=r"env\.max_turns"):
-        train(config, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_stage_with_a_wrong_parameter_is_refused_before_the_run(tmp_path: Path) -> None:
-    config = resolve("bandit", settings(curriculum__stages=[{}, {"name_sets": "professions"}]))
-    with pytest.raises(RagenError, match=r"no parameter 'name_sets'.* did you mean 'name_set'"):
-        train(config, tmp_path / "run")
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        ([{"max_turns": 0}], r"env\.max_turns"),
+        ([{}, {"name_sets": "professions"}], r"no parameter 'name_sets'.* did you mean 'name_set'"),
+    ],
+)
+def test_a_wrong_stage_is_refused_before_the_run(
+    tmp_path: Path, stages: list[dict[str, Any]], words: str
+) -> None:
+    with pytest.raises(RagenError, match=words):
+        train(make_config(curriculum__stages=stages), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

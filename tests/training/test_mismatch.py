@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from pretend import PretendVllm
-from tiny import tiny_model, tiny_tokenizer
 
 from ragen.algorithms.batch import Batch
 from ragen.config.config import Config
@@ -25,27 +23,16 @@ from ragen.models.loading import save_model
 from ragen.storage.checkpoint import newest
 from ragen.storage.reader import read_events, read_metrics
 from ragen.training.trainer import resume, train
+from tests.bandit_model import settings as bandit_settings
+from tests.pretend import PretendVllm
+from tests.tiny import tiny_model, tiny_tokenizer
 
-UNUSUAL: dict[str, list[Any]] = {
-    "num_groups": [1, 5],
-    "group_size": [3, 7],
-    "levels": [1],
-    "max_tokens": [1, 60],
-    "temperature": [0.05, 0.5, 4.0],
-    "slots": [1, 3],
-    "refill": [2],
-    "sampler": ["vllm"],
-    "cuda_graphs": [True],
-    "gpu_memory": [0.9],
-}
-"""Values of each key of the section `rollout` that are far from the defaults."""
-
-NEEDED: dict[str, dict[str, Any]] = {
-    "gpu_memory": {"rollout__sampler": "vllm"},
-    # Groups whose rewards differ need a model that can solve some levels.
-    "refill": {"filter__include_zero": False, "model__path": "base", "rollout__max_tokens": 80},
-}
-"""What else must be set."""
+UNUSUAL: list[dict[str, Any]] = [
+    {"num_groups": 1, "group_size": 3, "cuda_graphs": True, "temperature": 0.05, "max_tokens": 40},
+    {"num_groups": 5, "group_size": 2, "slots": 1, "temperature": 4.0, "max_tokens": 1},
+    {"levels": 1, "temperature": 0.5, "sampler": "vllm", "gpu_memory": 0.9},
+]
+"""Values of keys of the section `rollout` that are far from the defaults; one run for each."""
 
 
 @pytest.fixture(scope="module")
@@ -75,39 +62,50 @@ def settings(folder: str, **changes: Any) -> Config:
     return resolve("frozen-lake-still", keys | changed)
 
 
-@pytest.mark.parametrize("key", RolloutConfig.model_fields)
+def watch(monkeypatch: pytest.MonkeyPatch, temperature: float) -> list[float]:
+    """The largest gaps of a run's sampled and recomputed logprobs to those of the plain model."""
+    largest, update = list[float](), LocalEngine.update
+
+    async def checked(engine: LocalEngine, batch: Batch, step: int) -> Metrics:
+        with torch.no_grad():
+            logits_BTV = engine.model(batch.token_ids_BT).logits[:, :-1] / temperature
+        targets_BT1 = batch.token_ids_BT[:, 1:, None]
+        expected_BT = logits_BTV.log_softmax(-1).gather(-1, targets_BT1)[:, :, 0]
+        for found_BT in (batch.sampled_logprobs_BT, engine.learner.logprobs(batch)[0]):
+            gap_BT = (found_BT[:, 1:] - expected_BT)[batch.mask_BT[:, 1:]]
+            largest.append(float(gap_BT.abs().max()))
+        return await update(engine, batch, step)
+
+    monkeypatch.setattr(LocalEngine, "update", checked)
+    return largest
+
+
+@pytest.mark.parametrize("keys", UNUSUAL)
 def test_the_learner_scores_the_distribution_that_was_sampled_under_every_rollout_key(
-    key: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keys: dict[str, Any], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sampled, recomputed and independently computed logprobs are equal in float32."""
     monkeypatch.setattr("ragen.engines.factory.Vllm", PretendVllm)
-    update = LocalEngine.update
-    for number, value in enumerate(UNUSUAL[key]):
-        config = settings(folder, **{f"rollout__{key}": value}, **NEEDED.get(key, {}))
-        largest = list[float]()
+    config = settings(folder, **{f"rollout__{key}": value for key, value in keys.items()})
+    gaps = watch(monkeypatch, config.rollout.temperature)
+    train(config, tmp_path / "run")
+    bound = 1e-3 / min(1.0, config.rollout.temperature)
+    assert gaps and max(gaps) <= bound
+    assert read_metrics(tmp_path / "run")[MISMATCH][1] <= bound
 
-        async def checked(
-            engine: LocalEngine,
-            batch: Batch,
-            step: int,
-            temperature: float = config.rollout.temperature,
-            largest: list[float] = largest,
-        ) -> Metrics:
-            with torch.no_grad():
-                logits_BTV = engine.model(batch.token_ids_BT).logits[:, :-1] / temperature
-            targets_BT1 = batch.token_ids_BT[:, 1:, None]
-            expected_BT = logits_BTV.log_softmax(-1).gather(-1, targets_BT1)[:, :, 0]
-            for found_BT in (batch.sampled_logprobs_BT, engine.learner.logprobs(batch)[0]):
-                gap_BT = (found_BT[:, 1:] - expected_BT)[batch.mask_BT[:, 1:]]
-                largest.append(float(gap_BT.abs().max()))
-            return await update(engine, batch, step)
 
-        monkeypatch.setattr(LocalEngine, "update", checked)
-        run = tmp_path / str(number)
-        train(config, run)
-        bound = 1e-3 / min(1.0, config.rollout.temperature)
-        assert largest and max(largest) <= bound
-        assert read_metrics(run)[MISMATCH][1] <= bound
+def test_refilled_groups_are_scored_as_they_were_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the bandit, whose model plays either arm, so that rewards in a group differ."""
+    more = {"steps": 1, "eval__episodes": 0, "rollout__refill": 2, "filter__include_zero": False}
+    gaps = watch(monkeypatch, 1.0)
+    train(resolve("bandit", bandit_settings(**more)), tmp_path / "run")
+    assert gaps and max(gaps) <= 1e-3
+
+
+def test_every_rollout_key_has_an_unusual_value() -> None:
+    assert {"refill", *(key for keys in UNUSUAL for key in keys)} == {*RolloutConfig.model_fields}
 
 
 def skew(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -156,22 +154,12 @@ def test_a_mismatch_that_is_not_a_number_stops_a_run(
         train(settings(folder), tmp_path / "run")
 
 
-def test_the_response_log_trains_on_with_an_alarm(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    skew(monkeypatch, without_half)
-    config = settings(folder, guard__responses={"mismatch": "log"})
-    result = train(config, tmp_path / "run")
-    assert [alarm.detector for alarm in result.alarms] == ["mismatch"]
-    assert "differ by" in str(result.alarms[0])
-
-
 def test_another_arithmetic_has_a_wider_bound_and_only_an_alarm(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(settings(folder, model__dtype="bfloat16"), tmp_path / "quiet")
-    metrics = read_metrics(tmp_path / "quiet")
-    assert metrics[MISMATCH_BOUND] == {1: 0.5}
+    more = {"steps": 1, "rollout__group_size": 2, "eval__episodes": 0, "model__dtype": "bfloat16"}
+    quiet = train(resolve("bandit", bandit_settings(**more)), tmp_path / "quiet")
+    assert read_metrics(quiet.run)[MISMATCH_BOUND] == {1: 0.5} and not quiet.alarms
     skew(monkeypatch, without_half)
     result = train(settings(folder, model__dtype="bfloat16"), tmp_path / "run")
     assert [alarm.detector for alarm in result.alarms] == ["mismatch"]

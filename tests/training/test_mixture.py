@@ -32,20 +32,20 @@ from ragen.rollout.setup import Setup
 from ragen.storage.reader import read_metrics
 from ragen.training.mixture import first_starts, share_out
 from ragen.training.running import LoopState, Result
-from ragen.training.trainer import train
+from ragen.training.trainer import resume, train
 from ragen.viewer.reading import Runs
 from ragen.viewer.run_list import run_summary
+from tests import shared
 from tests.bandit_model import settings
-from tests.training.test_trainer import rows
+from tests.training.runs import rows
 
 MIX = {"bandit": 2, "bandit-rev": 1}
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """A run of three steps of four groups: eight of bandit, four of bandit-rev."""
-    config = resolve("bandit", settings(env__mix=MIX, rollout__num_groups=4))
-    return train(config, tmp_path_factory.mktemp("runs") / "mixed")
+def result(mixed_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """Of three steps of four groups: eight of bandit, four of its reverse."""
+    return resume(shared.own(mixed_run, tmp_path_factory.mktemp("runs")))
 
 
 def test_shares_are_exact_over_the_steps_where_no_step_can_hold_them() -> None:
@@ -114,12 +114,12 @@ def test_an_environment_is_evaluated_as_in_a_run_of_it_alone(
     assert before.success == pytest.approx(mean_success)
     assert (before.random, before.optimal) == (0.5, 1.0)
     assert load_evaluations(result.run)[0].evaluation.parts == before.parts
-    for part in before.parts:
-        own = settings(steps=0, env__name=part.env, env__max_turns=5, env__max_actions=10)
-        own |= {"env.actions_per_turn": 5}
-        alone = train(resolve("bandit", own), tmp_path / part.env).before
-        for name in ("success", "success_low", "mean_return", "random", "optimal", "first_level"):
-            assert getattr(part, name) == getattr(alone, name), (part.env, name)
+    part = before.parts[1]
+    alone = settings(steps=0, env__name=part.env, env__max_turns=5, env__max_actions=10)
+    alone |= {"env.actions_per_turn": 5}
+    expected = train(resolve("bandit", alone), tmp_path / part.env).before
+    for name in ("success", "success_low", "mean_return", "random", "optimal", "first_level"):
+        assert getattr(part, name) == getattr(expected, name), name
 
 
 def test_ragen_eval_takes_one_environment_of_a_mixture(result: Result) -> None:
@@ -199,11 +199,13 @@ def test_rewards_are_normalised_over_the_environment() -> None:
     assert compared_with(episodes, index, "batch").tolist() == [0, 0, 0]
 
 
-def test_the_share_of_kept_groups_is_that_of_the_environment() -> None:
-    groups = [Group((episode(env, n),)) for n, env in enumerate(("a", "a", "b"))]
-    metrics = summarize_envs(groups, [1, 2], ["a", "b"])
-    assert metrics["env/a/kept_fraction"].value == 0.5
-    assert metrics["env/b/kept_fraction"].value == 1.0
+@pytest.mark.parametrize(("a", "b"), [("a", "b"), ("a.py:Maze", "b.py:Maze")])
+def test_the_share_of_kept_groups_is_that_of_the_environment(a: str, b: str) -> None:
+    """Files whose environments have one name stay apart."""
+    groups = [Group((episode(env, n),)) for n, env in enumerate((a, a, b))]
+    metrics = summarize_envs(groups, [1, 2], [a, b])
+    assert metrics[f"env/{a}/kept_fraction"].value == 0.5
+    assert metrics[f"env/{b}/kept_fraction"].value == 1.0
 
 
 def test_information_is_measured_within_each_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,23 +226,11 @@ def test_information_is_measured_within_each_environment(monkeypatch: pytest.Mon
     assert asyncio.run(information.measure_envs(engine, groups[1:], 0, 0, []))[1] == [3]
 
 
-def test_metrics_of_environments_with_one_short_name_stay_apart() -> None:
-    files = ("a.py:Maze", "b.py:Maze")
-    groups = [Group((episode(env, n),)) for n, env in enumerate(files)]
-    metrics = summarize_envs(groups, [0], files)
-    assert metrics["env/a.py:Maze/kept_fraction"].value == 1.0
-    assert metrics["env/b.py:Maze/kept_fraction"].value == 0.0
-
-
 def test_a_recipe_of_one_environment_gives_its_place_to_a_mixture() -> None:
     """Its budgets and parameters stay behind; an embedded model keeps its form of prompts."""
     config = resolve_run("bandit", {"env.mix": {"bandit": 0.5, "countdown": 0.5}}).config
     assert config.env.name == "bandit+countdown" and config.recipe == "bandit"
     assert config.prompt.style == "compact"
-
-
-def test_a_name_beside_a_mixture_is_refused() -> None:
-    config = resolve_run("mixed").config
     with pytest.raises(RagenError, match=r"env\.name and env\.mix are given"):
         changed(config, {"env.name": "sokoban"})
     assert changed(config, {"seed": 1}).env == config.env

@@ -1,4 +1,4 @@
-"""Steps that are played ahead: staleness, stops and resumes."""
+"""Steps that are played ahead: staleness, resumes and lost engines."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ from tests.bandit_model import settings
 from tests.records import episode, turn
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training.copied_engine import CopiedEngine, use_copied
-from tests.training.test_trainer import rows
-
-STEPS = 5
+from tests.training.runs import rows
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +37,25 @@ def _copied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ahead(most: int = 1, **more: Any) -> Config:
-    own = {"engine__name": "ray", "engine__max_staleness": most, "steps": STEPS}
+    own = {"engine__name": "ray", "engine__max_staleness": most, "eval__every": 1}
     return resolve("bandit", settings(**{**own, **more}))
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A run that plays up to two steps ahead, and the steps whose play began, from 0."""
+    begun, play = list[int](), experience._play
+
+    async def noted(run: Any, starts: Any, step: int, *more: Any) -> Any:
+        begun.append(step)
+        return await play(run, starts, step, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        use_copied(patch)
+        patch.setattr(experience, "_play", noted)
+        run = tmp_path_factory.mktemp("ahead") / "run"
+        train(ahead(2), run)
+    return run, begun
 
 
 def sampled_versions(run: Path) -> dict[int, set[int]]:
@@ -55,51 +70,35 @@ def sampled_versions(run: Path) -> dict[int, set[int]]:
     return found
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_steps_are_played_with_weights_of_earlier_ones(tmp_path: Path, steps: int) -> None:
-    """Step n is trained after n − 1 publications; its play began `steps` of these before."""
-    config = ahead(steps)
-    train(config, tmp_path / "run")
-    versions = sampled_versions(tmp_path / "run")
-    assert list(versions) == [1, 2, 3, 4, 5]
+def test_steps_are_played_with_weights_of_earlier_ones(played: tuple[Path, list[int]]) -> None:
+    """Step n is trained after n − 1 publications; its play began up to two of these before."""
+    run, begun = played
+    versions = sampled_versions(run)
+    assert list(versions) == [1, 2, 3]
     for step, found in versions.items():
-        assert min(found) >= step - 1 - steps and max(found) <= step - 1
+        assert min(found) >= step - 3 and max(found) <= step - 1
     assert any(min(found) < step - 1 for step, found in versions.items()), "none was ahead"
-    metrics = read_metrics(tmp_path / "run")
-    assert max(metrics["engine/staleness_max"].values()) <= steps
+    assert begun == [0, 1, 2], "nothing is played beyond the last step"
+    metrics = read_metrics(run)
+    assert max(metrics["engine/staleness_max"].values()) <= 2
     assert set(metrics["engine/stale_groups"].values()) == {0.0}
     assert "mismatch/max_abs" not in metrics, "earlier weights are no mismatch"
     assert max(metrics["importance/mean"].values()) != 1.0
     assert "time/generate_s" not in metrics and min(metrics["engine/play_s"].values()) > 0
 
 
-def test_every_step_has_its_own_levels_and_seeds(tmp_path: Path) -> None:
+def test_every_step_has_its_own_levels_and_seeds(
+    played: tuple[Path, list[int]], bandit_run: Path
+) -> None:
     """As without staleness, whose first step is the same in every token."""
     query = (
         'SELECT step, "group", member, level_seed, noise_seed FROM episodes'
         " WHERE phase = 'train' ORDER BY 1, 2, 3"
     )
-    train(ahead(2), tmp_path / "run")
-    train(resolve("bandit", settings(steps=STEPS)), tmp_path / "sync")
-    assert rows(tmp_path / "run", query) == rows(tmp_path / "sync", query)
+    assert rows(played[0], query) == rows(bandit_run, query)
     replies = "SELECT reply FROM turns JOIN episodes ON episodes.id = episode_id WHERE step = 1"
-    first = [rows(tmp_path / name, f"{replies} AND phase = 'train'") for name in ("run", "sync")]
+    first = [rows(run, f"{replies} AND phase = 'train'") for run in (played[0], bandit_run)]
     assert first[0] == first[1]
-
-
-def test_a_run_plays_nothing_beyond_its_last_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun = []
-    play = experience._play
-
-    async def noted(run: Any, starts: Any, step: int, *more: Any) -> Any:
-        begun.append(step)
-        return await play(run, starts, step, *more)
-
-    monkeypatch.setattr(experience, "_play", noted)
-    train(ahead(3), tmp_path / "run")
-    assert begun == [0, 1, 2, 3, 4]
 
 
 def test_a_resumed_run_plays_again_what_was_in_flight(
@@ -111,21 +110,22 @@ def test_a_resumed_run_plays_again_what_was_in_flight(
     async def stopping(engine: Any, *arguments: Any) -> Any:
         nonlocal updates
         updates += 1
-        if updates == 5:
+        if updates == 3:
             raise StopRequested(2)
         return await update(engine, *arguments)
 
     monkeypatch.setattr(CopiedEngine, "update", stopping)
     with pytest.raises(StopRequested, match="resume with"):
-        train(ahead(1), run)
+        train(ahead(1, eval__every=0), run)
     monkeypatch.setattr(CopiedEngine, "update", update)
     resume(run)
     twice = 'GROUP BY attempt, phase, step, "group", member HAVING count(*) > 1'
     assert rows(run, f"SELECT step FROM episodes {twice}") == []
-    assert list(sampled_versions(run)) == [1, 2, 3, 4, 5]
-    assert list(read_metrics(run)["engine/queue"]) == [1, 2, 3, 4, 5]
+    assert list(sampled_versions(run)) == [1, 2, 3]
+    assert list(read_metrics(run)["engine/queue"]) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_lost_engine_takes_its_plays_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,14 +135,14 @@ def test_a_lost_engine_takes_its_plays_with_it(
     async def losing(sampler: Sampler, prompt: Prompt) -> Completion:
         nonlocal calls
         calls += 1
-        if calls == 40:
+        if calls == 22:  # four of them in the first evaluation
             raise EngineLost("a sampler was killed")
         return await complete(sampler, prompt)
 
     monkeypatch.setattr(Sampler, "complete", losing)
-    train(ahead(2), run)
+    train(ahead(2, eval__every=0), run)
     assert [each["data"]["what"] for each in read_events(run, "engine")] == ["lost", "restored"]
-    assert list(sampled_versions(run)) == [1, 2, 3, 4, 5]
+    assert list(sampled_versions(run)) == [1, 2, 3]
     assert max(read_metrics(run)["engine/staleness_max"].values()) <= 2
 
 
@@ -163,7 +163,7 @@ def test_what_is_too_stale_is_dropped_and_counted(
 
     monkeypatch.setattr(Sampler, "_completion", older)
     run = tmp_path / "run"
-    train(ahead(1, steps=3), run)
+    train(ahead(1, steps=1, eval__every=0), run)
     assert set(read_metrics(run)["engine/stale_groups"].values()) == {2.0}
     assert rows(run, "SELECT DISTINCT kept FROM episodes WHERE phase = 'train'") == [(0,)]
     (first, *_) = read_events(run, "engine")

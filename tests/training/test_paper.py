@@ -19,13 +19,13 @@ PAPER = sorted(name for name in recipes() if name.startswith("paper/"))
 QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
 
 SMALL = {
-    "steps": 2,
+    "steps": 1,
     "threads": 1,
     "rollout.num_groups": 2,
     "rollout.group_size": 2,
     "rollout.max_tokens": 12,
-    "eval.episodes": 2,
-    "eval.every": 1,
+    "eval.episodes": 1,
+    "eval.every": 0,
 }
 """Settings that make a recipe small."""
 
@@ -64,23 +64,19 @@ def test_paper_recipes_hold_the_published_values(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name == "paper/sokoban" else [])
-        for name in PAPER
-    ],
+    "name", ["paper/bandit", pytest.param("paper/frozen-lake", marks=pytest.mark.slow)]
 )
-def test_paper_recipes_train_two_steps_with_a_small_model(
+def test_paper_recipes_train_a_step_with_a_small_model(
     name: str, stand_in: Path, tmp_path: Path
 ) -> None:
-    # 4 episodes, of which the filter keeps one group of 2: one update a step.
+    # 4 episodes, of which the filter keeps one group of 2: one update.
     config = resolve(name, {**SMALL, "model.path": str(stand_in), "model.max_length": 4096})
     result = train(config, tmp_path / "run")
     metrics = read_metrics(result.run)
-    assert list(metrics["loss/policy"]) == [1, 2]
-    assert metrics["progress/updates"] == {1: 1, 2: 2}
-    assert metrics["gradient/policy_norm"][2] > 0
-    assert metrics["prompt/turns_dropped"] == {1: 0, 2: 0}
+    assert list(metrics["loss/policy"]) == [1]
+    assert metrics["progress/updates"] == {1: 1}
+    assert metrics["gradient/policy_norm"][1] > 0
+    assert metrics["prompt/turns_dropped"] == {1: 0}
     assert result.after is not None and result.after.random > 0
 
 

@@ -142,10 +142,10 @@ def test_best_checkpoint_is_kept_when_a_step_without_checkpoint_does_better(
         return replace(evaluation, success=next(success, 0.0) if sampled else 0.0), groups
 
     monkeypatch.setattr(running, "evaluate_envs", scripted)
-    every = {"eval__every": 1, "checkpoint__every": 2, "checkpoint__keep": 1, "eval__episodes": 1}
-    train(make_config(**SMALL | every, steps=5, rollout__num_groups=1), tmp_path / "run")
+    more = {"steps": 4, "eval__episodes": 1, "checkpoint__every": 2, "checkpoint__keep": 1}
+    train(make_config(**SMALL | more, rollout__num_groups=1), tmp_path / "run")
     names = [p.name for p in checkpoint.folders(tmp_path / "run")]
-    assert names == ["step-2", "step-4", "step-5"]
+    assert names == ["step-2", "step-4"]
 
 
 def test_evaluation_and_recording_can_be_switched_off(tmp_path: Path) -> None:
@@ -231,10 +231,9 @@ def test_isolated_environments_give_identical_results(tmp_path: Path) -> None:
 
 def test_train_works_inside_a_running_event_loop(tmp_path: Path) -> None:
     async def notebook() -> Result:
-        return train(make_config(**STEP), tmp_path / "run")
+        return train(make_config(steps=0, eval__episodes=0), tmp_path / "run")
 
     assert asyncio.run(notebook()).run == tmp_path / "run"
-    assert checkpoint.newest(tmp_path / "run").name == "step-1"
 
 
 def test_a_config_built_in_python_applies_its_preset(tmp_path: Path) -> None:
@@ -290,6 +289,7 @@ def test_every_loss_trains(tmp_path: Path, name: str) -> None:
     assert found["gradient/policy_norm"] > 0 and found["update/skipped_policy"] == 0
 
 
+@pytest.mark.slow
 def test_constant_aggregation_divides_by_the_maximum_episode_length(tmp_path: Path) -> None:
     """8 episodes of one turn of at most 10 tokens: Σ ÷ 80 instead of Σ ÷ tokens sampled."""
     norms = []
@@ -323,7 +323,10 @@ def test_old_logprobs_are_needed_by_a_second_update_a_kl_term_or_a_record(
 
 @pytest.mark.parametrize(
     ("dtype", "roles"),
-    [("float32", ["reference", "policy"]), ("bfloat16", ["policy", "reference", "policy"])],
+    [
+        ("bfloat16", ["policy", "reference", "policy"]),
+        pytest.param("float32", ["reference", "policy"], marks=pytest.mark.slow),
+    ],
 )
 def test_only_another_arithmetic_computes_old_logprobs_before_the_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, roles: list[str]
@@ -344,8 +347,9 @@ def test_only_another_arithmetic_computes_old_logprobs_before_the_update(
 def test_update_budget_is_spent_exactly(tmp_path: Path) -> None:
     """Five updates, at most two a step: 2, 2 and 1; the learning rate decays over all five."""
     budget = {"budget": "updates", "filter__rule": "all", "update__lr_end": 0.1, "steps": 5}
+    budget |= {"eval__every": 2, "update__minibatch_episodes": 2}
     run = tmp_path / "run"
-    train(make_config(**SMALL | budget | {"update__minibatch_episodes": 2}), run)
+    train(make_config(**SMALL | budget), run)
     state = json.loads((checkpoint.newest(run) / "state.json").read_text())["loop"]
     assert (state["step"], state["updates"]) == (3, 5)
     query = "SELECT value FROM metrics WHERE name = '{}' ORDER BY step"
