@@ -26,12 +26,11 @@ from ragen.core.types import Prompt
 from ragen.engines.learner import Learner
 from ragen.engines.sampler import Sampler
 from ragen.models.decoder import HFDecoder
-from ragen.models.fast_decoder import Qwen2Decoder
 from ragen.models.loading import recompute_layers
 from ragen.models.model import KEPT_LOGITS, is_fast, padded_hidden_states
 from tests.engines.test_learner import PLAIN, batch, sample
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.tolerance import LOGPROB, assert_close
+from tests.tolerance import assert_close
 
 VOCABULARY = 18_750
 KEPT = 2**21
@@ -244,20 +243,6 @@ def test_a_model_without_known_layers_is_refused() -> None:
 # Attention.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_eager_and_sdpa_give_equal_logprobs(dtype: torch.dtype) -> None:
-    results = []
-    for attention in ("eager", "sdpa"):
-        torch.manual_seed(0)
-        policy = KINDS["llama"]().to(dtype)
-        policy.set_attn_implementation(attention)
-        one = Learner(policy, UpdateConfig(), LossConfig(**PLAIN))
-        part = batch(one)
-        results.append(one.logprobs(part)[0])
-    atol = LOGPROB if dtype == torch.float32 else 0.02
-    torch.testing.assert_close(results[0], results[1], atol=atol, rtol=0)
-
-
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_the_decoder_gives_equal_logits_with_every_attention(kind: str) -> None:
     """Heads that share keys are grouped, with one query each or many; flash is only named."""
@@ -315,18 +300,6 @@ def test_a_long_prompt_is_read_in_parts_of_bounded_memory(
     assert part < whole / 4 and num_read == num_again == 800
     assert once.token_ids == again.token_ids
     assert_close(torch.tensor(once.logprobs), torch.tensor(again.logprobs))
-
-
-def test_a_decoder_frees_its_copies_of_the_weights_before_it_makes_new_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    decoder = Qwen2Decoder(tiny_model(tiny_tokenizer("chatml")), 1, 8)
-    old = [weakref.ref(each) for each in (*decoder.weights[0], decoder.head, decoder.embedding)]
-    monkeypatch.setattr(
-        "ragen.models.fast_decoder.fused_layers", lambda _: [each() for each in old]
-    )
-    decoder.refresh()
-    assert decoder.weights == [None] * len(old)
 
 
 def test_decoding_repeats_no_keys() -> None:

@@ -35,7 +35,6 @@ WAYS: dict[str, dict[str, Any]] = {
         },
         "muon_lr": 1e-3,
     },
-    "ppo, shared critic": {"critic": True, "shared": True},
     "ppo, lora": {"critic": True, "adapted": True},
     "ppo, recomputed": {"critic": True, "recomputes": True},
 }
@@ -90,7 +89,6 @@ def batch() -> Batch:
         ("gspo, muon", True),
         ("ppo, recomputed", True),
         pytest.param("ppo, recomputed", False, marks=pytest.mark.slow),
-        pytest.param("ppo, shared critic", True, marks=pytest.mark.slow),
         pytest.param("ppo, lora", True, marks=pytest.mark.slow),
     ],
 )
