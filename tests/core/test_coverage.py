@@ -142,15 +142,14 @@ def mean_chance(spread: float, centre: float, power: int = 1) -> float:
 
 
 @SLOW
-@pytest.mark.parametrize("centre", [-2.0, 0.0])
-def test_success_rate_with_several_samples_per_level(centre: float) -> None:
+def test_success_rate_with_several_samples_per_level() -> None:
     levels = np.repeat(np.arange(128), 4).tolist()
 
     def interval(solved: Floats) -> Interval:
         return success_rate((np.arange(4) < solved[:, None]).ravel().tolist(), levels)
 
-    found = measured(lambda g, n: successes(g, n, 4, 1.5, centre), 128, interval)
-    coverage = coverage_of(found, mean_chance(1.5, centre))
+    found = measured(lambda g, n: successes(g, n, 4, 1.5, -2.0), 128, interval)
+    coverage = coverage_of(found, mean_chance(1.5, -2.0))
     assert is_nominal(coverage), coverage
 
 
@@ -163,7 +162,7 @@ def over_samples(draw: Callable[..., Floats], num_levels: int, k: int) -> list[I
     )
 
 
-@pytest.mark.parametrize("k", [*(pytest.param(k, marks=SLOW) for k in (2, 4)), 8])
+@pytest.mark.parametrize("k", [pytest.param(4, marks=SLOW), 8])
 def test_pass_at_k(k: int) -> None:
     found = over_samples(lambda *args: successes(*args, 1.5, -1.0), 128, k)
     coverage = coverage_of(found, mean_chance(1.5, -1.0, k))
@@ -182,11 +181,7 @@ def easy(generator: np.random.Generator, num_levels: int, samples: int) -> Float
 
 @pytest.mark.parametrize(
     ("solves", "k", "num_levels"),
-    [
-        (few_hard, 1, 32),
-        pytest.param(easy, 4, 32, marks=SLOW),
-        pytest.param(few_hard, 4, 128, marks=SLOW),
-    ],
+    [(few_hard, 1, 32), pytest.param(easy, 4, 32, marks=SLOW)],
 )
 def test_pass_at_k_near_0_and_1(solves: Callable[..., Floats], k: int, num_levels: int) -> None:
     """The plain bootstrap covers 78–86 % here with 32 levels; too much coverage is accepted."""
@@ -325,7 +320,7 @@ def test_one_episode_of_256_decides_nothing_between_seeds_that_agree() -> None:
         assert scores.low < 254 / 256 and scores.high > 1 - 1 / 1024
 
 
-BY_SEEDS = {3: 0.75, 4: 0.88, 5: 0.93, 8: 0.97, 20: 0.957}
+BY_SEEDS = {3: 0.75, 5: 0.93, 8: 0.97, 20: 0.957}
 """Coverage of one stratum's interquartile mean, as its docstring states."""
 
 
