@@ -18,7 +18,7 @@ from ragen.evaluation.baselines import Budget, compute_baselines
 from tests.adapted import measured_floor, noise_of, random_episodes
 
 textarena = pytest.importorskip("textarena", reason="needs the extra textarena")
-SINGLE = ("GuessTheNumber-v0", "Mastermind-v0", "2048-v0-ultra-easy", "FrozenLake-v0", "Sokoban-v0")
+SINGLE = ("GuessTheNumber-v0", "Mastermind-v0", "2048-v0-ultra-easy", "FrozenLake-v0")
 OPPONENT = f"{Path(__file__).parents[2] / 'textarena_opponent.py'}:first_free"
 
 
