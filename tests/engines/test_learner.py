@@ -454,12 +454,12 @@ def test_every_parameter_has_one_optimiser(tied: bool, muon_lr: float) -> None:
             assert all("proj" in name for name in muon), "neither embeddings nor heads"
 
 
-@pytest.mark.parametrize("muon_lr", [0.0, 0.02])
-def test_restored_optimisers_continue_identically(muon_lr: float) -> None:
-    one = learner(critic=True, muon_lr=muon_lr)
+def test_restored_optimisers_continue_identically() -> None:
+    """AdamW and Muon."""
+    one = learner(critic=True, muon_lr=0.02)
     part = batch(one)
     one.update(part, 0)
-    other = learner(seed=1, critic=True, muon_lr=muon_lr)
+    other = learner(seed=1, critic=True, muon_lr=0.02)
     other.model.load_state_dict(one.model.state_dict())
     assert one.critic is not None and other.critic is not None
     other.critic.load_state_dict(one.critic.state_dict())

@@ -209,17 +209,17 @@ def test_recomputing_uses_the_general_path_and_samples_the_same_tokens() -> None
     assert not is_fast(one.critic.backbone)
     part = batch(plain)
     assert_close(one.logprobs(part)[0], plain.logprobs(part)[0])
-    one.update(part, 0)
 
     async def sample_ids(sampler: Sampler) -> Any:
         return (await sampler.complete(Prompt((), (3, 4, 5, 6), 0, 20, 1.0, 7))).token_ids
 
     samplers = [
         Sampler(each, [2], lambda _: "", slots=2, max_length=64, fast=False)
-        for each in (deep_learner("qwen2", True).model, plain.model)
+        for each in (one.model, plain.model)
     ]
     first, second = (asyncio.run(sample_ids(sampler)) for sampler in samplers)
     assert first == second
+    one.update(part, 0)
 
 
 def test_copied_models_recompute_their_own_layers() -> None:
