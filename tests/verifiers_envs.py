@@ -139,13 +139,6 @@ class Wallet(vf.StatefulToolEnv):
         return f"{state['left']} left"
 
 
-def own_tools(dataset: Dataset, **params: Any) -> vf.Environment:
-    """An example brings tools of its own."""
-    tool = {"name": "odd", "description": "", "parameters": {"type": "object", "properties": {}}}
-    rows = [{**row, "info": {"tool_defs": [tool]}} for row in dataset]
-    return vf.ToolEnv(tools=[times], dataset=Dataset.from_list(rows), **params)
-
-
 def mcp(**params: Any) -> vf.Environment:
     from verifiers.envs.experimental.mcp_env import MCPEnv
 
@@ -168,7 +161,6 @@ KINDS = {
     "tools": with_tools,
     "strict": strict,
     "wallet": Wallet,
-    "own tools": own_tools,
     "mcp": mcp,
     "comparing": comparing,
 }

@@ -295,10 +295,8 @@ def test_the_published_splits_share_no_goal(env):
 
 
 def test_a_small_catalogue_is_refused_where_a_split_would_be_empty():
-    assert make("webshop", products=200, split="test").catalogue.goals
     with pytest.raises(RagenError, match=r"split 'train' needs .* goals, .* split = \"all\""):
         make("webshop", products=200, split="train")
-    assert make("webshop", products=1, split="all").reset(seed=5)
     with pytest.raises(RagenError, match="at most 10,000 products, not 10,001"):
         make("webshop", products=10_001)
 
@@ -501,38 +499,10 @@ def test_the_original_files_become_products_and_human_goals(files):
     )
 
 
-def test_synthetic_goals_have_every_combination_of_options(files):
-    goals = shop(files, goals="synthetic").catalogue.goals
-    assert sorted(goal.options for goal in goals) == [
-        *(("navy | white", "large"), ("navy | white", "small")),
-        *(("red", "large"), ("red", "small")),
-    ]
-    (goal,) = (each for each in goals if each.options == ("red", "small"))
-    start = "Find me men's shirts with long sleeve with color: red, and size: small, and price"
-    assert goal.instruction.startswith(start)
-
-
 def test_the_files_keep_the_contract_and_can_be_solved(files):
     env = shop(files)
     check(env, levels=2)
     assert compute_baselines(env, Budget(9, 1, 9), [0, 1]).optimal == 1
-
-
-def test_the_solver_turns_pages_where_no_search_has_the_product_on_the_first(files):
-    written = {"instruction": "a lamp", "instruction_attributes": ["wash"]}
-    lamps = [f"L{number}" for number in range(25)]
-    (files / "items_shuffle_1000.json").write_text(json.dumps([record(k, "Lamp") for k in lamps]))
-    human = {"L24": [written | {"instruction_options": ["red"]}]}
-    (files / "items_human_ins.json").write_text(json.dumps(human))
-    env = shop(files)
-    env.reset(seed=0)
-    actions = []
-    for left in range(9, 0, -1):
-        actions += env.solve(left, left, 1)
-        _, _, terminated, _, info = env.step(actions[-1])
-        if terminated:
-            break
-    assert info["success"] and actions[1:3] == ["click[next >]"] * 2 and len(actions) == 6
 
 
 @pytest.mark.parametrize(

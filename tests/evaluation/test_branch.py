@@ -27,14 +27,13 @@ from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode, require_unchanged
 from ragen.rollout.policies import fingerprint
 from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
-from ragen.storage.branches import FILE, Request, write_branches
+from ragen.storage.branches import FILE, Request
 from ragen.storage.database import DATABASE
 from ragen.storage.recorder import Recorder
 from ragen.storage.stored_episodes import Recorded, read_episode
 from tests.bandit_model import bandit_model
 from tests.records import edit_settings
 from tests.records import episode as made_episode
-from tests.records import turn as made_turn
 from tests.rogue import Rogue
 from tests.shared import own
 from tests.tiny import TEMPLATES, tiny_model, tiny_tokenizer
@@ -210,19 +209,6 @@ def as_stored(turn: Turn) -> Turn:
     return replace(
         turn, prompt=prompt, completion=replace(turn.completion, fingerprint=None), info={}
     )
-
-
-def test_a_repeated_request_replaces_its_branches(tmp_path: Path) -> None:
-    request = Request(1, 0, 3, 1, 1.0, 0)
-    for word in ("first", "second"):
-        thinks = made_episode(made_turn(thought=word))
-        write_branches(tmp_path, request, [thinks], True, str)
-    write_branches(tmp_path, replace(request, seed=1), [thinks], True, str)
-    assert rows(tmp_path, "SELECT seed FROM branches ORDER BY seed") == [(0,), (1,)]
-    assert rows(tmp_path, "SELECT thought FROM turns") == [("second",)] * 2
-    search = "SELECT count(*) FROM thoughts_fts WHERE thoughts_fts MATCH "
-    assert rows(tmp_path, f"{search} 'first'") == [(0,)]
-    assert rows(tmp_path, f"{search} 'second'") == [(2,)]
 
 
 # Branches of a trained run.

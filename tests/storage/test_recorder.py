@@ -224,14 +224,6 @@ def test_sample_arrays_are_read_as_written(recorder: Recorder) -> None:
             np.testing.assert_array_equal(decompress(name, blob), arrays[name])
 
 
-def test_invalid_sample_arrays_are_refused(recorder: Recorder) -> None:
-    with pytest.raises(ValueError, match="unknown sample arrays: token_id"):
-        recorder.samples(0, [{"group": 0, "member": 0, "token_ids": [1], "token_id": [1]}])
-    with pytest.raises(ValueError, match=r"returns has shape \(2,\), not \(1,\)"):
-        recorder.samples(0, [{"group": 0, "member": 0, "token_ids": [1], "returns": [1.0, 2.0]}])
-    recorder.close()
-
-
 def test_database_is_wal_while_open_and_one_plain_file_after(recorder: Recorder) -> None:
     recorder.log(0, {"loss": mean(1.0)})
     recorder.commit()

@@ -32,7 +32,7 @@ NEEDS = {
     "reasoning_gym": {"reasoning-gym:leg_counting": {}},
     "textarena": {"textarena:GuessTheNumber-v0": {}, "textarena:TicTacToe-v0": {}},
     "verifiers": {VERIFIERS: {"kind": "guess"}, f"{VERIFIERS} with tools": {"kind": "tools"}},
-    "openenv": {f"openenv:{TESTS / 'openenv_shop.py'}:app": {}},
+    "openenv": {f"openenv:{TESTS / 'openenv_light.py'}:app": {}},
     "gymnasium": {"gymnasium:FrozenLake-v1": {}, "gymnasium:Blackjack-v1": {}},
 }
 CASES = {name: (params, module) for module, each in NEEDS.items() for name, params in each.items()}

@@ -22,7 +22,7 @@ from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs.checker import check
 from ragen.envs.isolation import Workers
 from ragen.envs.registry import make
-from ragen.envs.tools import ToolError, tool, write_call
+from ragen.envs.tools import tool, write_call
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import ScriptedPolicy
@@ -192,8 +192,8 @@ def test_a_slow_server_fails_its_episode_and_leaves_no_process() -> None:
 
     slow = calls(write_call("process"), write_call("sleep", seconds=60))
     fine = [calls(write_call("price", fruit="apples")), "250"]
-    episodes = played(Noting, [slow, *fine], 2, timeout_s=3.0)
-    assert_failed_alone(episodes, "timeout", "took longer than 3 s in step")
+    episodes = played(Noting, [slow, *fine], 2, timeout_s=5.0)
+    assert_failed_alone(episodes, "timeout", "took longer than 5 s in step")
     assert processes and not any(map(is_alive, processes))
 
 
@@ -283,12 +283,3 @@ def test_two_tools_of_one_name_and_a_missing_library_are_refused(
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(RagenError, match=re.escape("pip install 'ragen-rl[mcp]'")):
         Fruit().toolbox()
-
-
-def test_a_tool_of_a_server_beside_an_environments_own_tools() -> None:
-    server = McpServer(STDIO)
-    price = next(each for each in server.tools() if each.name == "price")
-    assert price.call({"fruit": "pears"}) == "310"
-    with pytest.raises(ToolError, match="there are apples and pears"):
-        price.call({"fruit": "plums"})
-    server.close()

@@ -62,9 +62,7 @@ def wait_until_ended(process: int) -> None:
         time.sleep(0.02)
 
 
-def test_an_application_of_the_library_is_served_and_episodes_are_played_beside_each_other() -> (
-    None
-):
+def test_episodes_in_an_application_of_the_library_are_played_beside_each_other() -> None:
     env = make(WALK)
     assert isinstance(env, OpenEnvEnv) and env.actions == ("left", "right")
     assert env.reset(seed=2)[0].startswith("text: You are at 1.")
@@ -122,7 +120,10 @@ def test_the_tools_of_an_mcp_environment_are_the_agents() -> None:
 def test_an_environment_with_neither_fields_nor_tools_is_refused_in_one_line(
     tmp_path: Path,
 ) -> None:
-    code = FILE.read_text("utf-8").replace('"move": {"enum": ["left", "right"]}', "")
+    move = '"action": {"properties": {"move": {"enum": ["left", "right"]}}}'
+    code = FILE.read_text("utf-8")
+    assert move in code
+    code = code.replace(move, '"action": {"properties": {}}, "tools": []')
     (tmp_path / "empty.py").write_text(code, "utf-8")
     with pytest.raises(RagenError, match="an action has no field, and there are no tools"):
         make(f"openenv:{tmp_path / 'empty.py'}:app")
