@@ -155,7 +155,6 @@ LOSSES: dict[str, dict[str, Any]] = {
     "kl": {"entropy": 0.01, "kl": 0.1, "kl_kind": "k3", "aggregation": "constant"},
     "gspo": PLAIN | {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
     "shared": PLAIN | {"name": "cispo", "clip_low": 1.0, "aggregation": "episode_mean"},
-    "nll": {"name": "nll"},
 }
 
 
@@ -470,10 +469,3 @@ def test_restored_optimisers_continue_identically() -> None:
         one.update(part, step)
         other.update(part, step)
         assert equal(weights(one), weights(other))
-
-
-def test_supervised_training_reduces_the_loss() -> None:
-    one = Learner(model(), UpdateConfig(lr=1e-2), LossConfig(name="nll"), steps=15)
-    part = batch(one)
-    losses = [one.update(part, step)["loss/nll"].value for step in range(15)]
-    assert losses[-1] < 0.5 * losses[0]
