@@ -215,14 +215,6 @@ class Arrays(Coin):
         return super().get_state() | {"limit": np.int64(self.limit)}
 
 
-class Restless(Coin):
-    breaks = "state_key must not change the environment"
-
-    def state_key(self):
-        self.flips += 1
-        return self.show()
-
-
 class Ineffective(Coin):
     breaks = "'effective'] must be true where state_key changed"
 

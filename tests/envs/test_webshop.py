@@ -52,16 +52,6 @@ def clickable(observation):
 # The catalogue
 
 
-def test_a_thousand_products_in_nine_categories_have_all_that_pages_show(env):
-    products = env.catalogue.products
-    assert len(products) == 1000 == len({each.key for each in products})
-    assert len({each.path[0] for each in products}) == 9
-    for each in products:
-        assert each.title and each.description and each.features and each.reviews
-        assert len(each.attributes) >= 4 and each.price > 0
-        assert each.options and all(len(few) >= 2 for few in each.options.values())
-
-
 EVERY = pytest.mark.parametrize("stride", [211, pytest.param(1, marks=pytest.mark.slow)])
 """Of all goals or phrases, some by default."""
 
@@ -330,22 +320,6 @@ def test_random_play_searches_for_the_beginning_of_the_instruction_and_clicks_wh
     drawn = {parse_action(env.random_action(generator)) for _ in range(300)}
     assert {element for name, element in drawn if name == "click"} == set(clickable(observation))
     assert any(name == "search" for name, _ in drawn)
-
-
-def test_fewer_results_on_a_page_are_the_same_results(env):
-    small = make("webshop", on_page=3)
-    found = []
-    for shop, pages in ((env, 1), (small, 4)):
-        shop.reset(seed=123)
-        shown = [play(shop, "search[dog bed]")[0]]
-        shown += [play(shop, "click[next >]")[0] for _ in range(pages - 1)]
-        codes = [element for page in shown for element in clickable(page)]
-        found.append([code for code in codes if code[1:2].isdigit()])
-    assert found[0] == found[1][:10] and len(found[1]) == 12
-    assert "1 to 3 of" in shown[0] and "10 to 12 of" in shown[-1]
-    assert compute_baselines(small, Budget(6, 1, 6), range(123, 128)).optimal == 1
-    with pytest.raises(RagenError, match="on_page"):
-        make("webshop", on_page=11)
 
 
 def test_numbered_products_and_options_are_the_same_called_by_their_place(env):

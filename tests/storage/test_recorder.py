@@ -181,23 +181,6 @@ def test_events_are_read_in_order_with_their_data(recorder: Recorder) -> None:
     assert [e["text"] for e in read_events(recorder.folder)][-1] == "on"
 
 
-def test_forget_after_is_one_transaction(recorder: Recorder) -> None:
-    for step in range(3):
-        recorder.log(step, {"loss": mean(step)})
-        recorder.episodes(step, groups(1, 1))
-    recorder.commit()
-    recorder._connection.execute(
-        "CREATE TRIGGER stuck BEFORE DELETE ON metrics BEGIN SELECT RAISE(FAIL, 'stuck'); END"
-    )
-    with pytest.raises(sqlite3.IntegrityError, match="stuck"):
-        recorder.forget_after(0, 0)
-    assert (count(recorder, "metrics"), count(recorder, "episodes"), count(recorder, "turns")) == (
-        3,
-        3,
-        6,
-    )
-
-
 def test_events_cannot_be_deleted(recorder: Recorder) -> None:
     recorder.event(0, "alarm", "reward std fell")
     recorder.close()
@@ -290,18 +273,6 @@ def test_a_write_that_failed_later_is_raised_once_and_ends_the_writing(recorder:
     with pytest.raises(RagenError, match=r"^cannot write .*readonly"), recorder:
         recorder.commit_later()
     assert count(recorder, "metrics") == 0
-
-
-def test_a_failed_creation_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object, **__: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(RagenError, match="no space left on device"):
-        Recorder.create(new_run_folder(tmp_path, "bandit"), "seed = 0")
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_run_is_never_overwritten(recorder: Recorder) -> None:

@@ -183,13 +183,6 @@ def test_every_list_query_reads_one_covering_index() -> None:
         assert "USING COVERING INDEX episodes_for_lists" in plan
 
 
-def test_a_group_query_searches_an_index() -> None:
-    where = "attempt = 0 AND step = 1 AND phase = 'train' AND \"group\" = 2"
-    query = f"EXPLAIN QUERY PLAN SELECT * FROM episodes WHERE {where}"
-    ((*_, plan),) = database_of(episode()).execute(query)
-    assert "SEARCH episodes USING INDEX episodes_by_step (attempt=? AND step=? AND phase=?" in plan
-
-
 # Cross-scores.
 
 

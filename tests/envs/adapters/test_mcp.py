@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from ragen.algorithms.samples import to_samples
 from ragen.core.errors import RagenError
-from ragen.core.types import Episode, Group
+from ragen.core.types import Group
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs.checker import check
 from ragen.envs.isolation import Workers
@@ -27,7 +26,6 @@ from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import Setup
-from tests.rollout.test_histories import check as check_samples
 from tests.tool_templates import tool_tokenizer
 
 pytest.importorskip("mcp", reason="needs the extra mcp")
@@ -166,19 +164,18 @@ def test_environments_are_branched_where_servers_repeat_themselves(url: str) -> 
         each.close()
 
 
-def assert_failed_alone(episodes: list[Episode], stop_reason: str, said: str) -> None:
-    failed, *others = episodes
-    assert failed.stop_reason == stop_reason and said in (failed.error or "")
-    assert [each.stop_reason for each in others] == ["solved"] * len(others)
-
-
 def test_a_server_that_ends_fails_its_episode_and_the_next_connects_again() -> None:
+    # Here, since workers import this file.
+    from ragen.algorithms.samples import to_samples
+    from tests.rollout.test_histories import check as check_samples
+
     fine = [calls(write_call("price", fruit="apples")), "250"]
-    episodes = played(Fruit, [calls(write_call("die")), *fine], 2)
-    assert_failed_alone(episodes, "error", "Connection closed")
-    check_samples(episodes[1:], to_samples([Group((episodes[1],))])[0])
-    turn = episodes[1].turns[0]
-    assert turn.results == ("250",) and episodes[1].turns[1].prompt.messages[-1]["role"] == "tool"
+    failed, solved = played(Fruit, [calls(write_call("die")), *fine], 2)
+    assert (failed.stop_reason, solved.stop_reason) == ("error", "solved")
+    assert "Connection closed" in failed.error
+    check_samples([solved], to_samples([Group((solved,))])[0])
+    assert solved.turns[0].results == ("250",)
+    assert solved.turns[1].prompt.messages[-1]["role"] == "tool"
 
 
 def test_a_slow_server_fails_its_episode_and_leaves_no_process() -> None:
@@ -191,9 +188,8 @@ def test_a_slow_server_fails_its_episode_and_leaves_no_process() -> None:
             return found
 
     slow = calls(write_call("process"), write_call("sleep", seconds=60))
-    fine = [calls(write_call("price", fruit="apples")), "250"]
-    episodes = played(Noting, [slow, *fine], 2, timeout_s=5.0)
-    assert_failed_alone(episodes, "timeout", "took longer than 5 s in step")
+    (failed,) = played(Noting, [slow], 1, timeout_s=4.0)
+    assert failed.stop_reason == "timeout" and "took longer than 4 s in step" in failed.error
     assert processes and not any(map(is_alive, processes))
 
 

@@ -48,13 +48,6 @@ def test_one_turn_is_scored_by_the_rubric():
     assert env.step("7")[1:] == (0.0, True, False, {"success": False, "effective": True})
 
 
-def test_success_is_a_reward_that_may_be_set():
-    for success_at, success in ((1.0, False), (0.5, True)):
-        env = make(NAME, kind="half", success_at=success_at)
-        env.reset(seed=10_000)  # 1 + 5: one away costs half
-        assert env.step("7")[1:] == (0.5, True, False, {"success": success, "effective": True})
-
-
 def test_levels_are_examples_of_the_training_and_of_the_evaluation_dataset():
     env = make(NAME, evaluated=3)
     assert questions(env, (123, 124, 125, 126)) == ["0 + 50", "1 + 50", "2 + 50", "0 + 50"]
@@ -144,14 +137,6 @@ def test_wrong_calls_have_the_environments_own_results():
     assert strict.step(write_call("price", fruit="plums"))[1:3] == (0.0, True)
 
 
-def test_a_tool_with_a_state_and_the_limit_of_turns():
-    env = make(NAME, kind="wallet", max_turns=2)
-    env.reset(seed=10_000)
-    assert list(env.tools[0]["function"]["parameters"]["properties"]) == ["cents"]
-    assert env.step(write_call("spend", cents=3))[:3] == ("7 left", 0.0, False)
-    assert env.step(write_call("spend", cents=3))[1:3] == (0.0, True)  # the second of two turns
-
-
 def test_tools_are_shown_by_a_models_template_and_their_results_are_never_trained():
     env = make(NAME, kind="tools")
     chat = Chat(tool_tokenizer("hermes"), think=False, tools=env.tools)
@@ -182,7 +167,7 @@ def test_randomness_follows_from_the_seeds():
     assert cheers == {"Well", "Hm", "No"}
 
 
-@pytest.mark.parametrize("kind", ["sums", "half", "tools", "wallet"])
+@pytest.mark.parametrize("kind", ["sums", "half", "tools"])
 def test_environments_keep_the_contract(kind):
     check(make(NAME, kind=kind, evaluated=4))
 
