@@ -142,6 +142,7 @@ def test_baselines_after_a_worker_s_crash_equal_those_after_an_exception() -> No
     assert (isolated.random_return, isolated.failed) == (in_process.random_return, 3)
 
 
+@pytest.mark.slow
 def test_a_crash_on_most_levels_is_the_reason_that_there_are_no_baselines() -> None:
     values = {"env": ROGUE, "env.params": {"misdeed": "die", "every": 2}, "env.isolate": True}
     with pytest.raises(RagenError, match=r"baselines: .* ended \(signal 11\) in step"):

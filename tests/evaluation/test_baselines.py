@@ -41,7 +41,7 @@ PUBLISHED = [
     ("frozen-lake", {"success_probability": 0.8, "p_frozen": 0.9}, 10, 24.3, 94.4),
     ("frozen-lake-still", {}, 10, 21.2, 100.0),
 ]
-QUICK = PUBLISHED[0], PUBLISHED[7]
+QUICK = (PUBLISHED[7],)
 
 
 @pytest.mark.parametrize(
@@ -224,12 +224,6 @@ class Hasty(Bandit):
 def test_optimal_play_takes_no_more_actions_than_the_budgets_allow():
     for budget, optimal in (Budget(2, 1, 2), 0.0), (Budget(1, 2, 1), 0.0), (Budget(1, 2, 2), 1.0):
         assert sample_baselines(Hasty(), budget, 123, 2).optimal == optimal
-
-
-def test_an_environment_that_always_fails_has_no_baselines(monkeypatch):
-    monkeypatch.setattr(Flaky, "step", lambda env, action: 1 / 0)
-    with pytest.raises(UserCodeError, match="division by zero"):
-        compute_baselines(Flaky(), Budget(1, 1, 1), [123, 124], draws=20)
 
 
 class Answering(Bandit):

@@ -286,7 +286,7 @@ def test_a_branch_with_the_original_seeds_and_weights_repeats_the_episode(
 
 def test_branches_share_the_past_and_differ_in_sampled_tokens(lake: Path) -> None:
     episode = episode_of(lake, "train", 1, 2)
-    result = branch(lake, episode, 1, n=3, checkpoint=0)
+    result = branch(lake, episode, 1, n=2, checkpoint=0)
     assert len({str(tokens(each)) for each in result.episodes}) > 1
     for each in result.episodes:
         assert tokens(each)[0] == tokens(result.original.episode)[0]

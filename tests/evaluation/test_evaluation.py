@@ -34,8 +34,9 @@ from tests.bandit_model import bandit_model, settings
 ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
 
 
-@pytest.mark.parametrize("env", ["bandit", "frozen-lake"])
-@pytest.mark.parametrize("player", ["random", "solver"])
+@pytest.mark.parametrize(
+    ("player", "env"), [("random", "bandit"), ("solver", "bandit"), ("solver", "frozen-lake")]
+)
 def test_players_reach_their_baselines(player: str, env: str) -> None:
     result, _ = evaluate_target(player, {"env": env}, episodes=24, seed=3)
     baseline = result.random if player == "random" else result.optimal

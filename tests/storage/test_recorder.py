@@ -309,22 +309,6 @@ def test_a_second_recorder_is_refused_until_the_first_is_closed(recorder: Record
     Recorder.open(recorder.folder).close()
 
 
-def test_a_damaged_page_is_one_line_and_leaves_the_run_free(recorder: Recorder) -> None:
-    with recorder:
-        recorder.log(1, {"loss": mean(1.0)})
-    database = recorder.folder / DATABASE
-    with closing(sqlite3.connect(database)) as connection:
-        ((size,),) = connection.execute("PRAGMA page_size").fetchall()
-        root = "SELECT rootpage FROM sqlite_master WHERE name = 'tokens'"
-        ((page,),) = connection.execute(root).fetchall()
-    with database.open("r+b") as file:
-        file.seek((page - 1) * size)
-        file.write(b"\xff" * size)
-    for _ in range(2):  # the second one would wait for the claim of the first
-        with pytest.raises(RagenError, match=r"run\.sqlite cannot be read: .*malformed"):
-            Recorder.open(recorder.folder)
-
-
 def test_lone_surrogates_are_replaced(recorder: Recorder) -> None:
     recorder.episodes(
         0, [Group((episode(0, 0, thought="half a pair: \ud83d, a nul: \x00, \u202e"),))]

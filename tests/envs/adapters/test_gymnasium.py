@@ -189,40 +189,6 @@ def test_optimal_play_of_the_lake_is_the_best_of_all_courses_and_the_solver_play
     assert abs(found.optimal - chance) < 3 * (chance * (1 - chance) / 100) ** 0.5
 
 
-def shortest(transitions, start):
-    """The least number of actions to a positive reward at the end."""
-    reached, seen, moves = {start}, {start}, 0
-    while True:
-        moves += 1
-        outcomes = [each for place in reached for (each,) in transitions[place].values()]
-        if any(ended and reward > 0 for _, _, reward, ended in outcomes):
-            return moves
-        reached = {there for _, there, _, _ in outcomes} - seen
-        seen |= reached
-
-
-def test_optimal_play_of_the_taxi_is_a_shortest_path():
-    env, bare_env = make("gymnasium:Taxi-v4"), gymnasium.make("Taxi-v4")
-    for level in (123, 124, 125):
-        start, _ = bare_env.reset(seed=level)
-        env.reset(seed=level)
-        moves = shortest(bare_env.unwrapped.P, start)
-        known = env.baselines(10, 4, 40)
-        assert (known.optimal, known.optimal_return) == (1.0, 20 - (moves - 1))
-        assert env.baselines(1, 40, moves - 1).optimal == 0.0
-        total = 0.0
-        for turn in range(10, 0, -1):
-            for action in env.solve(turn, 4 * turn, 4):
-                _, reward, ended, _, info = env.step(action)
-                total += reward
-            if ended:
-                break
-        assert info["success"] and total == known.optimal_return
-    for other in (make("gymnasium:Taxi-v4", fickle_passenger=True), make("gymnasium:Blackjack-v1")):
-        other.reset(seed=1)
-        assert other.baselines(5, 1, 5) is other.solve(5, 5, 1) is None
-
-
 def test_parameters_reach_the_library_and_its_rules():
     env = make("gymnasium:FrozenLake-v1", is_slippery=False, map_name="8x8")
     slippery = make("gymnasium:FrozenLake-v1", success_rate=0.2)

@@ -163,19 +163,6 @@ def test_free_text_becomes_the_field_and_json_the_whole_action(server):
     env.close()
 
 
-def test_an_answer_is_the_text_of_an_only_field_and_where_an_object_lacks_the_field(server):
-    move = {"move": {"type": "string"}}
-    server.schema = {"action": {"properties": {**move, "metadata": {}}}}
-    env = make(f"openenv:{server.url}")
-    for answer in ("{}", '{"move": 5}', '{"move": "left"}', "7"):
-        assert env._message(answer) == {"move": answer}
-    openenv._about.cache_clear()
-    server.schema = {"action": {"properties": {**move, "speed": {}}}}
-    env = make(f"openenv:{server.url}", field="move")
-    for answer in ("{}", '{"speed": 1}', '{"move": "left", "other": 1}'):
-        assert env._message(answer) == {"move": answer}
-
-
 def test_another_server_is_one_line(server):
     for schema in (
         [],

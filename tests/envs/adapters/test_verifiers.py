@@ -61,13 +61,6 @@ def test_an_only_dataset_is_divided_and_one_example_serves_both():
     assert questions(make(NAME, size=1), (123, 10_000)) == ["0 + 5", "0 + 5"]
 
 
-def test_examples_of_the_prompt_are_shown_with_their_roles():
-    shots = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
-    env = make(NAME, few_shot=shots)
-    assert env.reset(seed=10_000)[0] == "user: 1 + 1\n\nassistant: 2\n\nuser: 1 + 5"
-    assert env.step("6")[1] == 1.0
-
-
 @pytest.mark.parametrize(
     ("parser", "answer", "seen"),
     [
