@@ -5,4 +5,4 @@ set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 . "$root/scripts/setup.sh"
 set_up ""
-exec "$python" -m ragen.cli.main train frozen-lake-still --json "$@"
+exec "$python" -m ragen.cli.main train demo --json "$@"

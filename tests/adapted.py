@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ragen.core.seeding import derive
 from ragen.core.types import Episode
-from ragen.envs.contract import pick
 from ragen.envs.registry import make
 from ragen.evaluation.baselines import Budget, sample_baselines
 from ragen.rollout.groups import run_groups
@@ -49,10 +47,3 @@ def measured_floor(name: str, level: int, draws: int) -> tuple[float, float]:
     found = sample_baselines(env, budget, level, draws)
     assert found.draws == draws
     return found.random, found.random_return
-
-
-def random_names(level: int, names: tuple[str, ...]) -> Any:
-    """The actions that random play draws on a level for its baselines, one after the other."""
-    generator = np.random.Generator(np.random.PCG64(derive(0, "reference", level)))
-    while True:
-        yield pick(generator, names)

@@ -1,10 +1,7 @@
 """Settings of the whole suite: deterministic examples, no deadlines, one thread, shared runs."""
 
 import os
-import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from tests import shared
 collect_ignore = ["mcp_tools.py", "openenv_shop.py", "openenv_walk.py"]
 
 settings.register_profile("ragen", deadline=None, derandomize=True, max_examples=20)
-settings.register_profile("thorough", settings.get_profile("ragen"), max_examples=500)
+settings.register_profile("thorough", settings.get_profile("ragen"), max_examples=100)
 settings.load_profile("ragen")
 
 
@@ -100,19 +97,3 @@ def set_sigint() -> Iterator[Callable[[Any], None]]:
     before = signal.getsignal(signal.SIGINT)
     yield lambda handler: signal.signal(signal.SIGINT, handler)
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for ``PYTHONPATH`` with RAGEN installed from its wheel."""
-    folder = tmp_path_factory.mktemp("wheel")
-    ignore = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__")
-    shutil.copytree(Path(__file__).parents[1], folder / "source", ignore=ignore)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    build = [*pip, "wheel", "./source", "--no-deps", "--no-build-isolation", "-w", "."]
-    subprocess.run(build, cwd=folder, check=True)
-    (wheel,) = folder.glob("*.whl")
-    subprocess.run(
-        [*pip, "install", "--no-deps", "--target", "site", wheel], cwd=folder, check=True
-    )
-    return folder / "site"

@@ -1,14 +1,12 @@
-"""Every benchmark starts, and the tiny GPU benchmark completes on any machine."""
+"""Every benchmark starts; what some of them find, in small."""
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,22 +15,19 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
 
 
-def test_benchmark_scripts_exist() -> None:
-    assert len(SCRIPTS) >= 10
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_script_prints_help(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_every_script_prints_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Runs in this process, where torch is already loaded."""
-    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    assert len(SCRIPTS) >= 10
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.syspath_prepend(str(FOLDER))
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(script), run_name="__main__")
-    assert not stopped.value.code
-    assert capsys.readouterr().out.startswith(f"usage: {script.name}")
+    for script in SCRIPTS:
+        monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_path(str(script), run_name="__main__")
+        assert not stopped.value.code
+        assert capsys.readouterr().out.startswith(f"usage: {script.name}")
 
 
 def test_growth_finds_the_cost_of_a_pair_and_draws_what_remains(
@@ -57,29 +52,6 @@ def test_growth_finds_the_cost_of_a_pair_and_draws_what_remains(
     assert lines[2].startswith("| 1 turns | 1 | 1e+06 (1e+06) |") and len(lines) == 2 + 4 * 4
     (legend,) = growth.draw(found).legends
     assert [text.get_text() for text in legend.get_texts()][::2] == list(growth.PHASES)
-
-
-@pytest.mark.slow
-def test_growth_measures_a_point_of_each_axis(tmp_path: Path) -> None:
-    lines_of("growth.py", "--most", "16", "--out", str(tmp_path), "--axes", "episodes")
-    ((point,),) = json.loads((tmp_path / "growth.json").read_text()).values()
-    # Two turns of 24 tokens for each of 16 episodes, and their one first prompt.
-    assert point["episodes"] == 16 and 16 * 2 * 24 < point["tokens"] < 2000
-    assert min(point.values()) > 0
-
-
-def gpu_benchmark(*arguments: str) -> list[str]:
-    """The lines that the GPU benchmark prints."""
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "gpu.py"), *arguments],
-        capture_output=True,
-        text=True,
-        cwd=FOLDER.parent,
-        env=os.environ | {"PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it would run the benchmark")
@@ -108,50 +80,7 @@ def test_a_training_step_does_what_the_committed_counts_say() -> None:
 
 
 @pytest.mark.slow
-def test_tiny_gpu_benchmark_runs_every_phase() -> None:
-    _, *runs = (line for line in gpu_benchmark("--tiny", "--steps", "1", "--json"))
-    parts, *records = [json.loads(line) for line in runs]
-    names = ("decode_tokens_per_s", "decode_graphs_tokens_per_s", "transfer_gb_per_s")
-    assert min(parts[name] for name in (*names, "adamw_s", "adamw_fused_s")) > 0
-    assert [each["env"] for each in records] == ["bandit", "frozen-lake", *["sokoban"] * 5]
-    assert len({each["mode"] for each in records}) == 5
-    for each in records:
-        assert each["tokens_sampled"] == 2 * 2 * 2 * 8 < each["tokens_trained_on"]
-        assert min(each["rollout_s"], each["update_s"], each["update_mfu"]) > 0
-        assert 0 <= each["padding_fraction"] < 0.5 and each["mismatch_kl"] < 1e-3
-
-
-def lines_of(script: str, *arguments: str) -> list[dict[str, Any]]:
-    """The lines of JSON that a benchmark prints, among empty ones of the tokenizer's training."""
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / script), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-@pytest.mark.slow
-def test_the_memory_plan_is_within_a_seventh_of_the_peak_of_whole_runs() -> None:
-    runs = lines_of("memory.py", "--models", "1M", "--modes", "grpo", "ppo, LoRA", "--json")
-    assert len(runs) == 4
-    for each in runs:
-        assert each["plan"] == pytest.approx(each["peak"], rel=0.15), each
-
-
-@pytest.mark.slow
-def test_the_memory_plan_refuses_what_would_not_fit_and_only_that() -> None:
-    for each in lines_of("memory.py", "--models", "1M", "--modes", "ppo", "--limits"):
-        assert [each[name] for name in ("enough", "too little", "too little, unchecked")] == [
-            *("finished", "refused", "killed")
-        ]
-
-
-def test_the_rule_of_studies_gives_few_false_verdicts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_rule_of_studies_gives_few_false_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a run in ten collapses, Student's t says what is not true in a third of studies."""
     monkeypatch.syspath_prepend(FOLDER)
     import verdicts
@@ -165,9 +94,7 @@ def test_the_rule_of_studies_gives_few_false_verdicts(
     assert head.startswith("| claim |") and first.startswith("| D = 0.08 | σ = .02 | D | holds |")
 
 
-@pytest.mark.parametrize(
-    "name", ["gymnasium:FrozenLake-v1", "gymnasium:Blackjack-v1", "gymnasium:MiniGrid-Empty-5x5-v0"]
-)
+@pytest.mark.parametrize("name", ["gymnasium:Blackjack-v1", "gymnasium:MiniGrid-Empty-5x5-v0"])
 def test_floors_of_foreign_environments_are_those_of_the_bare_library(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,13 +109,3 @@ def test_floors_of_foreign_environments_are_those_of_the_bare_library(
     assert floors.agrees(ours.success, theirs.success)
     assert ours.reward.low <= theirs.reward.high and theirs.reward.low <= ours.reward.high
     assert floors.row(name, ours, theirs).startswith(f"| {name} | {ours.success.value:.1%} (")
-
-
-@pytest.mark.slow
-def test_killed_runs_are_resumed_without_a_difference() -> None:
-    """Two trials of the benchmark that counts them: GRPO, and PPO with its critic."""
-    command = [sys.executable, str(FOLDER / "kill.py"), "2"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["trials"] == found["identical"] == 2
-    assert found["kills"]

@@ -99,8 +99,6 @@ def test_detector_table_lists_every_detector_and_response() -> None:
 
 SHAPES = {  # Qwen2.5 models: width, layers, heads, key–value heads, inner width, vocabulary, tied
     "0.5B": (896, 24, 14, 2, 4864, 151936, True),
-    "1.5B": (1536, 28, 12, 2, 8960, 151936, True),
-    "3B": (2048, 36, 16, 2, 11008, 151936, True),
     "7B": (3584, 28, 28, 4, 18944, 152064, False),
 }
 

@@ -118,34 +118,6 @@ def strict(**params: Any) -> vf.Environment:
     return with_tools(stop_errors=[Exception], **params)
 
 
-class Wallet(vf.StatefulToolEnv):
-    """A tool with an argument that the agent does not see."""
-
-    def __init__(self, **params: Any) -> None:
-        super().__init__(tools=[], **params)
-        self.add_tool(self.spend, args_to_skip=["state"])
-
-    async def setup_state(self, state: vf.State) -> None:
-        state["left"] = 10
-
-    def update_tool_args(
-        self, tool_name: str, tool_args: dict, messages: Any, state: vf.State, **_: Any
-    ) -> dict:
-        return {**tool_args, "state": state}
-
-    async def spend(self, cents: int, state: Any) -> str:
-        """Spend some cents."""
-        state["left"] -= cents
-        return f"{state['left']} left"
-
-
-def own_tools(dataset: Dataset, **params: Any) -> vf.Environment:
-    """An example brings tools of its own."""
-    tool = {"name": "odd", "description": "", "parameters": {"type": "object", "properties": {}}}
-    rows = [{**row, "info": {"tool_defs": [tool]}} for row in dataset]
-    return vf.ToolEnv(tools=[times], dataset=Dataset.from_list(rows), **params)
-
-
 def mcp(**params: Any) -> vf.Environment:
     from verifiers.envs.experimental.mcp_env import MCPEnv
 
@@ -167,8 +139,6 @@ KINDS = {
     "restless": Restless,
     "tools": with_tools,
     "strict": strict,
-    "wallet": Wallet,
-    "own tools": own_tools,
     "mcp": mcp,
     "comparing": comparing,
 }

@@ -49,20 +49,6 @@ def test_words_that_two_thoughts_share_are_marked(visitor: Visitor) -> None:
     )
 
 
-def test_repeated_phrases_are_counted_over_steps(visitor: Visitor) -> None:
-    page = visitor.visit("#/levels/collapse?words=3")
-    answer = visitor.api("/api/phrases?run=collapse&words=3&phase=train")
-    rows = page.get_by_test_id("phrases").locator("tbody tr")
-    expect(rows).to_have_count(len(answer["phrases"]))
-    assert answer["phrases"] and all(
-        0 <= share <= 1
-        for each in answer["phrases"]
-        for share in each["counts"]
-        if share is not None
-    )
-    expect(rows.first.locator("td")).to_have_count(len(answer["steps"]))
-
-
 def test_the_collapse_page_has_regime_plane_and_gradients(visitor: Visitor) -> None:
     page = visitor.visit("#/collapse/lake")
     answer = visitor.api("/api/collapse?run=lake")
@@ -83,17 +69,6 @@ def test_the_collapse_page_has_regime_plane_and_gradients(visitor: Visitor) -> N
         assert page.evaluate("scrollY") == top
     page = visitor.visit("#/collapse/collapse")  # It was not measured: the setting is named.
     expect(page.get_by_role("main")).to_contain_text("--diagnose.gradients_every")
-
-
-def test_the_plane_leaves_out_a_path_without_measured_points(visitor: Visitor) -> None:
-    answer = visitor.api("/api/collapse?run=lake")
-    first = answer["paths"]["first"]
-    answer["paths"]["any"] = {**first, "mi": [None] * len(first["steps"])}
-    visitor.page.route("**/api/collapse?*", lambda route: route.fulfill(json=answer))
-    page = visitor.visit("#/collapse/lake")
-    plane = page.get_by_test_id("plane")
-    expect(plane).to_have_attribute("aria-label", re.compile("^first turns: from [^;]*$"))
-    expect(plane.get_by_role("button")).to_have_count(len(first["steps"]))
 
 
 def test_a_selected_cell_of_the_matrix_shows_its_log_probability(visitor: Visitor) -> None:

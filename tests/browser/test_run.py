@@ -18,6 +18,9 @@ from ragen.reports.facts import SIGNALS
 from ragen.storage.recorder import Recorder
 from tests.browser.visitor import Visitor, ragen, succeed
 
+START_MS = 120_000
+"""How long the process of a run may take to import torch on a busy machine."""
+
 
 def curve(page: Any, label: str) -> Any:
     """The chart of a signal."""
@@ -156,11 +159,11 @@ def test_a_missing_run_and_one_of_another_schema_are_reported(
 
 def test_a_run_and_its_steps_appear_while_it_trains(newcomer: Path, visitor: Visitor) -> None:
     """End to end: a run in a separate process, its database, the server, the open page."""
-    page = visitor.visit()
     options = ["--steps", "6", "--eval.episodes", "4", "--rollout.num_groups", "4"]
     process = ragen("train", "collapse", *options, "--out", newcomer, "--json", "--quiet")
+    page = visitor.visit()
     row = page.get_by_role("row", name=re.compile("newcomer"))
-    expect(row).to_be_visible(timeout=60_000)
+    expect(row).to_be_visible(timeout=START_MS)
     row.get_by_role("link", name="newcomer").click()
     progress = page.get_by_role("region", name="Progress")
     page.evaluate("window.sameDocument = true")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from urllib.parse import quote
 
 from playwright.sync_api import expect
 
@@ -116,20 +115,3 @@ def test_two_runs_are_selected_and_compared(visitor: Visitor) -> None:
     assert difference["low"] <= difference["value"] <= difference["high"]
     expect(main).to_contain_text(re.compile(r"four of\s+five cases is \d+\.\d points"))
     expect(main).to_contain_text(comparison["env"])
-
-
-def test_runs_beyond_the_number_of_colours_are_reported_as_left_out(
-    newcomer: Path, visitor: Visitor
-) -> None:
-    names = [f"newcomer/{number}" for number in range(10)]
-    for name in names:
-        folder = newcomer.parent / name
-        folder.mkdir(parents=True)
-        Recorder.create(folder, dump(resolve("bandit"))).close()
-    page = visitor.visit(f"#/compare/{quote(names[0], safe='')}?other={','.join(names[1:])}")
-    rows = page.get_by_role("table", name="The runs").locator("tbody tr")
-    expect(rows).to_have_count(8)
-    expect(page.get_by_role("main")).to_contain_text("8 runs of the 10 that were chosen")
-    page.get_by_role("button", name="leave out newcomer/3").click()
-    expect(rows).to_have_count(8)  # A run that was left out takes its place.
-    expect(rows.last).to_contain_text("newcomer/8")

@@ -1,6 +1,6 @@
 """A user's mistake gives one line with the remedy and exit code 2, and leaves nothing behind.
 
-Commands run in this process. One mistake is tested in a new one.
+Commands run in this process.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import shutil
 import socket
-import subprocess
 import sys
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -226,9 +225,9 @@ def test_model_absent_from_cache_and_hub_is_reported(
         ({"chat_template": None}, "no chat template: choose an instruction-tuned model"),
         (
             {"chat_template": "{{ raise_exception('not today') }}"},
-            "the chat template refuses a conversation of user (",
+            "the chat template refuses a conversation of user (not today): "
+            "choose a model whose template takes user and assistant",
         ),
-        ({"chat_template": "{% for %}"}, "choose a model whose template takes user and assistant"),
     ],
 )
 def test_model_without_what_a_conversation_needs_is_refused(
@@ -263,11 +262,10 @@ def test_run_that_exceeds_memory_is_refused(
     assert "MiB, and 4 MiB are free on the cpu; no setting makes them fit" in line
 
 
-@pytest.mark.parametrize("misdeed", ["raise in reset", "hang in reset"])
-def test_environment_that_fails_in_every_episode_is_reported(tmp_path: Path, misdeed: str) -> None:
+def test_environment_that_fails_in_every_episode_is_reported(tmp_path: Path) -> None:
     line = error_line(
         tmp_path,
-        *("eval", "random", "--env", f"{ROGUE}:Rogue", "--env.params.misdeed", misdeed),
+        *("eval", "random", "--env", f"{ROGUE}:Rogue", "--env.params.misdeed", "hang in reset"),
         *("--episodes", "2", "--env.timeout_s", "0.05"),
     )
     assert "failed in every episode" in line and "ragen check" in line
@@ -275,7 +273,7 @@ def test_environment_that_fails_in_every_episode_is_reported(tmp_path: Path, mis
     keys = [text for key, value in values.items() for text in (f"--{key}", str(value).lower())]
     keys[keys.index("--model.path") + 1] = str(bandit_model())
     keys[keys.index("--env.name") + 1] = f"{ROGUE}:Rogue"
-    keys += ["--env.params.misdeed", misdeed]
+    keys += ["--env.params.misdeed", "hang in reset"]
     code, _, err = ragen("train", "bandit", *keys, "--out", "run", cwd=tmp_path)
     assert code == 2, err
     assert "failed in every episode" in err.splitlines()[-1]
@@ -310,14 +308,6 @@ def test_damaged_run_is_reported(tmp_path: Path, own_bandit_run: Path) -> None:
     assert "is damaged" in error_line(tmp_path, "resume", own_bandit_run)
     (own_bandit_run / "config.toml").write_text("steps = [")
     assert "not valid TOML" in error_line(tmp_path, "eval", own_bandit_run)
-
-
-def test_mistake_in_a_real_process_gives_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ragen", "train", "bandti"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("ragen: unknown recipe 'bandti'; did you mean 'bandit'?")
-    assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 def test_removed_working_directory_is_reported(

@@ -20,17 +20,19 @@ SCRIPT = """
 set -o pipefail
 RAGEN help keys | true; echo $?
 RAGEN help recipes >/dev/full; echo $?
-RAGEN help recipes >&-; echo $?
+RAGEN train bandti; echo $?
 """
 
 
-def test_closed_or_full_output_ends_a_command_with_at_most_a_line(tmp_path: Path) -> None:
+def test_closed_or_full_output_and_a_mistake_give_a_code_and_at_most_a_line(tmp_path: Path) -> None:
     script = SCRIPT.replace("RAGEN", f'"{sys.executable}" -m ragen')
     command = ["bash", "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout.split() == ["141", "2", "2"]
-    lost = "ragen: cannot write to standard output: "
-    assert done.stderr == f"{lost}no space left on device\n{lost}bad file descriptor\n"
+    full, mistake = done.stderr.splitlines()
+    assert full == "ragen: cannot write to standard output: no space left on device"
+    assert mistake.startswith("ragen: unknown recipe 'bandti'; did you mean 'bandit'?")
+    assert not list(tmp_path.iterdir())
 
 
 def test_memory_that_ran_out_is_known_in_each_form() -> None:

@@ -117,7 +117,7 @@ def sokoban(generator: np.random.Generator, size: int) -> Floats:
 @pytest.mark.parametrize(
     ("draw", "mean", "size"),
     [
-        (lambda generator, size: generator.normal(3.0, 2.0, size), 3.0, 8),
+        pytest.param(lambda generator, size: generator.normal(3.0, 2.0, size), 3.0, 8, marks=SLOW),
         (sokoban, 0.2 * 10.5 - 0.8, 32),
     ],
 )
@@ -141,15 +141,15 @@ def mean_chance(spread: float, centre: float, power: int = 1) -> float:
     return float(weights @ chances / weights.sum())
 
 
-@pytest.mark.parametrize("centre", [-2.0, pytest.param(0.0, marks=SLOW)])
-def test_success_rate_with_several_samples_per_level(centre: float) -> None:
+@SLOW
+def test_success_rate_with_several_samples_per_level() -> None:
     levels = np.repeat(np.arange(128), 4).tolist()
 
     def interval(solved: Floats) -> Interval:
         return success_rate((np.arange(4) < solved[:, None]).ravel().tolist(), levels)
 
-    found = measured(lambda g, n: successes(g, n, 4, 1.5, centre), 128, interval)
-    coverage = coverage_of(found, mean_chance(1.5, centre))
+    found = measured(lambda g, n: successes(g, n, 4, 1.5, -2.0), 128, interval)
+    coverage = coverage_of(found, mean_chance(1.5, -2.0))
     assert is_nominal(coverage), coverage
 
 
@@ -162,7 +162,7 @@ def over_samples(draw: Callable[..., Floats], num_levels: int, k: int) -> list[I
     )
 
 
-@pytest.mark.parametrize("k", [*(pytest.param(k, marks=SLOW) for k in (2, 4)), 8])
+@pytest.mark.parametrize("k", [pytest.param(4, marks=SLOW), 8])
 def test_pass_at_k(k: int) -> None:
     found = over_samples(lambda *args: successes(*args, 1.5, -1.0), 128, k)
     coverage = coverage_of(found, mean_chance(1.5, -1.0, k))
@@ -181,11 +181,7 @@ def easy(generator: np.random.Generator, num_levels: int, samples: int) -> Float
 
 @pytest.mark.parametrize(
     ("solves", "k", "num_levels"),
-    [
-        (few_hard, 1, 32),
-        pytest.param(easy, 4, 32, marks=SLOW),
-        pytest.param(few_hard, 4, 128, marks=SLOW),
-    ],
+    [(few_hard, 1, 32), pytest.param(easy, 4, 32, marks=SLOW)],
 )
 def test_pass_at_k_near_0_and_1(solves: Callable[..., Floats], k: int, num_levels: int) -> None:
     """The plain bootstrap covers 78–86 % here with 32 levels; too much coverage is accepted."""
@@ -324,13 +320,13 @@ def test_one_episode_of_256_decides_nothing_between_seeds_that_agree() -> None:
         assert scores.low < 254 / 256 and scores.high > 1 - 1 / 1024
 
 
-BY_SEEDS = {3: 0.75, 4: 0.88, 5: 0.93, 8: 0.97, 20: 0.957}
+BY_SEEDS = {3: 0.75, 5: 0.93, 8: 0.97, 20: 0.957}
 """Coverage of one stratum's interquartile mean, as its docstring states."""
 
 
 @pytest.mark.parametrize(
     ("seeds", "expected"),
-    [pytest.param(n, x, marks=() if n in (3, 5) else SLOW) for n, x in BY_SEEDS.items()],
+    [pytest.param(n, x, marks=() if n == 3 else SLOW) for n, x in BY_SEEDS.items()],
 )
 def test_interquartile_mean_of_one_environment(seeds: int, expected: float) -> None:
     found = measured(
@@ -339,10 +335,8 @@ def test_interquartile_mean_of_one_environment(seeds: int, expected: float) -> N
     assert coverage_of(found, 0.5) == pytest.approx(expected, abs=0.015)
 
 
-@pytest.mark.parametrize(
-    ("rate", "seeds"),
-    [pytest.param(0.02, 2, marks=SLOW), pytest.param(0.5, 5, marks=SLOW), (0.97, 3)],
-)
+@SLOW
+@pytest.mark.parametrize(("rate", "seeds"), [(0.02, 2), (0.5, 5), (0.97, 3)])
 def test_interquartile_mean_of_seeds_that_differ_by_chance_alone(rate: float, seeds: int) -> None:
     """Two environments, in one of which the scale from random to optimal play is short."""
     generator, found = np.random.default_rng(seeds), []

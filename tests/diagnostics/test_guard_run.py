@@ -269,7 +269,7 @@ def test_resume_after_a_stop_around_two_rollbacks_equals_the_uninterrupted_run(
         train(config, tmp_path / "run", watcher=SendSignal("episode", 3 * 8 + 2, signal.SIGINT))
     resume(tmp_path / "run")
     assert steps_of(tmp_path / "run")[-3:] == [(2, 1), (2, 2), (2, 3)]
-    assert_same_results(tmp_path / "run", uninterrupted(config, tmp_path))
+    assert_same_results(tmp_path / "run", uninterrupted(config))
 
 
 @pytest.mark.parametrize(

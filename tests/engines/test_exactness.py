@@ -333,11 +333,14 @@ def test_a_retokenised_reply_stops_the_run(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in folders(run)] == ["step-0"]
 
 
-@pytest.mark.parametrize(("algorithm", "window"), [("starpo/grpo", 0), ("starpo/ppo", 2)])
-def test_every_run_verifies_all_completions_and_tokens(
-    tmp_path: Path, algorithm: str, window: int
-) -> None:
-    more = {"algorithm": algorithm, "prompt__window": window, "update__epochs": 2}
+def test_every_run_verifies_all_completions_and_tokens(bandit_run: Path, tmp_path: Path) -> None:
+    """All that are trained on: with one turn, and with three of which a prompt shows two."""
+    checked = read_metrics(bandit_run)["exactness/completions_checked"]
+    with closing(sqlite3.connect(bandit_run / DATABASE)) as connection:
+        trained = dict(connection.execute("SELECT step, count(*) FROM samples GROUP BY step"))
+    assert checked == trained and min(checked.values()) > 0
+
+    more = {"algorithm": "starpo/ppo", "prompt__window": 2, "update__epochs": 2}
     train(corridor(**more), tmp_path / "run")
     metrics = {name: series[1] for name, series in read_metrics(tmp_path / "run").items()}
     # 2 groups × 4 episodes × 3 turns, and all of their tokens, in each of 2 epochs.

@@ -123,8 +123,15 @@ def test_scores_equal_those_of_the_cpu(device: str, dtype: torch.dtype, atol: fl
     )
 
 
-@KINDS
-@pytest.mark.parametrize(("muon_lr", "recomputes"), [(0.0, False), (1e-3, True)])
+@pytest.mark.parametrize(
+    ("device", "dtype", "atol", "muon_lr", "recomputes"),
+    [
+        ("cpu", *BFLOAT16, 1e-3, True),
+        pytest.param("cuda", *FLOAT32, 0.0, False, marks=CUDA.marks),
+        pytest.param("cuda", *BFLOAT16, 0.0, False, marks=CUDA.marks),
+        pytest.param("cuda", *BFLOAT16, 1e-3, True, marks=CUDA.marks),
+    ],
+)
 def test_updates_equal_those_of_the_cpu(
     device: str, dtype: torch.dtype, atol: float, muon_lr: float, recomputes: bool
 ) -> None:
@@ -197,7 +204,7 @@ def test_an_update_waits_for_the_gpu_once(device: str) -> None:
     assert len(found) == (device == "cuda")
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), CUDA])
+@pytest.mark.parametrize("device", [CUDA])
 def test_a_run_trains_and_resumes(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

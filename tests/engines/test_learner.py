@@ -155,7 +155,6 @@ LOSSES: dict[str, dict[str, Any]] = {
     "kl": {"entropy": 0.01, "kl": 0.1, "kl_kind": "k3", "aggregation": "constant"},
     "gspo": PLAIN | {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
     "shared": PLAIN | {"name": "cispo", "clip_low": 1.0, "aggregation": "episode_mean"},
-    "nll": {"name": "nll"},
 }
 
 
@@ -454,12 +453,12 @@ def test_every_parameter_has_one_optimiser(tied: bool, muon_lr: float) -> None:
             assert all("proj" in name for name in muon), "neither embeddings nor heads"
 
 
-@pytest.mark.parametrize("muon_lr", [0.0, 0.02])
-def test_restored_optimisers_continue_identically(muon_lr: float) -> None:
-    one = learner(critic=True, muon_lr=muon_lr)
+def test_restored_optimisers_continue_identically() -> None:
+    """AdamW and Muon."""
+    one = learner(critic=True, muon_lr=0.02)
     part = batch(one)
     one.update(part, 0)
-    other = learner(seed=1, critic=True, muon_lr=muon_lr)
+    other = learner(seed=1, critic=True, muon_lr=0.02)
     other.model.load_state_dict(one.model.state_dict())
     assert one.critic is not None and other.critic is not None
     other.critic.load_state_dict(one.critic.state_dict())
@@ -470,10 +469,3 @@ def test_restored_optimisers_continue_identically(muon_lr: float) -> None:
         one.update(part, step)
         other.update(part, step)
         assert equal(weights(one), weights(other))
-
-
-def test_supervised_training_reduces_the_loss() -> None:
-    one = Learner(model(), UpdateConfig(lr=1e-2), LossConfig(name="nll"), steps=15)
-    part = batch(one)
-    losses = [one.update(part, step)["loss/nll"].value for step in range(15)]
-    assert losses[-1] < 0.5 * losses[0]

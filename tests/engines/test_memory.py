@@ -21,13 +21,12 @@ from ragen.engines.local import LocalEngine
 from ragen.engines.machine import container_rooms
 from ragen.engines.memory import CHANGES, plan, plans, refuse_too_large
 from ragen.engines.sampler import Sampler
-from ragen.engines.sharded import Rank
 from ragen.models.fast_decoder import Qwen2Decoder
 from ragen.models.loading import save_model
 from ragen.models.model import padded_hidden_states
 from ragen.models.sizes import read_sizes
 from tests.bandit_model import settings
-from tests.engines.recorded import held, held_by, in_processes, master_bytes, optimizer_bytes
+from tests.engines.recorded import held, master_bytes, optimizer_bytes
 from tests.engines.test_sharded import two_processes, with_critic_and_reference
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -73,17 +72,6 @@ def test_the_plan_of_the_first_of_two_learners_is_exact() -> None:
     assert first["held"] == {name: getattr(planned, name) for name in first["held"]}
     alone = memory.learner_plan(config, sizes, "cpu", 1)
     assert alone.weights / 2 <= planned.weights < 0.52 * alone.weights
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [MODES["ppo in bfloat16"], {"lora__rank": 4}], ids=str)
-def test_other_plans_of_the_first_of_two_learners_are_exact(mode: dict[str, Any]) -> None:
-    config = make_config(**mode)
-    planned = memory.learner_plan(config, read_sizes(config.model.path), "cpu", 2)
-    found, _ = in_processes(
-        2, lambda rank, at: held_by(Rank(config, config.model.path, rank, 2, at))
-    )
-    assert found == {name: getattr(planned, name) for name in found}
 
 
 def test_learners_and_samplers_on_ray_share_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,12 +26,11 @@ from ragen.core.types import Prompt
 from ragen.engines.learner import Learner
 from ragen.engines.sampler import Sampler
 from ragen.models.decoder import HFDecoder
-from ragen.models.fast_decoder import Qwen2Decoder
 from ragen.models.loading import recompute_layers
 from ragen.models.model import KEPT_LOGITS, is_fast, padded_hidden_states
 from tests.engines.test_learner import PLAIN, batch, sample
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.tolerance import LOGPROB, assert_close
+from tests.tolerance import assert_close
 
 VOCABULARY = 18_750
 KEPT = 2**21
@@ -102,10 +101,8 @@ def long_batch(one: Learner, lengths: tuple[int, ...] = (200, 100, 60)) -> Batch
     return replace(collated, old_logprobs_BT=zeros, advantages_BT=collated.mask_BT.float())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_the_learner_never_holds_all_logits(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_learner_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = torch.bfloat16  # logits of a chunk are computed in float32
     monkeypatch.setattr("ragen.models.model.KEPT_LOGITS", KEPT)
     assert KEPT == KEPT_LOGITS // 8
     one = Learner(large_vocabulary_model(dtype), UpdateConfig(), LossConfig(**PLAIN))
@@ -210,17 +207,17 @@ def test_recomputing_uses_the_general_path_and_samples_the_same_tokens() -> None
     assert not is_fast(one.critic.backbone)
     part = batch(plain)
     assert_close(one.logprobs(part)[0], plain.logprobs(part)[0])
-    one.update(part, 0)
 
     async def sample_ids(sampler: Sampler) -> Any:
         return (await sampler.complete(Prompt((), (3, 4, 5, 6), 0, 20, 1.0, 7))).token_ids
 
     samplers = [
         Sampler(each, [2], lambda _: "", slots=2, max_length=64, fast=False)
-        for each in (deep_learner("qwen2", True).model, plain.model)
+        for each in (one.model, plain.model)
     ]
     first, second = (asyncio.run(sample_ids(sampler)) for sampler in samplers)
     assert first == second
+    one.update(part, 0)
 
 
 def test_copied_models_recompute_their_own_layers() -> None:
@@ -242,20 +239,6 @@ def test_a_model_without_known_layers_is_refused() -> None:
 
 
 # Attention.
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_eager_and_sdpa_give_equal_logprobs(dtype: torch.dtype) -> None:
-    results = []
-    for attention in ("eager", "sdpa"):
-        torch.manual_seed(0)
-        policy = KINDS["llama"]().to(dtype)
-        policy.set_attn_implementation(attention)
-        one = Learner(policy, UpdateConfig(), LossConfig(**PLAIN))
-        part = batch(one)
-        results.append(one.logprobs(part)[0])
-    atol = LOGPROB if dtype == torch.float32 else 0.02
-    torch.testing.assert_close(results[0], results[1], atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -315,18 +298,6 @@ def test_a_long_prompt_is_read_in_parts_of_bounded_memory(
     assert part < whole / 4 and num_read == num_again == 800
     assert once.token_ids == again.token_ids
     assert_close(torch.tensor(once.logprobs), torch.tensor(again.logprobs))
-
-
-def test_a_decoder_frees_its_copies_of_the_weights_before_it_makes_new_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    decoder = Qwen2Decoder(tiny_model(tiny_tokenizer("chatml")), 1, 8)
-    old = [weakref.ref(each) for each in (*decoder.weights[0], decoder.head, decoder.embedding)]
-    monkeypatch.setattr(
-        "ragen.models.fast_decoder.fused_layers", lambda _: [each() for each in old]
-    )
-    decoder.refresh()
-    assert decoder.weights == [None] * len(old)
 
 
 def test_decoding_repeats_no_keys() -> None:

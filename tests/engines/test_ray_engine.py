@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
 import sqlite3
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -46,10 +46,12 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+FEW: dict[str, Any] = {"steps": 4, "eval__episodes": 0, "checkpoint__every": 2}
+"""Four steps, with checkpoints after the second and the fourth."""
+
+
 def config_of(**more: Any) -> Config:
-    """Four steps, with checkpoints after the second and the fourth."""
-    few = {"steps": 4, "eval__episodes": 0, "checkpoint__every": 2}
-    return resolve("bandit", settings(**few, **more))
+    return resolve("bandit", settings(**FEW, **more))
 
 
 HANGS_S = 40
@@ -69,7 +71,7 @@ PLAYED = """
     FROM episodes WHERE phase = 'train' GROUP BY attempt, step, "group", member ORDER BY 1, 2, 3
 """
 REPLIES = """
-    SELECT DISTINCT step, "group", member, turn, observation, reply, completion_ids, reward
+    SELECT DISTINCT step, "group", member, turn, observation, reply, completion_ids, turns.reward
     FROM turns JOIN episodes ON episodes.id = episode_id WHERE phase = 'train' ORDER BY 1, 2, 3, 4
 """
 
@@ -136,25 +138,31 @@ def test_a_run_that_plays_ahead_survives_the_loss_of_a_sampler(local: Path, tmp_
     assert max(read_metrics(run)["engine/staleness_max"].values()) == 1
 
 
+DRIVER = """
+import json, os, signal, sys
+from pathlib import Path
+from ragen.config.reading import resolve
+from ragen.training.progress import Watcher
+from ragen.training.trainer import train
+
+class Killed(Watcher):
+    def step(self, step, metrics):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+train(resolve("bandit", json.loads(sys.argv[1])), Path(sys.argv[2]), watcher=Killed())
+"""
+
+
 def test_a_run_whose_driver_is_killed_is_resumed_as_if_it_had_not_been(
     local: Path, tmp_path: Path
 ) -> None:
     import ray
 
     run, address = tmp_path / "run", ray.get_runtime_context().gcs_address
-    keys = settings(steps=4, eval__episodes=0, checkpoint__every=2, **RAY, engine__address=address)
-    options = [f"--{key}={str(value).lower()}" for key, value in keys.items()]
-    command = [sys.executable, "-m", "ragen", "train", "bandit", "--out", str(run), *options]
-    with open(tmp_path / "log", "w") as log:
-        driver = subprocess.Popen(command, stdout=log, stderr=log)
-    until = time.monotonic() + 300
-    while not (run / DATABASE).exists() or not rows(run, PLAYED):
-        assert driver.poll() is None, (tmp_path / "log").read_text()
-        assert time.monotonic() < until, (tmp_path / "log").read_text()
-        time.sleep(0.02)
-    driver.kill()
-    driver.wait()
-    assert len(rows(run, PLAYED)) < 4 * 8
+    keys = settings(**FEW, **RAY, engine__address=address)
+    driver = subprocess.run([sys.executable, "-c", DRIVER, json.dumps(keys), str(run)], timeout=300)
+    assert driver.returncode == -signal.SIGKILL
     resume(run)
     assert rows(run, PLAYED) == rows(local, PLAYED)
     assert rows(run, REPLIES) == rows(local, REPLIES)

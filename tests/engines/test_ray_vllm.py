@@ -34,7 +34,7 @@ def config_of(**more: Any) -> Config:
     """Two steps of two groups of four, without an evaluation."""
     keys = {
         "engine.name": "ray",
-        "engine.timeout_s": 120,
+        "engine.timeout_s": 300,
         "rollout.sampler": "vllm",
         "rollout.gpu_memory": 0.2,
         "rollout.num_groups": 2,
@@ -49,8 +49,8 @@ def config_of(**more: Any) -> Config:
     return resolve("bandit", keys | {key.replace("__", "."): value for key, value in more.items()})
 
 
-def test_with_lora_only_the_adapter_travels(tmp_path: Path) -> None:
-    config = config_of(lora__rank=4)
+def test_with_lora_only_the_adapter_travels_to_a_vllm_of_two_workers(tmp_path: Path) -> None:
+    config = config_of(lora__rank=4, engine__tensor_parallel=2)
     train(config, tmp_path / "run")
     metrics = read_metrics(tmp_path / "run")
     sizes = read_sizes(resolve_model("base", "bandit"))
@@ -60,9 +60,8 @@ def test_with_lora_only_the_adapter_travels(tmp_path: Path) -> None:
     assert max(metrics["mismatch/max_abs"].values()) < 1e-3
 
 
-def test_two_vllm_of_two_workers_on_ray_sample_with_the_learners_weights(tmp_path: Path) -> None:
-    train(config_of(engine__samplers=2, engine__tensor_parallel=2), tmp_path / "run")
+def test_a_vllm_on_ray_samples_with_the_learners_weights(tmp_path: Path) -> None:
+    train(config_of(), tmp_path / "run")
     metrics = read_metrics(tmp_path / "run")
-    assert metrics["engine/samplers"] == {1: 2.0, 2: 2.0}
     assert max(metrics["gradient/policy_norm"].values()) > 0, "a publication has to change weights"
     assert max(metrics["mismatch/max_abs"].values()) < 1e-3

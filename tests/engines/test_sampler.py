@@ -1,7 +1,7 @@
 """The sampler: exact logprobs, equal paths, the cache across turns, order, and failures."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -283,26 +283,6 @@ def test_the_sampler_works_after_its_event_loop_was_interrupted() -> None:
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(interrupted())
     assert run(sampler) == run(make_sampler(tiny()))
-
-
-def test_a_slow_environment_changes_no_token() -> None:
-    model = tiny()
-    slow, quick = make_sampler(model), make_sampler(model)
-
-    async def slowly(member: int) -> Completion:
-        first = await slow.complete(make_prompt((3, member), member))
-        await asyncio.sleep(0.002)
-        return await slow.complete(make_prompt((3, member, *first.token_ids, 9), 50 + member))
-
-    async def quickly(member: int) -> Completion:
-        first = await quick.complete(make_prompt((3, member), member))
-        return await quick.complete(make_prompt((3, member, *first.token_ids, 9), 50 + member))
-
-    async def everyone(episode: Callable[[int], Awaitable[Completion]]) -> list[Completion]:
-        return await asyncio.gather(*[episode(m) for m in range(6)])
-
-    late, early = asyncio.run(everyone(slowly)), asyncio.run(everyone(quickly))
-    assert [c.token_ids for c in late] == [c.token_ids for c in early]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

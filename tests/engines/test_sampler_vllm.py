@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -27,11 +26,8 @@ from ragen.models.lora import attach
 from ragen.rollout.chat import Chat
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import examine, train
-from tests.diagnostics.test_guard_run import Plan, alarms_at
 from tests.records import edit_settings
 from tests.tolerance import LOGPROB
-
-__all__ = ["alarms_at"]  # a fixture of a test in this module
 
 SIZES = {"dtype": "float32", "max_length": 64, "slots": 4, "gpu_memory": 0.4}
 
@@ -98,18 +94,6 @@ def test_a_failed_step_reaches_every_request_and_the_next_run_works(sampler: Vll
     assert asyncio.run(asyncio.wait_for(complete_many(sampler, 3), 10)) == expected
 
 
-def test_the_sampler_works_after_its_event_loop_was_interrupted(sampler: VllmSampler) -> None:
-    async def interrupted() -> None:
-        task = asyncio.create_task(complete_many(sampler))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        raise KeyboardInterrupt(task)
-
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(interrupted())
-    assert len(asyncio.run(asyncio.wait_for(complete_many(sampler), 10))) == 10
-
-
 def test_publishing_wakes_loads_and_forgets(sampler: VllmSampler) -> None:
     tokenizer = tiny_tokenizer()
     before, other = sampler.ask(make_prompt(1)), tiny_model(tokenizer, seed=1)
@@ -128,22 +112,6 @@ def test_an_adapter_is_published_through_a_folder(sampler: VllmSampler) -> None:
     asyncio.run(sampler.publish(model, 1))
     assert sampler._vllm.calls == ["wake", "load_adapter", "wake", "forget"]
     assert sampler._vllm.adapters == [["adapter_config.json", "adapter_model.safetensors"]]
-
-
-def test_too_little_shared_memory_for_an_adapter_is_one_clear_line(
-    sampler: VllmSampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ragen.engines.sampler_vllm.MEMORY", tmp_path)
-    model = tiny_model(tiny_tokenizer())
-    attach(model, ("policy",), rank=2, alpha=4, targets="q_proj", seed=0, base="base")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
-        with pytest.raises(RagenError, match=r"cannot write .* shared memory"):
-            sampler.push(model)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not list(tmp_path.iterdir())
 
 
 def test_weights_that_vllm_does_not_hold_are_one_line(sampler: VllmSampler) -> None:
@@ -324,27 +292,6 @@ def test_evaluation_temperatures_outside_the_range_of_vllm_are_refused(
         with pytest.raises(RagenError, match=r"^temperature = .*: vLLM samples at 0.01 to 2, or"):
             evaluate_target(folder, settings_, episodes=2, temperature=temperature)
     assert not fakes
-
-
-@pytest.mark.slow
-def test_a_failed_rollback_is_reported_and_closes_the_engine_once(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alarms_at: Plan
-) -> None:
-    """If the next engine cannot be made, the run still holds the one that is already closed."""
-    alarms_at((0, 2))
-    made: list[PretendVllm] = []
-
-    def make(path: str, **options: Any) -> PretendVllm:
-        if made:
-            raise RagenError("vLLM cannot serve it")
-        made.append(PretendVllm(path, **options))
-        return made[-1]
-
-    monkeypatch.setattr("ragen.engines.factory.Vllm", make)
-    back = {"guard.responses": {"grad_spike": "rollback"}, "checkpoint.every": 1, "steps": 3}
-    with pytest.raises(RagenError, match="cannot serve it"):
-        train(settings(folder, **back), tmp_path / "run")
-    assert made[0].calls.count("close") == 1
 
 
 def test_vllm_loads_the_resolved_model_folder(

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from tiny import tiny_tokenizer
 
 from ragen.core.errors import RagenError
 from ragen.engines.sampler_vllm import VllmSampler
-from ragen.engines.vllm_worker import Weights, differing, differing_adapter, tensors_of
+from ragen.engines.vllm_worker import Weights, differing, tensors_of
 from ragen.models.loading import save_model
-from ragen.models.lora import adapter_of, adapter_tensors, attach, scale_of
 from tests.engines.test_vllm import difference, engine_of, make_prompt, model_of, weights_of
 
 pytestmark = pytest.mark.vllm
@@ -43,11 +41,9 @@ def spoil(worker: Any, what: str) -> None:
         layer = worker.get_model().model.layers[0]
         if what == "bias":
             layer.self_attn.qkv_proj.bias.data[-1] += 1e-3
-        elif what == "packed":
+        else:
             multiply = layer.mlp.down_proj.cpu_linear
             layer.mlp.down_proj.cpu_linear = lambda x, *more: multiply(x, *more) * 1.001
-        else:
-            layer.mlp.down_proj.lora_a_stacked[0][0, 0, 0, 0] += 1e-3
 
 
 def compare(worker: Any, weights: Weights) -> list[str]:
@@ -58,7 +54,7 @@ def test_two_workers_sample_with_published_weights_as_one_model(parallel: VllmSa
     for version, seed in enumerate((1, 0), 1):
         model = model_of(seed, **SHAPE)
         asyncio.run(parallel.publish(model, version))
-        for prompt in map(make_prompt, range(3)):
+        for prompt in map(make_prompt, range(2)):
             completion = parallel.ask(prompt)
             assert completion.policy_version == version
             assert difference(model, prompt, completion) < 1e-3
@@ -79,21 +75,6 @@ def test_a_weight_that_one_of_the_workers_does_not_hold_is_named(
     changed = {name for (name, a), (_, b) in zip(weights, others, strict=True) if not a.equal(b)}
     assert set(vllm._in_workers(compare, others)) == changed
     assert len(changed) > len(weights) / 2
-
-
-def test_adapters_are_split_and_compared_too(folder: str) -> None:
-    model, prompt = model_of(**SHAPE), make_prompt(5)
-    attach(model, ("policy",), rank=4, alpha=12, targets="all-linear", seed=0, base=folder)
-    for weight in adapter_of(model, "policy").parameters():
-        torch.nn.init.normal_(weight, std=0.2)
-    sampler = engine_of(folder, adapter_rank=4, tensor_parallel=2)
-    vllm, tensors, scale = sampler._vllm, list(adapter_tensors(model).items()), scale_of(model)
-    sampler.push(model)
-    assert difference(model, prompt, sampler.ask(prompt)) < 1e-3
-    vllm._engine.collective_rpc(spoil, args=("adapter",))
-    found = vllm._in_workers(differing_adapter, tensors, scale)
-    assert found == ["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"]
-    asyncio.run(sampler.close())
 
 
 def test_heads_that_cannot_be_divided_are_one_line(folder: str) -> None:

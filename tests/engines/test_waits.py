@@ -17,7 +17,6 @@ from ragen.algorithms.batch import Batch, collate
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.engines.learner import Learner
 from ragen.engines.sampler import draw
-from ragen.models import lora
 from ragen.models.device import to_device
 from ragen.models.loading import recompute_layers
 from tests.engines.test_gpu import TOKENS, model, sampled
@@ -35,8 +34,6 @@ WAYS: dict[str, dict[str, Any]] = {
         },
         "muon_lr": 1e-3,
     },
-    "ppo, shared critic": {"critic": True, "shared": True},
-    "ppo, lora": {"critic": True, "adapted": True},
     "ppo, recomputed": {"critic": True, "recomputes": True},
 }
 
@@ -53,13 +50,8 @@ def _with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
 
 
-def learner(
-    *, loss: Any = None, adapted: bool = False, recomputes: bool = False, **settings: Any
-) -> Learner:
+def learner(*, loss: Any = None, recomputes: bool = False, **settings: Any) -> Learner:
     policy = model("cpu", torch.bfloat16)
-    if adapted:
-        roles = ("policy", "critic")
-        lora.attach(policy, roles, rank=2, alpha=2, targets="all-linear", seed=0, base="base")
     if recomputes:
         recompute_layers(policy)
     update = UpdateConfig(lr=1e-2, critic_lr=1e-2, microbatch_tokens=12)
@@ -90,8 +82,6 @@ def batch() -> Batch:
         ("gspo, muon", True),
         ("ppo, recomputed", True),
         pytest.param("ppo, recomputed", False, marks=pytest.mark.slow),
-        pytest.param("ppo, shared critic", True, marks=pytest.mark.slow),
-        pytest.param("ppo, lora", True, marks=pytest.mark.slow),
     ],
 )
 def test_an_update_waits_for_the_device_once(

@@ -117,14 +117,6 @@ def test_a_misbehaving_environment_is_stopped(
     assert message in (episode.error or "")
 
 
-def test_other_episodes_continue_after_a_worker_dies(start_workers: Any) -> None:
-    workers = start_workers(misdeed="die", every=2)
-    policy = ScriptedPolicy(lambda prompt: RIGHT)
-    groups = asyncio.run(run_groups(policy, setup(workers), [1, 2, 3], 2, (0, "t"), 4))
-    stop_reasons = [[episode.stop_reason for episode in group.episodes] for group in groups]
-    assert stop_reasons == [["solved"] * 2, ["error"] * 2, ["solved"] * 2]
-
-
 def test_a_reset_makes_the_environment_again_after_its_worker_ended(start_workers: Any) -> None:
     env = start_workers(misdeed="die", every=2).make()
     for level in range(3):
@@ -150,6 +142,7 @@ def test_baselines_after_a_worker_s_crash_equal_those_after_an_exception() -> No
     assert (isolated.random_return, isolated.failed) == (in_process.random_return, 3)
 
 
+@pytest.mark.slow
 def test_a_crash_on_most_levels_is_the_reason_that_there_are_no_baselines() -> None:
     values = {"env": ROGUE, "env.params": {"misdeed": "die", "every": 2}, "env.isolate": True}
     with pytest.raises(RagenError, match=r"baselines: .* ended \(signal 11\) in step"):

@@ -127,16 +127,6 @@ def test_a_picture_must_not_change_the_environment() -> None:
         check(Moving())
 
 
-def test_a_picture_may_be_none_in_some_states() -> None:
-    class SometimesPicture(PictureCorridor):
-        def picture(self) -> Any:
-            return super().picture() if self.where == 1 else None
-
-    episode = play(SometimesPicture, reply("Right"), reply("Right"), turns=2)
-    assert [turn.picture for turn in episode.turns] == [None, ("#_P___#",)]
-    assert episode.final_picture is None
-
-
 # In episodes.
 
 

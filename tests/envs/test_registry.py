@@ -128,41 +128,6 @@ def test_unknown_names_and_parameters_are_refused():
         assert "\n" not in str(error.value)
 
 
-def test_annotations_are_read_behind_the_boundary(tmp_path):
-    path = tmp_path / "annotated.py"
-    path.write_text(
-        """
-from __future__ import annotations
-from ragen.envs.bandit import Bandit
-
-class Size:
-    pass
-
-class Missing(Bandit):
-    def __init__(self, size: Decimal = None, other: no_such = 1) -> None:
-        super().__init__()
-
-class Own(Bandit):
-    def __init__(self, size: Size = None) -> None:
-        super().__init__()
-
-class Meta(type(Bandit)):
-    @property
-    def __signature__(cls):
-        raise SystemExit(3)
-
-class Unsigned(Bandit, metaclass=Meta):
-    pass
-""",
-        encoding="utf-8",
-    )
-    make(f"{path}:Missing")  # a type that is imported for type checkers only
-    make(f"{path}:Own", size=1)  # which only the class itself can check
-    for name, reason in (("Missing", "NameError: name 'Decimal'"), ("Unsigned", "SystemExit: 3")):
-        with pytest.raises(RagenError, match=f"{name} cannot be made: {reason}"):
-            make(f"{path}:{name}", size=1)
-
-
 def test_invalid_environment_files_are_refused(documented_env, tmp_path):
     with pytest.raises(RagenError, match="did you mean 'Guess'"):
         make(f"{documented_env}:Gues")
@@ -248,14 +213,6 @@ class Arrays(Coin):
 
     def get_state(self):
         return super().get_state() | {"limit": np.int64(self.limit)}
-
-
-class Restless(Coin):
-    breaks = "state_key must not change the environment"
-
-    def state_key(self):
-        self.flips += 1
-        return self.show()
 
 
 class Ineffective(Coin):

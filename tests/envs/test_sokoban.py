@@ -88,11 +88,6 @@ def test_the_named_observation_omits_the_outer_wall_and_keeps_the_coordinates():
     assert env.step("Left")[0] == "b1 P b2 X b3 O\nc1 _ c2 _ c3 _"
 
 
-def test_the_coord_observation():
-    env = env_at("#####", "#PXO#", "#___#", "#####", observation="coord")
-    assert env.step("Left")[0] == "Size: 4 x 5\nPlayer: (1, 1)\nBoxes: (1, 2)\nTargets: (1, 3)"
-
-
 @given(
     st.integers(0, 2**63 - 1),
     st.integers(5, 9),
@@ -155,14 +150,6 @@ def test_exact_random_play_equals_enumeration():
                 break
     chance, expected = random_play(room, board, 4)
     assert chance == pytest.approx(wins / 4**4) and expected == pytest.approx(total / 4**4)
-
-
-def test_levels_do_not_depend_on_earlier_resets():
-    alone = [make("sokoban").reset(seed=level)[0] for level in range(20)]
-    envs = [make("sokoban") for _ in range(20)]
-    for env in envs:
-        env.reset(seed=99)
-    assert [env.reset(seed=level)[0] for level, env in enumerate(envs)] == alone
 
 
 def test_invalid_parameters_are_refused():

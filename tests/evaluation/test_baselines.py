@@ -41,7 +41,7 @@ PUBLISHED = [
     ("frozen-lake", {"success_probability": 0.8, "p_frozen": 0.9}, 10, 24.3, 94.4),
     ("frozen-lake-still", {}, 10, 21.2, 100.0),
 ]
-QUICK = PUBLISHED[0], PUBLISHED[7]
+QUICK = (PUBLISHED[7],)
 
 
 @pytest.mark.parametrize(
@@ -65,17 +65,6 @@ def test_baselines_equal_the_published_table_within_sampling_error(
             # Where all of our levels are solved, one level of 256 may still differ.
             allowed = max(3 * error, 3 / 256)
             assert abs(statistics.fmean(ours) - published / 100) <= allowed
-
-
-def test_random_play_does_not_depend_on_the_slip():
-    # A random direction that slips is still a random direction.
-    rates = [
-        compute_baselines(
-            make("frozen-lake", success_probability=q), Budget(10, 1, 10), range(123, 127)
-        )
-        for q in (1 / 3, 0.8, 1.0)
-    ]
-    assert rates[0].random == pytest.approx(rates[1].random) == pytest.approx(rates[2].random)
 
 
 @pytest.mark.parametrize(
@@ -124,33 +113,13 @@ def test_exact_and_sampled_baselines_agree(name, params, budget):
             assert exact.optimal_return == pytest.approx(sampled.optimal_return)
 
 
-def test_an_environment_without_a_solver_has_no_optimal_play(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = tmp_path / "heads.py"
-    path.write_text(
-        """
-from ragen.envs.contract import Env, generators
+def test_an_environment_without_a_solver_has_no_optimal_play():
+    class Unsolved(Bandit):
+        solve, baselines = (lambda *_: None for _ in range(2))
 
-class Heads(Env):
-    name, goal, rules, actions = "heads", "Heads", "Call it.", ("Heads", "Tails")
-    def reset(self, *, seed=None, options=None):
-        _, self.noise = generators(seed, options)
-        return "?", {}
-    def step(self, action):
-        won = (self.noise.random() < 0.5) == (self.action_index(action) == 0)
-        return "!", float(won), True, False, {"success": won, "effective": True}
-    def get_state(self):
-        return {"noise": self.noise.bit_generator.state}
-    def set_state(self, state):
-        self.noise.bit_generator.state = state["noise"]
-    def state_key(self):
-        return "?"
-""",
-        encoding="utf-8",
-    )
-    computed = measure_baselines(f"{path}:Heads", {}, PAPER, range(10), draws=40)
-    assert computed.optimal is None and computed.optimal_return is None and computed.draws == 400
-    assert abs(computed.random - 0.5) <= 4 * 0.5 / 400**0.5
+    found = compute_baselines(Unsolved(), PAPER, range(10), draws=40)
+    assert found.optimal is None and found.optimal_return is None and found.draws == 400
+    assert abs(found.random - 0.5) <= 4 * 0.5 / 400**0.5
 
 
 def test_random_play_of_free_text_is_measured():
@@ -255,12 +224,6 @@ class Hasty(Bandit):
 def test_optimal_play_takes_no_more_actions_than_the_budgets_allow():
     for budget, optimal in (Budget(2, 1, 2), 0.0), (Budget(1, 2, 1), 0.0), (Budget(1, 2, 2), 1.0):
         assert sample_baselines(Hasty(), budget, 123, 2).optimal == optimal
-
-
-def test_an_environment_that_always_fails_has_no_baselines(monkeypatch):
-    monkeypatch.setattr(Flaky, "step", lambda env, action: 1 / 0)
-    with pytest.raises(UserCodeError, match="division by zero"):
-        compute_baselines(Flaky(), Budget(1, 1, 1), [123, 124], draws=20)
 
 
 class Answering(Bandit):

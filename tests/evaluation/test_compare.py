@@ -143,20 +143,6 @@ def test_success_is_aggregated_over_several_environments(tmp_path: Path) -> None
     assert "in 10% of such suites of 2, at least one misses the truth" in " ".join(last.lines)
 
 
-def test_failed_episodes_are_reported() -> None:
-    def measure(target: str, _: Mapping[str, Any]) -> tuple[Evaluation, list[Outcome]]:
-        evaluation, outcomes = scripted({target: levels(1, 1)})(target, {})
-        broken = Outcome("bandit", 124, 0, False, 0.0, *(0,) * 7, "error", "ZeroDivisionError: 1/0")
-        return evaluation, [outcomes[0], broken]
-
-    comparison = compare_arms("", ["random"], ["solver"], {}, measure)
-    assert comparison.failures[0] == (
-        "random: 1 of 2 episodes failed in the environment and counts as no success: "
-        "ZeroDivisionError: 1/0"
-    )
-    assert comparison.failures[0] in " ".join(comparison_table(comparison).lines)
-
-
 def measured_targets(
     targets: list[str], envs: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[str, Any]]:

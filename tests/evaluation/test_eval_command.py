@@ -405,12 +405,3 @@ def test_wrong_arguments_are_reported_in_one_line(capsys: Capture) -> None:
         error = capsys.readouterr().err
         assert words in error and error.count("\n") == 1
     assert os.listdir() == []
-
-
-def test_a_page_that_cannot_be_written_after_play_is_reported_in_one_line(capsys: Capture) -> None:
-    """The outcomes are stored nevertheless."""
-    line = "eval random --env bandit --episodes 2 --markdown /dev/full"
-    assert main(line.split()) == 2
-    output = capsys.readouterr()
-    assert output.err == "ragen: cannot write /dev/full: no space left on device\n"
-    assert "random play" in output.out and os.listdir() == ["evals"]

@@ -96,19 +96,9 @@ def test_trained_pieces_are_the_replies_with_the_tokens_that_end_them() -> None:
 
 
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize(
-    ("template", "keys", "samples", "why"),
-    [
-        ("qwen3", {"prompt__history_thoughts": "drop"}, 3, "left out of the prompts"),
-        ("chatml", {"prompt__window": 1, "model__max_length": 4096}, 3, "prompt.window"),
-    ],
-)
-def test_it_is_said_whether_turns_join_and_why(
-    template: str, keys: dict[str, Any], samples: int, why: str
-) -> None:
-    found = inspect(template, **keys)
-    assert (len(found.samples), why in found.why) == (samples, True), found.why
-    assert found.turns == 3
+def test_it_is_said_why_turns_do_not_join() -> None:
+    found = inspect("qwen3", prompt__history_thoughts="drop")
+    assert (len(found.samples), found.turns) == (3, 3) and "left out of the prompts" in found.why
 
 
 @pytest.mark.usefixtures("hurried")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from ragen.cli.main import main
-from ragen.evaluation import kept_episodes
 from ragen.evaluation.evaluation import EVALS, evaluate_target
 from ragen.rollout import endpoint
 from ragen.rollout.endpoint import Server
@@ -98,21 +97,6 @@ def test_an_evaluation_goes_on_in_its_folder_and_another_one_gets_a_new_one() ->
         (k, m) for k in (123, 124, 125) for m in (0, 1)
     ]
     assert evaluate_target("random", values, episodes=2)[0].folder == ""
-
-
-def test_very_long_replies_and_very_many_episodes_are_not_kept_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(kept_episodes, "LONGEST", 1000)
-    monkeypatch.setattr(kept_episodes, "MOST", 3)
-    with FaultyServer(lambda *_: chat_reply("x" * 5000)) as server:
-        values = {"env": ROGUE, "env.max_turns": 2}
-        options: dict[str, Any] = {"server": Server(server.url), "out": EVALS}
-        result, _ = evaluate_target("m", values, episodes=5, **options)
-    kept = list(records(Path(result.folder)))
-    assert len(kept) == 3 and result.episodes == 5
-    assert kept[0]["turns"][0]["reply"] == "x" * 1000 + "… (4,000 more characters)"
-    assert len(kept[0]["turns"][1]["messages"]) < 6000
 
 
 @pytest.mark.parametrize("num_valid", [1, pytest.param(2, marks=pytest.mark.slow)])

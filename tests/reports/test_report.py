@@ -129,14 +129,6 @@ def test_the_change_of_recorded_evaluations_is_paired(tmp_path: Path) -> None:
     assert lines[1] == "T=1: 50.0% → 75.0%, +25.0 points [+12.8, +35.7], level by level."
 
 
-def test_the_best_evaluation_in_between_is_shown(tmp_path: Path) -> None:
-    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
-        for step, success in ((0, 0.5), (10, 0.9), (20, 0.8)):
-            recorder.evaluation(step, evaluation(success).record())
-    players = list(cells(read_facts(tmp_path), "Success"))
-    assert players[1:-1] == ["step 0, T=1", "step 10, T=1", "step 20, T=1"]
-
-
 def test_signals_show_their_extremes_with_the_step(run: Path) -> None:
     found = cells(read_facts(run), "Signals")
     assert found["success"] == ("0.6", "0.6 (1)", "0.9 (3)", "0.9", "▁▃███")
@@ -226,13 +218,6 @@ def test_run_without_finished_steps_has_a_report(tmp_path: Path) -> None:
     ):
         assert words in text
     assert list(tmp_path.glob("*.png")) == []
-
-
-def test_unfinished_run_can_be_reported(tmp_path: Path) -> None:
-    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
-        log(recorder, 1, 0.5)
-        recorder.commit()
-        assert read_facts(tmp_path).steps == 1
 
 
 # Plots

@@ -92,17 +92,6 @@ def test_parquet_holds_the_same_rows_as_jsonl(bandit_run: Path, tmp_path: Path) 
     )
 
 
-def test_parquet_is_written_in_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
-    monkeypatch.setattr("ragen.storage.export_episodes.ROWS_AT_ONCE", 4)
-    with new_recorder(tmp_path / "run") as recorder:
-        recorder.episodes(1, [Group(tuple(episode(turn(n)) for n in range(10)))])
-    assert export_episodes(tmp_path / "run", tmp_path / "out.parquet") == 10
-    file = parquet.ParquetFile(tmp_path / "out.parquet")
-    assert file.metadata.num_row_groups == 3
-    assert file.read().column("reward").to_pylist() == [float(n) for n in range(10)]
-
-
 def test_memory_of_an_export_does_not_grow_with_the_run(tmp_path: Path) -> None:
     def peak_memory(num: int) -> int:
         folder = tmp_path / f"run-{num}"

@@ -181,23 +181,6 @@ def test_events_are_read_in_order_with_their_data(recorder: Recorder) -> None:
     assert [e["text"] for e in read_events(recorder.folder)][-1] == "on"
 
 
-def test_forget_after_is_one_transaction(recorder: Recorder) -> None:
-    for step in range(3):
-        recorder.log(step, {"loss": mean(step)})
-        recorder.episodes(step, groups(1, 1))
-    recorder.commit()
-    recorder._connection.execute(
-        "CREATE TRIGGER stuck BEFORE DELETE ON metrics BEGIN SELECT RAISE(FAIL, 'stuck'); END"
-    )
-    with pytest.raises(sqlite3.IntegrityError, match="stuck"):
-        recorder.forget_after(0, 0)
-    assert (count(recorder, "metrics"), count(recorder, "episodes"), count(recorder, "turns")) == (
-        3,
-        3,
-        6,
-    )
-
-
 def test_events_cannot_be_deleted(recorder: Recorder) -> None:
     recorder.event(0, "alarm", "reward std fell")
     recorder.close()
@@ -222,14 +205,6 @@ def test_sample_arrays_are_read_as_written(recorder: Recorder) -> None:
         else:
             assert isinstance(blob, bytes)
             np.testing.assert_array_equal(decompress(name, blob), arrays[name])
-
-
-def test_invalid_sample_arrays_are_refused(recorder: Recorder) -> None:
-    with pytest.raises(ValueError, match="unknown sample arrays: token_id"):
-        recorder.samples(0, [{"group": 0, "member": 0, "token_ids": [1], "token_id": [1]}])
-    with pytest.raises(ValueError, match=r"returns has shape \(2,\), not \(1,\)"):
-        recorder.samples(0, [{"group": 0, "member": 0, "token_ids": [1], "returns": [1.0, 2.0]}])
-    recorder.close()
 
 
 def test_database_is_wal_while_open_and_one_plain_file_after(recorder: Recorder) -> None:
@@ -300,18 +275,6 @@ def test_a_write_that_failed_later_is_raised_once_and_ends_the_writing(recorder:
     assert count(recorder, "metrics") == 0
 
 
-def test_a_failed_creation_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object, **__: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(RagenError, match="no space left on device"):
-        Recorder.create(new_run_folder(tmp_path, "bandit"), "seed = 0")
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_run_is_never_overwritten(recorder: Recorder) -> None:
     recorder.close()
     with pytest.raises(RagenError, match="holds a run already"):
@@ -344,22 +307,6 @@ def test_a_second_recorder_is_refused_until_the_first_is_closed(recorder: Record
         Recorder.open(recorder.folder)
     recorder.close()
     Recorder.open(recorder.folder).close()
-
-
-def test_a_damaged_page_is_one_line_and_leaves_the_run_free(recorder: Recorder) -> None:
-    with recorder:
-        recorder.log(1, {"loss": mean(1.0)})
-    database = recorder.folder / DATABASE
-    with closing(sqlite3.connect(database)) as connection:
-        ((size,),) = connection.execute("PRAGMA page_size").fetchall()
-        root = "SELECT rootpage FROM sqlite_master WHERE name = 'tokens'"
-        ((page,),) = connection.execute(root).fetchall()
-    with database.open("r+b") as file:
-        file.seek((page - 1) * size)
-        file.write(b"\xff" * size)
-    for _ in range(2):  # the second one would wait for the claim of the first
-        with pytest.raises(RagenError, match=r"run\.sqlite cannot be read: .*malformed"):
-            Recorder.open(recorder.folder)
 
 
 def test_lone_surrogates_are_replaced(recorder: Recorder) -> None:

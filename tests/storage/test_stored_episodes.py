@@ -16,7 +16,7 @@ from hypothesis import given
 
 from ragen.algorithms.filters import SCORES, scores_of
 from ragen.core.errors import RagenError
-from ragen.core.types import Completion, Episode, Group
+from ragen.core.types import Episode, Group
 from ragen.storage.database import DATABASE, connect_to_read, fill, read
 from ragen.storage.recorder import Recorder
 from ragen.storage.schema import PLAYED, decompress
@@ -79,24 +79,6 @@ def test_a_prompt_that_extends_the_last_turn_stores_only_its_new_tokens() -> Non
     rows = connection.execute("SELECT prompt_joins, prompt_ids FROM turns ORDER BY turn").fetchall()
     kept = [(joins, decompress("prompt_ids", ids).tolist()) for joins, ids in rows]
     assert kept == [(0, [1, 2]), (1, [3]), (0, [1, 2, 3])]
-
-
-def test_episodes_of_an_endpoint_have_no_token_columns() -> None:
-    completion = Completion(None, None, "up", "stop", 0)
-    played = turn(thought="up")
-    endpoint = replace(
-        played,
-        completion=completion,
-        thought_span=None,
-        prompt=replace(played.prompt, token_ids=None),
-    )
-    rows = episode_rows(episode(endpoint, endpoint), "eval")
-    assert rows.token_ids == frozenset()
-    connection = database_of(episode(endpoint, endpoint))
-    columns = "prompt_ids, completion_ids, logprobs, thought_start, thought_end, num_tokens"
-    assert connection.execute(f"SELECT DISTINCT {columns} FROM turns").fetchall() == [(None,) * 6]
-    numbers = "num_tokens, thought_tokens, entropy, group_score"
-    assert connection.execute(f"SELECT {numbers} FROM episodes").fetchall() == [(None,) * 4]
 
 
 def test_the_text_of_a_token_is_written_once(recorder: Recorder) -> None:
@@ -181,13 +163,6 @@ def test_every_list_query_reads_one_covering_index() -> None:
         )
         ((*_, plan), *_) = connection.execute(f"EXPLAIN QUERY PLAN {query}").fetchall()
         assert "USING COVERING INDEX episodes_for_lists" in plan
-
-
-def test_a_group_query_searches_an_index() -> None:
-    where = "attempt = 0 AND step = 1 AND phase = 'train' AND \"group\" = 2"
-    query = f"EXPLAIN QUERY PLAN SELECT * FROM episodes WHERE {where}"
-    ((*_, plan),) = database_of(episode()).execute(query)
-    assert "SEARCH episodes USING INDEX episodes_by_step (attempt=? AND step=? AND phase=?" in plan
 
 
 # Cross-scores.

@@ -156,18 +156,6 @@ def test_a_run_that_does_not_fall_survives_and_has_no_lead() -> None:
     assert MEASURES["survived"](run) == 9 / 20  # the mean of steps 6 to 10 is the first below .25
 
 
-def test_a_metric_below_zero_falls_by_half_of_its_size() -> None:
-    metrics = {"a": dict.fromkeys(range(1, 21), -1.0)}
-    assert measure_of("onset:a")(RunFacts({}, metrics)) == 21
-    metrics["a"] |= dict.fromkeys(range(11, 21), -2.0)
-    assert measure_of("onset:a")(RunFacts({}, metrics)) == 13  # the mean of steps 9 to 13 is −1.6
-
-
-def test_differences_of_measures_are_taken_from_left_to_right() -> None:
-    run = RunFacts({0: 0.25, 5: 1.0, 10: 0.5}, {})
-    assert measure_of("peak - final - before")(run) == 0.25
-
-
 def test_rolled_back_results_are_ignored(tmp_path: Path) -> None:
     """Success .99 at step 4 was rolled back to step 2; the run ends at step 4 with .3."""
     base = evaluation(0.5)

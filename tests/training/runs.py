@@ -127,7 +127,7 @@ def _results_of(run: Path) -> dict[str, Any]:
     return recorded_results(run)
 
 
-def uninterrupted(config: Config, *_: object) -> dict[str, Any]:
+def uninterrupted(config: Config) -> dict[str, Any]:
     """The results of `uninterrupted_run`."""
     return _results_of(uninterrupted_run(config))
 

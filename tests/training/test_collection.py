@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ragen.algorithms.batch import Batch, collate
+from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.types import Completion, Episode, Prompt, Sample
 from ragen.engines.engine import Engine

@@ -155,7 +155,7 @@ def test_a_lost_engine_changes_no_result(
 def test_a_lost_engine_changes_no_result_of_ppo(tmp_path: Path, losing: Losing) -> None:
     """A critic and a KL reference are lost with it; a step has several updates."""
     config = make_config(**SAME | GAE | {"diagnose__gradients_every": 1, "steps": 2})
-    expected = uninterrupted(config, tmp_path)
+    expected = uninterrupted(config)
     names = ("gradient_norms", "score", "update")
     moments = tuple(Moment(name, call, late=True) for call, name in enumerate(names, 1))
     losses = losing(*moments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sqlite3
 import threading
 from pathlib import Path
@@ -21,7 +20,6 @@ from ragen.storage.database import CONFIG, DATABASE, is_claimed
 from ragen.storage.recorder import Recorder
 from ragen.viewer import reading as viewer_reading
 from ragen.viewer.reading import NotFound, Question, Runs, Unanswered, Unreadable
-from ragen.viewer.run_list import run_summary
 from ragen.viewer.server import ROUTES, Json
 from tests.cli.test_cli import evaluation
 
@@ -62,11 +60,6 @@ def test_the_list_of_runs_has_state_progress_and_success(root: Path) -> None:
     assert run_of(root, "study/arms/half")["state"] == "interrupted"
 
 
-def test_runs_are_listed_newest_first(root: Path) -> None:
-    os.utime(root / "lake" / CONFIG, (1, 1))
-    assert [run["run"] for run in ask(root, "runs")["runs"]] == ["study/arms/half", "lake"]
-
-
 def test_the_folder_of_the_viewer_may_be_a_run(root: Path) -> None:
     (run,) = ask(root / "lake", "runs")["runs"]
     assert (run["run"], run["name"]) == (".", "lake")
@@ -83,14 +76,6 @@ def test_a_run_is_running_while_a_process_writes_it(tmp_path: Path) -> None:
         assert (run_of(tmp_path, "a")["step"], run_of(tmp_path, "a")["state"]) == (1, "running")
         recorder.event(1, "guard", "stopped: reward_drop", {"action": "stop"})
     assert run_of(tmp_path, "a")["state"] == "stopped"
-
-
-def test_a_run_with_a_budget_of_updates_finishes_by_updates(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    config = resolve("bandit", {"steps": 2, "budget": "updates", "eval.episodes": 0})
-    with Recorder.create(tmp_path / "a", dump(config)) as recorder:
-        log_step(recorder, 1, 0.5)  # Two updates.
-    assert run_of(tmp_path, "a")["state"] == "finished"
 
 
 def test_every_question_is_answered_for_a_run_without_steps(tmp_path: Path) -> None:
@@ -138,24 +123,6 @@ def test_an_unreadable_run_reports_its_problem_in_one_line(root: Path, tmp_path:
         assert message in runs[name]["problem"] and "\n" not in runs[name]["problem"]
         with pytest.raises(Unreadable, match=r"run\.sqlite|config\.toml"):
             ask(tmp_path, "run", run=name)
-
-
-def test_an_unreadable_run_is_read_again_and_a_readable_one_is_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_run(tmp_path / "a")
-
-    def locked(path: Path) -> sqlite3.Connection:
-        raise sqlite3.OperationalError("database is locked")
-
-    runs = Runs(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(viewer_reading, "connect_to_read", locked)
-        assert run_summary(runs, "a")["state"] == "unreadable"
-    assert run_summary(runs, "a")["state"] == "finished"
-    with monkeypatch.context() as patch:
-        patch.setattr(viewer_reading, "connect_to_read", locked)
-        assert run_summary(runs, "a")["state"] == "finished", "a readable run was read again"
 
 
 def test_invalid_values_in_one_run_do_not_hide_the_others(tmp_path: Path) -> None:
@@ -285,18 +252,6 @@ def test_a_run_has_config_events_evaluations_and_metric_names(root: Path) -> Non
     assert run["episode_steps"] == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_a_later_evaluation_does_not_change_the_success_of_a_run(tmp_path: Path) -> None:
-    make_run(tmp_path / "a")
-    before = ask(tmp_path, "runs")["runs"][0]
-    settings = {"env.name": "w", "seed": 0, "temperature": 1.0}
-    with OutcomeStore(tmp_path / "a", settings) as store:
-        store.finish(evaluation(0.12).record() | {"env": "w", "random": 0.01})
-    after = ask(tmp_path, "runs")["runs"][0]
-    names = ("success", "before", "random", "optimal", "state")
-    assert {name: after[name] for name in names} == {name: before[name] for name in names}
-    assert after["success"]["step"] == 6
-
-
 def test_differences_are_relative_to_the_recipe_or_the_preset(tmp_path: Path) -> None:
     configs = {
         "of-mine": resolve("bandit").model_copy(update={"recipe": "of-mine"}),
@@ -315,15 +270,6 @@ def test_differences_are_relative_to_the_recipe_or_the_preset(tmp_path: Path) ->
         file.write("\n[of_another_version]\nkey = 1\n")
     run = ask(tmp_path, "run", run="ppo")
     assert run["differences"] is None and run["config"]["of_another_version.key"] == 1
-
-
-def test_the_configs_of_two_runs_have_the_same_keys(root: Path, tmp_path: Path) -> None:
-    make_run(tmp_path / "a")
-    (tmp_path / "b").mkdir()
-    Recorder.create(tmp_path / "b", dump(resolve("frozen-lake", {"steps": 6}))).close()
-    a, b = (ask(tmp_path, "run", run=name)["config"] for name in ("a", "b"))
-    assert a.keys() == b.keys() and [key for key in a if a[key] != b[key]] == ["seed"]
-    assert (a["seed"], b["seed"]) == (7, 0)
 
 
 def test_metrics_have_every_axis_and_the_values_that_were_rolled_back(root: Path) -> None:
@@ -568,24 +514,3 @@ def test_runs_outside_the_folder_are_not_found(tmp_path: Path) -> None:
         with pytest.raises(NotFound, match="there is no run"):
             ask(runs, "run", run=name)
     assert [run["run"] for run in ask(runs, "runs")["runs"]] == ["lake"]
-
-
-def test_the_name_of_a_run_may_hold_colons(tmp_path: Path) -> None:
-    make_run(tmp_path / "2026-11-21T22:59:48")
-    assert ask(tmp_path, "run", run="2026-11-21T22:59:48")["step"] == 6
-
-
-def test_a_folder_without_permission_does_not_hide_other_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_run(tmp_path / "lake")
-    (tmp_path / "secret").mkdir()
-    stat = os.stat
-
-    def refuse(path: Any, *rest: Any, **more: Any) -> os.stat_result:
-        if "secret" in str(path):
-            raise PermissionError(13, "Permission denied", path)
-        return stat(path, *rest, **more)
-
-    monkeypatch.setattr(os, "stat", refuse)
-    assert [run["run"] for run in ask(tmp_path, "runs")["runs"]] == ["lake"]

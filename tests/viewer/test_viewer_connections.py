@@ -142,19 +142,3 @@ def test_a_host_that_is_not_this_machine_is_refused() -> None:
         with pytest.raises(RagenError) as error:
             listen(host, 0)
         assert message in str(error.value) and str(error.value).isprintable()
-
-
-def test_a_name_is_served_on_the_first_of_its_addresses_that_can_be(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def two(*_: object, **__: object) -> list[object]:
-        kind = (socket.SOCK_STREAM, 0, "")
-        return [
-            (socket.AF_INET6, *kind, ("2001:db8::1", 0, 0, 0)),
-            (socket.AF_INET, *kind, ("192.0.2.1", 0)),
-            (socket.AF_INET, *kind, ("127.0.0.1", 0)),
-        ]
-
-    monkeypatch.setattr(socket, "getaddrinfo", two)
-    with listen("box", 0) as listening:
-        assert listening.getsockname()[0] == "127.0.0.1"

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
 from pathlib import Path
 from typing import Any
 
 from viewer_run import make_engine_run, make_run
 
-from ragen.storage.database import DATABASE
-from ragen.viewer.live import run_news
 from ragen.viewer.processes import MOST, engine_of
 from ragen.viewer.reading import Question, Runs
 from ragen.viewer.server import ROUTES
@@ -18,11 +14,6 @@ from ragen.viewer.server import ROUTES
 
 def engine(root: Path, run: str) -> Any:
     return ROUTES["/api/run"](Question(Runs(root), {"run": run}))["engine"]
-
-
-def event(what: str, process: str | None = None, step: int = 1) -> dict[str, Any]:
-    data = {"what": what} | ({"process": process} if process else {})
-    return {"kind": "engine", "step": step, "text": f"{process} is {what}", "data": data}
 
 
 def test_processes_have_the_state_of_their_last_event(tmp_path: Path) -> None:
@@ -43,17 +34,6 @@ def test_a_run_in_one_process_has_no_processes(tmp_path: Path) -> None:
     assert engine_of({"engine.name": "local"}, ["engine/queue"], []) == []  # It plays ahead.
 
 
-def test_a_new_engine_has_new_processes_but_those_that_left() -> None:
-    events = [event("lost", "learner 0"), event("left", "sampler 3"), event("lost")]
-    events += [event("restored"), event("stale")]
-    rows = engine_of({}, [], events)
-    assert rows is not None
-    assert [(row["process"], row["state"]) for row in rows] == [
-        ("learner 0", "running"),
-        ("sampler 3", "left"),
-    ]
-
-
 def test_a_config_or_events_of_another_program_break_nothing() -> None:
     for count in (10**12, -1, "many", None, 2.5, [1]):
         config = {"engine.name": "ray", "engine.samplers": count, "engine.learners": 1}
@@ -63,13 +43,3 @@ def test_a_config_or_events_of_another_program_break_nothing() -> None:
     events = [{"kind": "engine", "step": 1, "text": "?", "data": data} for data in strange]
     rows = engine_of({}, [], events)
     assert rows is not None and len(rows) == 1
-
-
-def test_an_event_of_the_engine_is_news(tmp_path: Path) -> None:
-    folder = make_engine_run(tmp_path / "ray", steps=3)
-    news = run_news(Runs(tmp_path), folder)
-    assert next(news) == []
-    row = "(attempt, step, time, kind, text, data) VALUES (0, 3, 0, 'engine', 'lost', '{}')"
-    with contextlib.closing(sqlite3.connect(folder / DATABASE)) as connection, connection:
-        connection.execute(f"INSERT INTO events {row}")
-    assert [name for name, _ in next(news)] == ["alarm"]

@@ -19,7 +19,7 @@ from ragen.core.types import Group
 from ragen.diagnostics.collapse import HIGH_ENTROPY, HIGH_MI, MIN_PROMPTS
 from ragen.storage.database import new_run_folder
 from ragen.storage.recorder import Recorder
-from ragen.viewer.phrases import MOST_PHRASES, MOST_STEPS, spread
+from ragen.viewer.phrases import MOST_PHRASES, MOST_STEPS
 from ragen.viewer.reading import NotFound, Question, Runs, Unanswered
 from ragen.viewer.server import ROUTES, Json
 
@@ -76,20 +76,6 @@ def test_collapse_is_empty_without_measurements(recorder: Recorder) -> None:
     answer = ask(recorder, "/api/collapse")
     assert answer["paths"] == {} and answer["matrix_steps"] == []
     assert answer["gradients"] == {"steps": [], "buckets": []}
-
-
-def test_collapse_has_gradients_by_bucket(recorder: Recorder) -> None:
-    recorder.log(1, {"gradient_by_std/0/reward_std": last(0.1)})
-    recorder.log(3, {"gradient_by_std/0/reward_std": last(0.2)})
-    recorder.log(3, {"gradient_by_std/1/reward_std": last(0.4)})
-    recorder.log(3, {"gradient_by_std/1/task_per_token": last(7.0)})
-    assert ask(recorder, "/api/collapse")["gradients"] == {
-        "steps": [1, 3],
-        "buckets": [
-            {"bucket": "0", "reward_std": [0.1, 0.2]},
-            {"bucket": "1", "reward_std": [None, 0.4], "task_per_token": [None, 7.0]},
-        ],
-    }
 
 
 def test_a_matrix_has_scores_thoughts_and_prompts(recorder: Recorder) -> None:
@@ -166,11 +152,6 @@ def test_phrases_are_limited_in_steps_and_number(recorder: Recorder) -> None:
         ask(recorder, "/api/phrases", words=100)
 
 
-def test_spread_picks_evenly_spaced_items() -> None:
-    assert spread([1, 2], 3) == [1, 2]
-    assert spread(list(range(101)), 3) == [0, 50, 100]
-
-
 # ---- before and after
 
 
@@ -200,10 +181,3 @@ def test_only_levels_of_both_evaluations_are_paired(recorder: Recorder) -> None:
     log_successes(recorder, 10, [True, True])
     (gain,) = ask(recorder, "/api/compare")["comparisons"]
     assert (gain["levels"], gain["won"]) == (2, 2)
-
-
-def test_one_evaluation_gives_no_comparison(recorder: Recorder) -> None:
-    log_successes(recorder, 0, [True])
-    log_successes(recorder, 0, [True], phase="eval greedy")
-    recorder.episodes(3, [group_of_thoughts("t", level=10_000)])
-    assert ask(recorder, "/api/compare")["comparisons"] == []

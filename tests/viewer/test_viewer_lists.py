@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import sqlite3
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -208,15 +207,6 @@ def test_lists_read_only_the_covering_index(root: Path) -> None:
             assert "COVERING INDEX episodes_for_lists" in step[3]
 
 
-def test_facets_are_empty_without_episodes(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "lake")
-    with sqlite3.connect(run / DATABASE) as connection:
-        connection.execute("DELETE FROM episodes")
-    answer = list_episodes(tmp_path)
-    assert (answer["episodes"], answer["total"]) == ([], 0)
-    assert answer["facets"] == {"phases": [], "envs": [], "stop_reasons": [], "steps": None}
-
-
 def test_invalid_cursors_are_refused(root: Path) -> None:
     for cursor in ("x", "bnVsbA", "WzEsICJhIl0", "W1tdLCAxXQ", HUGE):
         with pytest.raises(Unanswered, match="not valid for this list"):
@@ -225,8 +215,3 @@ def test_invalid_cursors_are_refused(root: Path) -> None:
 
 HUGE = base64.urlsafe_b64encode(b"[1, 1" + b"0" * 400 + b"]").decode()
 """An id that no database holds."""
-
-
-def test_the_default_order_is_by_step_across_attempts(root: Path) -> None:
-    steps = [each["step"] for each in list_episodes(root, limit=200)["episodes"]]
-    assert all(a <= b for a, b in pairwise(steps))

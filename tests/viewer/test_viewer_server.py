@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -22,7 +21,6 @@ import pytest
 from starlette.testclient import TestClient, WebSocketDenialResponse
 from viewer_run import log_step, make_run
 
-from ragen.cli import servers
 from ragen.cli.main import main
 from ragen.config.reading import dump, resolve
 from ragen.serving.server import listen
@@ -352,22 +350,6 @@ def test_a_page_that_saw_the_end_hears_of_a_restart_between_two_looks(tmp_path: 
     assert [name for name, _ in next(news)] == ["end"]
 
 
-def test_a_run_is_not_watched_after_its_last_listener_left(tmp_path: Path) -> None:
-    """The watcher of a stream ends with its last listener."""
-    make_run(tmp_path / "a")
-    watching = live.Live(Runs(tmp_path))
-
-    async def look() -> None:
-        stream = watching.stream(tmp_path / "a")
-        assert await anext(stream) == b": here\n\n"
-        assert list(watching._tasks) == [tmp_path / "a"]
-        await stream.aclose()
-        while watching._tasks:
-            await asyncio.sleep(0.05)
-
-    asyncio.run(asyncio.wait_for(look(), 10))
-
-
 # The command
 
 
@@ -383,17 +365,3 @@ def test_invalid_arguments_are_one_line_and_exit_code_2(tmp_path: Path, capsys: 
             assert main(["view", str(folder), *options]) == 2
             error = capsys.readouterr().err
             assert error.startswith("ragen: ") and error.count("\n") == 1 and message in error
-
-
-def test_a_browser_is_opened_only_on_a_local_display(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
-    for name in ("CI", "SSH_CONNECTION", "DISPLAY", "WAYLAND_DISPLAY"):
-        monkeypatch.delenv(name, raising=False)
-    assert not servers._has_browser()
-    monkeypatch.setenv("DISPLAY", ":0")
-    assert servers._has_browser()
-    monkeypatch.setenv("SSH_CONNECTION", "1.2.3.4 5 6.7.8.9 22")
-    assert not servers._has_browser()
-    monkeypatch.delenv("SSH_CONNECTION")
-    monkeypatch.setenv("CI", "true")
-    assert not servers._has_browser()

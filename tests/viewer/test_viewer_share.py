@@ -29,7 +29,7 @@ from ragen.core.types import Group
 from ragen.storage.database import DATABASE, new_run_folder
 from ragen.storage.recorder import Recorder
 from ragen.viewer import bundle
-from ragen.viewer.share import Anonymizer, _shorten, key_of, share
+from ragen.viewer.share import Anonymizer, key_of, share
 from tests.shared import own
 
 ATTACKS = (
@@ -191,14 +191,6 @@ def test_the_files_hold_their_answers(texts: dict[str, str]) -> None:
     assert {each["step"] for each in played} == {1, 2}
 
 
-def test_a_shortened_list_records_its_full_length() -> None:
-    levels = [{"phase": phase, "level": n} for phase in ("eval", "eval greedy") for n in range(5)]
-    answer = {"levels": [*levels, {"phase": "of one", "level": 0}]}
-    _shorten(answer, "levels", "phase", 3)
-    assert [each["level"] for each in answer["levels"]] == [0, 2, 4, 0, 2, 4, 0]
-    assert answer["all"] == {"eval": 5, "eval greedy": 5, "of one": 1}
-
-
 def test_keys_equal_those_of_the_front_end() -> None:
     assert key_of("/api/runs", {}) == "/api/runs"
     # As encodeURIComponent: these are unchanged, and any other character becomes %XX of its UTF-8.
@@ -317,17 +309,6 @@ def test_modules_become_functions_in_the_order_of_their_imports(tmp_path: Path) 
     assert "return { default: one, three: three, two: two };" in script
     assert "return { four: four };" in script and "return { Five: Five };" in script
     assert not re.search(r"^(import|export)", script, re.M)
-
-
-def test_an_unsupported_or_circular_import_is_refused(tmp_path: Path) -> None:
-    for text in (
-        *("export let x = 1;", 'export * from "./b.js";', 'import * as b from "./b.js";'),
-        *('import "./b.js";', "import(`./${name}.js`);"),
-    ):
-        with pytest.raises(AssertionError, match="a form that a shared file cannot have"):
-            bundle_of(tmp_path, app=text)
-    with pytest.raises(AssertionError, match="imports itself"):
-        bundle_of(tmp_path, app='import b from "./b.js";', b='import a from "./app.js";')
 
 
 def test_the_front_end_is_bundled_with_its_licences() -> None:

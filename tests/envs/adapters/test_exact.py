@@ -32,8 +32,7 @@ NEEDS = {
     "reasoning_gym": {"reasoning-gym:leg_counting": {}},
     "textarena": {"textarena:GuessTheNumber-v0": {}, "textarena:TicTacToe-v0": {}},
     "verifiers": {VERIFIERS: {"kind": "guess"}, f"{VERIFIERS} with tools": {"kind": "tools"}},
-    "openenv": {f"openenv:{TESTS / f'openenv_{name}.py'}:app": {} for name in ("walk", "shop")},
-    "mcp": {"mcp": {}},
+    "openenv": {f"openenv:{TESTS / 'openenv_light.py'}:app": {}},
     "gymnasium": {"gymnasium:FrozenLake-v1": {}, "gymnasium:Blackjack-v1": {}},
 }
 CASES = {name: (params, module) for module, each in NEEDS.items() for name, params in each.items()}
@@ -49,10 +48,6 @@ def maker(name: str) -> Callable[[], Env]:
     params, module = CASES[name]
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"needs {module}")
-    if name == "mcp":
-        from tests.envs.adapters.test_mcp import Fruit
-
-        return Fruit
     return partial(make, name.removesuffix(" with tools"), **params)
 
 

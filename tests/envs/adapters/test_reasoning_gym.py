@@ -1,6 +1,5 @@
 """Tasks of reasoning-gym through RAGEN: its questions and its scores."""
 
-import asyncio
 import re
 import sys
 
@@ -8,16 +7,13 @@ import pytest
 
 from ragen.config.extensions import ENV, load
 from ragen.core.errors import RagenError
-from ragen.core.types import Completion
 from ragen.envs.adapters.adapted import version_of
 from ragen.envs.checker import check
 from ragen.envs.registry import make
 from ragen.evaluation.baselines import Budget, compute_baselines
-from ragen.rollout.groups import run_groups
-from ragen.rollout.setup import Setup
 
 reasoning_gym = pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym")
-TASKS = ("chain_sum", "gcd", "number_sorting", "word_ladder", "gsm_symbolic", "propositional_logic")
+TASKS = ("chain_sum", "number_sorting", "gsm_symbolic", "propositional_logic")
 LEVELS = (123, 10_000, 10_499, 10_500, 2**31 + 1)
 
 
@@ -55,36 +51,6 @@ def test_levels_differ_and_follow_from_their_seed():
 @pytest.mark.parametrize("task", TASKS)
 def test_task_keeps_the_contract(task):
     check(make(f"reasoning-gym:{task}"), levels=2)
-
-
-def test_episodes_through_the_rollout_have_the_scores_of_the_library():
-    class Half:
-        """Answers right on even levels."""
-
-        async def complete(self, prompt):
-            question = prompt.messages[-1]["content"]
-            level = next(each for each in LEVELS if item_of("gcd", each)[1]["question"] in question)
-            answer = item_of("gcd", level)[1]["answer"] if level % 2 == 0 else "0"
-            return Completion(None, None, f"<answer>{answer}</answer>", "stop", 0)
-
-    setup = Setup(
-        "reasoning-gym:gcd",
-        lambda: make("reasoning-gym:gcd"),
-        turns=1,
-        actions_per_turn=1,
-        actions=1,
-        style="paper",
-        think=False,
-        prefilled=False,
-    )
-    groups = asyncio.run(run_groups(Half(), setup, LEVELS, 1, (0, "eval")))
-    episodes = [group.episodes[0] for group in groups]
-    assert [episode.success for episode in episodes] == [level % 2 == 0 for level in LEVELS]
-    for level, episode in zip(LEVELS, episodes, strict=True):
-        dataset, item = item_of("gcd", level)
-        assert episode.total_reward == dataset.score_answer(
-            item["answer"] if level % 2 == 0 else "0", item
-        )
 
 
 def test_there_is_no_random_play():

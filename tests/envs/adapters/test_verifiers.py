@@ -48,13 +48,6 @@ def test_one_turn_is_scored_by_the_rubric():
     assert env.step("7")[1:] == (0.0, True, False, {"success": False, "effective": True})
 
 
-def test_success_is_a_reward_that_may_be_set():
-    for success_at, success in ((1.0, False), (0.5, True)):
-        env = make(NAME, kind="half", success_at=success_at)
-        env.reset(seed=10_000)  # 1 + 5: one away costs half
-        assert env.step("7")[1:] == (0.5, True, False, {"success": success, "effective": True})
-
-
 def test_levels_are_examples_of_the_training_and_of_the_evaluation_dataset():
     env = make(NAME, evaluated=3)
     assert questions(env, (123, 124, 125, 126)) == ["0 + 50", "1 + 50", "2 + 50", "0 + 50"]
@@ -66,13 +59,6 @@ def test_an_only_dataset_is_divided_and_one_example_serves_both():
     assert questions(env, (123, 124, 125)) == ["0 + 5", "4 + 5", "0 + 5"]
     assert questions(env, range(10_000, 10_006)) == [f"{i} + 5" for i in (1, 2, 3, 5, 6, 7)]
     assert questions(make(NAME, size=1), (123, 10_000)) == ["0 + 5", "0 + 5"]
-
-
-def test_examples_of_the_prompt_are_shown_with_their_roles():
-    shots = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
-    env = make(NAME, few_shot=shots)
-    assert env.reset(seed=10_000)[0] == "user: 1 + 1\n\nassistant: 2\n\nuser: 1 + 5"
-    assert env.step("6")[1] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -112,13 +98,6 @@ def test_turns_are_those_of_the_environment_and_the_reward_comes_at_the_end():
     assert said(env)[1::2] == ["1", "7", "3"] and said(env)[-1] == "Yes!"
 
 
-def test_the_turns_of_the_environment_end_without_its_answer():
-    env = make(NAME, kind="guess", max_turns=2)
-    wrong = "1" if number_of(env, 123) != 1 else "2"
-    assert not env.step(wrong)[2]
-    assert env.step(wrong)[:4] == ("Your answer has the reward 0.", 0.0, True, False)
-
-
 def test_tools_are_called_and_the_rubric_sees_the_calls():
     env = make(NAME, kind="tools", max_turns=4)
     price, times = (each["function"] for each in env.tools)
@@ -151,20 +130,6 @@ def test_wrong_calls_have_the_environments_own_results():
     assert strict.step(write_call("price", fruit="plums"))[1:3] == (0.0, True)
 
 
-def test_a_tool_with_a_state_and_the_limit_of_turns():
-    env = make(NAME, kind="wallet", max_turns=2)
-    env.reset(seed=10_000)
-    assert list(env.tools[0]["function"]["parameters"]["properties"]) == ["cents"]
-    assert env.step(write_call("spend", cents=3))[:3] == ("7 left", 0.0, False)
-    assert env.step(write_call("spend", cents=3))[1:3] == (0.0, True)  # the second of two turns
-
-
-def test_an_example_with_tools_of_its_own_fails():
-    env = make(NAME, kind="own tools")
-    with pytest.raises(UserCodeError, match="the example has other tools than the environment"):
-        env.reset(seed=10_000)
-
-
 def test_tools_are_shown_by_a_models_template_and_their_results_are_never_trained():
     env = make(NAME, kind="tools")
     chat = Chat(tool_tokenizer("hermes"), think=False, tools=env.tools)
@@ -195,7 +160,7 @@ def test_randomness_follows_from_the_seeds():
     assert cheers == {"Well", "Hm", "No"}
 
 
-@pytest.mark.parametrize("kind", ["sums", "half", "tools", "wallet"])
+@pytest.mark.parametrize("kind", ["sums", "half", "tools"])
 def test_environments_keep_the_contract(kind):
     check(make(NAME, kind=kind, evaluated=4))
 
@@ -203,16 +168,6 @@ def test_environments_keep_the_contract(kind):
 def test_an_environment_that_does_not_repeat_itself_fails_the_check():
     with pytest.raises(RagenError):
         check(make(NAME, kind="restless"))
-
-
-def test_snapshots_play_the_actions_again():
-    env = make(NAME, kind="guess")
-    wrong = "7" if number_of(env, 123) < 7 else "1"
-    env.step(wrong)
-    state, twin = env.get_state(), make(NAME, kind="guess")
-    twin.set_state(state)
-    assert twin.state_key() == env.state_key()
-    assert twin.step(wrong) == env.step(wrong)
 
 
 def test_an_episode_that_is_left_is_cleaned_up_and_its_threads_end():
@@ -262,57 +217,24 @@ def test_a_failure_in_the_environment_is_raised():
         env.step("seven")
 
 
-def test_instances_work_in_other_threads_and_beside_a_running_loop():
-    found = []
-    thread = threading.Thread(target=lambda: found.append(make(NAME, size=5).reset(seed=123)[0]))
-    thread.start()
-    thread.join()
-
-    async def reset():
-        return make(NAME, size=6).reset(seed=123)[0]
-
-    assert [*found, asyncio.run(reset())] == ["0 + 5", "0 + 5"]
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"kind": "mcp"}, "is a MCPEnv, which keeps its MCP servers running in a thread"),
-        ({"kind": "comparing"}, "scores episodes by comparing them"),
-        ({"size": 0}, "has no examples"),
-        ({"parser": "no_such"}, "cannot be made: KeyError: 'no_such'"),
-    ],
-)
-def test_what_cannot_be_played_is_refused_in_one_line(params, message):
-    with pytest.raises(RagenError, match=re.escape(message)) as error:
-        make(NAME, **params)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("no-such-env", "no module 'no_such_env' is installed here: install the package"),
-        ("", "no module '' is installed here"),
-        ("json", "json has no environment named 'load_environment'"),
-    ],
-)
-def test_unknown_environments_are_refused_in_one_line(target, message):
-    with pytest.raises(RagenError, match=re.escape(message)) as error:
-        make(f"verifiers:{target}")
-    assert "\n" not in str(error.value)
+def test_what_is_unknown_or_cannot_be_played_is_refused_in_one_line():
+    for name, params, message in (
+        (NAME, {"kind": "mcp"}, "is a MCPEnv, which keeps its MCP servers running in a thread"),
+        (NAME, {"kind": "comparing"}, "scores episodes by comparing them"),
+        (NAME, {"size": 0}, "has no examples"),
+        (NAME, {"parser": "no_such"}, "cannot be made: KeyError: 'no_such'"),
+        ("verifiers:no-such-env", {}, "no module 'no_such_env' is installed here: install the p"),
+        ("verifiers:", {}, "no module '' is installed here"),
+        ("verifiers:json", {}, "json has no environment named 'load_environment'"),
+    ):
+        with pytest.raises(RagenError, match=re.escape(message)) as error:
+            make(name, **params)
+        assert "\n" not in str(error.value)
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(RagenError, match=re.escape("pip install 'ragen-rl[verifiers]'")):
-        make("verifiers:no_such_env")
-
-
-def test_a_newer_package_is_refused(monkeypatch):
-    monkeypatch.delattr(vf, "__getattr__")
-    monkeypatch.delattr(vf, "MultiTurnEnv", raising=False)
-    with pytest.raises(RagenError, match="has no load_environment any more"):
         make("verifiers:no_such_env")
 
 
