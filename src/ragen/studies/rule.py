@@ -13,7 +13,7 @@ seeds.
 The mean has no such interval that also decides. If a run in ten collapses, ten seeds show none in
 35 % of samples: an interval that is right nevertheless has to allow for it, and Student's and the
 bootstrap's are wrong. The median pair is what someone sees who repeats the study with one seed.
-`benchmarks/verdicts.py` compares them.
+`docs/studies/index.md` compares them.
 """
 
 from __future__ import annotations
