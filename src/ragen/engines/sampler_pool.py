@@ -48,7 +48,7 @@ class Answers:
 
 
 class Remote(Protocol):
-    """A sampler in another process; every method raises `ProcessLost` if it is lost."""
+    """A sampler in another process; every method raises `EngineLost` if it is lost."""
 
     async def submit(self, requests: Sequence[tuple[int, Prompt]], era: int) -> None:
         """Queue numbered requests; a later era begins without the memory of the earlier one."""
