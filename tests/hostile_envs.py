@@ -29,12 +29,6 @@ class Mute(Exception):
         raise RuntimeError("no text")
 
 
-class Slow(Exception):
-    def __str__(self) -> str:
-        while True:
-            pass
-
-
 class Whole(BaseException):
     pass
 
@@ -99,7 +93,6 @@ def fork_and_hang() -> None:
 
 RAISED: dict[str, tuple[Callable[[], object], str]] = {
     "sys.exit": (lambda: sys.exit(3), "SystemExit: 3"),
-    "KeyboardInterrupt": (throw(KeyboardInterrupt), "KeyboardInterrupt"),
     "BaseException": (throw(Whole("all")), "Whole: all"),
     "CancelledError": (throw(asyncio.CancelledError), "CancelledError"),
     "StopIteration": (throw(StopIteration), "StopIteration"),
@@ -168,6 +161,7 @@ TABLE = [*RAISED, *ANSWERS, *TAKEN]
 """What happens on level 0, 1, … if no deed is chosen; an environment survives all of it."""
 
 WORKER: dict[str, tuple[Callable[[], object], str]] = {
+    "KeyboardInterrupt": (throw(KeyboardInterrupt), "KeyboardInterrupt"),
     "os._exit": (lambda: os._exit(0), "_exit|exit code 0"),
     "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), "kill|signal 9"),
     "segmentation fault": (lambda: ctypes.string_at(0), "signal 11"),
@@ -191,7 +185,6 @@ DEEDS: dict[str, Callable[[], object]] = {
     "change everything": lambda: [change() for change in UNDONE.values()],
     "fork and hang": fork_and_hang,
     "print": lambda: sys.stdout.write("printed by the environment\n"),
-    "slow text": throw(Slow),
 }
 
 

@@ -46,9 +46,9 @@ PLACE = {folder: place for place, folder in enumerate(FOLDERS)}
 LIGHT_MODULES = {
     *("reports.report", "reports.facts", "reports.plots", "reports.card", "diagnostics.collapse"),
     *("studies.study", "studies.rule", "studies.measures", "studies.results", "studies.overview"),
-    *("models.names", "models.model_files", "models.trial", "models.hub", "models.sizes"),
+    *("models.names", "models.model_files", "models.hub", "models.sizes"),
     "models.prompting",
-    *("engines.machine", "engines.memory", "engines.player_host", "engines.hosts"),
+    *("engines.machine", "engines.memory", "engines.hosts"),
 }
 """Modules in folders with torch that do not load it themselves."""
 HEAVY_MODULES = {"evaluation.branch"}

@@ -30,7 +30,7 @@ from ragen.core.stopping import StopRequested
 from ragen.core.tables import Section, show
 from ragen.core.types import Completion, Episode, Prompt, Turn
 from ragen.evaluation.results import Evaluation
-from ragen.training.progress import Lines, LiveTable, Watcher, watcher_for
+from ragen.training.progress import Lines, LiveTable, OfCommand, Watcher, watcher_for
 
 Capture = pytest.CaptureFixture[str]
 
@@ -161,6 +161,20 @@ def test_dry_run_prints_a_config_and_writes_nothing(
     assert (config.update.lr, config.model.path, config.seed) == (3e-4, "there", 7)
     assert (config.prompt.think, config.env.params) == (False, {"risky_probability": 0.5})
     assert os.listdir(tmp_path) == []
+
+
+def test_hyphens_in_the_entries_of_a_table_are_kept(capsys: Capture, tmp_path: Path) -> None:
+    """They may be part of a path or of a name; elsewhere a hyphen may stand for an underscore."""
+    (tmp_path / "my-folder").mkdir()
+    file = tmp_path / "my-folder" / "my-terms.py"
+    file.write_text("def brevity(turn):\n    return 1.0\n")
+    shares = {"frozen-lake": 0.7, "frozen-lake-still": 0.3}
+    words = [word for name, share in shares.items() for word in (f"--env.mix.{name}", str(share))]
+    words += [f"--reward.terms.{file}:brevity", "0.1", "--rollout.num-groups", "8"]
+    assert main(["train", "mixed", "--dry-run", *words]) == 0
+    config = Config.model_validate(tomllib.loads(capsys.readouterr().out))
+    assert {name: mixed.share for name, mixed in config.env.mix.items()}.items() >= shares.items()
+    assert config.reward.terms == {f"{file}:brevity": 0.1} and config.rollout.num_groups == 8
 
 
 def test_dry_run_reports_a_missing_model(capsys: Capture) -> None:
@@ -378,7 +392,7 @@ def test_doctor_reports_why_training_fails(
 
 
 def test_watcher_depends_on_terminal_and_quiet() -> None:
-    assert type(watcher_for(Console(), quiet=True)) is Watcher
+    assert type(watcher_for(Console(), quiet=True)) is OfCommand
     assert type(watcher_for(Console(force_terminal=False))) is Lines
     assert type(watcher_for(Console(force_terminal=True))) is LiveTable
 

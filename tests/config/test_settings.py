@@ -202,7 +202,6 @@ def test_differences_name_the_preset_value() -> None:
 MIX: dict[str, Any] = {"bandit": 1, "sokoban": 1}
 MISTAKES: list[tuple[dict[str, object], str]] = [
     ({"update.lrr": 1.0}, "unknown key 'update.lrr'; did you mean 'update.lr'?"),
-    ({"world.turns": 5}, "world.turns is now env.max_turns"),
     ({"lr": 1.0}, "unknown key 'lr'; did you mean 'update.lr'?"),
     ({"update": {"pases": 1}}, "unknown key 'update.pases'; did you mean 'update.epochs'?"),
     ({"wrld.name": "x"}, "unknown key 'wrld.name'; did you mean 'env.name'?"),
@@ -251,7 +250,7 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
         {"engine.name": "ray", "engine.tensor_parallel": 2},
         'engine.tensor_parallel = 2 needs rollout.sampler = "vllm"',
     ),
-    ({"engine.most_samplers": 2}, 'beside this one: set engine.name = "ray"'),
+    ({"engine.samplers": 2}, 'beside this one: set engine.name = "ray"'),
     ({"loss.name": "gspo"}, "set loss.clip_low = 3e-4 and loss.clip_high = 4e-4"),
     ({"loss.dual_clip": 0.5}, "loss.dual_clip = 0.5: expected a bound above 1, or 0 for none"),
     ({"reward.terms.grounded": 0.1}, "no such reward term; did you mean 'grounding'?"),
@@ -261,11 +260,6 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
     (
         {"reward.terms.length": 1, "prompt.think": False},
         "are about thoughts: set prompt.think = true",
-    ),
-    ({"engine.name": "ray", "engine.players": 2}, "set env.isolate = true"),
-    (
-        {"eval.background": True, "eval.every": 10, "sources": {"python:Env": "0"}},
-        "eval.background needs code that another process can load: name a file",
     ),
     ({"loss.name": "nll"}, 'loss.name = "nll" learns from demonstrations'),
     ({"advantage.name": "grpo", "rollout.group_size": 1}, "set rollout.group_size to 2 or more"),
@@ -338,7 +332,6 @@ UNREAD = {  # for each key, a value other than the default and settings that lea
     "loss.dual_clip": (2.0, {"loss.name": "cispo"}),
     "loss.kl_kind": ("k2", {"loss.kl": 0.0}),
     "update.critic_lr": (0.1, {"algorithm": "starpo/grpo"}),
-    "eval.background": (True, {}),
     "eval.every": (5, {"eval.episodes": 0}),
     "eval.temperature": (0.5, {"eval.episodes": 0}),
     "diagnose.information_every": (1, {"prompt.think": False}),
@@ -365,20 +358,14 @@ READ: dict[str, dict[str, Any]] = {
     "filter.score": {"filter.rule": "top_k"},
     "filter.value": {"filter.rule": "top_k"},
     "guard.remedy": {"guard.responses.mi_drop": "rollback"},
-    "eval.background": {"eval.every": 10},
-    "engine.players": RAY | {"env.isolate": True},
     "engine.tensor_parallel": {"rollout.sampler": "vllm"},
-    **dict.fromkeys(
-        ("engine.min_members", "engine.close_after_s"),
-        RAY | {"engine.max_staleness": 1, "engine.min_members": 2, "engine.close_after_s": 30.0},
-    ),
 }
 """The settings that make the default algorithm read a key, or accept another value of it."""
 OTHERS: dict[str, Any] = {
     **{"env.name": "bandit", "model.path": "elsewhere", "rollout.sampler": "vllm"},
     **{"advantage.name": "grpo", "loss.name": "cispo", "record.trackers": "wandb"},
     **{"recipe": "mine", "algorithm": "starpo/grpo", "curriculum.stages": [{}]},
-    **{"prompt.tool_parser": "hermes", "engine.address": "auto", "engine.close_after_s": 60.0},
+    **{"prompt.tool_parser": "hermes", "engine.address": "auto"},
 }
 """Values other than the default, of keys whose default does not suggest one."""
 

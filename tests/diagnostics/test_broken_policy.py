@@ -104,6 +104,17 @@ def test_a_broken_critic_stops_the_run_and_names_its_learning_rate(
     assert newest(tmp_path / "run").name == "step-1"
 
 
+def test_the_remedy_does_not_depend_on_the_name_of_the_model(
+    tmp_path: Path, break_after: Break
+) -> None:
+    """The text of the error holds the path, here with the word critic."""
+    model = shutil.copytree(bandit_model(), tmp_path / "critic-ablation")
+    break_after(1)
+    config = make_config(**BROKEN | {"eval__episodes": 0, "model__path": str(model)})
+    with pytest.raises(GuardStop, match=r"update\.lr = 0\.001 may be too high"):
+        train(config, tmp_path / "run-of-a-critic")
+
+
 def test_a_policy_that_breaks_in_a_saved_step_is_never_saved(
     tmp_path: Path, break_after: Break
 ) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 import shlex
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +30,8 @@ from ragen.storage.checkpoint import folders
 from ragen.storage.reader import read_events, read_metrics
 from ragen.storage.recorder import Recorder
 from ragen.training import loop, recovery
-from ragen.training.progress import Watcher
-from ragen.training.running import LoopState, kept_checkpoints
+from ragen.training.progress import OfCommand, Watcher
+from ragen.training.running import LoopState, evaluated, kept_checkpoints
 from ragen.training.trainer import Result, resume, train
 from ragen.training.watchdog import STACKS, Watchdog, report_stall
 from tests.training.runs import (
@@ -193,7 +195,8 @@ def test_a_rollback_starts_another_attempt_from_before_the_onset(rolled_back: Ro
     assert rates[1] == pytest.approx(1e-3)
     assert rates[2] == pytest.approx(1e-3 / 3 * (1 - 0.9 / 4))
     state = checkpoint.read_state(checkpoint.newest(run))
-    assert (state["loop"]["attempt"], state["loop"]["began"], state["loop"]["step"]) == (1, 1, 4)
+    loop_state = state["loop"]
+    assert (loop_state["attempt"], loop_state["begins"], loop_state["step"]) == (1, [0, 1], 4)
     assert state["loop"]["updates"] == max(read_metrics(run)["progress/updates"].values())
     assert rolled_back.result.after is not None and len(rolled_back.result.alarms) == 1
 
@@ -323,7 +326,7 @@ def test_a_collapse_of_the_embedded_model_is_rolled_back(tmp_path: Path) -> None
 # A run that hangs.
 
 
-def test_a_run_that_hangs_reports_its_stacks_and_exits_with_3(
+def test_a_command_whose_run_hangs_reports_its_stacks_and_exits_with_3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, update = tmp_path / "run", LocalEngine.update
@@ -336,12 +339,30 @@ def test_a_run_that_hangs_reports_its_stacks_and_exits_with_3(
     monkeypatch.setattr(LocalEngine, "update", hangs)
     monkeypatch.setattr(loop, "STALLED_S", 1.0)
     start = time.monotonic()
-    assert exit_code(fork(lambda: train(make_config(eval__episodes=0), run))) == 3
+    config = make_config(eval__episodes=0)
+    assert exit_code(fork(lambda: train(config, run, watcher=OfCommand()))) == 3
     assert time.monotonic() - start < 30
     stacks = (run / STACKS).read_text()
     assert "the last checkpoint is step-1" in stacks and "hangs" in stacks
     (event,) = read_events(run)
     assert (event["kind"], event["step"], event["data"]["detector"]) == ("alarm", 1, "stalled")
+
+
+def test_a_run_in_python_that_waits_forever_raises_and_ends_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, whose other results would be lost with its process."""
+
+    async def hangs(engine: LocalEngine, batch: Batch, step: int) -> Metrics:
+        await asyncio.sleep(60)
+        return {}
+
+    monkeypatch.setattr(LocalEngine, "update", hangs)
+    monkeypatch.setattr(loop, "STALLED_S", 0.5)
+    with pytest.raises(GuardStop, match="stalled: .* the last checkpoint is step-0; all stacks"):
+        train(make_config(eval__episodes=0), tmp_path / "run")
+    monkeypatch.undo()
+    assert resume(tmp_path / "run", overrides={"steps": 1}).run == tmp_path / "run"
 
 
 def test_a_stall_can_be_logged_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,11 +408,21 @@ def test_every_beat_resets_the_watchdog() -> None:
     assert len(silences) == 2
 
 
-def test_the_watchdog_looks_a_last_time_at_the_end() -> None:
-    looks: list[float] = []
-    with Watchdog(0.0, looks.append, lambda: looks.append(time.monotonic())):
-        end = time.monotonic()
-    assert len(looks) == 1 and looks[0] >= end
+def test_an_error_of_the_watchdog_s_thread_is_raised() -> None:
+    def fails(_: float) -> None:
+        called.set()
+        raise OSError("the terminal is gone")
+
+    called = threading.Event()
+    with pytest.raises(OSError, match="the terminal is gone"), Watchdog(0.01, fails):
+        called.wait(10)
+
+
+def test_no_evaluation_of_an_abandoned_attempt_counts(bandit_run: Path) -> None:
+    """The first attempt of the run is abandoned after step 1, and the second one after step 2."""
+    state = LoopState(attempt=2, begins=[0, 1, 2])
+    counted = [bool(evaluated(bandit_run, state, step)) for step in range(4)]
+    assert counted == [True, True, False, False]
 
 
 def test_the_checkpoint_of_a_stop_replaces_no_regular_checkpoint(tmp_path: Path) -> None:

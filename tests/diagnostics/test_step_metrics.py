@@ -8,12 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from records import episode, group, turn
+from typing_extensions import override
 
 from ragen.algorithms.losses import mismatch_kl
 from ragen.core.metrics import values
 from ragen.core.types import Group
 from ragen.diagnostics.collapse import echo_trap_signs
-from ragen.diagnostics.step_metrics import explained_variance, summarize
+from ragen.diagnostics.step_metrics import explained_variance, summarize, summarize_envs
 from tests.tolerance import rounding
 
 
@@ -52,6 +53,20 @@ def test_summarize_golden() -> None:
         "tokens/sampled": 12,
     }
     assert found == {name: pytest.approx(number) for name, number in expected.items()}
+
+
+class Unsearched(list[int]):
+    """A list in which nobody looks for an item: for each group of a step, that takes too long."""
+
+    @override
+    def __contains__(self, item: object) -> bool:
+        raise AssertionError("a search through all kept groups for one group")
+
+
+def test_the_time_of_a_summary_grows_with_the_groups_and_not_with_their_square() -> None:
+    groups, kept = [group(0.0, 1.0), group(0.0, 0.0)], Unsearched([0])
+    assert values(summarize(groups, kept))["filter/kept_fraction"] == 0.5
+    assert summarize_envs(groups, kept, [groups[0].env]) != {}
 
 
 def test_one_repeated_token_makes_a_completion_degenerate() -> None:

@@ -174,7 +174,6 @@ HOSTILE: dict[str, Change] = {
     "an adapter beside the model": text(
         "adapter_config.json", '{"peft_type": "LORA", "base_model_name_or_path": "theirs"}'
     ),
-    "a template that asks for all memory": text("chat_template.jinja", "{{ 'a' * 10**11 }}"),
 }
 """What is wrong with a folder, and the change that makes it so."""
 

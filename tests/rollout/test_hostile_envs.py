@@ -13,14 +13,12 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ragen.core import user_code
 from ragen.core.types import Episode
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs.isolation import Workers
@@ -142,17 +140,9 @@ def test_other_groups_are_as_without_a_hostile_one(isolated: bool) -> None:
     if isolated:
         episodes = play_isolated("os._exit", *levels, every=2)
     else:
-        hostile = partial(Hostile, "KeyboardInterrupt", every=2)
+        hostile = partial(Hostile, "sys.exit", every=2)
         episodes = play(Setup("corridor", hostile), *levels)
     assert episodes[1].failed and [episodes[0], episodes[2]] == [plain[0], plain[2]]
-
-
-def test_an_exception_whose_text_never_ends_fails_the_episode(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(user_code, "TEXT_S", 0.05)
-    (episode,) = play(Setup("corridor", partial(Hostile, "slow text"), timeout_s=5.0), 0)
-    assert episode.stop_reason == "error"
 
 
 def test_a_time_limit_holds_in_a_boundary_within_another() -> None:
@@ -164,25 +154,6 @@ def test_a_time_limit_holds_in_a_boundary_within_another() -> None:
         with boundary("inner", 9.0):
             while True:
                 pass
-
-
-def test_a_time_limit_waits_for_the_import_of_an_installed_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half of torch, imported again, ends the process with a segmentation fault."""
-    folder = tmp_path / "site-packages"
-    folder.mkdir()
-    (folder / "slow_package.py").write_text("import time\ntime.sleep(0.2)\nwhole = True\n")
-    monkeypatch.syspath_prepend(folder)
-    with pytest.raises(UserCodeError, match=r"0\.05 s in step"), boundary("step", 0.05):
-        import_module("slow_package")
-        while True:
-            pass
-    assert sys.modules.pop("slow_package").whole
-    monkeypatch.setattr(user_code, "IMPORT_S", 0.0)
-    with pytest.raises(UserCodeError, match=r"0\.05 s in step"), boundary("step", 0.05):
-        import_module("slow_package")
-    assert "slow_package" not in sys.modules
 
 
 def test_ctrl_c_in_a_call_stops_the_program(set_sigint: Callable[[Any], None]) -> None:

@@ -135,12 +135,12 @@ def parse(
 
 
 def _key(name: str, options: set[str]) -> str:
-    from ragen.config.keys import canonical_key, table_of
+    from ragen.config.keys import PARAMS, canonical_key, table_of
 
     given = name.removeprefix("--")
-    # Only the names of sections and keys have no hyphens; an entry of a table may be a path.
+    # The names of sections, keys and parameters have no hyphens; another entry may be a path.
     table = table_of(given.replace("-", "_"))
-    inside = "" if table is None else given[len(table) :]
+    inside = "" if table in (None, PARAMS) else given[len(table) :]
     try:
         return canonical_key(given.removesuffix(inside).replace("-", "_") + inside)
     except RagenError as error:

@@ -302,9 +302,10 @@ def _read_toml(file: Path, where: str) -> Flat:
 
 def _dotted_toml(text: str, where: str) -> Flat:
     try:
-        return dotted(tomllib.loads(text), where)
+        tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # a number of 4,300 digits, or 1,000 brackets
         raise RagenError(f"{where} is not valid TOML: {error}") from None
+    return dotted(tree, where)
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:

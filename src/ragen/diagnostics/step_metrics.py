@@ -86,10 +86,10 @@ def summarize_envs(groups: Sequence[Group], kept: Sequence[int], mix: Iterable[s
 
     `mix` names all environments of the run; the step's groups may lack some.
     """
-    metrics, names = Metrics(), short_names(mix)
+    metrics, names, kept_set = Metrics(), short_names(mix), {*kept}
     for env in dict.fromkeys(group.env for group in groups):
         places = [index for index, group in enumerate(groups) if group.env == env]
-        own = [place for place, index in enumerate(places) if index in kept]
+        own = [place for place, index in enumerate(places) if index in kept_set]
         found = summarize([groups[index] for index in places], own)
         metrics |= {
             f"env/{names[env]}/{name}": found[whole]

@@ -49,6 +49,8 @@ from ragen.models.pretrained import load_errors, model_config
 
 PROBE = "Go up, 你好 P _ G\n  x = 12345; don't  é🙂\t<b>\n\n end"
 """A text of all kinds, on which two tokenizers are compared."""
+MOST_IDS = 2**24
+"""The largest id of a token: tables of tokens end there. Large vocabularies have 10**5 to 10**6."""
 SLACK = 2**20
 """Numbers beyond those in the weights' files that a model may need: masks, frequencies."""
 
@@ -195,7 +197,8 @@ def load_tokenizer(
     """The tokenizer in a folder, checked against the model if one is given.
 
     Raises:
-        RagenError: It is missing, cannot be read, or has more tokens than the model's embedding.
+        RagenError: It is missing, cannot be read, has a token whose id is far too large, or has
+            more tokens than the model's embedding.
     """
     check_files(folder)
     tokenizer = _read_tokenizer(folder, name)
@@ -206,11 +209,12 @@ def load_tokenizer(
 
 def _read_tokenizer(folder: Path, name: str | Path) -> PreTrainedTokenizerBase:
     with load_errors(name, "it has no usable tokenizer"):
+        saved = _saved_tokenizer(folder / WORDS)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False
         )
         _encode_all(getattr(tokenizer, "backend_tokenizer", None))
-        if not _encodes_as_saved(tokenizer, folder / WORDS):
+        if not _encodes_as_saved(tokenizer, saved):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
             _encode_all(tokenizer.backend_tokenizer)
     # transformers replaces a missing tokenizer by one that has special tokens alone.
@@ -227,17 +231,36 @@ def _read_tokenizer(folder: Path, name: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _encodes_as_saved(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
+def _saved_tokenizer(file: Path) -> Tokenizer | None:
+    """The tokenizer of a tokenizer.json, if there is one.
+
+    transformers fills tables up to the largest id, so that this is checked first.
+
+    Raises:
+        RagenError: A token has an id above `MOST_IDS`.
+    """
+    if not file.is_file():
+        return None
+    saved = Tokenizer.from_file(str(file))
+    largest = max(saved.get_vocab().values(), default=0)
+    if largest > MOST_IDS:
+        raise RagenError(
+            f"{file}: a token has the id {largest}, and at most {MOST_IDS} makes sense; use the "
+            "model's own tokenizer"
+        )
+    _encode_all(saved)
+    return saved
+
+
+def _encodes_as_saved(tokenizer: PreTrainedTokenizerBase, saved: Tokenizer | None) -> bool:
     """Whether a tokenizer gives the ids that its tokenizer.json gives.
 
     transformers builds some tokenizers from the vocabulary alone, by the class that the folder
     names. It takes DeepSeek's for a Llama tokenizer, which loses spaces and all Chinese.
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or type(tokenizer) is PreTrainedTokenizerFast or not file.is_file():
+    if backend is None or type(tokenizer) is PreTrainedTokenizerFast or saved is None:
         return True
-    saved = Tokenizer.from_file(str(file))
-    _encode_all(saved)
     found = [each.encode(PROBE, add_special_tokens=False).ids for each in (saved, backend)]
     return bool(found[0] == found[1])
 
