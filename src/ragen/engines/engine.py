@@ -18,23 +18,15 @@ from ragen.rollout.policies import Policy
 class Engine(Protocol):
     """What the training loop asks of an engine.
 
-    `policy` samples with the weights of the last `publish`, and `version` counts the publications.
-    Every coroutine method may wait for other processes. If one of these is lost, the method raises
-    `ragen.core.errors.EngineLost`, and the run continues from its last checkpoint with a new
-    engine.
+    `policy` samples with the weights of the last `publish`; each completion has the version of the
+    weights that it began with. `version` counts the publications. Every coroutine method may wait
+    for other processes. If one of these is lost, the method raises `ragen.core.errors.EngineLost`,
+    and the run continues from its last checkpoint with a new engine.
     """
 
-    @property
-    def policy(self) -> Policy:
-        """Samples completions, each with the version of the weights that it began with."""
-
-    @property
-    def chat(self) -> Chat:
-        """The chat of the model's tokenizer."""
-
-    @property
-    def version(self) -> int:
-        """The number of publications."""
+    policy: Policy
+    chat: Chat
+    version: int
 
     async def score(self, batch: Batch, role: Role) -> Batch:
         """The batch with the scores of its trained tokens by `role`.
@@ -59,7 +51,7 @@ class Engine(Protocol):
         """Log-probability of each thought under each prompt, (N, M), with the current weights."""
 
     async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
-        """See `Learner.gradient_norms`."""
+        """Gradient norms of each term of the loss, by bucket (`Learner.gradient_norms`)."""
 
     async def publish(self) -> None:
         """Make the learner's weights the policy's."""

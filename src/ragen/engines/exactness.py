@@ -169,7 +169,6 @@ def _check_masks(part: Batch) -> None:
 
 
 def _trained_fingerprints(part: Batch) -> Iterator[tuple[TurnId, int]]:
-    """Each turn of the rows with the fingerprint of its masked tokens."""
     row_N, column_N = part.mask_BT.nonzero(as_tuple=True)
     ids_N = part.token_ids_BT[row_N, column_N].numpy()
     logprobs_N = part.sampled_logprobs_BT[row_N, column_N].numpy()

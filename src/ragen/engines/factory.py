@@ -171,7 +171,7 @@ def load_for_training(
 
 
 def has_critic(config: Config) -> bool:
-    """Whether a run trains a critic."""
+    """True if a run trains a critic."""
     return needs_values(find_estimator(config.advantage.name))
 
 

@@ -65,7 +65,7 @@ class Pulse:
 
 
 def _is_health(ident: int) -> bool:
-    """Whether a thread only serves signs of life: this thread, or one that answers `beat`."""
+    """The thread only serves signs of life: it is this thread, or answers `beat`."""
     return ident == threading.get_ident() or ident in HEALTH_THREADS
 
 

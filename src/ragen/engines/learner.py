@@ -169,7 +169,7 @@ class Learner:
 
     @property
     def _samples_now(self) -> bool:
-        """Whether the present weights sampled the tokens that are trained on."""
+        """The present weights sampled the tokens that are trained on."""
         return self.synced and self._on_policy
 
     def _split(self, modules: Sequence[nn.Module], apart: Sequence[nn.Module] = ()) -> None:
@@ -240,7 +240,7 @@ class Learner:
     def cross_scores(
         self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
     ) -> Tensor:
-        """See `ragen.models.model.cross_scores`.
+        """Log-probability of each thought under each prompt (`ragen.models.model.cross_scores`).
 
         Raises:
             NotFiniteError: A score is NaN; −∞ is the score of an impossible thought.
@@ -318,7 +318,6 @@ class Learner:
         return norms
 
     def _terms(self, part: Batch) -> dict[str, Loss]:
-        """The terms of the policy's loss for `gradient_norms`."""
         tokens = flatten(part).to(self._device)
         logprobs_N, entropies_N = self._policy_outputs(self.model, part)
         terms = {
@@ -353,7 +352,6 @@ class Learner:
         return tuple(fields)
 
     def _microbatches(self, batch: Batch) -> list[Tensor]:
-        """The rows of each microbatch of this process."""
         return self._splits(batch)[self.ranks.rank]
 
     def _passes(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
@@ -429,11 +427,7 @@ class Learner:
         return metrics | {"update/lr": last(self._update.lr * scale), "update/count": total(1)}
 
     def _compute_gradients(self, batch: Batch) -> _Passed:
-        """Add up the gradients of a minibatch, microbatch by microbatch.
-
-        Raises:
-            RagenError: As `update`.
-        """
+        """Add up the gradients of a minibatch, microbatch by microbatch."""
         own, idle = self._passes(batch)
         microbatches = [take(batch, rows) for rows in own]
         passed = _Passed([self._verify(batch, microbatches)], [], [], [])
@@ -491,14 +485,12 @@ class Learner:
         return loss, logprobs_N.detach()
 
     def _critic_backward(self, part: Batch, tokens: TokenFields, scale: float) -> Loss:
-        """Gradients of the loss of a critic that has its own weights."""
         with acting(self.model, "critic"):
             loss = value_loss(self._critic_values(part), tokens, value_clip=VALUE_CLIP)
             _backward(loss, scale)
         return loss
 
     def _policy_loss(self, tokens: TokenFields, logprobs_N: Tensor, entropy_N: Tensor) -> Loss:
-        """The policy's loss with its entropy bonus and KL term."""
         settings = self._loss
         bonus = entropy_bonus(entropy_N, tokens)
         if settings.name == "nll":
@@ -524,9 +516,6 @@ class Learner:
         """Refuse a ``mismatch/max_abs`` that is more than rounding, if this learner refuses any.
 
         `compared` are those of `_Passed`.
-
-        Raises:
-            MismatchError: It names the token of the largest difference.
         """
         gap, bound = metrics.get("mismatch/max_abs"), self._mismatch_bound
         if self._refuses_mismatch and gap is not None and not gap.value <= bound:
@@ -607,7 +596,6 @@ def _backward(loss: Loss, scale: float) -> None:
 
 
 def _worst(ids_N: Tensor, sampled_N: Tensor, recomputed_N: Tensor) -> tuple[int, float, float]:
-    """The token whose two logprobs differ most."""
     worst = int((recomputed_N - sampled_N).abs().argmax())  # a NaN is the largest
     return int(ids_N[worst]), float(sampled_N[worst]), float(recomputed_N[worst])
 
@@ -619,11 +607,7 @@ def _difference(scored: tuple[int, float, float]) -> tuple[bool, float]:
 
 
 def _finite(numbers: str, *fields: Tensor, of_critic: bool = False) -> tuple[Tensor, ...]:
-    """The fields, which are on the CPU.
-
-    Raises:
-        NotFiniteError: One of them holds a NaN or ∞.
-    """
+    """The fields, which are on the CPU."""
     if not all(bool(field.isfinite().all()) for field in fields):
         raise NotFiniteError(numbers, of_critic)
     return fields

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ragen.algorithms.batch import Batch, collate
 from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, largest
 from ragen.core.types import Prompt, Role, Sample
+from ragen.engines.engine import Engine
 from ragen.engines.factory import TOLERANCES, make_sampler
 from ragen.engines.learner import Learner
 from ragen.engines.sampler import Sampler
@@ -28,7 +30,7 @@ NUM_TOKENS = 16
 """Maximum number of tokens that `check_parity` samples and compares."""
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """The `Engine` of one process, on CPU or one GPU.
 
     `policy` samples with the weights of the last `publish`. The local sampler reads the learner's
@@ -51,30 +53,30 @@ class LocalEngine:
         self._dtype, self._temperature = config.model.dtype, config.rollout.temperature
         self._parity = self._check_parity()
 
+    @override
     async def score(self, batch: Batch, role: Role) -> Batch:
-        """See `Engine.score`."""
         self.policy.rest()
         return self.rank.score(batch, role)
 
+    @override
     async def update(self, batch: Batch, step: int) -> Metrics:
-        """See `Engine.update`."""
         self.policy.rest()
         return self.rank.update(batch, step)
 
+    @override
     async def cross_scores(
         self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
     ) -> Tensor:
-        """See `Engine.cross_scores`."""
         self.policy.rest()
         return self.rank.cross_scores(prompts, thoughts)
 
+    @override
     async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
-        """See `Learner.gradient_norms`."""
         self.policy.rest()
         return self.rank.gradient_norms(batch, bucket_B)
 
+    @override
     async def publish(self) -> None:
-        """See `Engine.publish`."""
         self.version += 1
         await self._push()
 
@@ -89,31 +91,32 @@ class LocalEngine:
             return {}
         return check_parity(self.policy, self.learner, self.chat, self._temperature, self._dtype)
 
+    @override
     def forget(self) -> None:
-        """See `Engine.forget`."""
         self.policy.forget()
         self.policy.stats = Stats()
 
+    @override
     def metrics(self) -> Metrics:
-        """See `Engine.metrics`.
+        """Metrics of the last collection and the last publication.
 
         ``rollout/prefix_cache_hit_fraction`` is the share of prompt tokens found in the cache; for
         ``publish/logprob_difference`` see `check_parity`.
         """
         return self.policy.stats.metrics() | self._parity
 
+    @override
     async def save(self, folder: Path) -> dict[str, Any]:
-        """See `Engine.save`."""
         return {"version": self.version, **self.rank.save(folder)}
 
+    @override
     async def load(self, folder: Path, state: dict[str, Any]) -> None:
-        """See `Engine.load`."""
         self.rank.load(folder, state)
         self.version = int(state["version"])
         await self._push()
 
+    @override
     async def close(self) -> None:
-        """See `Engine.close`."""
         await self.policy.close()
         learner = self.learner
         for module in filter(None, (self.model, learner.critic, learner.reference)):

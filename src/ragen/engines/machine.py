@@ -81,7 +81,7 @@ def _choose_products(threads: int) -> None:
 
 
 def is_amd() -> bool:
-    """Whether the processor is one of AMD's."""
+    """True on a processor of AMD."""
     info = Path("/proc/cpuinfo")
     processor = info.read_text() if info.is_file() else platform.processor()
     return "AuthenticAMD" in processor

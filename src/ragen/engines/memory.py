@@ -284,7 +284,6 @@ def _parts(shapes: Iterable[Shape], split: int) -> list[Shape]:
 
 
 def _sum(*parts: tuple[int, Plan]) -> Plan:
-    """The given number of each plan, added up."""
     names = *CERTAIN, *ESTIMATED
     total = {name: sum(number * getattr(each, name) for number, each in parts) for name in names}
     return Plan(**total, device=parts[-1][1].device)
@@ -297,7 +296,7 @@ def _num_gpus() -> int:
 
 
 def _is_fast(sizes: Sizes, config: Config, device: str) -> bool:
-    """Whether the learner computes with `ragen.models.fast_qwen2`."""
+    """The learner computes with `ragen.models.fast_qwen2`."""
     plain = sizes.is_plain_qwen2 and config.model.dtype == "float32"
     return plain and device == "cpu" and not config.model.gradient_checkpointing
 
@@ -325,7 +324,7 @@ def adapted_layers(config: Config, sizes: Sizes) -> list[Shape]:
 
 
 def uses_critic(config: Config) -> bool:
-    """Whether the run's estimator needs a critic."""
+    """True if the run's estimator needs a critic."""
     name = config.advantage.name
     if name in ESTIMATOR.names:
         return name in CRITIC

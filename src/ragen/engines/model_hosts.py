@@ -136,7 +136,7 @@ class SamplerHost(Host):
         return self._run(work())
 
     def rest(self) -> None:
-        """See `WeightedPolicy.rest`."""
+        """Free memory that only sampling needs."""
 
         async def work() -> None:
             self._sampler.rest()
@@ -144,7 +144,7 @@ class SamplerHost(Host):
         self._run(work())
 
     def submit(self, requests: Sequence[tuple[int, Prompt]], era: int) -> None:
-        """See `Remote.submit`."""
+        """Queue numbered requests; a later era begins without keys and values."""
 
         async def work() -> None:
             if era > self._era:
@@ -157,7 +157,7 @@ class SamplerHost(Host):
         self._run(work())
 
     def collect(self) -> Answers:
-        """See `Remote.collect`."""
+        """Wait until a request is finished, and return all that are."""
 
         async def work() -> Answers:
             await self._news.wait()
@@ -171,7 +171,7 @@ class SamplerHost(Host):
         return self._run(work())
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """See `Remote.drop`."""
+        """Give up requests."""
 
         async def work() -> None:
             for number in numbers:

@@ -39,7 +39,7 @@ def optimizers(
 
 
 def is_matrix(name: str, weight: Tensor) -> bool:
-    """Whether a weight is a matrix in Muon's sense.
+    """True if a weight is a matrix in Muon's sense.
 
     Embeddings are not: their rows are looked up, not multiplied. Nor are heads: the critic's is one
     row, which Muon would move by the same length at every step.

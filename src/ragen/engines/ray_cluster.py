@@ -68,11 +68,7 @@ class Rooms:
         return " and ".join(processes_of(self._settings))
 
     def _plan(self, before: Rooms | None) -> list[dict[str, float]]:
-        """The parts to reserve; also notes the part of each process.
-
-        Raises:
-            MachineAway, RagenError: As `Rooms`.
-        """
+        """The parts to reserve; also notes the part of each process."""
         settings = self._settings
         learners, samplers = settings.learners, settings.samplers
         each = settings.tensor_parallel  # workers of a sampler
@@ -183,11 +179,7 @@ def connect(address: str, num_processes: int) -> bool:
 
 
 def _refuse_silent(address: str) -> None:
-    """Refuse an address at which nothing listens, because Ray itself would try for minutes.
-
-    Raises:
-        RagenError: Nothing listens there.
-    """
+    """Refuse an address at which nothing listens, because Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():  # auto, local, or a name that Ray knows
         return

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from ragen.algorithms.batch import Batch
 from ragen.config.config import Config
@@ -48,7 +49,7 @@ Weights = tuple[Any, dict[str, int], int]
 """A publication: its block, the checksums of its tensors, and its version."""
 
 
-class RayEngine:
+class RayEngine(Engine):
     """The `Engine` of learners and samplers on Ray.
 
     `path` is the folder or hub id of the policy's first weights. Weights are published through the
@@ -105,7 +106,6 @@ class RayEngine:
         return Process(name, actor.remote())
 
     def _start(self) -> None:
-        """Start all processes, and give the samplers the learner's weights."""
         config, path, num = self._config, self._path, self._settings.learners
         self._learners = [
             self._spawn(LearnerHost, f"learner {place}", self.rooms.learner(place))
@@ -140,7 +140,7 @@ class RayEngine:
         self.policy = SamplerPool(map(RemoteProcess, self._samplers), most_known)
 
     def _wait_all(self, asked: Sequence[tuple[Process, Any]]) -> list[Any]:
-        """As `_wait`, for several calls.
+        """The answers of several calls during the engine's construction.
 
         A failure is raised without waiting for the other calls, because they may wait for the call
         that failed. A process that talks to a lost process may fail before Ray has noticed the
@@ -217,43 +217,45 @@ class RayEngine:
         if self._settings.max_staleness == 0:
             await asyncio.gather(*(each.call("rest") for each in self._samplers))
 
+    @override
     async def score(self, batch: Batch, role: Role) -> Batch:
-        """See `Engine.score`."""
         scored: Batch = await self._train("score", ray.put(batch), role)
         return scored
 
+    @override
     async def update(self, batch: Batch, step: int) -> Metrics:
-        """See `Engine.update`."""
         metrics: Metrics = await self._train("update", ray.put(batch), step)
         return metrics
 
+    @override
     async def cross_scores(
         self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
     ) -> Tensor:
-        """See `Engine.cross_scores`."""
         scores: Tensor = await self._train("cross_scores", prompts, thoughts)
         return scores
 
+    @override
     async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
-        """See `Learner.gradient_norms`."""
         metrics: Metrics = await self._train("gradient_norms", ray.put(batch), bucket_B)
         return metrics
 
+    @override
     async def save(self, folder: Path) -> dict[str, Any]:
-        """See `Engine.save`; the learners have to see the folder, too."""
+        """Write weights and optimisers into a folder, which the learners have to see."""
         state: dict[str, Any] = await self._train("save", folder.resolve())
         return state | {"version": self.version}
 
+    @override
     async def load(self, folder: Path, state: dict[str, Any]) -> None:
-        """See `Engine.load`."""
         await self._train("load", folder.resolve(), state)
         self.version = int(state["version"])
         await self._push()
 
     # Publishing.
 
+    @override
     async def publish(self) -> None:
-        """See `Engine.publish`.
+        """Make the learner's weights those of the samplers.
 
         Raises:
             EngineLost: A learner is gone.
@@ -289,7 +291,6 @@ class RayEngine:
     # Losses.
 
     def _fail(self, error: Exception) -> None:
-        """Let every open and later call of the run fail."""
         self._error = self._error or error
         self._end_learners()
         self.policy.fail(self._error)
@@ -366,12 +367,13 @@ class RayEngine:
 
     # The rest.
 
+    @override
     def forget(self) -> None:
-        """See `Engine.forget`."""
         self.policy.forget()
 
+    @override
     def metrics(self) -> Metrics:
-        """See `Engine.metrics`.
+        """Metrics of the last collection and the last publication.
 
         The idle fractions are shares of the time since the last call.
         """
@@ -385,8 +387,8 @@ class RayEngine:
             "publish/bytes": total(self._published_bytes),
         }
 
+    @override
     async def close(self) -> None:
-        """See `Engine.close`."""
         self._shut_down()
 
     def _shut_down(self) -> None:
@@ -420,11 +422,7 @@ def _beat(ref: Any) -> Beat | RayError:
 
 
 def _check(name: str, held: dict[str, int], weights: Weights) -> None:
-    """Check that a sampler of this name holds what was sent; `held` are its checksums.
-
-    Raises:
-        RagenError: It holds other weights.
-    """
+    """Check that a sampler of this name holds what was sent; `held` are its checksums."""
     _, sent, version = weights
     if others := [each for each in sent if held.get(each) != sent[each]]:
         raise RagenError(

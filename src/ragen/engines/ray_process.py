@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from typing_extensions import override
+
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.types import Prompt
 from ragen.engines.lost import what_happened
-from ragen.engines.sampler_pool import Answers
+from ragen.engines.sampler_pool import Answers, Remote
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns about itself
@@ -87,7 +89,7 @@ class Process:
         return await self.answer(getattr(self.actor, method).remote(*arguments), phase or method)
 
     async def answer(self, ref: Any, phase: str) -> Any:
-        """As `call`, for a call that is already made."""
+        """The answer of a call that is already made."""
         number, start = next(self.numbers), time.monotonic()
         if not self.calls:
             self.alive = start
@@ -109,28 +111,28 @@ class Process:
 
 
 def raised(error: Any) -> Exception:
-    """What a method in another process raised, for what Ray raises here."""
+    """The exception of a method in another process, without Ray's wrapper."""
     cause: Exception = error.cause
     return cause if isinstance(cause, RagenError) else error
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteProcess:
+class RemoteProcess(Remote):
     """A sampler's process as a `Remote`."""
 
     process: Process
 
+    @override
     async def submit(self, requests: Sequence[tuple[int, Prompt]], era: int) -> None:
-        """See `Remote.submit`."""
         await self.process.call("submit", requests, era, phase="sampling")
 
+    @override
     async def collect(self) -> Answers:
-        """See `Remote.collect`."""
         answers: Answers = await self.process.call("collect", phase="sampling")
         return answers
 
+    @override
     async def drop(self, numbers: Sequence[int]) -> None:
-        """See `Remote.drop`."""
         await self.process.call("drop", numbers)
 
 

@@ -297,7 +297,6 @@ class Sampler(QueuedPolicy):
         return end
 
     def _step(self) -> None:
-        """Sample one token of every running request."""
         if self._rows is None:
             self._rows = np.array(sorted(self._running), dtype=np.int64)
         slots = self._rows

@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors
@@ -70,8 +71,9 @@ class VllmServer(WeightedPolicy):
             self._http.close()
             raise
 
+    @override
     async def complete(self, prompt: Prompt) -> Completion:
-        """See `WeightedPolicy.complete`.
+        """Ask the server for one completion.
 
         Raises:
             RagenError: The server cannot be reached, or its answer is invalid.
@@ -205,11 +207,7 @@ class VllmServer(WeightedPolicy):
         return response
 
     def _json(self, response: httpx.Response) -> dict[str, Any]:
-        """The JSON object in a server's answer.
-
-        Raises:
-            RagenError: The answer is an error, or has no JSON object.
-        """
+        """The JSON object in a server's answer."""
         answer: Any = None
         with suppress(ValueError, RecursionError):
             answer = response.json()

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors
@@ -62,15 +63,17 @@ class VllmSampler(QueuedPolicy):
         assert sampled.name == name
         return self._completion(sampled.token_ids, sampled.logprobs)
 
+    @override
     async def complete(self, prompt: Prompt) -> Completion:
-        """See `WeightedPolicy.complete`; it waits while weights are published."""
+        """Sample one completion; it waits while weights are published."""
         await self._accepts.wait()
         return await super().complete(prompt)
 
+    @override
     async def publish(
         self, model: PreTrainedModel, version: int, weights: Weights | None = None
     ) -> None:
-        """See `WeightedPolicy.publish`; it waits until the open completions are finished.
+        """Push the weights to vLLM, once the open completions are finished.
 
         vLLM would keep the keys and values of an open completion for later requests, although
         earlier weights computed a part of them.
@@ -117,8 +120,8 @@ class VllmSampler(QueuedPolicy):
             self._vllm.wake()
             self._vllm.forget()
 
+    @override
     def rest(self) -> None:
-        """See `WeightedPolicy.rest`."""
         self._vllm.sleep()
 
     async def close(self) -> None:

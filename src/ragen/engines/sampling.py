@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from ragen.core.errors import NotFiniteError
 from ragen.core.metrics import Metrics, mean
 from ragen.core.types import Completion, FinishReason, Prompt
@@ -172,8 +174,8 @@ class QueuedPolicy(WeightedPolicy, ABC):
     def _drop(self, requests: Iterable[Any]) -> None:
         """Stop sampling requests that were cancelled or failed."""
 
+    @override
     async def complete(self, prompt: Prompt) -> Completion:
-        """See `WeightedPolicy.complete`."""
         loop = asyncio.get_running_loop()
         if self._task is not None and self._task.get_loop() is not loop:
             self._task = None  # left behind by a loop that was torn down

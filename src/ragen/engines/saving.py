@@ -123,11 +123,7 @@ def _refuse_not_finite(learner: Learner) -> None:
 
 
 def _refuse_broken(learner: Learner, chat: Chat, max_length: int) -> None:
-    """Refuse a policy or critic that does not work, on the tokens of one question.
-
-    Raises:
-        NotFiniteError: What it computes is not finite.
-    """
+    """Refuse a policy or critic that does not work, on the tokens of one question."""
     ids = chat.open([{"role": "user", "content": QUESTION}])[0][:max_length]
     scored = len(ids) - 1
     sample = Sample(
@@ -230,7 +226,6 @@ def _saved_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _restore(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Copy saved tensors into weights of the same names and shapes."""
     for name in sorted(weights.keys() | tensors.keys()):
         here = list(weights[name].shape) if name in weights else "missing"
         there = list(tensors[name].shape) if name in tensors else "missing"

@@ -69,11 +69,11 @@ class Rank:
         self.learner = make_learner(config, self.model, self.ranks)
 
     def score(self, batch: Batch, role: Role) -> Batch:
-        """See `Engine.score`."""
+        """The batch with the scores of its trained tokens by `role`."""
         return self.learner.score(batch, role)
 
     def update(self, batch: Batch, step: int) -> Metrics:
-        """See `Engine.update`."""
+        """One optimiser step on one minibatch."""
         assert batch.born_BK is not None, (
             "a run trains on sampled tokens and verifies their fingerprints"
         )
@@ -82,11 +82,11 @@ class Rank:
     def cross_scores(
         self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
     ) -> Tensor:
-        """See `Engine.cross_scores`."""
+        """Log-probability of each thought under each prompt, (N, M)."""
         return self.learner.cross_scores(prompts, thoughts)
 
     def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
-        """See `Learner.gradient_norms`."""
+        """Gradient norms of each term of the loss, by bucket."""
         return self.learner.gradient_norms(batch, bucket_B)
 
     def weights(self) -> list[tuple[str, Tensor]]:

@@ -136,7 +136,7 @@ def _part(module: Any, kind: str, number: int, tensor: Tensor) -> Part:
 
 
 def _is(module: Any, name: str) -> bool:
-    """Whether a module is one of vLLM's of this class, which is imported elsewhere."""
+    """The module is one of vLLM's of this class, which is imported elsewhere."""
     return any(each.__name__ == name for each in type(module).__mro__)
 
 
@@ -146,7 +146,7 @@ def _equal(held: Tensor, rows: slice, expected: Tensor) -> bool:
 
 @torch.no_grad()
 def differing_adapter(worker: Any, weights: Weights, scale: float) -> list[str]:
-    """As `differing`, of an adapter's matrices, named as in its folder; `scale` is α / r.
+    """The matrices of an adapter that differ, named as in its folder; `scale` is α / r.
 
     vLLM multiplies B by the scale when it takes an adapter over.
     """

@@ -87,7 +87,7 @@ class Shared:
     entries: tuple[Entry, ...]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Block.tensors`."""
+        """The tensors, which share the memory and may only be read."""
         data = np.memmap(self.path, np.uint8, "r")
         parts, end = list[NDArray[np.uint8]](), 0
         for _, kind, shape in self.entries:
