@@ -81,7 +81,7 @@ class FlatDecoder:
     def prefill(
         self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> Tensor:
-        """See `HFDecoder.prefill`; a long row is read apart from many short ones."""
+        """Read new tokens as `HFDecoder` does; a long row is read apart from many short ones."""
         logits, first, longest = [], 0, 0
         for row, count in enumerate(map(len, tokens)):
             longest = max(longest, count)
@@ -105,20 +105,20 @@ class FlatDecoder:
 
     @torch.no_grad()
     def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
-        """See `HFDecoder.decode`."""
+        """Read one new token in each of several slots."""
         return self._read(slots_N, starts_N, torch.ones_like(slots_N), tokens_N)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """See `HFDecoder.copy`."""
+        """Give `target` the first `length` keys and values of `source`."""
         self.store.share(source, target, length)
 
     def refresh(self, is_idle: bool = True) -> None:
-        """See `HFDecoder.refresh`."""
+        """Read changed weights, which make every stored key and value out of date."""
         if is_idle:  # or running slots may begin in others
             self.store.clear()
 
     def erase(self) -> None:
-        """See `HFDecoder.erase`."""
+        """Zero all keys and values."""
         self.store.erase()
 
     def _read(

@@ -80,18 +80,18 @@ class Qwen2Decoder:
         self.embedding = self.model.model.embed_tokens.weight.clone()
 
     def erase(self) -> None:
-        """See `HFDecoder.erase`."""
+        """Zero all keys and values."""
         self.store.erase()
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """See `HFDecoder.copy`; for small models, to refer to another slot takes longer."""
+        """Copy keys and values; for small models, to refer to another slot takes longer."""
         self.store.copy(source, target, length)
 
     @torch.no_grad()
     def prefill(
         self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> Tensor:
-        """See `HFDecoder.prefill`: flat through the linear layers, padded inside attention."""
+        """Read new tokens: flat through the linear layers, padded inside attention."""
         slots_N, starts_N = torch.tensor(slots), torch.tensor(starts)
         counts_N = torch.tensor([len(row) for row in tokens])
         every = self.store.reach(slots_N, starts_N, counts_N)
@@ -101,7 +101,7 @@ class Qwen2Decoder:
 
     @torch.no_grad()
     def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
-        """See `HFDecoder.decode`."""
+        """Read one new token in each of several slots."""
         reach = self.store.reach(slots_N, starts_N, torch.ones_like(slots_N))
         return self._forward(tokens_N, reach, reach, None)
 

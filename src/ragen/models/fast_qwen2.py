@@ -26,7 +26,7 @@ CHUNK = 512
 
 
 def supports(model: PreTrainedModel) -> bool:
-    """Whether this model (or backbone) is a plain float32 Qwen2 without a sliding window.
+    """True if the model (or backbone) is a plain float32 Qwen2 without a sliding window.
 
     Its linear layers may carry LoRA adapters.
     """

@@ -122,7 +122,6 @@ class PrefixReader:
         return q_FHE, k_FKE, v_FKE
 
     def _finish(self, x_FD: Tensor, mixed_FHE: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """The rest of a layer after attention."""
         _, _, mix, gate_up, down = weights
         x_FD = torch.addmm(x_FD, mixed_FHE.flatten(1), mix)
         for part in chunks(x_FD):

@@ -98,7 +98,6 @@ class GraphDecoder(HFDecoder):
     @override
     @torch.no_grad()
     def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
-        """See `HFDecoder.decode`."""
         count = len(slots_N)
         rows = bucket(count, LEAST_ROWS, self._spare)
         width = bucket(int(starts_N.max()) + 1, LEAST_WIDTH, self.cache.max_length)

@@ -100,7 +100,7 @@ def hub_shapes(name: str) -> dict[str, tuple[int, ...]]:
 
 
 def _hub_answers() -> bool:
-    """Whether the Hub answers at all within `PATIENCE_S`."""
+    """The Hub answers at all within `PATIENCE_S`."""
     import httpx
     from huggingface_hub import constants
 

@@ -147,7 +147,7 @@ class KeyStore:
             values[target, :, :length] = values[source, :, :length]
 
     def reach(self, slots_N: Tensor, starts_N: Tensor, counts_N: Tensor) -> Reach:
-        """What new tokens see: `counts_N` of each slot, the first of them at `starts_N`.
+        """The keys and values that new tokens see: `counts_N` of each slot, from `starts_N` on.
 
         The slots ascend where they can. They have been given to `begin`.
         """
@@ -262,7 +262,6 @@ class Reach:
         )
 
     def _attend_alone(self, q_RKQD: Tensor, k_RKDW: Tensor, v_RKWD: Tensor) -> Tensor:
-        """Attention to the rows' own keys."""
         out_RKQD = v_RKWD.new_empty(*q_RKQD.shape[:3], v_RKWD.shape[3])
         scores_per_row = q_RKQD.shape[1] * q_RKQD.shape[2] * self.width
         step = max(1, SCORES // scores_per_row)
@@ -344,7 +343,7 @@ class _Prefix:
         )
 
     def hide(self, hidden_RTW: Tensor, low: int) -> Tensor:
-        """What is hidden of the shared keys, then of the rows' own, the first at position `low`."""
+        """The mask of the shared keys, then of the rows' own, the first at position `low`."""
         shared_R11 = self.shared_R[:, None, None]
         own_W = torch.arange(low, low + hidden_RTW.shape[2])
         before_RTP = (torch.arange(self.length) >= shared_R11).expand(-1, hidden_RTW.shape[1], -1)

@@ -172,7 +172,7 @@ def _load_weights(folder: Path, name: str, config: PreTrainedConfig, dtype: str)
 
 
 def _belongs_to_layer(key: str, model: PreTrainedModel) -> bool:
-    """Whether weights that the model does not use belong to its layers, or to one more layer.
+    """Weights that the model does not use belong to its layers, or to one more layer.
 
     Without these weights, RAGEN would train a different function. Weights of other parts, such as a
     vision tower, may be left out, and so may layers that predict further tokens.
@@ -235,9 +235,6 @@ def _saved_tokenizer(file: Path) -> Tokenizer | None:
     """The tokenizer of a tokenizer.json, if there is one.
 
     transformers fills tables up to the largest id, so that this is checked first.
-
-    Raises:
-        RagenError: A token has an id above `MOST_IDS`.
     """
     if not file.is_file():
         return None
@@ -253,7 +250,7 @@ def _saved_tokenizer(file: Path) -> Tokenizer | None:
 
 
 def _encodes_as_saved(tokenizer: PreTrainedTokenizerBase, saved: Tokenizer | None) -> bool:
-    """Whether a tokenizer gives the ids that its tokenizer.json gives.
+    """A tokenizer gives the ids that its tokenizer.json gives.
 
     transformers builds some tokenizers from the vocabulary alone, by the class that the folder
     names. It takes DeepSeek's for a Llama tokenizer, which loses spaces and all Chinese.

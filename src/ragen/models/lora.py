@@ -37,7 +37,7 @@ MATRICES = ("lora_A", "lora_B")
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
-    """Whether the model carries adapters."""
+    """True if the model carries adapters."""
     return bool(getattr(model, "peft_config", None))
 
 
@@ -173,7 +173,7 @@ def merge(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def is_adapter_weight(name: str) -> bool:
-    """Whether a parameter or module of this name belongs to an adapter."""
+    """True if a parameter or module of this name belongs to an adapter."""
     return any(f".{matrix}." in name for matrix in MATRICES)
 
 
@@ -228,7 +228,6 @@ def _act(model: PreTrainedModel, role: Role) -> None:
 
 
 def _adapted_layers(model: PreTrainedModel) -> dict[str, Any]:
-    """The layers with adapters, by name, in the model's order."""
     return {name: each for name, each in model.named_modules() if hasattr(each, "lora_A")}
 
 

@@ -48,13 +48,13 @@ def hidden_states(
 
 
 def is_fast(model: PreTrainedModel) -> bool:
-    """Whether `hidden_states` uses the code for a plain Qwen2 on a CPU."""
+    """True if `hidden_states` uses the code for a plain Qwen2 on a CPU."""
     recomputes = model.is_gradient_checkpointing  # which that code does not support
     return model.device.type == "cpu" and not recomputes and fast_qwen2.supports(model)
 
 
 def shares_prompts(model: PreTrainedModel) -> bool:
-    """Whether `hidden_states` pads no rows and computes a prompt that several share only once."""
+    """True if `hidden_states` pads no rows and computes a prompt that several share only once."""
     return is_fast(model) or packed.longest(backbone(model)) > 0
 
 

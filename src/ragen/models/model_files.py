@@ -288,7 +288,6 @@ def shapes(file: Path) -> dict[str, list[int]]:
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:
-    """The keys and values of nested JSON objects."""
     pending = [value]
     while pending:
         each = pending.pop()

@@ -117,7 +117,7 @@ def newest_of(name: str) -> str:
 
 
 def is_embedded(name: str) -> bool:
-    """Whether a name means an embedded model or one that descends from it: it reads whole words.
+    """True for an embedded model or one that descends from it: it reads whole words.
 
     A model or run on this machine is known by its tokenizer and chat template. So is one that
     `ragen base --env` made, by its config. An id of the Hub counts as another model.
@@ -149,7 +149,7 @@ def taught_style(name: str) -> str | None:
 
 
 def has_embedded_tokenizer(folder: Path) -> bool:
-    """Whether a folder's template and tokenizer are those of an embedded model.
+    """True if a folder's template and tokenizer are those of an embedded model.
 
     Raises:
         RagenError: One of its files cannot be read.
@@ -187,7 +187,7 @@ def local_file(name: str | Path, file: str) -> Path | None:
 
 
 def local_config(name: str) -> dict[str, Any]:
-    """What a model's config says about its text part; empty if it is not on this machine.
+    """The part of a model's config about text; empty if it is not on this machine.
 
     Raises:
         RagenError: The config cannot be read.
@@ -199,7 +199,7 @@ def local_config(name: str) -> dict[str, Any]:
 
 
 def is_available_offline(name: str | Path) -> bool:
-    """Whether a model is a folder here, or an id whose config is in the Hub's local cache."""
+    """True for a folder here, or an id whose config is in the Hub's local cache."""
     return Path(name).exists() or local_file(name, "config.json") is not None
 
 
@@ -227,7 +227,7 @@ def hash_model_folder(folder: Path) -> str:
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Whether a path is a PEFT folder.
+    """True for a PEFT folder.
 
     Raises:
         RagenError: It is a model's folder too.

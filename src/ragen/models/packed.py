@@ -99,7 +99,7 @@ def _try(model: PreTrainedModel) -> float:
 
 
 def _has_kernel(model: PreTrainedModel) -> bool:
-    """Whether torch has attention for sequences of various lengths on the model's GPU."""
+    """Torch has attention for sequences of various lengths on the model's GPU."""
     is_half = model.dtype in (torch.bfloat16, torch.float16)
     if model.device.type != "cuda" or not is_half or torch.cuda.get_device_capability() < (8, 0):
         return False
@@ -166,7 +166,7 @@ def _hook(
     ragen_run: _Run | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer; returns (1, F, H, D)."""
+    """The attention that transformers calls in every layer; returns (1, F, H, D)."""
     names = ("softcap", "s_aux", "position_bias")
     if ragen_run is None or any(more.get(name) is not None for name in names):
         raise _Unknown
@@ -246,7 +246,6 @@ class _Lengths:
         return cls(to_device(packing.keys_S, device), ends[0], ends[1], *most)
 
     def __call__(self, _: int, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, scale: float) -> Tensor:
-        """See `Attention`."""
         from torch.nn.attention.varlen import varlen_attn
 
         attend_to: Any = varlen_attn  # its type allows more results

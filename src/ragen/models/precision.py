@@ -166,7 +166,7 @@ WORTH_WIDENING = 4
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether torch has a library for products of bfloat16 matrices on this processor.
+    """True if torch has a library for bfloat16 products on this processor.
 
     Without AVX-512 it has none: its own loops run at an eighth of float32's rate, and at a
     thirtieth in a backward pass.
@@ -177,7 +177,7 @@ def multiplies_bfloat16() -> bool:
 
 
 def widens(factor: Tensor) -> bool:
-    """Whether products of a tensor are computed in float32 because there is no library for them."""
+    """True if products are computed in float32 because there is no library for them."""
     is_here = factor.dtype == torch.bfloat16 and factor.device.type == "cpu"
     return is_here and not multiplies_bfloat16()
 

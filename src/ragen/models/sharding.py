@@ -48,11 +48,11 @@ class Unit(nn.Module):
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
     def forward(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns; `within` is what others call."""
+        """The result of `compute`; others call `within`."""
         return compute()
 
     def within(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns, computed with whole weights.
+        """The result of `compute`, computed with whole weights.
 
         All processes call it at the same time, equally often, with functions that use the same
         layers in the same order. Gradients flow back to the weights from the tensors it returns.
@@ -88,16 +88,16 @@ class Units:
         self._units |= dict.fromkeys(modules, unit)
 
     def within(self, module: nn.Module, compute: Callable[[], T]) -> T:
-        """See `Unit.within`."""
+        """The result of `compute`, computed with the whole weights of a module's unit."""
         return self._units[module].within(compute) if self._units else compute()
 
     def begin_pass(self, is_last: bool) -> None:
-        """See `Unit.begin_pass`."""
+        """Begin a pass in all units."""
         for unit in self._units.values():
             unit.begin_pass(is_last)
 
     def rest(self) -> None:
-        """See `Unit.rest`."""
+        """Free what only a pass needs, in all units."""
         for unit in self._units.values():
             unit.rest()
 

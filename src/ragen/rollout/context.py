@@ -121,7 +121,7 @@ class Conversation:
         return tuple(messages)
 
     def _shown(self, view: View, opening: bool) -> Sequence[Message]:
-        """What the policy is shown in a turn: a user message, or the results of its calls."""
+        """The present message to the policy: one of the user, or the results of its calls."""
         builder, observation = self._builder, view.observation
         if opening or view.reward is None:
             if view.results:  # results of a turn that is not shown

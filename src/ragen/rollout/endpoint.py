@@ -143,7 +143,7 @@ def check_address(name: str, address: str, remedy: str) -> None:
 
 
 def _is_address(text: str) -> bool:
-    """Whether a request can be sent to such an address, and to paths below it."""
+    """A request can be sent to such an address, and to paths below it."""
     try:
         url = httpx.URL(text).join("v1/chat/completions")
         url.raw_host.decode("ascii").encode("idna")  # as a look-up of the name does
@@ -223,7 +223,6 @@ class ChatEndpoint:
         raise NoCompletion(f"{self._server.url} gave no completion: {failure}")
 
     async def _ask(self, prompt: Prompt) -> Completion:
-        """Send one request and read its answer."""
         sent = self._body(prompt)
         text = json.dumps(sent)  # in ASCII: an observation may have half a surrogate pair
         await self._pace.turn()
@@ -247,7 +246,7 @@ class ChatEndpoint:
         return replace(completion, text=self._server.hide(completion.text))
 
     def _unheard(self, error: Exception) -> _RequestFailed:
-        """What an error below HTTP means: no connection, or one that broke.
+        """The failure that an error below HTTP means: no connection, or one that broke.
 
         Before the first answer, the address is wrong or the server does not run. Later on, a broken
         connection concerns one request, and a server that takes no connection is gone.
@@ -302,7 +301,7 @@ class ChatEndpoint:
         }
 
     def _adapts(self, sent: Mapping[str, Any], message: str) -> bool:
-        """Whether the server needs the request in another dialect, which is used from now on."""
+        """The server needs the request in another dialect, which is used from now on."""
         if "max_tokens" in sent and "max_completion_tokens" in message:
             self._length_key = "max_completion_tokens"
             return True
@@ -363,12 +362,7 @@ def _wrong(text: str, shown: str = "", repeat_s: float = SOON_S) -> _RequestFail
 
 
 async def _body_of(response: httpx.Response) -> bytes:
-    """The body of an answer; of an error's body the first `MAX_ERROR` bytes, if it is plain.
-
-    Raises:
-        _RequestFailed: It is compressed, which was not asked for, or larger than `MAX_BODY`.
-        httpx.RequestError: The connection broke.
-    """
+    """The body of an answer; of an error's body the first `MAX_ERROR` bytes, if it is plain."""
     limit = MAX_BODY if response.status_code == 200 else MAX_ERROR
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding != "identity":

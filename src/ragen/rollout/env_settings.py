@@ -113,12 +113,11 @@ def resolve_run(
 
 
 def _has_recipe(env: str, model: str) -> bool:
-    """Whether an environment brings its own recipe, which only the embedded models get."""
+    """An environment brings its own recipe, which only the embedded models get."""
     return env in recipes() and is_embedded(model) and taught_style(model) is None
 
 
 def _of_recipe(env: str) -> Flat:
-    """What the recipe of an environment holds for it."""
     return {k: v for k, v in load_recipe(env)[1].items() if k.startswith(OF_ENV)}
 
 
@@ -127,9 +126,6 @@ def _resolve_mixture(recipe: str | Path | None, given: Flat, written: Flat) -> C
 
     Each has the budgets and parameters that it brings, below those of its table. The lengths are
     the longest that any of them needs, and prompts have the paper style if one of them needs it.
-
-    Raises:
-        RagenError: As `resolve_run`, or an environment is named beside the mixture.
     """
     if "env.name" in given and "+" not in str(given["env.name"]):
         raise RagenError("env.name and env.mix are given: name one environment, or a mixture")
@@ -391,7 +387,7 @@ class _Texts(NamedTuple):
 
 
 def _read(setup: Setup) -> _Texts:
-    """Read what the environment shows at the start of some levels and in random play.
+    """The texts that the environment shows at the start of some levels and in random play.
 
     If it fails, the texts so far count; the episodes of the run will report the failure.
     """

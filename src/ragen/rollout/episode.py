@@ -215,7 +215,6 @@ class _Playthrough:
         return written_completion(completion.text, lambda text: (*chat.encode_text(text), *end))
 
     def _following(self, turn: Turn, parsed: Parsed, observation: str) -> View:
-        """The view after the last turn."""
         results = () if turn.results is None else tool_messages(parsed.calls, turn.results)
         limits = self._limits(len(self.turns))
         executed = turn.actions_executed

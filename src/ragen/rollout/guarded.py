@@ -92,7 +92,7 @@ class GuardedEnv:
         self.terminated, self.truncated = False, False
 
     def read_thought(self, thought: str) -> Reading | None:
-        """What the thought says about the present state."""
+        """The environment's reading of a thought about the present state."""
         with self._calling("read_thought"):
             return answers.reading(self.env.read_thought(thought), self._max_chars)
 

@@ -226,7 +226,7 @@ class Judge:
         return Judgement(self.attempt, step, text, read, written)
 
     def metrics(self) -> Metrics:
-        """What the questions since the last call took; then a new step begins.
+        """The cost of the questions since the last call; then a new step begins.
 
         ``judge/calls``, ``judge/cached`` and ``judge/failed`` are numbers of questions,
         ``judge/defaulted`` is a number of episodes.

@@ -46,7 +46,7 @@ def random_player(seed: int) -> Player:
 
 
 def has_random_play(env: Env) -> bool:
-    """Whether there is random play: of named actions, or by the environment's `random_action`.
+    """True if there is random play: of named actions, or by `random_action`.
 
     Raises:
         UserCodeError: The environment fails.
@@ -74,7 +74,6 @@ def free_action(env: Env, generator: np.random.Generator, name: str) -> str:
 
 
 def _about(env: Env) -> tuple[tuple[str, ...] | None, str]:
-    """The environment's actions and its name."""
     with boundary("actions"):
         return answers.action_names(env.actions, "actions", answers.MAX_CHARS), _name_of(env)
 

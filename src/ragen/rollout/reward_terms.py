@@ -169,7 +169,7 @@ async def call_term(name: str, judged: Turn | Episode | Sequence[Episode]) -> li
 async def term_values(
     call: str, term: Term, judged: Turn | Episode | Sequence[Episode]
 ) -> list[float]:
-    """What a term gives for a turn or an episode, or for each of several episodes.
+    """The value of a term for a turn or an episode, or for each of several episodes.
 
     `call` is its name in messages.
 
@@ -207,7 +207,7 @@ def reward_term_metrics(episodes: Sequence[Episode]) -> Metrics:
 
 
 def thought_info(reading: Reading | None, actions_asked: Sequence[str]) -> dict[str, Any]:
-    """What `Turn.info` keeps of a thought, from the environment's reading of it.
+    """The entries of `Turn.info` about a thought, from the environment's reading of it.
 
     Example:
         >>> thought_info(Reading(3, 2, ("Down",)), ("Down", "Left"))

@@ -86,7 +86,7 @@ class Setup:
         return GuardedEnv(self.make, timeout_s, self.env_time, self.max_chars)
 
     def has_room(self, token_ids: Sequence[int] | None) -> bool:
-        """Whether a prompt leaves room for a reply."""
+        """True if a prompt leaves room for a reply."""
         return token_ids is None or len(token_ids) + self.max_tokens <= self.max_length
 
     def close(self) -> None:

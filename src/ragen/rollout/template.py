@@ -158,12 +158,12 @@ def folded(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]
 
 
 def is_empty_thought(text: str) -> bool:
-    """Whether a text is the start of a thought or an empty one, spaces aside."""
+    """True if a text is the start of a thought or an empty one, spaces aside."""
     return "".join(text.split()) in ("<think>", "<think></think>")
 
 
 def _template_errors() -> tuple[type[Exception], ...]:
-    """What a template may raise: its engine's errors, Python's about values, and their limits."""
+    """The exceptions of a template: its engine's, Python's about values, and their limits."""
     from jinja2 import TemplateError  # imported only where a template fails
 
     about_values = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
@@ -197,7 +197,7 @@ class Bridge:
         return text[len(self.lead) :]
 
     def holds(self, encode: Callable[[str], Ids]) -> bool:
-        """Whether extending equals rendering, in text and in tokens, over three turns."""
+        """True if extending equals rendering, in text and in tokens, over three turns."""
         system = {"role": "system", "content": SYSTEM}
         heads: tuple[tuple[Message, ...], ...] = ((), (system,))
         return all(self._holds(encode, head, content) for head in heads for content in CONTENTS)

@@ -71,7 +71,7 @@ class ToolBridge:
         return "; ".join(_without_empty_thought(text) for text in texts)
 
     def holds(self, encode: Callable[[str], Ids]) -> bool:
-        """Whether extending equals rendering, in text and in tokens, over two replies."""
+        """True if extending equals rendering, in text and in tokens, over two replies."""
         system = {"role": "system", "content": SYSTEM}
         heads: tuple[tuple[Message, ...], ...] = ((), (system,))
         return all(self._holds(encode, head, each) for head in heads for each in CONTENTS)
@@ -100,11 +100,7 @@ class ToolBridge:
         return call_message([Call(self.name, ARGUMENTS)] * len(ids), ids)
 
     def _parts(self, calls: Mapping[str, Any], results: Sequence[Message]) -> tuple[str, str]:
-        """The text of a reply with calls, and all that follows it.
-
-        Raises:
-            RagenError: The template refuses such messages, or writes no end after the calls.
-        """
+        """The text of a reply with calls, and all that follows it."""
         text = self.template.render([*conversation(USER), calls, *results])
         head = self.template.start.removesuffix(self.template.written)
         reply, end, rest = text.removeprefix(head).partition(self.end)
