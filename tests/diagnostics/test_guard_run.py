@@ -359,7 +359,7 @@ def test_a_run_in_python_that_waits_forever_raises_and_ends_no_process(
 
     monkeypatch.setattr(LocalEngine, "update", hangs)
     monkeypatch.setattr(loop, "STALLED_S", 0.5)
-    with pytest.raises(GuardStop, match="stalled: .* the last checkpoint is step-0; all stacks"):
+    with pytest.raises(GuardStop, match=r"stalled: .* the last checkpoint is step-0; all st"):
         train(make_config(eval__episodes=0), tmp_path / "run")
     monkeypatch.undo()
     assert resume(tmp_path / "run", overrides={"steps": 1}).run == tmp_path / "run"

@@ -137,5 +137,5 @@ def test_the_own_port_of_a_scheme_may_be_left_out(scheme: str, port: int, status
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         await PlainTextResponse("yes")(scope, receive, send)
 
-    client = TestClient(AccessControl(answer, port, None, set()), f"{scheme}://localhost")
+    client = TestClient(AccessControl(answer, port, None), f"{scheme}://localhost")
     assert client.get("/").status_code == status

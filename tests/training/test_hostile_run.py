@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-
 import ragen
 from ragen.envs.bandit import Bandit
 from ragen.storage.reader import read_metrics

@@ -70,7 +70,7 @@ class Losses:
         async def waiting(*arguments: Any, **named: Any) -> Any:
             moment = self.due(owner, name)
             if moment and not moment.late:
-                raise EngineLost(TEXT, DETAILS)
+                raise EngineLost(TEXT, DETAILS, "learner 1")
             answer = await before(*arguments, **named)
             if moment:
                 raise EngineLost(TEXT)
@@ -221,7 +221,8 @@ def test_settings_that_changed_on_a_resume_stay_changed(
     assert engine_events(run) == [(3, "lost"), (3, "restored")]
     text = f"after step 3, the engine is lost: {TEXT}; a new one takes the last checkpoint"
     (lost, _) = read_events(run, "engine")
-    assert lost["text"] == text and lost["data"] == {"what": "lost", "details": DETAILS}
+    data = {"process": "learner 1", "what": "lost", "details": DETAILS}
+    assert lost["text"] == text and lost["data"] == data
     assert_same_results(run, recorded_results(expected))
 
 

@@ -25,7 +25,7 @@ from ragen.storage import checkpoint
 from ragen.storage.database import CONFIG, DATABASE
 from ragen.storage.reader import read_events
 from ragen.storage.recorder import Recorder
-from ragen.storage.settings import find_settings, run_config
+from ragen.storage.settings import Settings, find_settings, run_config
 from ragen.training.trainer import resume, train
 from tests.diagnostics.test_guard_run import Plan, alarms_at
 from tests.shared import own
@@ -58,6 +58,12 @@ def finished(bandit_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def expected(bandit_run: Path) -> dict[str, Any]:
     """The results of the uninterrupted run."""
     return recorded_results(bandit_run)
+
+
+def own_settings(run: Path) -> Settings:
+    """With the hash in the state of the newest checkpoint, as `resume` finds them."""
+    state = checkpoint.read_state(checkpoint.newest(run))
+    return find_settings(run, state[checkpoint.SETTINGS_HASH], {})
 
 
 def written(text: str) -> Callable[[Path], object]:
@@ -116,17 +122,17 @@ def test_resume_writes_a_damaged_config_again_and_removes_what_a_killed_writer_l
 def test_a_damaged_config_is_never_taken_for_the_run_s_settings(own_bandit_run: Path) -> None:
     """However it is damaged, also if it is cut anywhere."""
     path, data = own_bandit_run / CONFIG, (own_bandit_run / CONFIG).read_bytes()
-    own = find_settings(own_bandit_run, None, {})
+    own = own_settings(own_bandit_run)
     assert own.config == make_config(eval__every=1, checkpoint__keep=9) and not own.damage
     for damage in DAMAGES.values():
         damage(path)
-        settings = find_settings(own_bandit_run, None, {})
+        settings = own_settings(own_bandit_run)
         assert settings.config == own.config and settings.damage
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         path.write_bytes(data)
     for length in range(0, len(data), 47):
         path.write_bytes(data[:length])
-        settings = find_settings(own_bandit_run, None, {})
+        settings = own_settings(own_bandit_run)
         assert settings.config == own.config and settings.text.encode() == data
         assert settings.damage or read_config(path) == own.config
 
@@ -136,13 +142,13 @@ def test_a_config_with_one_flipped_bit_is_never_taken_for_the_run_s_settings(
 ) -> None:
     """Each flip is harmless, damage, or an edit that is refused by its key."""
     path, data = own_bandit_run / CONFIG, (own_bandit_run / CONFIG).read_bytes()
-    own = find_settings(own_bandit_run, None, {}).config
+    own = own_settings(own_bandit_run).config
     outcomes = set()
     for place in range(3, len(data), 53):
         flipped = bytes([data[place] ^ (1 << place % 7)])
         path.write_bytes(data[:place] + flipped + data[place + 1 :])
         try:
-            settings = find_settings(own_bandit_run, None, {})
+            settings = own_settings(own_bandit_run)
         except RagenError as error:
             assert re.search(r"has other values than the run: [\w.]+ = ", str(error)), error
             outcomes.add("edit")
