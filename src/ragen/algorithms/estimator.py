@@ -47,12 +47,12 @@ at least two episodes.
 
 
 def needs_values(estimator: Estimator) -> bool:
-    """Whether an estimator needs a critic."""
+    """True if an estimator needs a critic."""
     return names_input(estimator, "values_ES")
 
 
 def compares_group(estimator: Estimator) -> bool:
-    """Whether an estimator compares the episodes of a group, and so needs at least two of them."""
+    """True if an estimator compares the episodes of a group, so that it needs two or more."""
     return names_input(estimator, "group_E")
 
 

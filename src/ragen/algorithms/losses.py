@@ -249,7 +249,7 @@ def policy_loss(loss: PolicyLoss, logprobs_N: Tensor, tokens: TokenFields, **inp
 
 
 def needs_whole_episodes(loss: PolicyLoss) -> bool:
-    """Whether a loss needs all tokens of an episode in one microbatch."""
+    """True if a loss needs all tokens of an episode in one microbatch."""
     return names_input(loss, "episode_N")
 
 

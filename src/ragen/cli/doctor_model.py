@@ -66,7 +66,7 @@ def _spelled(pieces: Iterable[Piece]) -> Text:
 
 
 def _facts(found: Inspection) -> Section:
-    """What the model is, and what its tokens and prompts are."""
+    """The architecture, tokens and prompts of a model."""
     config, (together, alone) = found.config, found.tokens_per_s
     prompt = config.prompt
     prefill = f", {prefill_of(prompt.think)} pre-filled" if prompt.prefill else ""
@@ -98,7 +98,6 @@ def _named(tokens: Mapping[str, int]) -> str:
 
 
 def _memory(found: Inspection) -> Section:
-    """What fits, by method of training."""
     config = found.config
     free = "" if found.free is None else f"; {found.free:.1f} GiB are free on {found.device}"
     title = f"Memory for training in GiB{free}"

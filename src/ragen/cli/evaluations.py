@@ -165,7 +165,6 @@ def _playing_options(parser: Parser) -> None:
 
 
 def _server(options: Namespace) -> Server | None:
-    """The endpoint that the options describe."""
     from ragen.rollout.endpoint import Server
 
     names = ("key_env", "timeout_s", "requests_per_minute")
@@ -180,11 +179,7 @@ def _named_envs(options: Namespace) -> list[str]:
 
 
 def _compared_envs(options: Namespace) -> Mapping[str, Mapping[str, Any]]:
-    """Where to compare: a suite, the named environments, or that of the first run.
-
-    Raises:
-        RagenError: There is no such suite, or environments are named as well.
-    """
+    """The environments to compare in: a suite, the named ones, or that of the first run."""
     from ragen.evaluation.compare import SUITES
 
     named = _named_envs(options)

@@ -68,7 +68,7 @@ def _refused(error: Exception) -> int:
 
 
 def _notes(error: BaseException) -> list[str]:
-    """What commands have added to an exception, such as how to resume."""
+    """Hints that commands have added to an exception, such as how to resume."""
     return getattr(error, "__notes__", [])
 
 

@@ -45,7 +45,6 @@ def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> Non
 def _play(
     console: Console, env: GuardedEnv, budget: EnvConfig, player: Player
 ) -> tuple[str, float]:
-    """Play the episode; returns how it ended, and its reward."""
     actions_left, total = budget.max_actions, 0.0
     for turns_left in range(budget.max_turns, 0, -1):
         turn = budget.max_turns - turns_left + 1

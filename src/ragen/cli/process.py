@@ -103,7 +103,7 @@ def ending_signals() -> Iterator[list[int]]:
 
 
 def refusal(error: BaseException) -> str | None:
-    """What the machine refused, in one line; ``None`` if the exception has another cause.
+    """The limit of the machine behind an exception, in one line; ``None`` for another cause.
 
     Example:
         >>> refusal(OSError(errno.EMFILE, "", "a.txt"))

@@ -125,7 +125,7 @@ def _advice(watcher: Watcher) -> str:
 
 
 def _show_config(config: Config) -> None:
-    """Print a config, what differs from its preset, and the memory that it needs."""
+    """Print a config, its changes to its preset, and the memory that it needs."""
     from ragen.config.reading import differences, dump
     from ragen.engines.memory import plans
     from ragen.models.names import is_available_offline

@@ -20,7 +20,6 @@ OPENENV_PORT = 8000
 
 
 def _listening_options(parser: Parser, port: int, token: str) -> None:
-    """Add the options of a server."""
     take = parser.take
     take("--port", "N", "0 takes any free port", whole(0, 65535), port)
     take("--host", "ADDRESS", f"address to serve on; {token}", default="127.0.0.1")
@@ -29,7 +28,6 @@ def _listening_options(parser: Parser, port: int, token: str) -> None:
 
 
 def _tls(options: Namespace) -> ssl.SSLContext | None:
-    """What TLS needs, if the options of a server name a certificate."""
     from ragen.serving.server import tls_of
 
     if options.tls_key is not None and options.tls_cert is None:
@@ -105,7 +103,7 @@ def _serve(options: Namespace, overrides: Overrides) -> int:
 
 
 def _has_browser() -> bool:
-    """Whether this session has a graphical browser."""
+    """True if this session has a graphical browser."""
     remote = os.environ.get("CI") or os.environ.get("SSH_CONNECTION")
     display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     return not remote and (bool(display) or not sys.platform.startswith("linux"))

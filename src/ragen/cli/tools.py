@@ -203,11 +203,6 @@ def _check(options: Namespace, _: Overrides) -> int:
 
 
 def _checked(name: str) -> str:
-    """Check what a name refers to; returns the result in words.
-
-    Raises:
-        RagenError: It cannot be loaded, or does not pass.
-    """
     from ragen.config.extensions import ENV, KINDS, library_of
     from ragen.core.plugins import load_object
     from ragen.envs.checker import check

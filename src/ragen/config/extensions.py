@@ -207,7 +207,7 @@ parameter says which."""
 
 
 def term_input(function: Callable[..., Any]) -> str:
-    """What a reward term judges, one of `TERM_INPUTS`.
+    """The records that a reward term judges, one of `TERM_INPUTS`.
 
     Raises:
         ValueError: Its parameter has another name, or it has more than one.

@@ -183,7 +183,7 @@ def raw_values(tree: Mapping[Any, Any]) -> Flat:
 
 
 def _holds_keys(key: str, table: Mapping[Any, Any]) -> bool:
-    """Whether a table is a section; any other is the value of its key, which will be refused."""
+    """True if a table is a section; any other is the value of its key, which will be refused."""
     if f"{key}." in _INSIDE or any(name.startswith(f"{key}.") for name in keys()):
         return True
     return "." not in key and len(table) > 0  # a section with a mistake in its name

@@ -145,7 +145,7 @@ def for_env(given: Flat, recipe: Flat) -> Flat:
 
 
 def names_env(values: Flat) -> bool:
-    """Whether values by key name an environment, or those of a mixture."""
+    """True if values by key name an environment, or those of a mixture."""
     return "env.name" in values or len(mixed_in(values)) > 0
 
 
@@ -203,7 +203,7 @@ def dump(config: Config) -> str:
 
 
 def differences(config: Config) -> list[Difference]:
-    """What a config changes of its algorithm's preset, in the config's order."""
+    """The settings that differ from the algorithm's preset, in the config's order."""
     preset = flatten(resolve(None, {"algorithm": config.algorithm}))
     return [
         Difference(key, preset.get(key), value)
@@ -315,6 +315,6 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
         RagenError: The values exclude each other.
     """
     try:
-        return _validate([("", flatten(config) | changes)])
+        return _validate([("", {**flatten(config), **changes})])
     except RagenError as error:
         raise RagenError(f"cannot change {', '.join(changes)}: {error}") from None

@@ -34,7 +34,7 @@ size, even a difference that only the KL penalty makes."""
 
 
 def _uses_processes(c: Sections) -> bool:
-    """Whether the engine's settings are of several processes."""
+    """True if the engine's settings are of several processes."""
     engine = c.engine
     more = max(engine.learners, engine.samplers) > 1 or engine.max_staleness > 0
     return bool(engine.address) or more
@@ -54,12 +54,12 @@ class Rule(NamedTuple):
 
 
 def _estimator_in(c: Sections, *names: str) -> bool:
-    """Whether the estimator is one of `names` or from outside, where it may work like them."""
+    """True for an estimator of these names, or from outside, where it may work like them."""
     return c.advantage.name in names or c.advantage.name not in ESTIMATOR.names
 
 
 def _compares(c: Sections) -> bool:
-    """Whether the estimator is one of RAGEN's that compare the episodes of a group."""
+    """True if the estimator is one of RAGEN's that compare the episodes of a group."""
     own = c.advantage.name in ESTIMATOR.names
     return own and c.advantage.name not in (*CRITIC, "reinforce_pp")
 
@@ -73,7 +73,7 @@ def _for_groups(setting: str, is_set: Test) -> Rule:
 
 
 def _normalises_twice(c: Sections) -> bool:
-    """Whether the estimator repeats or undoes the normalisation of the rewards."""
+    """True if the estimator repeats or undoes the normalisation of the rewards."""
     name, how, over = c.advantage.name, c.reward.normalise, c.reward.over
     if how == "identity":
         return False

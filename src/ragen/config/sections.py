@@ -94,7 +94,7 @@ def most_turns(env: EnvConfig) -> int:
 
 
 def is_share(value: Any) -> bool:
-    """Whether the entry of a mixture is a share alone."""
+    """True if the entry of a mixture is a share alone."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -498,7 +498,7 @@ class Sections(Section):
 
     @property
     def may_use_kl(self) -> bool:
-        """Whether the run has a KL reference, or the guard may give it one."""
+        """True if the run has a KL reference, or the guard may give it one."""
         adds_kl = self.guard.remedy == "kl" and "rollback" in self.guard.responses.values()
         return self.loss.kl > 0 or adds_kl
 
@@ -510,6 +510,6 @@ class Sections(Section):
 
     @property
     def one_arithmetic(self) -> bool:
-        """Whether sampler and learner compute alike; if so, sampled logprobs are the old ones."""
+        """True if sampler and learner compute alike: then sampled logprobs are the old ones."""
         is_local = self.engine.name == "local" and self.rollout.sampler == "local"
         return is_local and self.model.dtype == "float32"

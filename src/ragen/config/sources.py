@@ -19,7 +19,7 @@ def value_of(config: Config, key: str) -> str | dict[str, Any]:
 
 
 def sources(config: Config) -> dict[str, str]:
-    """What identifies the code behind every name from outside: a file's hash or a version.
+    """A file's hash or a version, by the name of each piece of code from outside.
 
     Raises:
         RagenError: A name cannot be loaded.

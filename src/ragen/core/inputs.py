@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def names_input(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of this name."""
+    """True if a function has a parameter of this name."""
     return name in signature(function).parameters
 
 

@@ -136,7 +136,6 @@ def bootstrap_mean(values: Sequence[float], clusters: Sequence[int]) -> Interval
 
 
 def _by_cluster(values: Sequence[float], clusters: Sequence[int]) -> tuple[Floats, Floats]:
-    """The sum and the number of the values of each cluster."""
     if len(values) == 0 or len(values) != len(clusters):
         raise ValueError(
             f"{len(values)} values and {len(clusters)} clusters: expected equally many, ≥ 1"
@@ -420,7 +419,7 @@ def _student(estimate: float, *parts: _Part) -> Interval:
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
-    """Whether rewards differ by no more than rounding (`ROUNDING`).
+    """True if rewards differ by no more than rounding (`ROUNDING`).
 
     Example:
         >>> all_equal([-0.3 - 0.3 - 0.4, -0.5 - 0.5, sum([-0.1] * 10)])

@@ -35,7 +35,7 @@ class Section:
     plot: str | None = None
 
     def holds_numbers(self, column: int) -> bool:
-        """Whether a column holds numbers, which are aligned to the right."""
+        """True if a column holds numbers, which are aligned to the right."""
         return all(not row[column] or row[column][0] in "+-0123456789" for row in self.rows)
 
 

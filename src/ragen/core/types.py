@@ -182,7 +182,7 @@ class Episode:
 
     @property
     def failed(self) -> bool:
-        """Whether the environment raised or hung, or a server failed."""
+        """True if the environment raised or hung, or a server failed."""
         return self.stop_reason in FAILED
 
 

@@ -59,7 +59,7 @@ def timeout_error(call: str, timeout_s: float) -> UserCodeError:
 
 
 def can_interrupt() -> bool:
-    """Whether a time limit can interrupt a call here: in the main thread of a POSIX process.
+    """True if a time limit can interrupt a call here: in the main thread of a POSIX process.
 
     Elsewhere, as in a notebook, the limit is compared with the call's seconds once it has returned.
     """
@@ -146,7 +146,7 @@ class boundary:  # noqa: N801 - it is used like a function
             self._raise(error, seconds)
 
     def _raise(self, error: BaseException | None, seconds: float) -> None:
-        """Raise what a call's failure means; an exception that stays as it is, Python raises."""
+        """Raise the error of a failed call; an exception that stays as it is, Python raises."""
         if error is None:  # it could not be interrupted
             raise timeout_error(self._call, self._timeout_s)
         if isinstance(error, _TimedOutError):

@@ -100,7 +100,7 @@ def summarize_envs(groups: Sequence[Group], kept: Sequence[int], mix: Iterable[s
 
 
 def is_degenerate(token_ids: Sequence[int]) -> bool:
-    """Whether one token comes 8 times in a row and makes up half of a completion: "!!!!!!!!".
+    """True if one token comes 8 times in a row and makes up half of a completion: "!!!!!!!!".
 
     Example:
         >>> is_degenerate([5, 6, *[9] * 8, 2]), is_degenerate([9] * 7)

@@ -93,7 +93,7 @@ def find_first(config: Config, checkpoint: Path, engine_state: dict[str, Any]) -
 
 
 def _is_needed(config: Config, path: str) -> bool:
-    """The run needs the weights that it began with after its first checkpoint."""
+    """True if a run needs the model that it began with after its first checkpoint."""
     return config.may_use_kl or (config.lora.rank > 0 and not is_adapter(path))
 
 

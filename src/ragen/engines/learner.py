@@ -169,7 +169,7 @@ class Learner:
 
     @property
     def _samples_now(self) -> bool:
-        """The present weights sampled the tokens that are trained on."""
+        """True if the present weights sampled the tokens that are trained on."""
         return self.synced and self._on_policy
 
     def _split(self, modules: Sequence[nn.Module], apart: Sequence[nn.Module] = ()) -> None:

@@ -296,7 +296,7 @@ def _num_gpus() -> int:
 
 
 def _is_fast(sizes: Sizes, config: Config, device: str) -> bool:
-    """The learner computes with `ragen.models.fast_qwen2`."""
+    """True if the learner computes with `ragen.models.fast_qwen2`."""
     plain = sizes.is_plain_qwen2 and config.model.dtype == "float32"
     return plain and device == "cpu" and not config.model.gradient_checkpointing
 

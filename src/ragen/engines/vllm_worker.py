@@ -136,7 +136,7 @@ def _part(module: Any, kind: str, number: int, tensor: Tensor) -> Part:
 
 
 def _is(module: Any, name: str) -> bool:
-    """The module is one of vLLM's of this class, which is imported elsewhere."""
+    """True if a module is one of vLLM's of this class, which is imported elsewhere."""
     return any(each.__name__ == name for each in type(module).__mro__)
 
 

@@ -187,7 +187,7 @@ def picture(value: Any) -> tuple[str, ...] | None:
 
 
 def reading(value: Any, max_chars: int) -> Reading | None:
-    """What a thought says, in plain values, or ``None``."""
+    """The reading of a thought, in plain values, or ``None``."""
     if value is None:
         return None
     if not isinstance(value, Reading):

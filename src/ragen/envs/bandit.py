@@ -107,7 +107,7 @@ class Bandit(Env):
         return self._arms
 
     def sounds_risky(self, arm: str) -> bool:
-        """Whether an arm's name is the one of its pair that sounds risky, however the arm pays."""
+        """True for the name of its pair that sounds risky, however the arm pays."""
         return any(arm == pair.high for pair in self._pairs)
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:

@@ -114,7 +114,7 @@ def _check_level(env: Env, level: int, steps: int) -> None:
 
 
 def _play_level(env: Env, level: int, noise_seed: int, steps: int) -> tuple[Result, list[Played]]:
-    """What a level shows at its start, and an episode of random actions.
+    """The start of a level, and an episode of random actions.
 
     The random choices follow from the level, not from the noise seed.
     """
@@ -209,7 +209,6 @@ def _key(env: Env) -> str:
 
 
 def _snapshot(env: Env) -> str:
-    """The snapshot as JSON text."""
     return _dump(env.get_state(), "get_state must return JSON values only")
 
 

@@ -98,7 +98,7 @@ class Env(gymnasium.Env[str, str], ABC):
     @property
     @abstractmethod
     def rules(self) -> str:
-        """What the agent has to know, as plain text: the aim, the events and the symbols."""
+        """The aim, the events and the symbols, as plain text for the agent."""
 
     @property
     @abstractmethod
@@ -178,7 +178,7 @@ class Env(gymnasium.Env[str, str], ABC):
         return None
 
     def read_thought(self, thought: str) -> Reading | None:
-        """What a thought says about the present state.
+        """The facts and the plan that a thought states about the present state.
 
         ``None`` means that the thought cannot be read with certainty. Such a thought is not
         measured.
@@ -197,12 +197,12 @@ class Env(gymnasium.Env[str, str], ABC):
 
     @property
     def draws(self) -> bool:
-        """Whether this environment defines `picture`."""
+        """True if this environment defines `picture`."""
         return type(self).picture is not Env.picture
 
     @property
     def reads_thoughts(self) -> bool:
-        """Whether this environment defines `read_thought`."""
+        """True if this environment defines `read_thought`."""
         return type(self).read_thought is not Env.read_thought
 
     def action_index(self, action: str) -> int:
@@ -218,7 +218,7 @@ class Env(gymnasium.Env[str, str], ABC):
 
 
 def is_picture(value: Any) -> bool:
-    """Whether `Env.picture` may return a value.
+    """True if `Env.picture` may return a value.
 
     Example:
         >>> is_picture(None), is_picture(["P_", "_G"]), is_picture(["P_", "G"]), is_picture([])

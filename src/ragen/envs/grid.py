@@ -12,6 +12,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
+from typing_extensions import override
+
 from ragen.envs.contract import Env, Reading
 
 Observation: TypeAlias = Literal["grid", "coord", "grid_coord", "named"]
@@ -66,8 +68,8 @@ class GridEnv(Env):
                 views[moving] = shown
         return shown
 
+    @override
     def read_thought(self, thought: str) -> Reading | None:
-        """See `Env.read_thought`."""
         marks = dict(zip(self.letters, self.marks.values(), strict=True))
         return read_notes(thought, self.rows(), marks, self.actions or ())
 

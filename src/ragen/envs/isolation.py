@@ -24,6 +24,7 @@ from dataclasses import astuple
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from ragen.core.errors import RagenError
 from ragen.core.stopping import SIGNALS
@@ -283,8 +284,8 @@ class IsolatedEnv(Env):
         self.actions = None if self.actions is None else tuple(self.actions)
         self.tools = tuple(self.tools)
 
+    @override
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
-        """See `Env.reset`."""
         if not self._worker.alive:
             self._workers.give_back(self._worker)
             self._worker = self._workers.take()
@@ -297,8 +298,8 @@ class IsolatedEnv(Env):
         self._keep_texts()
         return observation, info
 
+    @override
     def set_state(self, state: State) -> None:
-        """See `Env.set_state`."""
         self._worker.ask("set_state", state)
         self._keep_texts()
 
@@ -310,8 +311,9 @@ class IsolatedEnv(Env):
     read_thought = _forward("read_thought", _reading)
     picture = _forward("picture")
 
+    @override
     def random_action(self, generator: np.random.Generator) -> str | None:
-        """See `Env.random_action`; `generator` advances as it would in this process."""
+        """An action of random play; `generator` advances as it would in this process."""
         action, after = self._worker.ask("random_action", generator.bit_generator.state)
         generator.bit_generator.state = after
         return None if action is None else str(action)
@@ -399,7 +401,7 @@ def _end_group() -> None:
 
 
 def _call(env: Env, call: str, arguments: list[Any]) -> Any:
-    """What one call returns, as JSON values."""
+    """The result of one call, as JSON values."""
     if call == "texts":
         return {name: getattr(env, name) for name in TEXTS}
     if call == "reset":

@@ -117,7 +117,7 @@ class House:
         return at._replace(is_broken=True), "The key does not fit, and it breaks in the lock."
 
     def look(self, at: Position) -> str:
-        """What the player sees."""
+        """The player's view of a position."""
         if at not in self.views:
             self.views[at] = self._describe(at)
         return self.views[at]
@@ -157,7 +157,7 @@ class House:
         return ", ".join(f"{way} to {self.rooms[to]}" for way, to in pairs if to != NO_DOOR)
 
     def _is_free(self, at: Position) -> bool:
-        """Whether all levers are down, so that no grille covers the vault."""
+        """True if all levers are down, so that no grille covers the vault."""
         return at.levers == (1 << len(self.levers)) - 1
 
 

@@ -143,7 +143,7 @@ def _orders(balls: str) -> tuple[str, ...]:
 
 
 def _agrees(order: str, pair: str) -> bool:
-    """Whether the first ball of a pair is the lighter one in an order."""
+    """True if the first ball of a pair is the lighter one in an order."""
     return order.index(pair[0]) < order.index(pair[1])
 
 

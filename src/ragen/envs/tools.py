@@ -79,7 +79,7 @@ def read_call(action: str) -> Call | None:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether more than `levels` lists and objects are nested."""
+    """True if more than `levels` lists and objects are nested."""
     if not isinstance(value, dict | list):
         return False
     inside = value.values() if isinstance(value, dict) else value

@@ -240,7 +240,6 @@ class WebShop(Env):
 
     @property
     def _product(self) -> Product:
-        """The product of the page."""
         return self.catalogue.products[self._place.product]
 
     def _results(self) -> tuple[int, ...]:
@@ -264,11 +263,7 @@ class WebShop(Env):
         return named
 
     def _goal_index(self, seed: int) -> int:
-        """The goal of a level.
-
-        Raises:
-            RagenError: The split has no goals.
-        """
+        """The goal of a level."""
         split, number = self._split, len(self.catalogue.goals)
         if split == "auto":
             split = "test" if seed < TRAIN_LEVELS else "train"
@@ -286,7 +281,7 @@ class WebShop(Env):
         return first + seed % (last - first)
 
     def _enter(self, place: Place, reward: float) -> None:
-        """Open a page: what it shows, and where its elements lead."""
+        """Open a page, with its text and its links."""
         self._place, self._reward = place, reward
         self._elements = self._links()
         lines = [f"Instruction: {self._wanted.instruction}", *self._lines()]
@@ -294,14 +289,14 @@ class WebShop(Env):
         self._text = "\n".join(lines)
 
     def _follow(self, action: str) -> Place | None:
-        """Where an action leads; ``None`` if it is not possible here."""
+        """The place to which an action leads; ``None`` if it is not possible here."""
         name, argument = parse_action(action)
         if name == SEARCH and argument and self._place.page != BOUGHT:
             return Place("results", argument)
         return self._elements.get(argument) if name == "click" else None
 
     def _links(self) -> dict[str, Place]:
-        """What can be clicked on the page, by name, and where each leads."""
+        """The elements of the page by name, and the place to which each leads."""
         place = self._place
         if place.page in (SEARCH, BOUGHT):
             return {}
@@ -327,7 +322,7 @@ class WebShop(Env):
         return found
 
     def _lines(self) -> list[str]:
-        """What the page shows, between the instruction and the elements."""
+        """The text of the page, between the instruction and the elements."""
         place = self._place
         if place.page == SEARCH:
             return ["Page: search"]

@@ -138,7 +138,7 @@ def content_words(text: str) -> tuple[str, ...]:
 
 
 def has_attribute(product: Product, asked: str) -> bool:
-    """Whether a product has an attribute: a similar one in its list, or the same in its texts."""
+    """True if a product has an attribute: a similar one in its list, or the same in its texts."""
     if any(similarity(own, asked) > SIMILAR for own in product.attributes):
         return True
     texts = (product.title, " ".join(product.features), product.description)
@@ -146,7 +146,7 @@ def has_attribute(product: Product, asked: str) -> bool:
 
 
 def same_option(chosen: str, asked: str) -> bool:
-    """Whether a chosen value is the one asked for: the same color, or a similar phrase."""
+    """True if a chosen value is the one asked for: the same color, or a similar phrase."""
     return similarity(_color(chosen), _color(asked)) > SIMILAR
 
 
@@ -254,6 +254,5 @@ class Catalogue:
 
 
 def _searchable(product: Product) -> str:
-    """The text of a product that a search looks through."""
     options = (value for values in product.options.values() for value in values)
     return " ".join((product.title, *product.features, product.description, *options))

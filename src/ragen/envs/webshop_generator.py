@@ -324,14 +324,13 @@ def _goal(generator: np.random.Generator, product: Product) -> Goal:
 def _is_shared(
     goal: Goal, at: int, products: Sequence[Product], holders: Mapping[str, set[int]]
 ) -> bool:
-    """Whether a product other than the one at `at` might satisfy a goal fully."""
+    """True if a product other than the one at `at` might satisfy a goal fully."""
     others = set.intersection(*(holders[each] for each in goal.attributes)) - {at}
     cheap = (products[other] for other in others if products[other].price <= goal.price_limit)
     return any(score(goal, each, chain(*each.options.values())) == 1 for each in cheap)
 
 
 def _instruction(generator: np.random.Generator, goal: Goal) -> str:
-    """The goal in words."""
     kind = goal.product.query
     plural = kind.endswith("s") and not kind.endswith("ss")
     adjectives = [each for each in goal.attributes if each in ADJECTIVES]

@@ -188,11 +188,7 @@ def sample_baselines(env: Env, budget: Budget, level: int, draws: int) -> Baseli
 
 
 def _most(calls: Iterable[Callable[[], Result]]) -> list[Result]:
-    """The results of the calls that succeed; calls of user code may fail now and then.
-
-    Raises:
-        UserCodeError: A call took too long, or more have failed than have worked.
-    """
+    """The results of the calls that succeed; calls of user code may fail now and then."""
     results, failures = [], []
     for call in calls:
         try:
@@ -207,7 +203,6 @@ def _most(calls: Iterable[Callable[[], Result]]) -> list[Result]:
 
 
 def _play(env: Env, player: Player, budget: Budget, level: int, draw: int) -> tuple[bool, float]:
-    """One episode: success and return."""
     total, actions_left = 0.0, budget.actions
     with boundary("an episode of its baselines", CALL_S):
         env.reset(seed=level, options={"noise_seed": derive(0, "reference noise", level, draw)})

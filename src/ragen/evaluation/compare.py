@@ -289,7 +289,6 @@ def _arm(targets: Sequence[str], evaluations: Sequence[Evaluation]) -> Arm:
 
 
 def _cautions(a: Sequence[str], b: Sequence[str]) -> Iterator[str]:
-    """Limits of the verdict."""
     fewest = min((len(arm) for arm in (a, b) if len(arm) > 1), default=FEW_SEEDS)
     if fewest < FEW_SEEDS:
         yield (

@@ -200,11 +200,7 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
 def _parsed(
     setup: Setup, prompt: Prompt, completion: Completion, names: tuple[str, ...] | None
 ) -> Reply:
-    """A reply as the parser reads it; `names` are those of the environment's actions.
-
-    Raises:
-        RagenError: The parser of calls fails.
-    """
+    """A reply as the parser reads it; `names` are those of the environment's actions."""
     most = min(setup.actions_per_turn, setup.actions)
     try:
         parsed = read_reply(setup, completion, names, most)

@@ -83,7 +83,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the environment or the server failed."""
+        """True if the environment or the server failed."""
         return self.error is not None
 
     @property

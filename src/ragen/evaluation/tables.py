@@ -69,7 +69,7 @@ def _lines(e: Evaluation, outcomes: Sequence[Outcome], cost: float) -> list[str]
 def evaluation_record(
     evaluation: Evaluation, outcomes: Sequence[Outcome], prices: tuple[float, float]
 ) -> dict[str, Any]:
-    """What ``ragen eval --json`` prints for one environment."""
+    """The object that ``ragen eval --json`` prints for one environment."""
     return evaluation.record() | {
         "cost": cost_of(evaluation, prices),
         "failed_requests": sum(outcome.stop_reason == "request" for outcome in outcomes),
@@ -104,7 +104,7 @@ def comparison_table(comparison: Comparison) -> Section:
 
 
 def closing_sections(comparisons: Sequence[Comparison]) -> list[Section]:
-    """What holds for all comparisons: mean scores over environments, and limits of the verdicts."""
+    """Mean scores over environments, and limits of the verdicts, for all comparisons."""
     lines = list(dict.fromkeys(line for each in comparisons for line in each.cautions))
     rows = []
     if len(comparisons) > 1:

@@ -57,14 +57,14 @@ PROMPT_KEYS = ("prompt.", "rollout.max_tokens", "model.max_length", "env.params.
 
 
 def is_measured(key: str) -> bool:
-    """Whether a key decides what the evaluations of a run measure."""
+    """True if a key decides what the evaluations of a run measure."""
     if key.startswith("eval."):
         return key != "eval.every"
     return key.startswith(EPISODE_KEYS) and key not in (*LIMITS, "model.gradient_checkpointing")
 
 
 def is_local(target: str) -> bool:
-    """Whether a target is found on this machine, by its name or as a folder."""
+    """True if a target is found on this machine, by its name or as a folder."""
     return target == "base" or target in PLAYERS or Path(target).exists()
 
 
@@ -151,11 +151,6 @@ def resolve_target(target: str, overrides: Overrides, server: Server | None = No
 
 
 def _env_in(given: Flat) -> str | None:
-    """The environment that the given values name, if they name one.
-
-    Raises:
-        RagenError: The name is not a text, or the values name a mixture.
-    """
     if mixed := mixed_in(given):
         names = ", ".join(mixed)
         raise RagenError(f"env.mix: an evaluation has one environment; name it with --env: {names}")
@@ -169,9 +164,6 @@ def _config_in(run: Path, env: str | None) -> Config:
     """The config of a run; a mixture has the config that a run in `env` alone would have.
 
     If the mixture does not have `env`, its first environment gives the prompts.
-
-    Raises:
-        RagenError: It is a mixture, and no environment is given.
     """
     config = run_config(run)
     envs = by_env(config)

@@ -184,7 +184,7 @@ def straight_line(lake: Lake, cell: int) -> int:
 
 
 def hard_level(env: Env) -> bool:
-    """Whether a level takes four steps or more, or a detour around holes."""
+    """True if a level takes four steps or more, or a detour around holes."""
     assert isinstance(env, FrozenLake)
     lake = env.lake
     steps = lake.distances()[lake.start]

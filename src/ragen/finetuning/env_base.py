@@ -197,7 +197,7 @@ def copying_stages(
 
 
 def _changes(env: EnvConfig, window: int) -> dict[str, Any]:
-    """What is not as a run in the environment has it by itself, besides parameters, by key."""
+    """The settings that differ from a run's in the environment, besides parameters, by key."""
     given = {"env.name": env.name, PARAMS: env.params}
     used = {f"env.{key}": each for key, each in env} | {"prompt.window": window}
     keys = ("prompt.window", "env.timeout_s", "env.max_chars", *(f"env.{key}" for key in BUDGETS))
@@ -213,7 +213,7 @@ def card(
     seed: int,
     changes: Mapping[str, Any],
 ) -> str:
-    """What the model is and what it was shown, for the README of its folder.
+    """The README of a model's folder: the model, and what it was shown.
 
     A run needs the `changes` of its settings, by key, to play as the model was shown.
     """

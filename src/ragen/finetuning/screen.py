@@ -30,6 +30,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from ragen.core.errors import RagenError, last_line
 from ragen.core.seeding import BASE_LEVELS
@@ -143,49 +144,49 @@ class Screen(Env):
         self.name, self.observation = self.inner.name, ""
 
     @property
+    @override
     def goal(self) -> str:  # type: ignore[override]
-        """See `Env.goal`."""
         return self.inner.goal
 
     @property
+    @override
     def rules(self) -> str:
-        """See `Env.rules`."""
         return self.inner.rules
 
     @property
+    @override
     def actions(self) -> tuple[str, ...] | None:
-        """See `Env.actions`."""
         return self.inner.actions
 
+    @override
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
-        """See `Env.reset`."""
         self.observation, info = self.inner.reset(seed=seed, options=options)
         return self.observation, info
 
+    @override
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        """See `Env.step`."""
         result = self.inner.step(action)
         self.observation = result[0]
         return result
 
+    @override
     def get_state(self) -> State:
-        """See `Env.get_state`."""
         return self.inner.get_state()
 
+    @override
     def set_state(self, state: State) -> None:
-        """See `Env.set_state`."""
         self.inner.set_state(state)
 
+    @override
     def state_key(self) -> str:
-        """See `Env.state_key`."""
         return self.inner.state_key()
 
+    @override
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str] | None:
-        """See `Env.solve`."""
         return self.inner.solve(turns_left, actions_left, actions_per_turn)
 
+    @override
     def random_action(self, generator: np.random.Generator) -> str | None:
-        """See `Env.random_action`."""
         return self.inner.random_action(generator)
 
     def close(self) -> None:

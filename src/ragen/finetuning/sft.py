@@ -325,7 +325,6 @@ def played_examples(
 
 
 def _player(config: Config, chat: Chat, player: str) -> tuple[Policy | PlayerPolicy, Setup]:
-    """The policy or player of the examples, and the set-up of its episodes."""
     if player not in OWN_PLAYERS:
         refuse_absent(player, words=", ".join((*OWN_PLAYERS, "a FILE.jsonl")))
         return load_target(player, config)
@@ -359,7 +358,7 @@ def _player(config: Config, chat: Chat, player: str) -> tuple[Policy | PlayerPol
 
 
 def card(config: Config, examples: Examples, count: int) -> str:
-    """What a fine-tuned model is, for the README of its folder."""
+    """The README of a fine-tuned model's folder."""
     return (
         f"# Fine-tuned from {Path(config.model.path).name}\n\n"
         f"RAGEN {version('ragen-rl')} trained it on {count} examples: {examples}, "

@@ -51,7 +51,7 @@ OWN_PLAYERS = ("random", "wanderer", "solver", "teacher")
 
 
 def is_file(player: str) -> bool:
-    """Whether a player is a file of conversations: any file, also a pipe, such as /dev/stdin.
+    """True for a file of conversations: any file, also a pipe, such as /dev/stdin.
 
     Raises:
         RagenError: It is the name of such a file, and there is no such file.

@@ -100,7 +100,7 @@ def hub_shapes(name: str) -> dict[str, tuple[int, ...]]:
 
 
 def _hub_answers() -> bool:
-    """The Hub answers at all within `PATIENCE_S`."""
+    """True if the Hub answers at all within `PATIENCE_S`."""
     import httpx
     from huggingface_hub import constants
 

@@ -172,7 +172,7 @@ def _load_weights(folder: Path, name: str, config: PreTrainedConfig, dtype: str)
 
 
 def _belongs_to_layer(key: str, model: PreTrainedModel) -> bool:
-    """Weights that the model does not use belong to its layers, or to one more layer.
+    """True if weights that the model does not use belong to its layers, or to one more.
 
     Without these weights, RAGEN would train a different function. Weights of other parts, such as a
     vision tower, may be left out, and so may layers that predict further tokens.
@@ -250,7 +250,7 @@ def _saved_tokenizer(file: Path) -> Tokenizer | None:
 
 
 def _encodes_as_saved(tokenizer: PreTrainedTokenizerBase, saved: Tokenizer | None) -> bool:
-    """A tokenizer gives the ids that its tokenizer.json gives.
+    """True if a tokenizer gives the ids that its tokenizer.json gives.
 
     transformers builds some tokenizers from the vocabulary alone, by the class that the folder
     names. It takes DeepSeek's for a Llama tokenizer, which loses spaces and all Chinese.

@@ -99,7 +99,7 @@ def _try(model: PreTrainedModel) -> float:
 
 
 def _has_kernel(model: PreTrainedModel) -> bool:
-    """Torch has attention for sequences of various lengths on the model's GPU."""
+    """True if torch has attention for sequences of various lengths on the model's GPU."""
     is_half = model.dtype in (torch.bfloat16, torch.float16)
     if model.device.type != "cuda" or not is_half or torch.cuda.get_device_capability() < (8, 0):
         return False

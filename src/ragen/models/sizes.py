@@ -181,7 +181,7 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def _is_plain_qwen2(config: Mapping[str, Any], head_width: int) -> bool:
-    """`ragen.models.fast_qwen2.supports` the model in float32."""
+    """True if `ragen.models.fast_qwen2.supports` the model in float32."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return (
         config.get("model_type") == "qwen2"

@@ -143,7 +143,7 @@ def check_address(name: str, address: str, remedy: str) -> None:
 
 
 def _is_address(text: str) -> bool:
-    """A request can be sent to such an address, and to paths below it."""
+    """True if a request can be sent to such an address, and to paths below it."""
     try:
         url = httpx.URL(text).join("v1/chat/completions")
         url.raw_host.decode("ascii").encode("idna")  # as a look-up of the name does
@@ -301,7 +301,7 @@ class ChatEndpoint:
         }
 
     def _adapts(self, sent: Mapping[str, Any], message: str) -> bool:
-        """The server needs the request in another dialect, which is used from now on."""
+        """True if the server needs another dialect, which is used from now on."""
         if "max_tokens" in sent and "max_completion_tokens" in message:
             self._length_key = "max_completion_tokens"
             return True

@@ -113,7 +113,7 @@ def resolve_run(
 
 
 def _has_recipe(env: str, model: str) -> bool:
-    """An environment brings its own recipe, which only the embedded models get."""
+    """True if an environment brings its own recipe, which only the embedded models get."""
     return env in recipes() and is_embedded(model) and taught_style(model) is None
 
 

@@ -221,11 +221,7 @@ def serve(
 
 
 def _make_room(files: int, sessions: int) -> None:
-    """Let the process open this many files, if the system limits their number.
-
-    Raises:
-        RagenError: The system does not allow so many.
-    """
+    """Let the process open this many files, if the system limits their number."""
     try:
         import resource
     except ImportError:  # Windows

@@ -21,7 +21,7 @@ METHODS = ("GET", "HEAD", "POST")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address.
+    """True if only this machine can reach an address.
 
     Example:
         >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0"), is_loopback("localhost")
@@ -74,7 +74,7 @@ class AccessControl:
         return {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 
     def is_open(self, path: str) -> bool:
-        """Whether a page of another server may link to a path."""
+        """True if a page of another server may link to a path."""
         return False
 
     def admission(self, request: HTTPConnection, token: str) -> Response | None:
@@ -112,7 +112,7 @@ class AccessControl:
 
 
 def is_equal(said: str, token: str) -> bool:
-    """Whether a text is the token; the time does not reveal how many characters agree."""
+    """True if a text is the token; the time does not reveal how many characters agree."""
     return hmac.compare_digest(said.encode(), token.encode())
 
 

@@ -126,7 +126,7 @@ def _no_place(host: str, port: int, error: Exception) -> RagenError:
 
 
 def tls_of(cert: Path, key: Path | None) -> ssl.SSLContext:
-    """What TLS needs, from files in PEM format; without `key`, the key is in the file `cert`.
+    """The settings of TLS, from files in PEM format; without `key`, the key is in the file `cert`.
 
     Raises:
         RagenError: A file cannot be read, or they do not belong together.

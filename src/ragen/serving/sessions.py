@@ -241,7 +241,6 @@ class Session:
 
 
 def _state(setup: Setup) -> State:
-    """The state before the first episode."""
     turns, each, most = setup.turns, setup.actions_per_turn, setup.actions
     return State(max_turns=turns, actions_per_turn=each, max_actions=most)
 
@@ -258,11 +257,7 @@ def _shown(env: GuardedEnv, reward: float | None, metadata: Answer) -> Answer:
 
 
 def _read(message: str) -> Answer:
-    """A message as an object.
-
-    Raises:
-        Refused: It is not a JSON object.
-    """
+    """A message as an object."""
     try:
         asked = json.loads(message)
     except (ValueError, RecursionError):
@@ -273,11 +268,7 @@ def _read(message: str) -> Answer:
 
 
 def _checked(kind: type[Fields], data: Any) -> Fields:
-    """The fields of a message.
-
-    Raises:
-        Refused: They do not fit.
-    """
+    """The fields of a message."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:

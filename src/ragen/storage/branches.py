@@ -80,7 +80,7 @@ class Request:
 
 
 def has_branches(run: Path) -> bool:
-    """Whether there is a database of branches; one that is being created does not count."""
+    """True if there is a database of branches; one that is being created does not count."""
     if not (run / FILE).exists():
         return False
     with suppress(sqlite3.Error), closing(connect_to_read(run / FILE)) as connection:
@@ -121,7 +121,6 @@ def write_branches(
 
 
 def _forget(connection: sqlite3.Connection, request: str) -> None:
-    """Delete the branches of an earlier request of this id."""
     for known in connection.execute("SELECT number FROM branches WHERE id = ?", (request,)):
         delete_episodes(connection, '"group" = ?', known)
     connection.execute("DELETE FROM branches WHERE id = ?", (request,))

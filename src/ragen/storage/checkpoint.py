@@ -134,7 +134,7 @@ def newest_intact(run: Path) -> tuple[Path, dict[str, Any], dict[Path, str]]:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether this is the path of a run's checkpoint, by its name: it may be gone."""
+    """True for the path of a run's checkpoint, by its name: it may be gone."""
     return folder.parent.name == CHECKPOINTS and bool(re.fullmatch(r"step-\d+", folder.name))
 
 
@@ -228,11 +228,11 @@ def _read_errors(path: Path) -> Iterator[None]:
 
 
 def sound(folder: Path, patterns: Sequence[str] = ("*",)) -> dict[str, Any]:
-    """As `verified_state`, for a checkpoint that a user has chosen.
+    """The verified state of a checkpoint that a user has chosen.
 
     Raises:
-        Damaged: As there; the message names those that can be chosen instead.
-        RagenError: As there.
+        Damaged: A file is; the message names the checkpoints that can be chosen instead.
+        RagenError: The permission to read a file is missing.
     """
     try:
         return verified_state(folder, patterns)
@@ -249,7 +249,7 @@ def sound(folder: Path, patterns: Sequence[str] = ("*",)) -> dict[str, Any]:
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether every file of a checkpoint is unchanged since it was written."""
+    """True if every file of a checkpoint is unchanged since it was written."""
     try:
         verified_state(folder)
     except Damaged:

@@ -241,9 +241,6 @@ def _finish_closing(database: Path) -> None:
     """Undo the last write of a writer that was killed, or found the disk full, while it closed.
 
     Before this, no read-only connection is possible.
-
-    Raises:
-        RagenError: The database cannot be written.
     """
     try:
         with contextlib.closing(sqlite3.connect(database, timeout=WRITERS_S)) as connection:
@@ -297,7 +294,6 @@ def transaction(
 
 
 def _interrupted(folder: Path, error: sqlite3.Error, file: str) -> RagenError:
-    """The error for a database that cannot be written any further."""
     failure = cannot_write(folder, error, file)
     if file == DATABASE and _can_go_on(folder):
         return RagenError(f"{failure}; then continue with: ragen resume {shlex.quote(str(folder))}")
@@ -325,7 +321,7 @@ def claim(folder: Path) -> int | None:
 
 
 def is_claimed(folder: Path) -> bool:
-    """Whether a process is writing this run.
+    """True if a process is writing this run.
 
     The test takes a shared lock and releases it at once, so that two tests at the same time do not
     mistake each other for a writer.
@@ -405,7 +401,7 @@ def unreadable(database: Path, error: sqlite3.Error | OSError) -> RagenError:
 
 
 def _is_refused(error: sqlite3.Error) -> bool:
-    """Whether the system refused to read or write a file, which may itself be good."""
+    """True if the system refused to read or write a file, which may itself be good."""
     code: int = getattr(error, "sqlite_errorcode", 0)
     return code & 0xFF in UNWRITTEN and code not in UNREAD
 

@@ -34,7 +34,7 @@ class Attempt:
     end: float
 
     def counts(self, step: int) -> bool:
-        """Whether a step of this attempt still counts."""
+        """True if a step of this attempt still counts."""
         return step < self.end
 
 
@@ -61,7 +61,7 @@ def attempts_of(connection: sqlite3.Connection) -> list[Attempt]:
 
 
 def still_counts(connection: sqlite3.Connection) -> Counts:
-    """Whether a step still counts: it precedes the first step of every later attempt."""
+    """A test of a step: it counts if it precedes the first step of every later attempt."""
     firsts = [(attempt.number, attempt.first) for attempt in attempts_of(connection)]
     return lambda attempt, step: all(step < first for number, first in firsts if number > attempt)
 
@@ -127,7 +127,7 @@ def read_metrics(folder: Path, names: Collection[str] | None = None) -> dict[str
 
 
 def standing(folder: Path) -> Counts:
-    """Whether a step of an attempt still counts: no later attempt began at or before it.
+    """A test of a step of an attempt: it counts if no later attempt began at or before it.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.

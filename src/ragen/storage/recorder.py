@@ -249,7 +249,7 @@ class Recorder:
         self._drain()
 
     def commit_later(self) -> None:
-        """As `commit`, in the writer's thread, once it has written the step before this one.
+        """Commit in the writer's thread, once it has written the step before this one.
 
         Raises:
             RagenError: The step before it was not written, so neither is this one.

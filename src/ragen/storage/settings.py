@@ -182,7 +182,7 @@ def _text_of_file(run: Path) -> str:
 
 
 def _compared(run: Path, text: str, config: Config) -> tuple[str, Flat]:
-    """What is wrong with `config.toml`, and its values that are not the run's.
+    """The problem with `config.toml`, and its values that are not the run's.
 
     A file that is missing, cut off or no valid config is damaged. Any other difference is an edit.
     """

@@ -176,7 +176,7 @@ class Recorded:
     episode: Episode
 
     def exact(self, turn: int) -> bool:
-        """Whether the token ids of its prompts up to a turn are known."""
+        """True if the token ids of its prompts up to a turn are known."""
         return all(each.prompt.token_ids is not None for each in self.episode.turns[: turn + 1])
 
 

@@ -151,7 +151,7 @@ def fine_tune(cell: Cell) -> None:
 
 
 def is_finished(cell: Cell) -> bool:
-    """Whether a run has its last evaluation, or was stopped by the guard."""
+    """True if a run has its last evaluation, or was stopped by the guard."""
     if not (cell.folder / CONFIG).exists():
         return False
     actions = [event["data"] or {} for event in read_events(cell.folder, "guard")]

@@ -281,7 +281,6 @@ def with_model(config: Config, path: str) -> Config:
 
 
 def _slug(name: str) -> str:
-    """A name as part of a path."""
     return re.sub(r"[^\w.-]+", "-", name).strip("-")
 
 
@@ -347,7 +346,7 @@ def load_study(name: str) -> Study:
 
 
 def is_judged(result: Result) -> TypeGuard[Outcome]:
-    """Whether a result is a verdict."""
+    """True if a result is a verdict."""
     return result not in ("not exercised", "untestable", "withdrawn", "not run")
 
 
@@ -394,7 +393,7 @@ def _pairs(contrast: Contrast, values: Numbers, environment: str) -> tuple[list[
 
 
 def _interval(study: Study, ones: Sequence[float], others: Sequence[float], runs: int) -> Interval:
-    """The contrast's interval, or what it would be after more runs like these."""
+    """The contrast's interval, or the interval after more runs like these."""
     count = len(ones)
     if study.contrast.measure in SHARES:
         if isinstance(study.contrast.above, str):

@@ -121,7 +121,7 @@ async def gradient_norms(engine: Engine, groups: Sequence[Group], config: Config
 
 
 def needs_scores(config: Config, step: int, num_episodes: int) -> bool:
-    """Whether old logprobs are needed before the first update, which computes them anyway.
+    """True if old logprobs are needed before the first update, which computes them anyway.
 
     They are needed by a KL term, by a second update, if earlier weights may have sampled, and to
     record them at the end of `step`, which is counted from 1.

@@ -57,7 +57,7 @@ def count_success(state: LoopState, success: float) -> float:
 
 
 def advances(state: LoopState, success: float, num_stages: int) -> bool:
-    """Whether the stage has lasted `STEPS` steps and their mean success is enough.
+    """True if the stage has lasted `STEPS` steps and their mean success is enough.
 
     Example:
         >>> state = LoopState(stage_success=[0.75] * STEPS)

@@ -187,7 +187,7 @@ async def run_to_the_end(run: Run) -> None:
 
 
 async def evaluate_and_loop_or_recover(run: Run) -> bool:
-    """Whether the run is complete; if not, the guard has rolled a broken policy back.
+    """True if the run is complete; else the guard has rolled a broken policy back.
 
     Raises:
         EngineLost: A process of the engine is lost.

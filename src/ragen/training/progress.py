@@ -232,7 +232,7 @@ class LiveTable(OfCommand):
         return line
 
     def _finished(self) -> float:
-        """How much of the budget is used, including a share of the present step.
+        """The share of the budget that is used, with a part of the present step.
 
         With a real model a step may take minutes. How many updates it will make is unknown.
         """

@@ -119,7 +119,7 @@ class LoopState:
     groups: dict[str, int] = field(default_factory=dict)
 
     def counts(self, attempt: int, step: int) -> bool:
-        """Whether a row of `attempt` and `step` still counts: no later attempt began before it.
+        """True if a row still counts: no later attempt began before it.
 
         Example:
             >>> state = LoopState(attempt=2, begins=[0, 4, 6])
@@ -186,7 +186,7 @@ class Run:
 
     @property
     def playing(self) -> Mapping[str, Setup]:
-        """What training plays: each environment, in the present stage of the curriculum."""
+        """The environments that training plays, in the present stage of the curriculum."""
         return in_stage(self.setups, self.stages, self.state.stage)
 
     @property
@@ -202,7 +202,7 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the budget is used up."""
+        """True if the budget is used up."""
         return self.progress >= self.config.steps
 
     @property
@@ -270,7 +270,7 @@ def make_engine(config: Config, path: str | None = None, after: Engine | None = 
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether something that happens every `every` steps (0: never) happens after `step`."""
+    """True if something that happens every `every` steps (0: never) happens after `step`."""
     return every > 0 and step % every == 0
 
 
@@ -309,7 +309,7 @@ def compare_with_best(
 def is_best(
     config: Config, state: LoopState, step: int, temperature: float, success: float
 ) -> bool:
-    """Whether an evaluation of a step is better than the best one so far."""
+    """True if an evaluation of a step is better than the best one so far."""
     counts = is_due(step, spacing(config)) and temperature == config.eval.temperature
     return counts and success > state.best_success
 
@@ -324,7 +324,7 @@ def evaluated(folder: Path, state: LoopState, step: int) -> dict[float, float]:
 
 
 def is_finished(folder: Path, config: Config, state: LoopState) -> bool:
-    """Whether a run has nothing left to do: neither a step nor an evaluation nor a checkpoint."""
+    """True if a run has neither a step nor an evaluation nor a checkpoint left to do."""
     if progress_of(state, config) < config.steps:
         return False
     done = evaluated(folder, state, state.step)

@@ -199,11 +199,7 @@ def resume(
 
 
 def _changed_settings(settings: Settings, overrides: Mapping[str, Any]) -> Config:
-    """The settings with those that change on purpose.
-
-    Raises:
-        RagenError: Code from outside has changed, or a setting cannot change when a run is resumed.
-    """
+    """The settings with those that change on purpose."""
     load.cache_clear()
     refuse_changed(settings.config)
     if not overrides:

@@ -136,12 +136,7 @@ def _whole_number(request: Mapping[str, Any], name: str, least: int, most: int) 
 
 
 def _num_turns(folder: Path, episode: int) -> int:
-    """The number of turns of an episode that have a snapshot to start from.
-
-    Raises:
-        NotFound: There is no such episode.
-        Unreadable: The run cannot be read.
-    """
+    """The number of turns of an episode that have a snapshot to start from."""
     with reading(folder) as run:
         if not run.value("SELECT 1 FROM episodes WHERE id = ?", episode):
             raise NotFound(f"there is no episode {episode} in this run")
@@ -170,14 +165,14 @@ def _obstacle(folder: Path, turns: int) -> str | None:
 
 
 def _env_is_there(name: str) -> bool:
-    """Whether an environment can be found, without running its code."""
+    """True if an environment can be found; its code does not run."""
     if library := library_of(name):
         return find_spec(library.module) is not None
     return Path(name.rpartition(":")[0]).is_file() if ":" in name else name in registered_envs()
 
 
 def _model_is_there(path: str) -> bool:
-    """Whether a model is on this machine, without asking the network."""
+    """True if a model is on this machine; the network is not asked."""
     return path == "base" or is_available_offline(path)
 
 

@@ -149,7 +149,7 @@ def _evaluated(run: RunReader) -> _Evaluated:
 
 
 def _has_interval(evaluation: Answer) -> bool:
-    """Whether its interval and its levels are known; a record of another version may lack them."""
+    """True if interval and levels are known; a record of another version may lack them."""
     known = (*evaluation["success"].values(), evaluation.get("episodes"))
     return all(isinstance(each, int | float) for each in known)
 

@@ -177,7 +177,6 @@ def _position(cursor: str) -> RowPosition:
 
 
 def _rows_of(run: RunReader, ids: list[int]) -> list[Answer]:
-    """Episodes by their ids, in that order."""
     query = f"SELECT {NAMED} FROM episodes WHERE id IN (SELECT value FROM json_each(?))"
     found = {row["id"]: as_json(row) for row in run.rows(query, json.dumps(ids))}
     return [found[number] for number in ids if number in found]

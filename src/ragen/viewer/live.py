@@ -90,7 +90,7 @@ def _progress(run: RunReader) -> _Progress:
 
 
 def folder_news(runs: Runs) -> Iterator[list[Event]]:
-    """Whether a run was added, changed or removed since the last look."""
+    """An event each time that a run was added, changed or removed since the last look."""
     found, before = list[Event](), _stamps(runs)
     while True:
         yield found

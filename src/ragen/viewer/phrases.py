@@ -52,7 +52,6 @@ def spread(items: Sequence[Item], most: int) -> list[Item]:
 
 
 def _thoughts(run: RunReader, phase: str, attempt: int, step: int) -> Iterator[list[str]]:
-    """The words of a step's thoughts."""
     query = "SELECT id FROM episodes WHERE attempt = ? AND step = ? AND phase = ? ORDER BY id"
     for row in spread(run.rows(query, attempt, step, phase), MOST_EPISODES):
         for (thought,) in run.turns("thought", row["id"]):

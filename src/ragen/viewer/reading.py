@@ -201,7 +201,7 @@ class RunReader:
 
     @cached_property
     def counts(self) -> Counts:
-        """Whether a step of an attempt still counts."""
+        """A test of a step of an attempt: it still counts."""
         return still_counts(self.connection)
 
     @cached_property
@@ -293,7 +293,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a folder holds a run with its own files, not links."""
+    """True if a folder holds a run with its own files, not links."""
     files = [os.path.join(folder, name) for name in FILES]
     # Not Path.is_file, which raises if the folder is not readable.
     return all(map(os.path.isfile, files[:2])) and not any(map(os.path.islink, files))

@@ -79,11 +79,7 @@ def run_summary(runs: Runs, run: str) -> Answer:
 
 
 def _summary(folder: Path) -> Answer:
-    """The part of a row that is cached.
-
-    Raises:
-        Unreadable: The run cannot be read.
-    """
+    """The part of a row that is cached."""
     config = read_settings(folder)
     try:
         with reading(folder) as run:
@@ -120,7 +116,6 @@ def settings_of(text: bytes) -> Flat:
 
 
 def _progress(run: RunReader, config: Flat) -> Answer:
-    """The progress of a run, and its success."""
     histories = run.histories(("success/mean", "progress/updates"))
     attempts, course = list(histories), current(histories)
     # Evaluations by `ragen eval` have no step and may be of any environment: they are left out.

@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 
 from starlette.requests import HTTPConnection
 from starlette.responses import RedirectResponse, Response
+from typing_extensions import override
 
 from ragen.serving.security import AccessControl, is_equal, refusal
 
@@ -36,13 +37,13 @@ class PageAccess(AccessControl):
 
     __slots__ = ()
 
+    @override
     def headers(self, path: str) -> Mapping[str, str]:
-        """See `AccessControl.headers`."""
         store = "no-cache" if path.startswith("/static/") else "no-store"
         return {**HEADERS, "cache-control": store}
 
+    @override
     def is_open(self, path: str) -> bool:
-        """See `AccessControl.is_open`."""
         return not path.startswith("/api/")
 
     def admission(self, request: HTTPConnection, token: str) -> Response | None:

@@ -170,12 +170,7 @@ async def _front_page(request: Request) -> Response:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    """The JSON object in the body of a request.
-
-    Raises:
-        Unanswered: The body is not a JSON object.
-        HTTPException: A form of another page may have sent it, it is too large, or incomplete.
-    """
+    """The JSON object in the body of a request."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.headers.get("x-ragen") != "1" or kind != "application/json":
         raise HTTPException(403, "the request needs the header X-Ragen: 1 and a JSON body")

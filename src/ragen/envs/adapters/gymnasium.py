@@ -120,7 +120,7 @@ class GymnasiumEnv(Adapted):
         return int(self._env.unwrapped.s)  # type: ignore[attr-defined]
 
     def _within_limit(self, actions: int) -> int:
-        """As many actions, or fewer if the environment's own limit leaves fewer."""
+        """The actions that the environment's own limit leaves, at most `actions`."""
         return actions if self._limit is None else min(actions, self._limit - len(self._taken))
 
     def close(self) -> None:
@@ -141,11 +141,7 @@ class About:
 
 
 def _about(name: str, env: Any, view: str) -> About:
-    """What RAGEN knows of an environment, or what its spaces and its docstring say.
-
-    Raises:
-        RagenError: Its actions are not discrete, or its observations are no texts.
-    """
+    """RAGEN's description of an environment, or that of its spaces and its docstring."""
     space = env.action_space
     if not isinstance(space, spaces.Discrete) or space.start != 0:
         raise RagenError(f"{name} has actions {space}: RAGEN plays discrete ones from 0")

@@ -105,12 +105,7 @@ class McpServer:
             session.close()
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The result of a call.
-
-        Raises:
-            ToolError: The server says that the call failed.
-            RuntimeError: The server is gone, or does not answer.
-        """
+        """The result of a call."""
         if self._session is None:
             self._session = _Session(self.address)
         return self._session.call(name, dict(arguments))
@@ -304,11 +299,7 @@ class _Session:
 
 @lru_cache(maxsize=16)
 def _listed(address: Address) -> tuple[Listed, ...]:
-    """The tools of a server. It is asked for them in a separate session.
-
-    Raises:
-        RagenError: The server cannot be started or reached, or it has no tools.
-    """
+    """The tools of a server. It is asked for them in a separate session."""
     try:
         session = _Session(address)
         try:
@@ -328,7 +319,7 @@ def _log() -> IO[str]:
 
 
 def text_of(content: Sequence[Mapping[str, Any]], structured: Any) -> str:
-    r"""What a tool returned as text; a part that is not text is named by its kind.
+    r"""The result of a tool as text; a part that is not text is named by its kind.
 
     Example:
         >>> text_of([{"type": "text", "text": "4 apples"}, {"type": "image", "data": "…"}], None)

@@ -26,7 +26,7 @@ def register() -> bool:
 
 
 def is_one(env: Any) -> bool:
-    """Whether a bare environment is one of MiniGrid's."""
+    """True if a bare environment is one of MiniGrid's."""
     return any(
         base.__module__ == "minigrid.minigrid_env" and base.__name__ == "MiniGridEnv"
         for base in type(env).__mro__
@@ -34,7 +34,7 @@ def is_one(env: Any) -> bool:
 
 
 def rules(described: str, num_actions: int, view: str) -> str:
-    """What the player has to know: the environment's description, the actions and the symbols.
+    """The rules for a player: the environment's description, the actions and the symbols.
 
     Some environments have the first three actions only.
     """

@@ -156,11 +156,7 @@ class OpenEnvEnv(Adapted):
         return {self._field: value if is_number and value is not None else action}
 
     def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """The server's answer to one message.
-
-        Raises:
-            RuntimeError: The server refuses it, or ends the session.
-        """
+        """The server's answer to one message."""
         from websockets.exceptions import WebSocketException
 
         try:
@@ -234,11 +230,7 @@ def _read(text: str | bytes, token: str | None) -> Any:
 
 
 def _check_url(target: str) -> None:
-    """Refuse a URL that cannot be that of a server, or that may hold a secret.
-
-    Raises:
-        RagenError: It is such a URL.
-    """
+    """Refuse a URL that cannot be that of a server, or that may hold a secret."""
     try:
         url = urlsplit(target)
     except ValueError:
@@ -254,11 +246,7 @@ def _check_url(target: str) -> None:
 
 @lru_cache(maxsize=16)
 def _about(url: str, target: str) -> About:
-    """What the server of a target says of itself; one that has answered is not asked again.
-
-    Raises:
-        RagenError: There is no such server, or it refuses the token.
-    """
+    """A server's description of itself; one that has answered is not asked again."""
     try:
         metadata, schema = (_fetch(url, part) for part in ("metadata", "schema"))
         action = schema.get("action", {})
@@ -308,7 +296,7 @@ def _whole(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _takes_calls(fields: dict[str, Any]) -> bool:
-    """Whether these fields of an action are those of a call of a tool, or none.
+    """True if these fields of an action are those of a call of a tool, or none.
 
     Example:
         >>> _takes_calls({"metadata": {}, "type": {}, "tool_name": {}, "arguments": {}})
@@ -326,7 +314,7 @@ def _tool_of(listed: dict[str, Any]) -> Schema:
 
 
 def _fetch(url: str, part: str, message: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What a server answers outside of a session. A message is posted."""
+    """A server's answer outside of a session. A message is posted."""
     address, token = f"{url.rstrip('/')}/{part}", token_here()
     answer = httpx.request(
         "GET" if message is None else "POST",
@@ -358,18 +346,14 @@ def _said(error: dict[str, Any]) -> str:
 
 
 def _metadata(answer: dict[str, Any]) -> dict[str, Any]:
-    """What an answer says beside the observation; older servers say it inside."""
+    """The data beside the observation; older servers send them inside."""
     observation = answer["observation"]
     inside = observation.get("metadata") if isinstance(observation, dict) else None
     return answer.get("metadata") or inside or {}
 
 
 def _field(name: str, fields: dict[str, Any], chosen: str | None) -> str:
-    """The field of an action that holds the answer.
-
-    Raises:
-        RagenError: There are several and none is chosen, or there is no field of the chosen name.
-    """
+    """The field of an action that holds the answer."""
     if chosen is None and len(fields) == 1:
         return next(iter(fields))
     if chosen in fields:
@@ -404,7 +388,7 @@ def _shown(observation: Any) -> str:
 
 
 def _result(observation: dict[str, Any]) -> str:
-    """What a call of a tool returned, as text.
+    """The result of a call of a tool, as text.
 
     Example:
         >>> content = [{"type": "text", "text": "4"}]

@@ -49,7 +49,7 @@ _RUNNING: dict[str, Running] = {}
 
 
 def is_url(target: str) -> bool:
-    """Whether a target is the address of a server, which is not started here."""
+    """True if a target is the address of a server, which is not started here."""
     return "://" in target
 
 
@@ -70,7 +70,7 @@ def address_of(target: str) -> str:
 
 
 def code_of(target: str) -> tuple[str, ...]:
-    """What identifies the code of a target, as far as it is known before it runs."""
+    """The identity of a target's code, as far as it is known before it runs."""
     if is_url(target):
         return ()
     if not _is_application(target):

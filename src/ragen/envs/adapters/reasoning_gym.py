@@ -76,11 +76,7 @@ class ReasoningGymEnv(Adapted):
 
 @lru_cache(maxsize=16)
 def _dataset(task: str, params: str, seed: int) -> Any:
-    """A dataset, which all environments of the task share: some take seconds to be made.
-
-    Raises:
-        RagenError: A parameter does not fit.
-    """
+    """A dataset, which all environments of the task share: some take seconds to be made."""
     import reasoning_gym
 
     try:

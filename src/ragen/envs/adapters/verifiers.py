@@ -135,7 +135,6 @@ class VerifiersEnv(Adapted):
         self._loaded.loop.end_threads()
 
     async def _set_up(self, row: Mapping[str, Any]) -> None:
-        """Begin an episode with an example."""
         environment = self._loaded.environment
         self._state = await environment.init_state(dict(row), self._loaded.no_client, "")
         self._state = await environment.setup_state(self._state) or self._state
@@ -161,7 +160,7 @@ class VerifiersEnv(Adapted):
         return await self._ends()
 
     async def _ends(self) -> bool:
-        """Whether the episode has ended; if not, the messages are those of the next turn."""
+        """True if the episode has ended; if not, the messages are those of the next turn."""
         from verifiers.errors import ToolError
         from verifiers.utils.message_utils import maybe_normalize_messages
 
@@ -182,7 +181,7 @@ class VerifiersEnv(Adapted):
         return True
 
     async def _score(self) -> float:
-        """Close the episode and return what the rubric gives for it."""
+        """Close the episode and return the rubric's score."""
         state, rubric = self._state, self._loaded.environment.rubric
         self._state = None
         await self._loaded.environment.cleanup(state)  # which first puts its completion together
@@ -224,11 +223,7 @@ class _Loaded(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _loaded(target: str, versions: tuple[str, ...], params: str) -> _Loaded:
-    """Load an environment, once for the same code and parameters.
-
-    Raises:
-        RagenError: RAGEN cannot play it, or it has no examples.
-    """
+    """Load an environment, once for the same code and parameters."""
     import datasets
     import verifiers
 
@@ -314,7 +309,7 @@ def _signals_as_they_are() -> Iterator[None]:
 
 @contextmanager
 def _failures() -> Iterator[list[BaseException]]:
-    """What reward functions raise in the body, which the library would only write to its log."""
+    """Collect the exceptions of reward functions, which the library would only write to its log."""
     raised: list[BaseException] = []
 
     class Listener(logging.Handler):
@@ -354,16 +349,11 @@ def _shown(messages: Sequence[Any]) -> str:
 
 
 def _called(message: Any) -> list[tuple[str, str]]:
-    """The calls in a message of the agent."""
     return [(each.name, each.arguments) for each in getattr(message, "tool_calls", None) or ()]
 
 
 def _text(message: Any) -> str:
-    """What a message says.
-
-    Raises:
-        RuntimeError: A part of it is not text, such as a picture or a sound.
-    """
+    """The text of a message."""
     content = message["content"] or ""
     if isinstance(content, str):
         return content
