@@ -72,11 +72,11 @@ class Learners:
     """The calls of two processes that wait for each other; ended ones are lost."""
 
     def __init__(self) -> None:
-        self.ends = 0
+        self.reasons: list[str] = []
         self._ended = asyncio.Event()
 
-    def end(self) -> None:
-        self.ends += 1
+    def end(self, error: Exception) -> None:
+        self.reasons.append(str(error))
         self._ended.set()
 
     async def fails(self, error: Exception, after_s: float = 0.0) -> Any:
@@ -112,7 +112,7 @@ def ask(*calls: Any, learners: Learners, grace_s: float = 5.0) -> list[Any]:
 def test_all_answers_come_in_order() -> None:
     learners = Learners()
     assert ask(learners.answers(1), learners.answers(2), learners=learners) == [1, 2]
-    assert learners.ends == 0
+    assert learners.reasons == []
 
 
 def test_a_lost_process_ends_those_that_wait_for_it_at_once() -> None:
@@ -120,7 +120,7 @@ def test_a_lost_process_ends_those_that_wait_for_it_at_once() -> None:
     lost = EngineLost("learner 0 was killed", "many lines")
     with pytest.raises(EngineLost, match=r"^learner 0 was killed$") as caught:
         ask(learners.waits(), learners.fails(lost), learners=learners)
-    assert caught.value.details == "many lines" and learners.ends == 1
+    assert caught.value.details == "many lines" and learners.reasons == ["learner 0 was killed"]
 
 
 def test_an_error_that_all_raise_ends_none() -> None:
@@ -128,14 +128,14 @@ def test_an_error_that_all_raise_ends_none() -> None:
     calls = [learners.fails(RagenError("no room"), after_s) for after_s in (0.0, 0.02)]
     with pytest.raises(RagenError, match=r"^no room$"):
         ask(*calls, learners=learners)
-    assert learners.ends == 0
+    assert learners.reasons == []
 
 
 def test_an_error_of_one_is_raised_and_ends_the_others_that_wait_for_it() -> None:
     learners = Learners()
     with pytest.raises(RagenError, match=r"^no room$"):
         ask(learners.fails(RagenError("no room")), learners.waits(), learners=learners, grace_s=0.1)
-    assert learners.ends == 1
+    assert learners.reasons == ["no room"]
 
 
 def test_a_connection_that_breaks_before_its_process_is_known_to_be_lost_is_a_loss() -> None:
@@ -150,4 +150,4 @@ def test_a_bug_stays_one() -> None:
     learners = Learners()
     with pytest.raises(RuntimeError, match=r"^a bug$"):
         ask(learners.waits(), learners.fails(RuntimeError("a bug")), learners=learners, grace_s=0.1)
-    assert learners.ends == 1
+    assert learners.reasons == ["a bug"]

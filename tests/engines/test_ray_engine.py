@@ -22,11 +22,14 @@ from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.config.sections import EngineConfig
 from ragen.core.errors import EngineLost, MachineAway, RagenError
-from ragen.engines import ray_cluster, ray_process
+from ragen.core.types import Prompt
+from ragen.engines import ray_cluster, ray_engine, ray_process
 from ragen.engines.hosts import own_address
-from ragen.engines.ray_cluster import Rooms, connect
+from ragen.engines.model_hosts import SamplerHost
+from ragen.engines.ray_cluster import Cluster, connect
 from ragen.engines.ray_engine import RayEngine
-from ragen.engines.ray_process import Process
+from ragen.engines.ray_process import Members, Process
+from ragen.engines.weights import Block, checksums
 from ragen.storage.database import DATABASE
 from ragen.storage.reader import read_events, read_metrics
 from ragen.training.progress import Watcher
@@ -172,28 +175,46 @@ def test_a_run_whose_driver_is_killed_is_resumed_as_if_it_had_not_been(
 def test_a_run_whose_learner_hangs_ends_it_in_time_and_goes_on(local: Path, tmp_path: Path) -> None:
     config = config_of(**RAY | {"engine__timeout_s": HANGS_S})
     run = train(config, tmp_path / "run", watcher=Strike("learn", signal.SIGSTOP, 3)).run
-    assert {"late", "restored"} <= set(happened(run))
+    assert happened(run) == ["lost", "restored"]
+    (lost, _) = [each for each in read_events(run) if each["kind"] == "engine"]
+    assert re.search(
+        r"learner 0 has not answered for \d+ s, in the phase \w+, and was ended", lost["text"]
+    )
     assert rows(run, PLAYED) == rows(local, PLAYED)
 
 
-def test_weights_are_verified_and_a_killed_learner_is_one_line() -> None:
+class Forgetful(SamplerHost):
+    """A sampler in whose memory a number changes after the first publication."""
+
+    def load(self, block: Block, version: int) -> dict[str, int]:
+        held = super().load(block, version)
+        if version > 1:
+            next(self._model.parameters()).data.view(-1)[0] += 1.0
+            held = checksums(self._model.named_parameters())
+        return held
+
+
+def test_weights_are_verified_and_a_killed_learner_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The line names its machine; what Ray says of it, 300 words, are its details."""
+    monkeypatch.setattr(ray_engine, "SamplerHost", Forgetful)
 
     async def play() -> EngineLost:
         config = config_of(**RAY)
         engine = RayEngine(config, config.model.path)
         try:
             await engine.publish()
-            with pytest.MonkeyPatch.context() as patch:
-                hold = engine._hold_weights
-                patch.setattr(
-                    engine, "_hold_weights", lambda b, held, n: hold(b, dict.fromkeys(held, 0), n)
-                )
-                with pytest.raises(RagenError, match="the weights did not reach sampler 0: after"):
-                    await engine.publish()
+            words = (
+                r"the weights did not reach sampler 0: after publication 2 it holds others .* in "
+            )
+            with pytest.raises(RagenError, match=words):
+                await engine.publish()
             os.kill(pids("learn")[-1], signal.SIGKILL)
             with pytest.raises(EngineLost) as caught:
                 await engine.publish()
+            with pytest.raises(EngineLost, match=f"^{re.escape(str(caught.value))}$"):
+                await engine.policy.complete(Prompt((), (5, 6), 0, 4, 1.0, 0))
             return caught.value
         finally:
             await engine.close()
@@ -207,15 +228,15 @@ def test_weights_are_verified_and_a_killed_learner_is_one_line() -> None:
 def test_a_learner_that_is_lost_at_the_start_is_named_while_the_other_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spawn = RayEngine._spawn
+    add = Members.add
 
-    def losing(engine: RayEngine, kind: type, name: str, room: Any) -> Process:
-        process = spawn(engine, kind, name, room)
+    def losing(members: Members, kind: type, name: str, options: Any) -> Process:
+        process = add(members, kind, name, options)
         if name == "learner 1":
             ray_process.ray.kill(process.actor)
         return process
 
-    monkeypatch.setattr(RayEngine, "_spawn", losing)
+    monkeypatch.setattr(Members, "add", losing)
     config = config_of(**RAY, engine__learners=2)
     with pytest.raises(EngineLost, match=r"^learner 1 "):
         RayEngine(config, config.model.path)
@@ -279,13 +300,15 @@ def test_room_on_gpus(about: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = EngineConfig(name="ray", learners=learners, samplers=samplers, tensor_parallel=workers)
     reserved: list[Any] = []
 
-    def on(size: tuple[int, int], before: Rooms | None = None) -> Rooms:
+    def on(size: tuple[int, int], before: Cluster | None = None) -> Cluster:
         resources = {"GPU": size[0], "CPU": size[1]}
         stand_in = types.SimpleNamespace(
-            cluster_resources=lambda: resources, wait=lambda refs, timeout: (refs, [])
+            is_initialized=lambda: True,
+            cluster_resources=lambda: resources,
+            wait=lambda refs, timeout: (refs, []),
         )
         monkeypatch.setattr(ray_cluster, "ray", stand_in)
-        return Rooms(sizes, before)
+        return Cluster(sizes, before)
 
     def reserve(bundles: list[dict[str, float]], strategy: str) -> Any:
         reserved[:] = [(each["CPU"], each.get("GPU", 0)) for each in bundles]

@@ -47,12 +47,15 @@ def what_happened(name: str, address: str, text: str) -> str:
 
 
 async def answers_of(
-    calls: Sequence[Coroutine[Any, Any, Any]], end: Callable[[], None], grace_s: float = GRACE_S
+    calls: Sequence[Coroutine[Any, Any, Any]],
+    end: Callable[[Exception], None],
+    grace_s: float = GRACE_S,
 ) -> list[Any]:
     """The answers of processes that compute together; afterwards none of the calls is open.
 
-    If one process fails, the others may wait for it forever. So `end` is called, which ends all of
-    the processes: at once if one is lost, else if some have not answered after `grace_s` seconds.
+    If one process fails, the others may wait for it forever. So `end` is called with the failure,
+    and ends all of the processes: at once if one is lost, else if some have not answered after
+    `grace_s` seconds.
 
     Raises:
         EngineLost: One of the processes is gone.
@@ -66,7 +69,7 @@ async def answers_of(
     def give_up() -> None:
         nonlocal ended
         ended = True
-        end()
+        end(_most_telling(failures))
 
     async def watched(call: Coroutine[Any, Any, Any]) -> Any:
         nonlocal timer

@@ -13,13 +13,12 @@ from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from torch import nn
-from typing_extensions import override
 
 from ragen.config.config import Config
 from ragen.core.errors import EngineLost
 from ragen.core.types import Completion, Prompt
 from ragen.engines.factory import load_model, make_sampler, prepare_model
-from ragen.engines.hosts import Beat, Host, own_address
+from ragen.engines.hosts import Host, own_address
 from ragen.engines.machine import use_threads
 from ragen.engines.sampler_pool import Answers, SamplerTold
 from ragen.engines.sampler_vllm import VllmSampler
@@ -93,10 +92,6 @@ class SamplerHost(Host):
         self._busy_s, self._since, self._open = 0.0, 0.0, 0
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="sampler", daemon=True).start()
-
-    @override
-    def beat(self) -> Beat:
-        return replace(super().beat(), idle=not self._open)
 
     def start(self, config: Config, path: str, threads: int) -> None:
         """Load the model; the learner's weights come with `load`.

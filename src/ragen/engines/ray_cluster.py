@@ -1,4 +1,4 @@
-"""A Ray cluster: the connection to it, and the room that it reserves for an engine's processes."""
+"""A Ray cluster: the connection to it, and what it reserves for an engine's processes."""
 
 from __future__ import annotations
 
@@ -27,51 +27,52 @@ CONNECT_S = 10.0
 """Seconds that the head of a cluster may take to answer."""
 
 
-class Rooms:
-    """The room that a cluster has reserved for the processes of an engine, by their names.
+class Cluster:
+    """The Ray cluster of an engine: CPUs and GPUs are reserved for each of its processes.
 
     A sampler shares its GPU with a learner if there are too few GPUs for both. An engine that
-    replaces another one gets rooms of the same kind as `before`.
+    replaces another one uses GPUs as the engine `before` did.
 
     Attributes:
+        learners, samplers: The names of the processes.
         shares_gpus: Whether learners and samplers share GPUs.
         uses_gpus: Whether they use GPUs.
 
     Raises:
         MachineAway: The cluster is too small for the processes of `before`.
-        RagenError: The cluster is too small, or others use it.
+        RagenError: Ray is missing, or the cluster cannot be reached, is too small, or is used by
+            others.
     """
 
-    shares_gpus: bool
-    uses_gpus: bool
-
-    def __init__(self, settings: EngineConfig, before: Rooms | None = None) -> None:
+    def __init__(self, settings: EngineConfig, before: Cluster | None = None) -> None:
         self._settings = settings
-        self._places: dict[str, int] = {}  # the part of the group that each process has
-        self._group = placement_group(self._plan(before), strategy="PACK")
+        self.learners = [f"learner {index}" for index in range(settings.learners)]
+        self.samplers = [f"sampler {index}" for index in range(settings.samplers)]
+        self._owns_ray = connect(settings.address, settings.learners + settings.samplers)
+        self._group: Any = None
         try:
+            self._group = placement_group(self._bundles(before), strategy="PACK")
             done, _ = ray.wait([self._group.ready()], timeout=settings.timeout_s)
+            if not done:
+                free = ray.available_resources()
+                raise RagenError(
+                    f"the cluster gave no room for {self._who} within engine.timeout_s = "
+                    f"{settings.timeout_s:g} s ({free.get('CPU', 0):g} CPUs and "
+                    f"{free.get('GPU', 0):g} GPUs are free): end what else runs there, or ask for "
+                    "less"
+                )
         except BaseException:
-            remove_placement_group(self._group)
+            self.close()
             raise
-        if not done:
-            remove_placement_group(self._group)
-            free = ray.available_resources()
-            raise RagenError(
-                f"the cluster gave no room for {self._who} within engine.timeout_s = "
-                f"{settings.timeout_s:g} s ({free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} "
-                "GPUs are free): end what else runs there, or ask for less"
-            )
 
     @property
     def _who(self) -> str:
         return " and ".join(processes_of(self._settings))
 
-    def _plan(self, before: Rooms | None) -> list[dict[str, float]]:
-        """The parts to reserve; also notes the part of each process."""
-        settings = self._settings
-        learners, samplers = settings.learners, settings.samplers
-        each = settings.tensor_parallel  # workers of a sampler
+    def _bundles(self, before: Cluster | None) -> list[dict[str, float]]:
+        """What to reserve; also notes the bundle of each process."""
+        learners, samplers = len(self.learners), len(self.samplers)
+        each = self._settings.tensor_parallel  # workers of a sampler
         have = ray.cluster_resources()
         gpus = int(have.get("GPU", 0))
         apart, shared = learners + each * samplers, max(learners, samplers)
@@ -87,14 +88,14 @@ class Rooms:
                 f"of {samplers} samplers {each}: lower engine.learners, engine.samplers or "
                 "engine.tensor_parallel, or add machines"
             )
-        sampler_room = {"CPU": float(each)} | ({"GPU": float(each)} if self.uses_gpus else {})
+        names = [*self.learners, *self.samplers]
         if self.shares_gpus:
             bundles = [{"CPU": 2.0, "GPU": 1.0}] * shared
-            self._parts = [*range(learners), *range(samplers)]
+            self._bundle = {name: int(name.split()[1]) for name in names}
         else:
-            bundles = [{"CPU": 1.0} | ({"GPU": 1.0} if self.uses_gpus else {})] * learners
-            bundles += [sampler_room] * samplers
-            self._parts = list(range(learners + samplers))
+            sizes = [1.0] * learners + [float(each)] * samplers
+            bundles = [{"CPU": n} | ({"GPU": n} if self.uses_gpus else {}) for n in sizes]
+            self._bundle = {name: index for index, name in enumerate(names)}
         cpus, need = have.get("CPU", 0), sum(bundle["CPU"] for bundle in bundles)
         if cpus < need:
             raise too_small(
@@ -103,19 +104,11 @@ class Rooms:
             )
         return bundles
 
-    def learner(self, place: int) -> dict[str, Any]:
-        """Ray's options for the process of a learner."""
-        return self._options(f"learner {place}", self._parts[place], 1)
-
-    def sampler(self, place: int) -> dict[str, Any]:
-        """Ray's options for the process of a sampler."""
-        part = self._parts[self._settings.learners + place]
-        return self._options(f"sampler {place}", part, self._settings.tensor_parallel)
-
-    def _options(self, name: str, part: int, workers: int) -> dict[str, Any]:
-        self._places[name] = part
+    def options(self, name: str) -> dict[str, Any]:
+        """Ray's options for a process, by its name."""
+        workers = self._settings.tensor_parallel if name in self.samplers else 1
         gpus = workers * (0.5 if self.shares_gpus else 1.0) if self.uses_gpus else 0.0
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=part)
+        strategy = PlacementGroupSchedulingStrategy(self._group, self._bundle[name])
         return {"num_cpus": workers, "num_gpus": gpus, "scheduling_strategy": strategy}
 
     def threads(self) -> dict[str, int]:
@@ -130,8 +123,8 @@ class Rooms:
         threads[ray.get_runtime_context().get_node_id()] = torch.get_num_threads()
         overlaps = self._settings.max_staleness > 0
         places = {
-            name: (table.get(part, ""), "" if overlaps else name.split()[0])
-            for name, part in self._places.items()
+            name: (table.get(bundle, ""), "" if overlaps else name.split()[0])
+            for name, bundle in self._bundle.items()
         }
         together = Counter(places.values())
         return {
@@ -140,8 +133,11 @@ class Rooms:
         }
 
     def close(self) -> None:
-        """Give back all room."""
-        remove_placement_group(self._group)
+        """Give back what is reserved, and end Ray if `connect` says so."""
+        if self._group is not None:
+            remove_placement_group(self._group)
+        if self._owns_ray:
+            ray.shutdown()
 
 
 def connect(address: str, num_processes: int) -> bool:

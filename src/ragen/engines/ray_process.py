@@ -1,4 +1,4 @@
-"""A process on Ray: its open calls, its signs of life, and what its loss looks like.
+"""The processes of an engine on Ray: their open calls, their signs of life, and their loss.
 
 Ray is an extra, so it is imported in the modules ``ray_*`` of this folder and nowhere else.
 """
@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 from typing_extensions import override
 
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.types import Prompt
+from ragen.engines.hosts import Beat
 from ragen.engines.lost import what_happened
 from ragen.engines.sampler_pool import Answers, Remote
 
@@ -33,6 +34,7 @@ try:
         ObjectLostError,
         OutOfMemoryError,
         RayActorError,
+        RayError,
         RaySystemError,
         RayTaskError,
         WorkerCrashedError,
@@ -50,34 +52,35 @@ LOST: tuple[type[Exception], ...] = (
 )
 """What a call raises if its process is gone, or if one of its arguments is gone."""
 
+BEAT_S = 1.0
+"""Seconds from one sign of life to the next."""
+
 
 @dataclass(slots=True, eq=False)
-class Process:
-    """A process, its open calls, and when it last showed life.
+class Process(Remote):
+    """A process, its open calls, and when it last showed life; as a sampler, it is a `Remote`.
 
     Attributes:
         name: Its name in messages.
         actor: Its handle.
-        calls: The phase and the start time of each open call.
+        calls: The start time and the phase of each open call.
         alive: When it was last known to work.
         busy_s: Seconds that calls were open, counted for the calls that have ended.
         stacks: The stacks of its threads, if it has not moved for a while.
         reason: Why it was ended, if it was.
         address: The address of its machine, once it has shown life.
         beating: The open call for a sign of life.
-        numbers: Numbers the calls.
     """
 
     name: str
     actor: Any
-    calls: dict[int, tuple[str, float]] = field(default_factory=dict)
+    calls: list[tuple[float, str]] = field(default_factory=list)
     alive: float = field(default_factory=time.monotonic)
     busy_s: float = 0.0
     stacks: str = ""
     reason: str = ""
     address: str = ""
     beating: Any = None
-    numbers: count[int] = field(default_factory=count)
 
     async def call(self, method: str, *arguments: Any, phase: str = "") -> Any:
         """The answer of a method.
@@ -89,51 +92,135 @@ class Process:
         return await self.answer(getattr(self.actor, method).remote(*arguments), phase or method)
 
     async def answer(self, ref: Any, phase: str) -> Any:
-        """The answer of a call that is already made."""
-        number, start = next(self.numbers), time.monotonic()
+        """The answer of a call that is already made; raises as `call`."""
+        call = time.monotonic(), phase
         if not self.calls:
-            self.alive = start
-        self.calls[number] = phase, start
+            self.alive = call[0]
+        self.calls.append(call)
         try:
             return await ref
         except LOST as error:
             raise self.lost(error) from error
         except RayTaskError as error:
-            raise raised(error) from error
+            raise (error.cause if isinstance(error.cause, RagenError) else error) from error
         finally:
-            del self.calls[number]
-            self.busy_s += time.monotonic() - start
+            self.calls.remove(call)
+            self.busy_s += time.monotonic() - call[0]
+
+    @override
+    async def submit(self, requests: Sequence[tuple[int, Prompt]], era: int) -> None:
+        await self.call("submit", requests, era, phase="sampling")
+
+    @override
+    async def collect(self) -> Answers:
+        answers: Answers = await self.call("collect", phase="sampling")
+        return answers
+
+    @override
+    async def drop(self, numbers: Sequence[int]) -> None:
+        await self.call("drop", numbers)
 
     def lost(self, error: Exception) -> EngineLost:
         """The loss of this process, which Ray reports as `error`."""
         text = self.reason or what_happened(self.name, self.address, str(error))
         return EngineLost(text, self.stacks or str(error), self.name)
 
+    def hear(self) -> None:
+        """Take the sign of life that has come.
 
-def raised(error: Any) -> Exception:
-    """The exception of a method in another process, without Ray's wrapper."""
-    cause: Exception = error.cause
-    return cause if isinstance(cause, RagenError) else error
+        Raises:
+            EngineLost: Ray reports that the process is lost.
+        """
+        ref, self.beating = self.beating, None
+        try:
+            beat: Beat = ray.get(ref)
+        except RayError as error:
+            raise self.lost(error) from error
+        self.alive = max(self.alive, time.monotonic() - beat.still_s)
+        self.address, self.stacks = beat.address, beat.stacks
+
+    def end_if_hung(self, timeout_s: float) -> None:
+        """End the process if a call is open and it has shown no life for `timeout_s` seconds."""
+        now, calls = time.monotonic(), list(self.calls)
+        if not calls:
+            self.alive = now
+        elif now - self.alive > timeout_s and not self.reason:
+            self.reason = (
+                f"{self.name} has not answered for {now - self.alive:.0f} s, in the phase "
+                f"{min(calls)[1]}, and was ended"
+            )
+            ray.kill(self.actor)
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteProcess(Remote):
-    """A sampler's process as a `Remote`."""
+class Members:
+    """The processes of an engine, watched in a thread of its own.
 
-    process: Process
+    A process that hangs is ended. The first loss is given to `on_loss`, in that thread, which ends
+    then: whatever is lost later follows from it.
+    """
 
-    @override
-    async def submit(self, requests: Sequence[tuple[int, Prompt]], era: int) -> None:
-        await self.process.call("submit", requests, era, phase="sampling")
+    def __init__(self, timeout_s: float, on_loss: Callable[[Exception], None]) -> None:
+        self._timeout_s, self._on_loss = timeout_s, on_loss
+        self._processes: list[Process] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="engine-health", daemon=True)
 
-    @override
-    async def collect(self) -> Answers:
-        answers: Answers = await self.process.call("collect", phase="sampling")
-        return answers
+    def watch(self) -> None:
+        """Start the thread, once all processes are added."""
+        self._thread.start()
 
-    @override
-    async def drop(self, numbers: Sequence[int]) -> None:
-        await self.process.call("drop", numbers)
+    def add(self, kind: type, name: str, options: Mapping[str, Any]) -> Process:
+        """Begin a process; its `start` is called later."""
+        # Besides the thread that works, it has threads for answers and for signs of life.
+        actor = ray.remote(concurrency_groups={"collect": 1, "health": 1})(actor_of(kind)).options(
+            **options, max_restarts=0, runtime_env={"env_vars": environment()}
+        )
+        process = Process(name, actor.remote())
+        self._processes.append(process)
+        return process
+
+    def kill(self) -> None:
+        """End all processes."""
+        for each in self._processes:
+            ray.kill(each.actor)
+
+    def close(self) -> None:
+        """End all processes and the thread."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.kill()
+
+    def _watch(self) -> None:
+        tick = min(BEAT_S, self._timeout_s / 4)
+        before = time.monotonic()
+        while not self._over.wait(tick):
+            now = time.monotonic()
+            slept, before = now - before - tick, now
+            try:
+                self._look(slept if slept > BEAT_S else 0.0)
+            except RayError as error:
+                text = f"the Ray cluster does not answer: {' '.join(str(error).split())[:200]}"
+                return self._on_loss(EngineLost(text, str(error)))
+            except Exception as error:  # noqa: BLE001 - the run raises it
+                return self._on_loss(error)
+
+    def _look(self, slept: float) -> None:
+        """Take the signs of life that have come, and ask for the next ones.
+
+        `slept` are seconds for which this process was suspended, or had no core.
+        """
+        for each in self._processes:
+            each.alive += slept
+            each.beating = each.beating or each.actor.beat.remote()
+        # Ray is asked once, not once for each: with a thousand processes, that takes too long.
+        beating = [each.beating for each in self._processes]
+        come, _ = ray.wait(beating, num_returns=len(beating), timeout=0)
+        heard = set(come)
+        for each in self._processes:
+            if each.beating in heard:
+                each.hear()
+            each.end_if_hung(self._timeout_s)
 
 
 def actor_of(kind: type) -> type:

@@ -159,15 +159,20 @@ class SamplerPool:
         self._order.clear()
 
     def fail(self, error: Exception) -> None:
-        """Let all waiting requests fail, and all later ones."""
-        self._error = error
+        """Let all waiting requests fail, and all later ones; called from any thread."""
+        self._error = self._error or error
+        if self.loop is not None and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self._fail_waiting)
+
+    def _fail_waiting(self) -> None:
+        assert self._error is not None
         waiting, self._fresh = self._fresh, []
         for member in self._members:
             waiting += member.open.values()
             member.open = {}
         for request in waiting:
-            if not request.answer.done() and not request.answer.get_loop().is_closed():
-                request.answer.set_exception(error)
+            if not request.answer.done():
+                request.answer.set_exception(self._error)
 
     def metrics(self) -> Metrics:
         """Metrics since the last call: samplers, their idle share, their caches' share of hits."""
@@ -211,7 +216,7 @@ class SamplerPool:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            self.fail(self._error or error)
+            self.fail(error)
 
     async def _settle(self) -> None:
         """Send the new requests, once no episode adds another one right away."""
