@@ -106,19 +106,14 @@ def steps(recorder: Recorder) -> Iterator[int]:
 
 
 def make_engine_run(folder: Path, steps: int = 30) -> Path:
-    """Write a run on Ray whose sampler 1 is lost and replaced; sampler 2 joins, then is late."""
+    """Write a run on Ray that got a new engine after sampler 1 was lost, and lost sampler 0."""
     folder.mkdir(parents=True)
     settings = {"engine.name": "ray", "engine.learners": 2, "engine.samplers": 2}
     changes = settings | {"engine.max_staleness": 1, "steps": steps}
-    happened = {
-        5: ("sampler 1", "lost"),
-        6: ("sampler 1", "replaced"),
-        12: ("sampler 2", "joined"),
-        20: ("sampler 2", "late"),
-    }
+    lost = {5: "sampler 1", 20: "sampler 0"}
     with Recorder.create(folder, dump(resolve("frozen-lake", changes))) as recorder:
         for step in range(1, steps + 1):
-            alive = 1 if step == 5 else 2 if step < 12 or step >= 20 else 3
+            alive = 1 if step in lost else 2
             metrics = {
                 "time/tokens_per_s": 400.0 * alive + 10 * (step % 4),
                 "time/publish_s": 0.1 + 0.05 * alive,
@@ -129,15 +124,15 @@ def make_engine_run(folder: Path, steps: int = 30) -> Path:
                 "engine/learner_idle_fraction": 0.5 / alive,
                 "engine/sampler_idle_fraction": 0.1 * alive,
                 "engine/samplers": float(alive),
-                "engine/late_episodes": float(step % 5 == 0),
-                "engine/stale_groups": 0.0,
+                "engine/stale_groups": float(step % 5 == 0),
             }
             recorder.log(step, {name: last(value) for name, value in metrics.items()})
             recorder.commit()
-            if step in happened:
-                process, what = happened[step]
-                data = {"process": process, "what": what}
-                recorder.event(step, "engine", f"{process} is {what}", data)
+            if step in lost:
+                data = {"process": lost[step], "what": "lost"}
+                recorder.event(step, "engine", f"{lost[step]} is lost", data)
+            if step == 5:
+                recorder.event(step, "engine", "a new engine continues", {"what": "restored"})
     return folder
 
 

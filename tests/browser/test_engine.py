@@ -18,9 +18,9 @@ def test_the_engine_shows_processes_queue_staleness_speed_and_idle_shares(
     page = visitor.visit("#/run/newcomer")
     engine = page.get_by_role("region", name="Engine")
     rows = engine.get_by_role("table", name="Processes").locator("tbody tr")
-    expect(rows).to_have_count(5)
-    expect(rows.nth(3)).to_contain_text("sampler 1 is replaced")
-    expect(rows.nth(4)).to_contain_text("late")
+    expect(rows).to_have_count(4)
+    expect(rows.nth(2)).to_contain_text("sampler 0 is lost")
+    expect(rows.nth(3)).to_contain_text("running")
     titles = engine.get_by_test_id("curve").locator(".curve-title").all_inner_texts()
     assert titles == [
         "tokens a second",
@@ -29,7 +29,7 @@ def test_the_engine_shows_processes_queue_staleness_speed_and_idle_shares(
         "idle: learners, samplers",
         "publication, s",
         "samplers",
-        "set aside: late, stale",
+        "set aside",
     ]
     label = engine.get_by_test_id("curve").nth(3).get_by_role("img").get_attribute("aria-label")
     assert label is not None and "learners from 25 % to 25 %" in label

@@ -114,13 +114,13 @@ def test_an_unreadable_run_reports_its_problem_in_one_line(root: Path, tmp_path:
     assert runs["good"]["state"] == "finished"
     for name, message in {
         "deep": "config.toml is damaged",
-        "schema": "run.sqlite has schema 99, this RAGEN reads 6; use the version that wrote it",
+        "schema": "run.sqlite has schema 99, this RAGEN reads 1; use the version that wrote it",
         "junk": "run.sqlite cannot be read: file is not a database",
         "half": "run.sqlite cannot be read: database disk image is malformed",
         "config": "config.toml is damaged",
     }.items():
         assert runs[name]["state"] == "unreadable"
-        assert message in runs[name]["problem"] and "\n" not in runs[name]["problem"]
+        assert runs[name]["problem"].startswith(message) and "\n" not in runs[name]["problem"]
         with pytest.raises(Unreadable, match=r"run\.sqlite|config\.toml"):
             ask(tmp_path, "run", run=name)
 

@@ -1,4 +1,4 @@
-"""Branches that the viewer starts: separate processes, at most two at a time, without a shell."""
+"""Branches that the viewer starts: separate processes, one at a time, without a shell."""
 
 from __future__ import annotations
 
@@ -102,26 +102,22 @@ def test_a_failed_branch_reports_the_last_line_of_its_process(
     assert not (bandit_run / FILE).exists()
 
 
-def test_requests_wait_for_two_processes_and_are_bounded(
+def test_requests_wait_for_the_first_one_and_are_bounded(
     bandit_run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace_command(monkeypatch, "import time; time.sleep(60)")
-    for number in range(job_queue.AT_ONCE + job_queue.MOST_WAITING):
-        if number == job_queue.MOST_EACH:
-            with pytest.raises(RagenError, match="cancel some"):
-                branching.start(bandit_run, REQUEST, "192.0.2.1")
-        address = f"192.0.2.{1 + number // job_queue.MOST_EACH}"
-        branching.start(bandit_run, REQUEST, address)
-    with pytest.raises(RagenError, match="wait already"):
+    for _ in range(job_queue.MOST_WAITING):
+        branching.start(bandit_run, REQUEST)
+    with pytest.raises(RagenError, match="wait already; cancel some"):
         branching.start(bandit_run, REQUEST)
     jobs = branching._queue.of_episode(bandit_run, 1)
-    wait_until(lambda: sum(job.process is not None for job in jobs) == job_queue.AT_ONCE == 2)
+    wait_until(lambda: jobs[0].process is not None)
     # The newest checkpoint and the run's temperature by default, and another seed each time.
     values = {(job.request.checkpoint, job.request.temperature) for job in jobs}
     assert values == {(3, 1.0)} and [job.request.seed for job in jobs] == list(range(len(jobs)))
     branching.stop()
     assert states(branching, bandit_run) == []
-    assert sum(job.process is not None for job in jobs) == 2  # The others never started.
+    assert [job.process is not None for job in jobs] == [True, *[False] * (len(jobs) - 1)]
 
 
 STUBBORN = (
@@ -138,7 +134,6 @@ def test_a_cancelled_branch_ends_with_all_its_processes_and_the_next_one_starts(
 ) -> None:
     run = own_bandit_run
     monkeypatch.setattr(job_queue, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(job_queue, "AT_ONCE", 1)
     branching = Branching()
     replace_command(monkeypatch, STUBBORN)
     first, waiting, last = (branching.start(run, REQUEST) for _ in range(3))

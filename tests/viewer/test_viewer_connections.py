@@ -41,7 +41,7 @@ def test_malformed_requests_and_too_many_connections_are_refused_without_a_word(
             "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
             "GET / HTTP/1.1\r\nHost: HERE\r\nX: \x00\r\n\r\n",
             "POST / HTTP/1.1\r\nHost: HERE\r\nContent-Length: 1, 2\r\n\r\nab",
-            "GET /" + "a" * 70_000 + " HTTP/1.1\r\nHost: HERE\r\n\r\n",
+            "GET / HTTP/1.1\r\nHost: HERE\r\nX: " + "a" * 70_000,
         ):
             assert answer(text).startswith(("HTTP/1.1 400", "HTTP/1.1 431"))
         stack.close()

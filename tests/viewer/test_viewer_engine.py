@@ -22,9 +22,8 @@ def test_processes_have_the_state_of_their_last_event(tmp_path: Path) -> None:
     assert rows == [
         ("learner 0", "running", 0, None),
         ("learner 1", "running", 0, None),
-        ("sampler 0", "running", 0, None),
-        ("sampler 1", "running", 1, 6),
-        ("sampler 2", "late", 0, 20),
+        ("sampler 0", "lost", 1, 20),
+        ("sampler 1", "running", 1, 5),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import os
 import socket
 import ssl
@@ -60,6 +61,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=ENDING_S,
             ssl_context_factory=None if tls is None else lambda config, default: tls,
         )
+        logging.getLogger("uvicorn.error").addFilter(_is_news)
         super().__init__(config)
         self._ending = ending
 
@@ -71,6 +73,11 @@ class Server(uvicorn.Server):
         """Call `ending`, and begin to end."""
         self._ending()
         super().handle_exit(sig, frame)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for the report that unfinished answers were cut after `ENDING_S`."""
+    return "timeout graceful shutdown" not in str(record.msg)
 
 
 def listen(host: str, port: int) -> socket.socket:

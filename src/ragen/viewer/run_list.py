@@ -85,6 +85,8 @@ def _summary(folder: Path) -> Answer:
         with reading(folder) as run:
             shown = {name: config.get(key) for name, key in SETTINGS.items()}
             return shown | _progress(run, config)
+    except RagenError:
+        raise
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # SQLite checks no types
         raise Unreadable(f"the run holds a value that RAGEN does not write: {error}") from None
 
