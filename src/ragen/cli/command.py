@@ -1,4 +1,4 @@
-"""What the commands share: the command record, the argument parser and output to the terminal.
+"""The common parts of commands: their record, the argument parser and output to the terminal.
 
 Argparse reads a command's own options. Config keys (``--section.key value``) are removed before it
 sees them, because an unknown key is refused with the nearest name. Every mistake is a `RagenError`

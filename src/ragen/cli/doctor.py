@@ -1,4 +1,4 @@
-"""What is installed and what this machine can do: ``ragen doctor``."""
+"""The command ``ragen doctor``: the installed packages, and the speed of this machine."""
 
 from __future__ import annotations
 

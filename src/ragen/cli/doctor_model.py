@@ -1,4 +1,4 @@
-"""What a model sees and costs, as a page in the terminal: ``ragen doctor MODEL``."""
+"""The command ``ragen doctor MODEL``: a model's prompts and cost, as a page in the terminal."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ REFUSALS = {
     errno.ENAMETOOLONG: "a name is too long",
     errno.ELOOP: "a link leads to itself",
 }
-"""What the system refuses, by its error number."""
+"""The line for each error number of the system."""
 
 PHRASES = {
     "can't allocate memory": MEMORY,

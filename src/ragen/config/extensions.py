@@ -195,14 +195,14 @@ ESTIMATOR_INPUTS = {
     "step_weight": "the weight ω of a turn's own advantage relative to its episode's",
     "whiten": "whether to give the advantages mean 0 and standard deviation 1",
 }
-"""What an advantage estimator may name as a parameter."""
+"""Inputs that an advantage estimator may name as parameters."""
 
 LOSS_INPUTS = ("clip_low", "clip_high", "dual_clip", "episode_N")
-"""What a policy loss may name as a keyword parameter: ε₋, ε₊, c, and the episode of each token."""
+"""Keyword inputs that a policy loss may name: ε₋, ε₊, c, and the episode of each token."""
 
 
 TERM_INPUTS = ("turn", "episode", "episodes")
-"""What a reward term judges: a turn, an episode, or the episodes of a group. The name of its
+"""Inputs of a reward term: a turn, an episode, or the episodes of a group. The name of its
 parameter says which."""
 
 

@@ -67,7 +67,7 @@ def resolve(
         recipe: A recipe's name (`recipes`), a path to a ``.toml``, or None for the defaults.
         overrides: Values by dotted key or in nested tables; they win over everything else.
         saved: Values of an existing run, instead of a recipe; values that are not read fall back.
-        env: What the environment brings, above the recipe.
+        env: The settings that the environment brings, above the recipe.
 
     Raises:
         RagenError: Unknown recipe, preset or key, a wrong type, values that exclude each other, a

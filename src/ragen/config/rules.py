@@ -44,7 +44,7 @@ Test = Callable[[Sections], bool]
 
 
 class Rule(NamedTuple):
-    """What the sections demand of each other.
+    """A demand of the sections on each other.
 
     `message` is one line with the remedy, formatted with the config as ``c``.
     """

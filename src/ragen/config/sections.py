@@ -222,10 +222,10 @@ class PromptConfig(Section):
     window: int = Field(0, ge=0, le=10_000)
     """Number of turns in a prompt, including the current one: 1 shows it alone, 0 shows all."""
     summary: Literal["none", "actions", "observations"] = "none"
-    """What a prompt says of turns that it does not show: a line each with its actions and reward,
+    """Summary of the turns that a prompt does not show: a line each with its actions and reward,
     or also the start of what followed, below the first observation."""
     history_thoughts: Literal["keep", "drop"] = "keep"
-    """Whether prompts contain the thoughts of earlier turns; with drop, each turn is a sample."""
+    """Keep or drop the thoughts of earlier turns in prompts; with drop, each turn is a sample."""
     tool_parser: Annotated[str, TOOL_PARSER] = "auto"
     """How calls of tools are read: auto (the chat template's form), hermes, llama3, mistral, or
     path/to/file.py:name."""
@@ -243,7 +243,7 @@ class ModelConfig(Section):
     max_length: int = Field(1024, ge=16, le=MOST_TOKENS)
     """Maximum number of tokens of a prompt and its completion together."""
     critic: Literal["separate", "shared"] = "separate"
-    """Whether the critic has its own backbone or shares the policy's; gae needs a critic."""
+    """The critic has its own backbone, or shares the policy's; gae needs a critic."""
 
 
 class LoraConfig(Section):
@@ -309,9 +309,9 @@ class JudgeConfig(Section):
     model: str = ""
     """The model's name at that endpoint; without one, a folder, a run, a hub id or base."""
     rubric: str = ""
-    """What a good episode is, in words."""
+    """A good episode, in words."""
     mode: Literal["group", "absolute"] = "group"
-    """What one question shows: a group's episodes side by side, or each episode alone."""
+    """The episodes of one question: a group's side by side, or each alone."""
     failed_score: float = Field(-1.0, ge=-1, le=1)
     """The score of episodes whose question got no answer that can be read. Below 0 they fail."""
 
@@ -326,7 +326,7 @@ class FilterConfig(Section):
     value: float = Field(0.25, gt=0, le=MOST_EPISODES)
     """For top_k the share of groups, or above 1 their number; for top_p the share of all scores."""
     include_zero: bool = True
-    """Whether groups of equal rewards may be kept."""
+    """Groups of equal rewards may be kept."""
 
 
 class AdvantageConfig(Section):
@@ -391,7 +391,7 @@ class EngineConfig(Section):
     name: Literal["local", "ray"] = "local"
     """local (this process), or ray: learners and samplers in processes of their own."""
     address: str = ""
-    """Of a running Ray cluster, such as auto or ray://head:10001; empty starts Ray here."""
+    """Address of a running Ray cluster, such as auto or ray://head:10001; empty starts one here."""
     learners: int = Field(1, ge=1, le=4096)
     """Processes that train, with the weights split among them (FSDP2)."""
     samplers: int = Field(1, ge=1, le=4096)
@@ -400,8 +400,8 @@ class EngineConfig(Section):
     """GPUs among which each vLLM splits its weights, for rollout.sampler = "vllm"; without GPUs,
     processes."""
     max_staleness: int = Field(0, ge=0, le=16)
-    """Publications by which the weights that sampled an episode may be behind those that learn from
-    it. Above 0, the next steps are played while one trains; their older episodes are dropped."""
+    """Number of weight updates by which an episode may be old when it is trained on. Above 0, the
+    next steps are played while one trains; older episodes are dropped."""
     timeout_s: float = Field(600.0, ge=1, le=86_400)
     """Seconds without a sign of life after which a process counts as lost."""
 
@@ -427,7 +427,7 @@ class CheckpointConfig(Section):
 
 
 class RecordConfig(Section):
-    """What the run's database records."""
+    """The contents of the run's database."""
 
     episodes_every: Steps = 1
     """Steps between recorded episodes (texts, rewards, states); 0 records none."""
@@ -452,7 +452,7 @@ class GuardConfig(Section):
     responses: dict[Annotated[str, DETECTOR], Response] = {}
     """A detector's response, off, log, stop or rollback, such as reward_drop = "rollback"."""
     remedy: Literal["lr", "filter", "kl", "seeds"] = "lr"
-    """What a rollback changes: lr (a third of the learning rates), filter (fewer groups), kl (a
+    """The change of a rollback: lr (a third of the learning rates), filter (fewer groups), kl (a
     larger KL weight) or seeds (other random numbers)."""
 
     def response(self, detector: str) -> Response:

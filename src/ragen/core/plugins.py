@@ -100,8 +100,8 @@ def load_object(
     Args:
         reference: As the head of this module says.
         group: Entry-point group of names without a colon; ``None`` accepts no such names.
-        kind: What is loaded, for messages, such as ``"loss"``.
-        accepts: Whether a value is of that kind. It also decides which names a message suggests.
+        kind: The kind of object for messages, such as ``"loss"``.
+        accepts: Tests that a value is of that kind; it also decides which names a message suggests.
 
     Raises:
         RagenError: There is no such file, module, name or entry point, the code raised or took

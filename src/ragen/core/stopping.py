@@ -20,7 +20,7 @@ SIGNALS = tuple(
 """The signals that request a stop: from Ctrl-C, `kill`, a closed terminal, a limit of CPU time."""
 
 _RUNNING: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
-"""What `run_async` runs, and where."""
+"""The loop and the task of `run_async`."""
 
 
 class StopRequested(Exception):

@@ -83,7 +83,7 @@ class Alarm:
 
 @dataclass(slots=True)
 class GuardState:
-    """What the guard remembers, saved with every checkpoint.
+    """The guard's memory, saved with every checkpoint.
 
     No detector fires up to the step `grace`. `last_held` has, for each detector that has fired, the
     last step at which its condition held. `changes` are the settings that rollbacks changed, by

@@ -16,7 +16,7 @@ from ragen.rollout.policies import Policy
 
 
 class Engine(Protocol):
-    """What the training loop asks of an engine.
+    """The interface of an engine to the training loop.
 
     `policy` samples with the weights of the last `publish`; each completion has the version of the
     weights that it began with. `version` counts the publications. Every coroutine method may wait

@@ -35,7 +35,7 @@ On a CPU float32 agrees to 1e-5; on a GPU its products may be rounded to the 10 
 summation changes it, or a competing logit, by a few of these multiples."""
 
 ONE_ARITHMETIC_TOLERANCE = 1e-3
-"""As `TOLERANCES`, for a sampler that computes as the learner does, at temperatures of 1 and above.
+"""The tolerance of a sampler that computes as the learner does, at temperatures of 1 and above.
 The worst of 50,000 tokens of a trained model differs by 1.1e-4. A lower temperature divides the
 logits, and their rounding errors with them."""
 

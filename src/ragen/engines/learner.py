@@ -72,7 +72,7 @@ IMPORTANCE_CAP = 2.0
 
 
 class _Passed(NamedTuple):
-    """What the passes of one update have computed, besides the gradients.
+    """Results of the forward and backward passes of one update, besides the gradients.
 
     `losses` and `critic_losses` are scalars, one for each microbatch. `compared` are the ids of a
     microbatch's tokens, their sampled and their recomputed logprobs, (N,) each.
@@ -104,19 +104,19 @@ class Learner:
         model: The policy; with LoRA it has its adapters, including the critic's unless `shared`.
         update: The settings of updates.
         loss: The settings of the loss.
-        critic: Whether to train a critic.
-        shared: Whether the critic reads the policy's own backbone.
-        reference: Whether to keep the initial policy.
+        critic: Train a critic.
+        shared: The critic reads the policy's own backbone.
+        reference: Keep the initial policy.
         steps: The length of the run, over which the learning rate decays, as in `Config.budget`.
         temperature: The sampling temperature.
         longest: The maximum number of sampled tokens in an episode.
         mismatch_bound: The largest difference, in nats, of a sampled and a recomputed logprob at
             equal weights that rounding explains.
-        refuses_mismatch: Whether a larger difference is an error.
-        on_policy: Whether the present weights sampled what is trained on. If earlier weights may
-            have sampled it, a difference is not a mismatch.
+        refuses_mismatch: A larger difference is an error.
+        on_policy: The present weights sampled the tokens that are trained on. If earlier weights
+            may have sampled them, a difference is not a mismatch.
         muon_lr: The learning rate of Muon, which then trains the weight matrices; 0 for AdamW only.
-        weight_decay: That of both optimisers.
+        weight_decay: The weight decay of both optimisers.
         ranks: This process's place among those that train together.
     """
 

@@ -1,4 +1,4 @@
-"""What this machine offers: a GPU, the number of threads that is measured as fastest, free memory.
+"""The resources of this machine: a GPU, the fastest number of threads, free memory.
 
 Functions that need torch import it themselves, because the import takes seconds.
 """

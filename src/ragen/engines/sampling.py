@@ -1,4 +1,4 @@
-"""What the samplers share: token counts, publications, the task that answers open requests."""
+"""The common parts of samplers: token counts, publications, the task that answers requests."""
 
 from __future__ import annotations
 

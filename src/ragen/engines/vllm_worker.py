@@ -89,7 +89,7 @@ def _tied(modules: Mapping[str, Any], module: Any) -> Iterator[Any]:
 
 
 def _held(module: Any, kind: str) -> Iterator[Tensor]:
-    """What a module computes with: a weight, and on a CPU the packed copy of a matrix.
+    """The weights that a module computes with: one, and on a CPU the packed copy of a matrix.
 
     A packed copy is read through a product with the identity, whose sums have one term.
     """

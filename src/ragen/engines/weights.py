@@ -40,7 +40,7 @@ class Block:
 
     Attributes:
         parts: The bytes of each; those of a tensor on a CPU are its own memory, not a copy.
-        entries: What each is.
+        entries: Name, type and shape of each.
 
     Example:
         >>> block = pack([("w", torch.ones(2, 3))])

@@ -1,4 +1,4 @@
-"""What calls of an environment may return: the checks of answers, and answers as plain values.
+"""The checks of the answers of an environment, and answers as plain values.
 
 An environment may return NumPy scalars, subclasses of `str` and any real number. RAGEN converts
 them to plain Python values. So a run does not depend on objects that user code can still change,

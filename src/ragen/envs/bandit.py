@@ -59,7 +59,7 @@ class Bandit(Env):
 
     Parameters:
         name_set, split: The names of the arms (`NAMES`).
-        safe_reward: What the safe arm pays: 0.15 in the paper, 0.1 in its code.
+        safe_reward: The reward of the safe arm: 0.15 in the paper, 0.1 in its code.
         risky_probability: The probability that the risky arm pays.
         reverse: Swap the arms behind the names (BanditRev).
 

@@ -19,7 +19,7 @@ from ragen.envs.registry import CLOSE_S, close_env
 from ragen.envs.tools import write_call
 
 Result = tuple[Any, ...]
-"""What a step returned, with the state key and the picture after it."""
+"""The results of a step, with the state key and the picture after it."""
 Played = tuple[str, Result]
 """An action and its result."""
 

@@ -20,9 +20,9 @@ Item = TypeVar("Item")
 Probability: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 """A probability as a parameter of an environment; `registry.make` checks its bounds."""
 Info: TypeAlias = dict[str, Any]
-"""What `Env.step` returns besides the observation: ``success``, ``effective`` and details."""
+"""The info of `Env.step`: ``success``, ``effective`` and details."""
 Options: TypeAlias = dict[str, Any] | None
-"""What `Env.reset` takes besides the seed."""
+"""The options of `Env.reset`, besides the seed."""
 Schema: TypeAlias = Mapping[str, Any]
 """A JSON schema, or a tool that has one."""
 State: TypeAlias = dict[str, Any]
@@ -52,7 +52,7 @@ class Baselines:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a thought says about the environment: facts, and the actions that it plans.
+    """The content of a thought about the environment: facts, and the actions that it plans.
 
     `stated` is the number of facts, and `true` the number of those that hold in the environment's
     state. `plan` is ``None`` if the thought has no plan.

@@ -280,7 +280,7 @@ class Sokoban(GridEnv):
     Parameters:
         rows, cols: The size, including the outer wall.
         boxes: Number of boxes and of targets.
-        search_depth: How far the generator plays backwards; it bounds how hard levels are.
+        search_depth: Moves that the generator plays backwards; it bounds the difficulty.
         symbols: The symbols of the map.
         observation: The format of the map, as in FrozenLake.
         min_solution, max_solution: Actions of the shortest solution.

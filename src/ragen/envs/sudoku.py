@@ -34,7 +34,7 @@ to reach it."""
 LONGEST = 2000
 """Maximum number of characters in an answer."""
 SEPARATORS = re.compile(r"[;,\n]|\|\|")
-"""What separates moves; `||` separates actions in other environments."""
+"""The separator of moves; `||` separates actions in other environments."""
 MOVE = re.compile(r"[ \t\r]*([1-9])[ \t]+([1-9])[ \t]+([1-9])[ \t\r]*")
 
 

@@ -57,7 +57,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What to buy: an instruction in words, and what the score asks for.
+    """A goal: an instruction in words, and the demands of the score.
 
     `product` is the one that the goal was written for. `options` are values, whatever their names.
 

@@ -146,7 +146,7 @@ def evaluate_target(
 
 
 class _Store:
-    """What an evaluation stores, if it stores anything, and one invalid reply, if there was one."""
+    """The store of an evaluation, if there is one, and one invalid reply, if there was one."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack

@@ -1,4 +1,4 @@
-"""What a model sees and what is trained of it, and what it costs on this machine.
+"""An inspection of a model: its prompts, its trained tokens, and its cost on this machine.
 
 A model is loaded as for an evaluation. Its first prompt, a conversation of three turns and one
 sampled reply take the path of training; memory comes from the plan, speed from a short decode.
@@ -48,7 +48,7 @@ REPLY_S = 20.0
 METHODS = {"GRPO": "starpo-s/grpo", "PPO": "starpo-s/ppo"}
 DTYPES = "float32", "bfloat16"
 RANK = 64
-"""Of the adapters in the table of memory, as in the papers."""
+"""Rank of the adapters in the table of memory, as in the papers."""
 ROLLOUT_MEMORY = tuple(
     f"rollout.{name}" for name in ("slots", "max_tokens", "sampler", "cuda_graphs", "gpu_memory")
 )
@@ -103,7 +103,7 @@ class Inspection:
         architecture: The class of transformers that computes it.
         parameters: The numbers in its weights.
         stored: The dtype of its weights' files.
-        decoder: How it decodes (`ragen.models.decoder.PATHS`).
+        decoder: The way in which it decodes (`ragen.models.decoder.PATHS`).
         end, pad, controls: Tokens that end a turn, the padding token if there is one, and all
             tokens that no text becomes, each with its id.
         prompt: The first prompt of an episode.
@@ -111,7 +111,7 @@ class Inspection:
         turns: Turns of that conversation.
         why: Why its turns are one sample, or one each.
         memory: A row for each method of training; `free` GiB are free on the device.
-        tokens_per_s: Of `REPLIES` replies at the same time, and of one alone.
+        tokens_per_s: Tokens a second of `REPLIES` replies at once, and of one alone.
         reply: A sampled reply to the prompt.
     """
 

@@ -49,7 +49,7 @@ class KeptEpisodes:
         out: Where outcomes are stored: a run, or a folder for all other targets.
         target: The name of the agent.
         config: The settings of the evaluation.
-        key: That of its outcomes.
+        key: Key of the evaluation in the outcome store.
 
     Attributes:
         folder: The folder, once there is one.

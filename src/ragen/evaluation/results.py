@@ -50,7 +50,7 @@ class Evaluation:
         pass_at: For k = 1, 2, 4, … and `samples`: ``[chance, low, high]`` under the key ``str(k)``;
             empty with one sample.
         invalid_reply: The beginning of a reply that was not valid, if most were not.
-        invalid_reason: What was wrong with it.
+        invalid_reason: The reason why it was not valid.
         folder: Where the episodes are kept; empty if they are not. No database has this field.
         parts: The evaluations of a mixture's environments; the other fields cover all episodes.
 

@@ -229,7 +229,7 @@ def choice_in(env: Env) -> Choose:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What random play has met: `screens`, and all `texts` that a model would read or write.
+    """The survey of random play: `screens`, and all `texts` that a model would read or write.
 
     `episodes` is the number of episodes that did not fail.
     """

@@ -44,7 +44,7 @@ PLAIN = {
     "velora_config": (None,),
     "megatron_config": (None,),
 }
-"""What an adapter's config must say, so that the equation of `ragen.models.lora` is complete."""
+"""Values of an adapter's config with which the equation of `ragen.models.lora` is complete."""
 
 LARGEST_ALPHA = 1e6
 NESTED, REPEATED, MOST_REPEATED = re.compile(r"\)[*+{]"), re.compile(r"[*+{]"), 4

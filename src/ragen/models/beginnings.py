@@ -23,7 +23,7 @@ BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class Beginnings:
-    """What `find_beginnings` returns.
+    """The result of `find_beginnings`.
 
     Attributes:
         ids_F: The last token of each beginning.

@@ -1,4 +1,4 @@
-"""What a model's name refers to: an embedded model, a run, a folder, an adapter or a hub id.
+"""The model behind a name: an embedded model, a run, a folder, an adapter or a hub id.
 
 Loads no torch.
 """
@@ -45,7 +45,7 @@ PROMPT_STYLE = "prompt_style"
 LONGEST_PATH = 1000
 
 NO_OWNERS = ("", ".", "..", "~", "runs")
-"""What a hub id cannot begin with, so that a path that leads nowhere is not looked for there."""
+"""Beginnings that no hub id has, so that a path that leads nowhere is not looked for there."""
 
 CONFIGS = ("config.json", ADAPTER_CONFIG)
 """The files of which a model folder has one."""

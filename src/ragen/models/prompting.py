@@ -25,7 +25,7 @@ again hold the description of the environment, so that the papers' 5 turns have 
 SUMMED = {"none": 0, "actions": 16, "observations": 40}
 """Tokens of a turn in a summary."""
 OF_WORDS = ("rollout.max_tokens", "model.max_length", "env.params.observation")
-"""What recipes for the embedded models choose for their tokens, besides the prompts."""
+"""Settings that recipes for the embedded models choose for their tokens, besides prompts."""
 
 
 def resolve_for_model(

@@ -1,4 +1,4 @@
-"""What a finished or running run looks like on paper.
+"""A finished or running run on paper.
 
 The report, its plots, the model card and the export of a policy. It may import `training` and the
 folders below.

@@ -35,7 +35,7 @@ class Usage:
         messages: The first prompt of an episode.
         start: The start of the reply, which follows the template's generation prompt.
         options: Further arguments of the template: Python expressions by name.
-        adapter: Whether the weights are an adapter of the base model, not a whole model.
+        adapter: The weights are an adapter of the base model, not a whole model.
     """
 
     messages: Sequence[Message]

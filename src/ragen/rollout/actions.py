@@ -34,7 +34,7 @@ class Parsed:
         well_formed: The reply has exactly the required structure.
         valid: The reply is well formed, with at least one legal action and no unknown one.
             Otherwise the format penalty is due.
-        problem: What was wrong, as one short sentence for the next prompt; ``None`` if valid.
+        problem: The fault, as one short sentence for the next prompt; ``None`` if valid.
         calls: The calls of tools, in order (`ragen.rollout.tool_calls`).
 
     Example:

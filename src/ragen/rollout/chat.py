@@ -55,7 +55,7 @@ class Chat:
     Attributes:
         exact: An exact extension exists, so an episode is one growing sequence (`extend`). If not,
             each turn is rendered from its messages (`open`) and is a separate sample.
-        warning: What a user should know about this template, in one sentence; or ``None``.
+        warning: A warning to the user about this template, in one sentence; or ``None``.
         end_ids: The tokens that end a turn: the first special token that the template puts after
             an assistant's message, and the tokenizer's end-of-sequence token.
         control_ids: The tokens that structure a chat (`ragen.rollout.control_tokens`), `end_ids`

@@ -1,4 +1,4 @@
-"""What an environment brings to a run's settings: its budgets, and lengths that fit its texts.
+"""The settings that an environment brings to a run: budgets, and lengths that fit its texts.
 
 They apply if the user sets nothing and there is no recipe, or only one for another environment.
 Budgets, parameters and lengths of one environment never apply to another. Loads no torch.

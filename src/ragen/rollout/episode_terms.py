@@ -56,7 +56,7 @@ def judged(group: Group) -> list[Episode]:
 
 
 Value = float | Failure | UserCodeError
-"""What a term gives for an episode, or why it gives nothing."""
+"""The value of a term for an episode, or the reason why there is none."""
 
 
 async def _each(name: str, weight: float, group: Group) -> Group:

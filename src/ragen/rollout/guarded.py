@@ -25,7 +25,7 @@ class GuardedEnv:
         rules, goal, actions: Its texts after the last `reset`: they may depend on the level.
         observation, terminated, truncated, info: What the last call returned, as plain values.
         tools: The tools that it offers.
-        reads_thoughts: Whether it can check thoughts.
+        reads_thoughts: It can check thoughts.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What is played: the set-up of a rollout, and the level and the seeds of one episode."""
+"""The set-up of a rollout, and the level and the seeds of one episode."""
 
 from __future__ import annotations
 

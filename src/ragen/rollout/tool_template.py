@@ -44,7 +44,7 @@ def call_message(calls: Sequence[Call], ids: Sequence[str], content: str = "") -
 
 @dataclass(frozen=True, slots=True)
 class ToolBridge:
-    """What a template writes after a reply that calls tools.
+    """The text of a template after a reply that calls tools.
 
     `end` is the text of the token that ends a reply, `name` a tool for trial calls. `several` says
     whether the template takes several calls in one message. With `fold` the system text must be

@@ -67,11 +67,11 @@ class EnvServer:
         """Make the application.
 
         Args:
-            setup: How environments are made and called.
-            about: What the server says about the environment.
+            setup: Makes and calls environments.
+            about: The server's description of the environment.
             most: The limit of sessions at the same time.
             port: The server's port.
-            token: What every request has to present; ``None`` if only this machine has access.
+            token: The token of every request; ``None`` if only this machine has access.
             report: Called with a line about each session whose environment failed.
         """
         self._setup, self._most, self._report = setup, most, report
@@ -186,14 +186,14 @@ def serve(
     this machine gets a new token.
 
     Args:
-        setup: How environments are made and called; it is closed at the end.
+        setup: Makes and calls environments; it is closed at the end.
         host: The address to listen on.
         port: The port; 0 is any free one.
         most: The limit of sessions at the same time.
         say: Called once clients can connect, with the URL and what they set as the token: a new
             token, or the name of the variable that has the user's own token.
         report: Called with a line about each session whose environment failed.
-        tls: What TLS needs; ``None`` for plain HTTP.
+        tls: The settings of TLS; ``None`` for plain HTTP.
 
     Raises:
         RagenError: The package for WebSockets is not installed, the token is not valid, the system

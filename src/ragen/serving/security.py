@@ -42,7 +42,7 @@ class AccessControl:
     Attributes:
         app: The application that answers permitted requests.
         port: The server's port.
-        token: What every request has to present; ``None`` if only this machine has access.
+        token: The token of every request; ``None`` if only this machine has access.
     """
 
     app: ASGIApp

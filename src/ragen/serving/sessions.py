@@ -29,7 +29,7 @@ LOOKED_AT = 4
 
 
 class Reset(BaseModel):
-    """What a reset may say; other fields are ignored, as in OpenEnv.
+    """The fields of a reset; others are ignored, as in OpenEnv.
 
     Example:
         >>> Reset(seed=123).noise_seed is None
@@ -68,7 +68,7 @@ class CallTool(BaseModel):
 
 
 class Observation(BaseModel):
-    """What the environment shows."""
+    """The text of the environment."""
 
     text: str
     metadata: dict[str, Any] = {}
@@ -99,7 +99,7 @@ class Refused(Exception):
 
 
 class Description(NamedTuple):
-    """What a server says of an environment; each field has a path of its name.
+    """A server's description of an environment; each field has a path of its name.
 
     The schema of an action has an enumeration if all levels have the same actions. `schema` also
     has the tools, if there are any.

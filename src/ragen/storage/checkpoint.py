@@ -312,7 +312,7 @@ def writing(
     Args:
         run: The run folder.
         step: Finished steps.
-        keep: How many of the newest regular checkpoints to keep.
+        keep: Number of the newest regular checkpoints to keep.
         best: The step of the best evaluation, whose checkpoint is kept too.
         every: Steps between regular checkpoints. An irregular one, written when a run was stopped,
             is kept while it is the newest and does not count towards `keep`.

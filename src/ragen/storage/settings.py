@@ -39,8 +39,8 @@ class Settings:
         run: The run's folder.
         config: The settings.
         text: As `config.toml` has to say them.
-        damage: What is wrong with `config.toml`, which is then written again; empty if nothing is.
-        is_kept: Whether the database has the text, or only the file.
+        damage: The damage of `config.toml`, which is then written again; empty if there is none.
+        is_kept: The database has the text; otherwise only the file has it.
     """
 
     run: Path

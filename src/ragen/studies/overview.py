@@ -37,7 +37,7 @@ up to its variant, with the embedded models. Of them `UPDATE_SHARE` are the upda
 
 UPDATE_SHARE = 0.35
 CRITIC_FACTOR = 1.5
-"""What a critic makes of an update's time."""
+"""The factor of an update's time with a critic."""
 
 
 def seconds_of(cell: Cell) -> float:

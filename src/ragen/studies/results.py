@@ -1,4 +1,4 @@
-"""What a study found: its verdict, its page, its figure, and a table of all runs."""
+"""The results of a study: its verdict, its page, its figure, and a table of all runs."""
 
 from __future__ import annotations
 

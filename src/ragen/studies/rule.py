@@ -223,7 +223,7 @@ OUTCOME_WORDS: Mapping[str, str] = {
     "withdrawn": "was withdrawn by the authors on",
     "not run": "was not tested yet on",
 }
-"""What an outcome says of the claim."""
+"""The meaning of each outcome for the claim."""
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -78,7 +78,7 @@ class Contrast(Section):
 
 
 class Need(Section):
-    """What the runs have to show for the claim to be tested: `measure` of `arm` within bounds.
+    """A condition of the runs for the claim to be tested: `measure` of `arm` within bounds.
 
     The median over the seeds is compared with `least` and `most`, both included. Outside of them
     the outcome is "not exercised".
@@ -116,9 +116,9 @@ class Place(Section):
     predicted: Result
     """The outcome that the authors of the study expect."""
     untestable: bool = False
-    """Whether D is too small for any number of seeds. Then runs are described, not judged."""
+    """D is too small for any number of seeds. Then runs are described, not judged."""
     needs: list[Need] = Field(default_factory=list)
-    """What the runs have to show here, beside the `needs` of the whole study."""
+    """Conditions here, beside the `needs` of the whole study."""
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -131,11 +131,11 @@ class Study(Section):
     title: str
     claim: str
     limits: str
-    """What runs at the scale of a laptop cannot show."""
+    """The limits of runs at the scale of a laptop."""
     seen: str = ""
-    """What the runs showed of the study itself; written after them, and no part of the rule."""
+    """Remarks on the study itself, written after the runs, and no part of the rule."""
     withdrawn: bool = False
-    """Whether the authors found after the runs that the contrast does not test the claim."""
+    """The authors found after the runs that the contrast does not test the claim."""
     seeds: int = Field(ge=2)
     first_seed: int = Field(FIRST_SEED, ge=FIRST_SEED)
     contrast: Contrast

@@ -1,4 +1,4 @@
-"""What is under way for later steps: the plays of their groups."""
+"""The plays of later steps, which are under way while a step trains."""
 
 from __future__ import annotations
 

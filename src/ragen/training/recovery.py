@@ -1,4 +1,4 @@
-"""What follows when a run is in trouble: an alarm, a stop, a rollback, or a new engine."""
+"""The responses to a run in trouble: an alarm, a stop, a rollback, or a new engine."""
 
 from __future__ import annotations
 

@@ -65,12 +65,12 @@ class Result:
 
     @property
     def before(self) -> Evaluation:
-        """Of the untrained policy, at ``eval.temperature``."""
+        """The evaluation of the untrained policy, at ``eval.temperature``."""
         return self._evaluation("before")
 
     @property
     def after(self) -> Evaluation:
-        """Of the trained policy, at ``eval.temperature``."""
+        """The evaluation of the trained policy, at ``eval.temperature``."""
         return self._evaluation("after")
 
     def _evaluation(self, name: str) -> Evaluation:
@@ -87,14 +87,14 @@ class LoopState:
     episodes and sampled tokens.
 
     Attributes:
-        attempt: How often the guard has rolled the run back.
+        attempt: Number of rollbacks by the guard.
         begins: The step after which each attempt began.
-        best_step: Of the evaluated steps with a regular checkpoint, the one with most success.
+        best_step: The evaluated step with a regular checkpoint that has the most success.
         best_success: Its success; −1 before the first evaluation.
         seconds: Time of the steps, those that were rolled back included.
-        threads: Of torch; a resumed run takes the same number.
+        threads: Threads of torch; a resumed run takes the same number.
         averages: Moving averages of the metrics.
-        stage: Of the curriculum, counted from 1.
+        stage: Curriculum stage, from 1.
         stage_success: Success of the stage's last steps.
         groups: Groups so far by environment, without those of refilling.
 
@@ -150,11 +150,11 @@ class Run:
         stages: The set-up of each stage of the curriculum but the last, which has the full task.
         history: The metrics so far, by name and step; empty until the guard reads the database.
         judge: Judges episodes, if a reward term asks for it.
-        ahead: What is under way for later steps.
+        ahead: The plays of later steps.
         stop: The user's request to stop.
         beat: Tells the watchdog that the run is alive.
-        losses: How often its engine was lost since it wrote a checkpoint.
-        stalled: What the watchdog reported, once it has ended a run that hangs.
+        losses: Engines lost since the last checkpoint.
+        stalled: The watchdog's report, once it has ended a run that hangs.
     """
 
     folder: Path

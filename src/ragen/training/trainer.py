@@ -71,7 +71,7 @@ CANNOT_INTERRUPT = (
     "interrupted, and one that takes too long fails its episode afterwards; env.isolate = true "
     "stops it in time"
 )
-"""What a user is told where `can_interrupt` is false."""
+"""A note to the user where `can_interrupt` is false."""
 
 
 def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = None) -> Result:

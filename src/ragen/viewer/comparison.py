@@ -111,11 +111,11 @@ def level(asked: Question) -> Answer:
 
 
 class _Evaluated(NamedTuple):
-    """What one run has evaluated.
+    """The evaluations of one run.
 
     Attributes:
         task: The settings that determine what is played (`task_settings`).
-        temperature: That of the run's own evaluations.
+        temperature: The temperature of the run's own evaluations.
         rates: The last evaluation by environment and way of sampling, with its interval.
         recorded: The run's own evaluations that have recorded episodes.
         stored: Evaluations by ``ragen eval``, by task and way of sampling. Of several agents in one

@@ -83,7 +83,7 @@ class Runs:
     Attributes:
         root: The folder.
         summaries: The rows of `run_list`, each with the signature of the files it was made from.
-        told: Whether a process writes a run, as pages were told since the last look of `live`.
+        told: True for a run that a process writes, as pages know it since the last look of `live`.
     """
 
     root: Path

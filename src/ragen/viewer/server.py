@@ -106,7 +106,7 @@ class Viewer:
         Args:
             root: The folder, or one run.
             port: The server's port; a Host header has to name it.
-            token: What every request has to present; ``None`` if only this machine has access.
+            token: The token of every request; ``None`` if only this machine has access.
         """
         self._runs, self.branching = Runs(root), Branching()
         self.live = Live(self._runs)
@@ -218,7 +218,7 @@ def serve(
         host: The address to listen on; beyond this machine every request needs a token.
         port: The port; 0 is any free one.
         say: Called with the address (and its token) once it can be opened.
-        tls: What TLS needs; ``None`` for plain HTTP.
+        tls: The settings of TLS; ``None`` for plain HTTP.
 
     Raises:
         RagenError: There is no such folder or address, or the port is taken.

@@ -1,4 +1,4 @@
-"""What the environments of all libraries share: their names, seeds, snapshots and infos.
+"""The common parts of the environments of other libraries: names, seeds, snapshots and infos.
 
 A snapshot is the two seeds and the actions since `reset`. `set_state` plays the actions again and
 compares the results with the earlier ones. So a snapshot is exact for every library that follows

@@ -129,7 +129,7 @@ class GymnasiumEnv(Adapted):
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a player is told of an environment, and how its observations become text."""
+    """The description of an environment, and the conversion of its observations to text."""
 
     goal: str
     rules: str

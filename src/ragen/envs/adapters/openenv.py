@@ -38,7 +38,7 @@ MIN_TOKEN = 8
 
 
 class About(NamedTuple):
-    """What a server says of itself: a description, and the schemas of fields.
+    """A server's description of itself, and the schemas of fields.
 
     `fields` are those of an action, `state` those of a state. `tools` are as chat templates take
     them. Where there are tools and no `fields`, every action is a call. `digest` changes with any

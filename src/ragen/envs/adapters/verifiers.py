@@ -37,7 +37,7 @@ OF_ANSWERS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
     SyntaxError,
 )
-"""What a reward function raises on an answer that it cannot read. The library counts it as 0."""
+"""Exceptions of a reward function for an unreadable answer. The library counts it as 0."""
 
 
 class VerifiersEnv(Adapted):
@@ -208,7 +208,7 @@ class VerifiersEnv(Adapted):
 
 
 class _Loaded(NamedTuple):
-    """What `load_environment` made, for all instances of an environment: datasets can be large."""
+    """The result of `load_environment`, for all instances: datasets can be large."""
 
     environment: Any
     tools: tuple[Schema, ...]
