@@ -8,8 +8,7 @@ information of thoughts and prompts, which the peer does not measure, is off. Th
 the peer's script, Qwen2 with 1.12M random parameters, or a folder's.
 
 All seconds are CPU seconds of the process, on one thread: they can be compared on a shared machine.
-The rate of products is measured in the model's dtype. For decoding it also says how fast weights
-and stored keys and values are read, beside a copy in memory.
+The rate of products is measured in the model's dtype.
 
     python benchmarks/step.py [--steps 10] [--json]
     python benchmarks/step.py --model FOLDER --dtype bfloat16 --members 8 --turns 1 --steps 3
@@ -29,8 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +39,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -263,49 +260,6 @@ def mm_rate(dtype: torch.dtype) -> float:
     return 2 * 2048**3 / min(seconds)
 
 
-def copy_rate() -> float:
-    """Bytes a second that the best of several copies of 256 MB reads and writes."""
-    source, seconds = torch.randn(2**26), []
-    target = torch.empty_like(source)
-    for _ in range(5):
-        start = time.process_time()
-        target.copy_(source)
-        seconds.append(time.process_time() - start)
-    return 2 * source.nbytes / min(seconds)
-
-
-class Decoding:
-    """Seconds of the forwards that read one token of each sequence, and the bytes that they read.
-
-    Those are the weights once a forward and the keys and values up to each sequence's length.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = self.bytes = self.forwards = 0.0
-
-    def watch(self, sampler: Sampler) -> None:
-        """Measure the decoder of a sampler."""
-        decoder: Any = sampler._decoder
-        config, decode = decoder.model.config, decoder.decode
-        item = decoder.model.dtype.itemsize
-        head_width = config.hidden_size // config.num_attention_heads
-        place = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width * item
-        # Of a separate table of embeddings only the rows of the tokens are read.
-        weights = sum(weight.numel() for weight in decoder.model.parameters())
-        if not config.tie_word_embeddings:
-            weights -= decoder.model.get_input_embeddings().weight.numel()
-
-        def measured(slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
-            start = time.process_time()
-            logits_NV: Tensor = decode(slots_N, starts_N, tokens_N)
-            self.seconds += time.process_time() - start
-            self.bytes += weights * item + place * float((starts_N + 1).sum())
-            self.forwards += 1
-            return logits_NV
-
-        decoder.decode = measured
-
-
 def ours(steps: int, work: Work, model: Path | None) -> dict[str, float]:
     """Train in a temporary folder; means over the steps behind the warm-up.
 
@@ -313,15 +267,14 @@ def ours(steps: int, work: Work, model: Path | None) -> dict[str, float]:
     ten steps charges each with its share, a median would hide it.
     """
     use_threads(1)
-    rate, copied, meter = mm_rate(getattr(torch, work.dtype)), copy_rate(), Meter(work)
-    decoding = Decoding()
+    rate, meter = mm_rate(getattr(torch, work.dtype)), Meter(work)
     # The loop's own clock by phase, and that of the environments, running on CPU seconds.
     clock = SimpleNamespace(perf_counter=time.process_time)
     with (
         tempfile.TemporaryDirectory() as name,
         patch.object(running, "time", clock),
         patch.object(user_code, "perf_counter", time.process_time),
-        watched_sampler(decoding),
+        patched_sampler(),
     ):
         folder = Path(name, "model")
         if model is None:
@@ -345,26 +298,10 @@ def ours(steps: int, work: Work, model: Path | None) -> dict[str, float]:
         "mean_length": mean_length,
         "mean_prompt": statistics.mean(prompts),
         **{name: mean[name] for name in sorted(mean)},
-        "decode_s": decoding.seconds / (WARM_UP + steps),
-        "decode_gb_per_s": decoding.bytes / decoding.seconds / 1e9,
-        "copy_gb_per_s": copied / 1e9,
         "mm_gflops": rate / 1e9,
         "update_share_of_mm": needed / spent,
         "update_share_of_mm_done": done / spent,
     }
-
-
-@contextmanager
-def watched_sampler(decoding: Decoding) -> Iterator[None]:
-    """A context in which the local sampler is `endless` and its decoder is measured."""
-
-    def make(*inputs: Any, **options: Any) -> Sampler:
-        sampler = endless(*inputs, **options)
-        decoding.watch(sampler)
-        return sampler
-
-    with patch.object(factory, "Sampler", make):
-        yield
 
 
 def last_line(command: Sequence[str], folder: str) -> dict[str, float]:
