@@ -37,13 +37,14 @@ def served(name: str, token: str | None = None) -> Iterator[str]:
     env = build()
     setup = Setup(name, build, env.max_turns, env.actions_per_turn, env.max_actions)
     with listen("127.0.0.1", 0) as listening:
-        app = EnvServer(setup, describe(setup), 8, listening, token, lambda line: None).app
+        port = listening.getsockname()[1]
+        app = EnvServer(setup, describe(setup), 8, port, token, lambda line: None).app
         server = Server(app, web_sockets=True)
         thread = threading.Thread(target=server.serve_on, args=(listening,))
         thread.start()
         wait_until(lambda: server.started)
         try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+            yield f"http://127.0.0.1:{port}"
         finally:
             server.should_exit = True
             thread.join(10)
