@@ -40,9 +40,6 @@ def to_samples(groups: Iterable[Group]) -> tuple[list[Sample], list[Episode]]:
 def join(exchanges: Iterable[Exchange], episode: int, group: int) -> list[Sample]:
     """The samples of one episode, from the prompts and completions of its turns.
 
-    Raises:
-        RagenError: As `to_samples`.
-
     Example:
         >>> reply = Completion((8, 2), (-0.5, -0.1), "", "stop", 0)
         >>> first, second = (Prompt((), ids, 0, 8, 1.0, 0) for ids in ((1,), (1, 8, 2, 3)))

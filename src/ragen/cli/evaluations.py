@@ -137,7 +137,6 @@ def _output(options: Namespace) -> Iterator[Callable[..., None]]:
 
 
 def _playing_options(parser: Parser) -> None:
-    """Add the options that `eval` and `compare` share."""
     take = parser.take
     take("--env", "E", "environment or recipe, or several: E1,E2 [the run's]", action="append")
     take("--episodes", "N", "levels", whole(1, TRAIN_LEVELS - EVAL_LEVELS), 256)

@@ -60,11 +60,7 @@ class Kind:
         return f"there is no such {self.noun}{hint}"
 
     def find(self, name: str, own: Mapping[str, T]) -> T:
-        """The function of a name: one of RAGEN's `own`, or one from outside.
-
-        Raises:
-            RagenError: As `load`.
-        """
+        """The function of a name: one of RAGEN's `own`, or one from outside."""
         if name in own:
             return own[name]
         function: T = load(name, self).object

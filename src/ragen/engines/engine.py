@@ -42,7 +42,8 @@ class Engine(Protocol):
         `step`, from 0 in the unit of `Config.budget`, sets the learning rate.
 
         Raises:
-            RagenError, MismatchError: See `Learner.update`.
+            RagenError: The tokens to be trained are not those that were sampled.
+            MismatchError: With the weights that sampled them, they get other logprobs.
         """
 
     async def cross_scores(

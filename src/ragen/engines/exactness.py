@@ -103,9 +103,6 @@ def verify_share(batch: Batch, microbatches: Sequence[Batch]) -> Metrics:
 
     Hashing takes time, so each process hashes the tokens of its own rows only. But the weights of
     these tokens follow from the masks of all rows.
-
-    Raises:
-        RagenError: As `verify`.
     """
     if batch.born_BK is None:
         return {}

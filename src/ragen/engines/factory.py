@@ -83,9 +83,6 @@ def make_policy(config: Config, path: str) -> tuple[WeightedPolicy, Chat]:
     """A policy for evaluation, without a learner.
 
     A server belongs to the run that trains with it, so the local sampler takes its place here.
-
-    Raises:
-        RagenError: As `load_model` and `make_sampler`.
     """
     model, tokenizer = load_model(config, path)
     chat = make_chat(config, tokenizer)
@@ -131,9 +128,6 @@ def prepare_model(
 
     An adapter that the model already has is trained further, or merged if LoRA is off. `critic`
     says whether a critic is trained: unless it is shared, it gets an adapter of its own.
-
-    Raises:
-        RagenError: As `ragen.models.lora.attach`.
     """
     settings = config.lora
     if not settings.rank:

@@ -33,9 +33,6 @@ class LocalModel:
     `path` is a folder or a hub id; `config` gives the dtype. The model makes one completion at a
     time and keeps nothing of the one before. So an answer depends on its question alone, and a
     resumed run gets the same answer, bit for bit.
-
-    Raises:
-        RagenError: As `load_model` and `Chat`.
     """
 
     def __init__(self, config: Config, path: str) -> None:

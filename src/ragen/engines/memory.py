@@ -167,9 +167,6 @@ def plans(config: Config) -> list[Plan]:
 
     Learners and samplers on Ray share this machine's memory. On GPUs, each has its own memory, or a
     learner and a sampler share one. What is free on another machine is not known.
-
-    Raises:
-        RagenError: As `plan`.
     """
     engine = config.engine
     if engine.name == "local":

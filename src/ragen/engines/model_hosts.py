@@ -54,9 +54,6 @@ class LearnerHost(Host):
 
         `threads` is the number of threads to use, and `store` the address where `num` learners
         meet.
-
-        Raises:
-            RagenError: See `Rank`.
         """
         use_threads(threads)
         self._rank = Rank(config, path, rank, num, store)

@@ -127,7 +127,6 @@ def _play_level(env: Env, level: int, noise_seed: int, steps: int) -> tuple[Resu
 
 
 def _chooser(level: int) -> np.random.Generator:
-    """The generator of a level's random actions."""
     return np.random.Generator(np.random.PCG64([2, level]))
 
 

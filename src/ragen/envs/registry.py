@@ -174,11 +174,7 @@ _HANGING: set[type[Env]] = set()
 
 
 def try_env(name: str, params: Mapping[str, Any]) -> type[Env]:
-    """Make and close an environment, to find mistakes early, and return its class.
-
-    Raises:
-        RagenError: As `make`.
-    """
+    """Make and close an environment, to find mistakes early, and return its class."""
     with closing_env(make(name, **params)) as env:
         return type(env)
 

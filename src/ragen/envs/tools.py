@@ -166,7 +166,6 @@ class ToolEnv(Env):
 
 
 def _bound(env: ToolEnv, method: Callable[..., Any]) -> Tool:
-    """A method as a tool of one environment."""
     checked, parameters = _arguments(method)
 
     def call(arguments: Mapping[str, Any]) -> str:

@@ -264,9 +264,6 @@ async def evaluate_envs(
 
     The evaluation of a mixture covers all episodes together, and its `parts` are the evaluations of
     the environments. The groups are numbered through all environments.
-
-    Raises:
-        RagenError: As `evaluate_policy`.
     """
     parts, groups = list[Evaluation](), list[Group]()
     for name, alone in by_env(config).items():

@@ -382,7 +382,6 @@ def transcript_examples(config: Config, chat: Chat, transcripts: Sequence[Transc
 def _fitting(
     source: str, shows: str, examples: list[Example], unsolved: int, config: Config
 ) -> Examples:
-    """The examples that fit into a rollout."""
     most, longest = config.rollout.max_tokens, config.model.max_length
 
     def fits(exchange: Exchange) -> bool:

@@ -177,7 +177,6 @@ def _draw(place: Axes, curve: Curve, label: str | None = None) -> None:
 
 
 def _intervals(place: Axes, evaluations: Sequence[RunEvaluation]) -> None:
-    """Evaluations of one temperature with their intervals."""
     series = [each.evaluation for each in evaluations]
     greedy = series[0].temperature == 0
     below = [e.success - e.success_low for e in series]

@@ -289,7 +289,6 @@ class Chat:
         return ids + more, len(more)
 
     def _special_token(self, text: str) -> int | None:
-        """The first special token in a text, if there is one."""
         special = set(self._tokenizer.get_added_vocab().values())
         return next((token for token in self.encode(text) if token in special), None)
 

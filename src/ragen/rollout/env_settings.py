@@ -205,9 +205,6 @@ def brought_by(
     """The budgets, the style of prompts and the lengths that suit an environment and a model.
 
     `written` are the values of the recipe, `given` those of the user; the lengths depend on both.
-
-    Raises:
-        RagenError: As `resolve_run`.
     """
     brought, own_style = budgets_of(name, given)
     if "prompt.style" not in written:
@@ -264,7 +261,6 @@ class _Sizes(NamedTuple):
 
 
 def _sizes_of(config: Config) -> _Sizes:
-    """The sizes in a config's environment, estimated from its texts."""
     prompt, env = config.prompt, config.env
     with closing(make_setup(config, None)) as setup:
         texts = _read(setup)
@@ -301,9 +297,6 @@ def context_costs(config: Config) -> list[ContextCost]:
     """The costs of the whole history, and of the settings' window and summary if they have them.
 
     The last row is that of the settings: there, `model.max_length` cuts what does not fit.
-
-    Raises:
-        RagenError: As `make_setup`.
     """
     sizes, prompt, turns = _sizes_of(config), config.prompt, config.env.max_turns
     window = prompt.window if prompt.window < turns else 0
@@ -343,11 +336,7 @@ def _context_cost(
 
 
 def context_lines(config: Config) -> list[str]:
-    """The costs as a table, for long episodes and for those with a window.
-
-    Raises:
-        RagenError: As `context_costs`.
-    """
+    """The costs as a table, for long episodes and for those with a window."""
     found: list[str] = []
     for name, alone in by_env(config).items():
         turns, prompt = alone.env.max_turns, alone.prompt

@@ -153,11 +153,7 @@ async def apply_reward_terms(turn: Turn, weights: Mapping[str, float]) -> Turn:
 
 
 async def call_term(name: str, judged: Turn | Episode | Sequence[Episode]) -> list[float]:
-    """The values of a term from outside, one for each record that it judges.
-
-    Raises:
-        UserCodeError: As `term_values`.
-    """
+    """The values of a term from outside, one for each record that it judges."""
     call = f"the reward term {name}"
     try:
         return await term_values(call, find_term(name), judged)

@@ -250,11 +250,7 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
 
 
 def open_setups(config: Config, chat: Chat | None, stack: ExitStack) -> dict[str, Setup]:
-    """The set-ups of a run's environments by name, which `stack` closes; they share a stopwatch.
-
-    Raises:
-        RagenError: As `make_setup`.
-    """
+    """The set-ups of a run's environments by name, which `stack` closes; they share a stopwatch."""
     env_time = Stopwatch()
     return {
         name: replace(stack.enter_context(closing(make_setup(each, chat))), env_time=env_time)
@@ -265,11 +261,7 @@ def open_setups(config: Config, chat: Chat | None, stack: ExitStack) -> dict[str
 def open_stages(
     config: Config, chat: Chat | None, stack: ExitStack, env_time: Stopwatch
 ) -> list[Setup]:
-    """The set-ups of the curriculum's stages, which `stack` closes, with this stopwatch.
-
-    Raises:
-        RagenError: As `make_setup`.
-    """
+    """The set-ups of the curriculum's stages, which `stack` closes, with this stopwatch."""
     return [
         replace(
             stack.enter_context(closing(make_setup(at_stage(config, stage), chat))),

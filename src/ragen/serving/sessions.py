@@ -257,7 +257,6 @@ def _shown(env: GuardedEnv, reward: float | None, metadata: Answer) -> Answer:
 
 
 def _read(message: str) -> Answer:
-    """A message as an object."""
     try:
         asked = json.loads(message)
     except (ValueError, RecursionError):
@@ -268,7 +267,6 @@ def _read(message: str) -> Answer:
 
 
 def _checked(kind: type[Fields], data: Any) -> Fields:
-    """The fields of a message."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:

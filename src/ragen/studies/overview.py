@@ -72,11 +72,7 @@ def collections_of(config: Config) -> tuple[int, float]:
 def plans(
     studies: Sequence[Study], scale: Scale, seeds: int | None, only: str | None = None
 ) -> Iterator[str]:
-    """A line for each study: its runs, their seconds on one core and their largest memory.
-
-    Raises:
-        RagenError: As `cells_of`.
-    """
+    """A line for each study: its runs, their seconds on one core and their largest memory."""
     total = 0.0
     for study in studies:
         count = study.seeds if seeds is None else seeds

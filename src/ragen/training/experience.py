@@ -57,7 +57,6 @@ def _begin(run: Run) -> None:
 
 
 async def _play(run: Run, starts: Sequence[Start], step: int, stage: int) -> Played:
-    """Play the groups of a step, the first of them from `starts`."""
     began = time.perf_counter()
     on_episode = partial(_episode_ended, run)
     config, ahead = run.config, run.ahead

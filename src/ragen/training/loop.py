@@ -234,11 +234,7 @@ async def evaluate_and_loop(run: Run) -> None:
 
 
 async def catch_up(run: Run) -> None:
-    """Do what the last finished step of a resumed run has left to do: its evaluation and guard.
-
-    Raises:
-        GuardStop, StopRequested: As `run_to_the_end`.
-    """
+    """Do what the last finished step of a resumed run has left to do: its evaluation and guard."""
     settings = run.config.eval
     if is_due(run.state.step, settings.every):
         await evaluate_missing(run, settings.temperature)

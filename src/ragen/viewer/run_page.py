@@ -129,7 +129,6 @@ def metrics(asked: Question) -> Answer:
 
 
 def _axes(course: Mapping[str, Series]) -> dict[str, list[Any]]:
-    """The value of each axis at each step."""
     steps = sorted({step for series in course.values() for step in series})
     axes: dict[str, list[Any]] = {"step": steps}
     for axis, name in COUNTED.items():

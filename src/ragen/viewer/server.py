@@ -151,7 +151,6 @@ class Viewer:
         return Json({})
 
     async def _command(self, request: Request) -> tuple[Path, dict[str, Any]]:
-        """The run's folder and the body of a command."""
         body = await _body(request)
         if not isinstance(body.get("run"), str):
             raise Unanswered("the key 'run' is missing")
@@ -170,7 +169,6 @@ async def _front_page(request: Request) -> Response:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    """The JSON object in the body of a request."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.headers.get("x-ragen") != "1" or kind != "application/json":
         raise HTTPException(403, "the request needs the header X-Ragen: 1 and a JSON body")

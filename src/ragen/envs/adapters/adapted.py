@@ -105,11 +105,7 @@ class Adapted(Replayed):
 
     @classmethod
     def named(cls, name: str) -> type[Adapted]:
-        """The class of one environment of the library, by its full name.
-
-        Raises:
-            RagenError: As `find`.
-        """
+        """The class of one environment of the library, by its full name."""
         return _named(cls, name)
 
     @classmethod

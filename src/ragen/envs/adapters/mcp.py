@@ -105,7 +105,6 @@ class McpServer:
             session.close()
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The result of a call."""
         if self._session is None:
             self._session = _Session(self.address)
         return self._session.call(name, dict(arguments))

@@ -156,7 +156,6 @@ class OpenEnvEnv(Adapted):
         return {self._field: value if is_number and value is not None else action}
 
     def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """The server's answer to one message."""
         from websockets.exceptions import WebSocketException
 
         try:
