@@ -39,6 +39,7 @@ def questions(env, levels):
 
 def test_one_turn_is_scored_by_the_rubric():
     env = make(NAME, system_prompt="Add the numbers.")
+    assert env.goal == "Answer (verifiers_envs)", "the same prompt on every machine"
     assert env.reset(seed=10_000)[0] == "1 + 5" and env.rules == "Add the numbers."
     assert (env.actions, env.max_turns, env.max_actions) == (None, 1, 1)
     shown, *rest = env.step("6")
