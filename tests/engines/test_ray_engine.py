@@ -40,13 +40,19 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """One Ray for all tests: starting it takes longer than most of them."""
+def cluster() -> Iterator[Any]:
+    """One Ray for all tests, with three nodes of one CPU besides the driver's, which has none."""
     import ray
+    from ray.cluster_utils import Cluster as Nodes
 
-    connect("", 6)
-    yield
+    of_head = {"num_cpus": 0, "include_dashboard": False}
+    nodes = Nodes(initialize_head=True, head_node_args=of_head)
+    for _ in range(3):
+        nodes.add_node(num_cpus=1)
+    connect(nodes.address, 3)
+    yield nodes
     ray.shutdown()
+    nodes.shutdown()
 
 
 FEW: dict[str, Any] = {"steps": 4, "eval__episodes": 0, "checkpoint__every": 2}
@@ -123,13 +129,28 @@ def test_a_run_equals_the_local_one_and_resumes_with_other_numbers_of_processes(
     assert max(found["mismatch/max_abs"].values()) < 1e-3
 
 
-def test_a_run_whose_learner_is_killed_goes_on_from_its_newest_checkpoint(
-    local: Path, tmp_path: Path
+class LosesNode(Watcher):
+    """Kills one of the nodes after the third step, and starts another one."""
+
+    def __init__(self, cluster: Any) -> None:
+        self.cluster = cluster
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == 3 and self.cluster is not None:
+            nodes, self.cluster = self.cluster, None
+            nodes.remove_node(next(iter(nodes.worker_nodes)), allow_graceful=False)
+            nodes.add_node(num_cpus=1)
+
+
+def test_a_run_whose_node_is_lost_goes_on_from_its_newest_checkpoint(
+    cluster: Any, local: Path, tmp_path: Path
 ) -> None:
-    """One of two, so that the other waits for it."""
+    """A node with one of two learners, for which the other one waits, or with the sampler."""
     config = config_of(**RAY, engine__learners=2)
-    run = train(config, tmp_path / "run", watcher=Strike("learn", signal.SIGKILL, 3)).run
-    assert {"lost", "restored"} <= set(happened(run))
+    run = train(config, tmp_path / "run", watcher=LosesNode(cluster)).run
+    assert happened(run) == ["lost", "restored"]
+    (_, restored) = [each for each in read_events(run) if each["kind"] == "engine"]
+    assert restored["data"]["to"] == 2 and restored["data"]["seconds"] > 0
     assert rows(run, PLAYED) == rows(local, PLAYED)
 
 
@@ -160,10 +181,8 @@ train(resolve("bandit", json.loads(sys.argv[1])), Path(sys.argv[2]), watcher=Kil
 def test_a_run_whose_driver_is_killed_is_resumed_as_if_it_had_not_been(
     local: Path, tmp_path: Path
 ) -> None:
-    import ray
-
-    run, address = tmp_path / "run", ray.get_runtime_context().gcs_address
-    keys = settings(**FEW, **RAY, engine__address=address)
+    """The driver had started Ray itself, which ends with it."""
+    run, keys = tmp_path / "run", settings(**FEW, **RAY)
     driver = subprocess.run([sys.executable, "-c", DRIVER, json.dumps(keys), str(run)], timeout=300)
     assert driver.returncode == -signal.SIGKILL
     resume(run)
