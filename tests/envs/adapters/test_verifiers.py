@@ -12,7 +12,6 @@ from ragen.algorithms.samples import to_samples
 from ragen.config.extensions import ENV, load
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion
-from ragen.core.user_code import UserCodeError
 from ragen.envs.adapters.adapted import version_of
 from ragen.envs.checker import check
 from ragen.envs.registry import make
@@ -214,7 +213,7 @@ def test_a_judge_that_cannot_be_reached_fails_the_episode():
 def test_a_failure_in_the_environment_is_raised():
     env = make(NAME, kind="guess")
     env.reset(seed=123)
-    with pytest.raises(UserCodeError, match="invalid literal for int"):
+    with pytest.raises(ValueError, match="invalid literal for int"):
         env.step("seven")
 
 

@@ -300,11 +300,12 @@ class _Session:
 def _listed(address: Address) -> tuple[Listed, ...]:
     """The tools of a server. It is asked for them in a separate session."""
     try:
-        session = _Session(address)
-        try:
-            found = session.list_tools()
-        finally:
-            session.close()
+        with boundary("listing the tools of an MCP server"):
+            session = _Session(address)
+            try:
+                found = session.list_tools()
+            finally:
+                session.close()
     except UserCodeError as failure:
         raise RagenError(failure.reason.removeprefix("RuntimeError: ")) from None
     if not found:
