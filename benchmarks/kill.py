@@ -1,6 +1,7 @@
 """Is a run that was killed and resumed the run that was not? Counted over random moments.
 
     python benchmarks/kill.py 30
+    python benchmarks/kill.py --ray 10
 
 Each trial trains an embedded model in a process of its own, by turns with each of `CONFIGS`: GRPO
 with a filter, PPO with its critic, a rollback of the guard on FrozenLake with thoughts, Sokoban in
@@ -9,6 +10,9 @@ The process gets SIGKILL at a random moment and is resumed, and so on, at most t
 is left to its end. Compared with a run that nobody killed: all rows of the database (those about
 seconds excepted), and every tensor of the last checkpoint, bit for bit.
 Prints a line a trial and at the end one JSON line.
+
+With ``--ray`` one run, of a learner and two samplers on a Ray cluster of three nodes, loses that
+many of `VICTIMS` at random moments. A lost node comes back, and a driver by ``ragen resume``.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ import random
 import shutil
 import signal
 import sqlite3
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -37,6 +43,7 @@ from ragen.core.errors import RagenError
 from ragen.engines.local import LocalEngine
 from ragen.storage.checkpoint import newest_intact
 from ragen.storage.database import DATABASE
+from ragen.storage.reader import read_events, read_metrics
 from ragen.training import loop, running
 from ragen.training.trainer import resume, train
 
@@ -74,6 +81,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """A recipe and its changes, besides `SETTINGS`."""
 
+RAY: dict[str, Any] = {"engine.name": "ray", "engine.samplers": 2, "steps": 60, "eval.every": 0}
+VICTIMS = ("learner", "sampler", "node", "driver")
+
 IDENTICAL = "identical"
 PLACES: dict[str, tuple[Any, str]] = {
     "rollout": (loop, "next_groups"),
@@ -90,9 +100,13 @@ here = mmap.mmap(-1, 1)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("trials", type=int)
+    parser.add_argument("trials", type=int, nargs="?", default=30)
+    parser.add_argument("--ray", type=int, default=0, help="kills in one run on Ray")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     args = parser.parse_args()
+    if args.ray:
+        with tempfile.TemporaryDirectory() as scratch:
+            return kill_on_ray(args.ray, random.Random(args.seed), Path(scratch))
     for phase, (owner, name) in PLACES.items():
         setattr(owner, name, watched(phase, getattr(owner, name)))
     chooser = random.Random(args.seed)
@@ -188,6 +202,103 @@ def watched(phase: str, work: Callable[..., Awaitable[Any]]) -> Callable[..., Aw
             here[0] = before
 
     return then
+
+
+def kill_on_ray(kills: int, chooser: random.Random, scratch: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    of_head = {"num_cpus": 0, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=of_head)
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
+    settings = SETTINGS | RAY | {"engine.address": cluster.address}
+    options = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    whole, run = scratch / "whole", scratch / "run"
+    assert ragen("train", "bandit", *options, "--out", whole).wait() == 0
+    driver = ragen("train", "bandit", *options, "--out", run)
+    wait_for_step(run, driver, 0)
+    killed: Counter[str] = Counter()
+    for number in range(1, kills + 1):
+        time.sleep(chooser.uniform(0, 3))
+        victim, step, known = chooser.choice(VICTIMS), last_step(run), len(recoveries(run))
+        start = time.monotonic()
+        if victim == "driver":
+            driver.kill()
+            driver.wait()
+            driver = ragen("resume", run)
+        elif victim == "node":
+            cluster.remove_node(nodes.pop(chooser.randrange(3)), allow_graceful=False)
+            nodes.append(cluster.add_node(num_cpus=1))
+        else:
+            os.kill(chooser.choice(hosts(victim)), signal.SIGKILL)
+        wait_for_step(run, driver, known + 1)
+        seconds, killed[victim] = time.monotonic() - start, killed[victim] + 1
+        texts = "; ".join(each["text"] for each in recoveries(run)[known:])
+        print(f"{number:3} {victim:7} after step {step}: {texts} ({seconds:.0f} s)", flush=True)
+    assert driver.wait() == 0
+    cluster.shutdown()
+    wanted, found = contents(whole), contents(run)
+    for each in (wanted, found):  # the idle shares of the processes are about seconds, too
+        each["metrics"] = [row for row in each["metrics"] if "idle_fraction" not in row[2]]
+        averages = each["state"]["loop"]["averages"]
+        each["state"]["loop"]["averages"] = {
+            name: value for name, value in averages.items() if "idle_fraction" not in name
+        }
+    episodes = Counter(row[1:6] for row in found["episodes"])  # their steps and places
+    results = {
+        "kills": dict(killed),
+        "recoveries": len(recoveries(run)),
+        "steps": len({row[1] for row in found["metrics"]} - {0}),
+        "episodes": len(episodes),
+        "counted twice": sum(number > 1 for number in episodes.values()),
+        "success": [each["success"] for each in found["evaluations"]],
+        "run": difference(wanted, found),
+    }
+    print(json.dumps(results))
+    assert results["steps"] == RAY["steps"] and results["recoveries"] == kills
+    assert results["run"] == IDENTICAL and not results["counted twice"]
+    assert found["evaluations"][-1]["success"] == 1.0
+
+
+def ragen(*arguments: str | Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "ragen", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def wait_for_step(run: Path, driver: subprocess.Popen[bytes], number: int) -> None:
+    """Wait for the first step after this recovery."""
+    while len(found := recoveries(run)) < number or last_step(run) <= back_to(found):
+        assert driver.poll() is None, f"the run ended by itself, with exit code {driver.poll()}"
+        time.sleep(0.1)
+
+
+def recoveries(run: Path) -> list[dict[str, Any]]:
+    """The events of new engines and of resumes."""
+    events = read_events(run) if (run / DATABASE).exists() else []
+    return [each for each in events if each["kind"] == "resume" or "seconds" in each["data"]]
+
+
+def back_to(found: list[dict[str, Any]]) -> int:
+    """The step that the last recovery went back to."""
+    return found[-1]["data"].get("to", found[-1]["step"]) if found else 0
+
+
+def last_step(run: Path) -> int:
+    found = read_metrics(run) if (run / DATABASE).exists() else {}
+    return max(found.get("reward/mean", {}), default=0)
+
+
+def hosts(kind: str) -> list[int]:
+    """The processes of learners or samplers below this one."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True)
+    found = {
+        int(line.split()[0]): line.split(maxsplit=2)[1:] for line in listed.stdout.splitlines()
+    }
+
+    def is_below(pid: int) -> bool:
+        return pid == os.getpid() or (pid in found and is_below(int(found[pid][0])))
+
+    title = f"ray::{kind.title()}Host"
+    return [pid for pid in found if found[pid][1].startswith(title) and is_below(pid)]
 
 
 def contents(run: Path) -> dict[str, Any]:
