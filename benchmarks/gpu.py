@@ -3,14 +3,15 @@
 The model has the configuration of Qwen2.5-0.5B and random weights, in bfloat16; the tokenizer is
 made on the spot, so nothing is downloaded.
 
-First come the parts of a step by themselves: decoding with and without CUDA graphs, transfers from
-pinned and from other memory, and AdamW fused and not. Then come whole steps: the papers' batch
-(arXiv:2504.20073) of 8 levels × 16 episodes of 5 turns, each of exactly 400 sampled tokens, under
-the papers' prompts, on each of three environments. It is played, scored, trained and published by
-the engine of `ragen train`; only evaluation and checkpoints are left out. How often the host waits
-for the GPU is what torch notes.
+First come the parts of a step by themselves: decoding with and without CUDA graphs and by
+transformers' own `generate`, transfers from pinned and from other memory, and AdamW fused and not.
+Then come whole steps: the papers' batch (arXiv:2504.20073) of 8 levels × 16 episodes of 5 turns,
+each of exactly 400 sampled tokens, under the papers' prompts. It is played, scored, trained and
+published by the engine of `ragen train`; only evaluation and checkpoints are left out. A plain
+training step of transformers on rows of the same lengths comes last. How often the host waits for
+the GPU is what torch notes.
 
-    python benchmarks/gpu.py [--steps 2] [--environments sokoban] [--modes full lora] [--json]
+    python benchmarks/gpu.py [--steps 2] [--envs sokoban] [--modes full lora] [--json]
     python benchmarks/gpu.py --tiny       # every phase on a CPU, with a tiny model, in a minute
 
 MFU is the share of the card's own bfloat16 matrix rate, measured at the start, that the update's
@@ -29,6 +30,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,11 @@ import ragen
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
 from ragen.config.reading import resolve
+from ragen.config.sections import UpdateConfig
 from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import derive
 from ragen.engines.local import LocalEngine
+from ragen.engines.memory import plan
 from ragen.engines.sampler import Sampler, draw
 from ragen.models.decoder import HFDecoder
 from ragen.models.graphs import GraphDecoder, recorder
@@ -55,22 +59,18 @@ from ragen.training.running import LoopState
 ENVS = ("bandit", "frozen-lake", "sokoban")
 MODES: dict[str, dict[str, Any]] = {
     "full": {},
-    "full, graphs": {"rollout.cuda_graphs": True},
+    "full, 32k": {"update.microbatch_tokens": 32_768},
     "full, recomputed": {"model.gradient_checkpointing": True},
     "lora": {"lora.rank": 64, "lora.alpha": 64},
-    "lora, recomputed": {
-        "lora.rank": 64,
-        "lora.alpha": 64,
-        "model.gradient_checkpointing": True,
-    },
 }
 """What is trained, as a recipe would say it; rank and alpha are the papers'."""
 
 WARM_UP = 1
 """Steps at the start that are not counted."""
 
-PROMPT = 64
-"""Tokens before those that are decoded where this is measured alone."""
+PROMPT, DECODED = 1024, 64
+"""Tokens in each slot, and those that are then decoded, where decoding is measured alone: about the
+middle of an episode."""
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -198,7 +198,9 @@ def waits() -> Iterator[list[str]]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     places = (
-        f"{each.filename}:{each.lineno}" for each in caught if "synchron" in str(each.message)
+        f"{each.filename}:{each.lineno}"
+        for each in caught
+        if "called a synchronizing" in str(each.message)
     )
     found.extend(places)
 
@@ -206,7 +208,9 @@ def waits() -> Iterator[list[str]]:
 def measure_parts(folder: Path, size: Size, device: str) -> dict[str, float]:
     """Rates of decoding, transfers and the optimiser, each by itself."""
     model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
-    rows, length = size.prompts * size.members, PROMPT + size.turn_tokens
+    rows, length = size.prompts * size.members, PROMPT + DECODED
+    prompt = torch.ones(rows, PROMPT, dtype=torch.long, device=device)
+    about = {"do_sample": True, "top_k": 0, "pad_token_id": 0, "attention_mask": prompt}
     record = recorder() if device == "cuda" else lambda compute: compute
     decoders = {
         "": HFDecoder(model, rows, length),
@@ -214,11 +218,17 @@ def measure_parts(folder: Path, size: Size, device: str) -> dict[str, float]:
     }
     found: dict[str, float] = {}
     for name, decoder in decoders.items():
-        seconds = best(lambda decoder=decoder: decode(decoder, rows, size.turn_tokens), 3)
-        found[f"decode{name}_tokens_per_s"] = rows * size.turn_tokens / seconds
-        with waits() as waited:
-            decode(decoder, rows, size.turn_tokens)
-        found[f"decode{name}_waits_per_step"] = len(waited) / size.turn_tokens
+        seconds = []
+        for _ in range(3):  # the first is not counted
+            logits_NV = decoder.prefill(range(rows), [0] * rows, [[1] * PROMPT] * rows)
+            with waits() as waited:
+                seconds.append(timed(partial(decode, decoder, rows, logits_NV)))
+        found[f"decode{name}_tokens_per_s"] = rows * DECODED / min(seconds[1:])
+        found[f"decode{name}_waits_per_token"] = len(waited) / DECODED
+    del decoders
+    limits = [{"min_new_tokens": count, "max_new_tokens": count} for count in (1, 1 + DECODED)]
+    first, both = (best(partial(model.generate, prompt, **about, **each), 1) for each in limits)
+    found["generate_tokens_per_s"] = rows * DECODED / (both - first)
     here = torch.zeros(size.matrix, size.matrix)
     found["transfer_gb_per_s"] = here.nbytes / best(lambda: here.to(device, copy=True)) / 1e9
     if device == "cuda":
@@ -233,11 +243,10 @@ def measure_parts(folder: Path, size: Size, device: str) -> dict[str, float]:
     return found
 
 
-def decode(decoder: HFDecoder, rows: int, num_tokens: int) -> None:
+def decode(decoder: HFDecoder, rows: int, logits_NV: torch.Tensor) -> None:
     """Sample from every slot, as the sampler does."""
-    logits_NV = decoder.prefill(range(rows), [0] * rows, [[1] * PROMPT] * rows)
     ones, slots = np.ones(rows), torch.arange(rows)
-    for at in range(PROMPT, PROMPT + num_tokens):
+    for at in range(PROMPT, PROMPT + DECODED):
         tokens, _ = draw(logits_NV, ones, ones / 2)
         starts = torch.full((rows,), at)
         logits_NV = decoder.decode(slots, starts, torch.from_numpy(tokens))
@@ -245,18 +254,47 @@ def decode(decoder: HFDecoder, rows: int, num_tokens: int) -> None:
 
 def best(work: Callable[[], Any], times: int = 10) -> float:
     """Seconds of the best of some calls, after one that is not counted."""
-    seconds = []
-    for _ in range(1 + times):
-        start = time.perf_counter()
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
+    return min([timed(work) for _ in range(1 + times)][1:])
 
 
-async def measure(config: Config, size: Size, steps: int, rate: float) -> dict[str, float]:
-    """Rates and memory of some training steps."""
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds of a call and of what it leaves to the GPU, when all earlier work is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure_plain(folder: Path, lengths: Sequence[int], device: str) -> dict[str, float]:
+    """A training step of transformers on padded rows of these lengths, in the dtype of the run."""
+    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    rows = max(1, UpdateConfig().microbatch_tokens // max(lengths))
+
+    def step() -> None:
+        for start in range(0, len(lengths), rows):
+            part = torch.tensor(lengths[start : start + rows], device=device)
+            mask = (torch.arange(int(part.max()), device=device) < part[:, None]).long()
+            labels = mask.masked_fill(mask == 0, -100)
+            model(input_ids=mask, attention_mask=mask, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    found = {"update_tokens_per_s": sum(lengths) / best(step, 1)}
+    if device == "cuda":
+        found["peak_gb_update"] = torch.cuda.max_memory_allocated() / 1e9
+    return found
+
+
+async def measure(
+    config: Config, size: Size, steps: int, rate: float
+) -> tuple[dict[str, float], list[int]]:
+    """Rates and memory of some training steps, and the lengths of the last one's rows."""
     phases, operations, tokens, sampled = Phases(), 0.0, 0, 0
     metrics: Metrics = {}
     waits_per_update = 0.0
@@ -298,11 +336,13 @@ async def measure(config: Config, size: Size, steps: int, rate: float) -> dict[s
         "padding_fraction": 0.0,
         "mismatch_kl": metrics["mismatch/kl"].value,
         "waits_per_update": waits_per_update,
+        "planned_gb": plan(config).total / 1e9,
     }
     if "update/padding_fraction" in metrics:
         result["padding_fraction"] = metrics["update/padding_fraction"].value
     result |= {f"{name}_s": phases.mean(name) for name in ("rollout", "score", "update", "publish")}
-    return result | {f"peak_gb_{name}": peak for name, peak in phases.peak_gb.items()}
+    result |= {f"peak_gb_{name}": peak for name, peak in phases.peak_gb.items()}
+    return result, lengths
 
 
 def needed_operations(lengths: Sequence[int], sampled: int, size: Size, *, frozen: bool) -> float:
@@ -334,7 +374,7 @@ def matrix_rate(width: int, device: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2, help="steps that are counted")
-    parser.add_argument("--envs", nargs="+", choices=ENVS, default=ENVS)
+    parser.add_argument("--envs", nargs="+", choices=ENVS, default=ENVS[-1:])
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--tiny", action="store_true", help="a tiny model and step, on any machine")
     parser.add_argument("--json", action="store_true", help="print one line of JSON for each run")
@@ -355,9 +395,11 @@ def main() -> None:
             # Environments differ in the length of their prompts alone: one of them shows all modes.
             for mode in args.modes if env == args.envs[-1] else args.modes[:1]:
                 config = make_config(Path(scratch), size, env, mode)
-                found = asyncio.run(measure(config, size, args.steps, rate))
+                found, lengths = asyncio.run(measure(config, size, args.steps, rate))
                 gc.collect()
                 report(env, mode, found, as_json=args.json)
+        found = measure_plain(Path(scratch), lengths[: UpdateConfig().minibatch_episodes], device)
+        report(args.envs[-1], "plain transformers", found, as_json=args.json)
 
 
 def report(env: str, mode: str, found: dict[str, float], *, as_json: bool) -> None:

@@ -311,7 +311,6 @@ UNREAD = {  # for each key, a value other than the default and settings that lea
     "model.critic": ("shared", {"algorithm": "starpo/grpo"}),
     "lora.alpha": (8, {}),
     "lora.targets": ("q_proj", {}),
-    "rollout.cuda_graphs": (True, {"rollout.sampler": "vllm"}),
     "rollout.gpu_memory": (0.3, {}),
     "reward.placement": ("turn", {"algorithm": "starpo/grpo"}),
     "reward.over": ("batch", {"algorithm": "starpo/grpo"}),

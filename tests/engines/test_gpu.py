@@ -19,19 +19,23 @@ from torch import Tensor
 
 from benchmarks.gpu import waits
 from ragen.algorithms.batch import collate
+from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.types import Completion, Prompt, Sample
+from ragen.engines.factory import make_learner
 from ragen.engines.learner import Learner
 from ragen.engines.sampler import Sampler
 from ragen.models import packed
 from ragen.models.decoder import HFDecoder, make_decoder
-from ragen.models.loading import recompute_layers
+from ragen.models.loading import load_policy, recompute_layers
 from ragen.storage.checkpoint import newest
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import resume, train
-from tests.bandit_model import settings
+from tests.bandit_model import bandit_model, settings
+from tests.engines.recorded import batch_for, config_of, gradients, relative
 from tests.engines.test_learner import PLAIN, batch
+from tests.models.test_packed import build
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tolerance import LOGPROB
 
@@ -156,6 +160,37 @@ def test_updates_equal_those_of_the_cpu(
     assert all(metric.value >= 0 for metric in norms.values())
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "bound"),
+    [
+        ("cpu", "bfloat16", 2e-2),
+        pytest.param("cuda", "float32", 1e-5, marks=CUDA.marks),
+        pytest.param("cuda", "bfloat16", 2e-2, marks=CUDA.marks),
+    ],
+)
+def test_gradients_of_recorded_episodes_equal_those_of_the_cpu(
+    device: str, dtype: str, bound: float
+) -> None:
+    """Each difference is a share of the largest gradient; a bfloat16 sum has 8 bits."""
+    exact, on_cpu, on_device = (
+        gradients_of(config_of("grpo", model__dtype=kind), where)
+        for kind, where in (("float32", "cpu"), (dtype, "cpu"), (dtype, device))
+    )
+    found = relative(on_device, exact)
+    print(f"{dtype}: {found:.2e} from float32, {relative(on_device, on_cpu):.2e} from the CPU's")  # noqa: T201
+    assert found < bound
+
+
+def gradients_of(config: Config, device: str) -> list[Tensor]:
+    """The gradients of the first update on the recorded episodes."""
+    policy, _ = load_policy(bandit_model(), device, config.model.dtype)
+    one = make_learner(config, policy)
+    part = batch_for(one, config)
+    with gradients() as found:
+        one.update(part, 0)
+    return [each.cpu() for each in found[0]]
+
+
 @KINDS
 def test_logprobs_of_sampler_and_learner_agree(
     device: str, dtype: torch.dtype, atol: float
@@ -185,9 +220,11 @@ def test_sampling_equals_that_of_the_cpu(device: str) -> None:
 
 
 @DEVICES
-def test_graphs_sample_the_same_tokens(device: str) -> None:
-    policy = model(device, torch.float32)
-    with_graphs, without = sampled(policy, graphs=True), sampled(policy)
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3Moe"])
+def test_graphs_sample_the_same_tokens(name: str, device: str) -> None:
+    """A mixture of experts may be one that cannot be recorded."""
+    policy = model(device, torch.float32) if name == "Qwen2" else build(name).to(device)
+    with_graphs, without = sampled(policy), sampled(policy, graphs=False)
     assert [each.token_ids for each in with_graphs] == [each.token_ids for each in without]
     for ours, theirs in zip(with_graphs, without, strict=True):
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=LOGPROB)

@@ -151,7 +151,7 @@ def test_the_plan_of_the_cache_is_exact_for_any_model(
     assert held(chain.from_iterable(stored)) == 153_600
     save_model(model, TOKENIZER, tmp_path)
     sizes = {"rollout__slots": 5, "rollout__max_tokens": 8, "model__max_length": 40}
-    config = make_config(model__path=str(tmp_path), **sizes, rollout__cuda_graphs=True)
+    config = make_config(model__path=str(tmp_path), **sizes)
     assert plan(config).sampler == 153_600
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (600, 1000))

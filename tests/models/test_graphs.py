@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ragen.models import graphs
-from ragen.models.graphs import GraphDecoder
+from ragen.models.graphs import CannotRecord, GraphDecoder
 from tests.engines.test_gpu import model
 from tests.models.test_packed import assert_equals_the_general_decoder, build
 
@@ -48,6 +48,19 @@ def test_decoding_in_fixed_shapes_equals_the_general_decoder(name: str) -> None:
     assert_equals_the_general_decoder(GraphDecoder(build(name), 8, 48, records))
     # Five of the eight slots in place, twice; three as four rows; all eight, twice.
     assert records.replays == [2, 1, 2]
+
+
+def test_a_model_that_cannot_be_recorded_is_decoded_without() -> None:
+    asked = 0
+
+    def refuse(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        nonlocal asked
+        asked += 1
+        compute()  # as the forwards that come before a recording
+        raise CannotRecord
+
+    assert_equals_the_general_decoder(GraphDecoder(build("Llama"), 8, 48, refuse))
+    assert asked == 1
 
 
 def test_graphs_are_recorded_anew_only_when_weights_are_elsewhere() -> None:

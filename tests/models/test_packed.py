@@ -197,10 +197,13 @@ def reference(
     key_ends: Tensor,
     most_queries: int,
     most_keys: int,
-    **options: Any,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
 ) -> Tensor:
     """What torch's `varlen_attn` documents, sequence by sequence; the last query sees all keys."""
-    assert options == {"scale": 0.5, "window_size": (-1, 0), "enable_gqa": True}
+    assert (scale, window_size) == (0.5, (-1, 0)) and enable_gqa == (key.shape[1] < query.shape[1])
     mixed = []
     for number in range(len(query_ends) - 1):
         queries, keys = (slice(*ends[number : number + 2]) for ends in (query_ends, key_ends))
@@ -217,9 +220,17 @@ def reference(
     return torch.cat(mixed)
 
 
-def test_sequences_of_various_lengths_see_what_blocks_see(monkeypatch: pytest.MonkeyPatch) -> None:
+def reference_2_11(*args: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
+    """That of torch 2.11, which takes no groups of heads."""
+    return reference(*args, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("kernel", [reference, reference_2_11])
+def test_sequences_of_various_lengths_see_what_blocks_see(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The attention of GPUs, with its kernel replaced: the same queries see the same keys."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", reference)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     packing = packing_module.pack(*rows())
     count, cpu = len(packing.places[0]), torch.device("cpu")
     query, key, value = (torch.randn(count, heads, 4) for heads in (4, 2, 2))

@@ -28,7 +28,7 @@ from tests.pretend import PretendVllm
 from tests.tiny import tiny_model, tiny_tokenizer
 
 UNUSUAL: list[dict[str, Any]] = [
-    {"num_groups": 1, "group_size": 3, "cuda_graphs": True, "temperature": 0.05, "max_tokens": 40},
+    {"num_groups": 1, "group_size": 3, "temperature": 0.05, "max_tokens": 40},
     {"num_groups": 5, "group_size": 2, "slots": 1, "temperature": 4.0, "max_tokens": 1},
     {"levels": 1, "temperature": 0.5, "sampler": "vllm", "gpu_memory": 0.9},
 ]

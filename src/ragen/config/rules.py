@@ -281,9 +281,6 @@ _USES: Mapping[tuple[str, ...], Use] = {
         'an advantage.name that uses a critic, "gae" or "bi_level_gae"',
     ),
     ("lora.alpha", "lora.targets"): Use(lambda c: c.lora.rank > 0, "lora.rank above 0"),
-    ("rollout.cuda_graphs",): Use(
-        lambda c: c.rollout.sampler == "local", 'rollout.sampler = "local"'
-    ),
     ("rollout.gpu_memory",): Use(lambda c: c.rollout.sampler == "vllm", 'rollout.sampler = "vllm"'),
     ("reward.placement",): Use(
         lambda c: _estimator_in(c, *CRITIC, "reinforce_pp", "gigpo"),

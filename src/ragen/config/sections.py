@@ -276,8 +276,6 @@ class RolloutConfig(Section):
     """Rounds that replace groups of equal rewards by groups on new levels."""
     sampler: str = "local"
     """The sampler: local (reads the learner's weights), vllm, or the URL of a vLLM server."""
-    cuda_graphs: bool = False
-    """Let the local sampler decode by CUDA graphs; without a GPU this changes nothing."""
     gpu_memory: float = Field(0.4, gt=0, lt=1)
     """Share of the GPU's memory that vLLM takes while it samples."""
 

@@ -58,7 +58,6 @@ def make_sampler(
             slots=slots,
             max_length=max_length,
             control_ids=control_ids,
-            graphs=config.rollout.cuda_graphs,
         )
     if name != "vllm":
         return VllmServer(

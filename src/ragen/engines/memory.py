@@ -451,8 +451,8 @@ def sampler_bytes(sizes: Sizes, config: Config, device: str) -> int:
     if sampler != "local":
         return CPU_CACHE_BYTES if sampler == "vllm" else 0
     # slots · tokens · layers · key–value heads · head width · bytes of a key and a value
-    spare = device == "cuda" and config.rollout.cuda_graphs  # a slot for the rows beyond a call's
-    places = (config.rollout.slots + spare) * config.model.max_length * sizes.num_layers
+    slots = config.rollout.slots + (device == "cuda")  # one for a graph's rows beyond a call's
+    places = slots * config.model.max_length * sizes.num_layers
     key = FLOAT if device == "cpu" else item
     return places * sizes.key_heads * sizes.head_width * (key + item)
 

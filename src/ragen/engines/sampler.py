@@ -48,7 +48,8 @@ class Sampler(QueuedPolicy):
 
     `model` is any causal language model of transformers with a key–value cache. Its weights are
     read in place; call `publish` after changing them. `slots` completions are sampled at once.
-    `fast` uses the fast path if the architecture has one, `graphs` CUDA graphs on a GPU.
+    `fast` uses the fast path if the architecture has one, `graphs` CUDA graphs on a GPU, where the
+    launches of kernels take most of a decode otherwise.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Sampler(QueuedPolicy):
         max_length: int = 1024,
         control_ids: Collection[int] = (),
         fast: bool = True,
-        graphs: bool = False,
+        graphs: bool = True,
     ) -> None:
         super().__init__(end_ids, decode, max_length, control_ids)
         if graphs and model.device.type == "cuda":

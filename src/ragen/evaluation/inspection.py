@@ -50,7 +50,7 @@ DTYPES = "float32", "bfloat16"
 RANK = 64
 """Rank of the adapters in the table of memory, as in the papers."""
 ROLLOUT_MEMORY = tuple(
-    f"rollout.{name}" for name in ("slots", "max_tokens", "sampler", "cuda_graphs", "gpu_memory")
+    f"rollout.{name}" for name in ("slots", "max_tokens", "sampler", "gpu_memory")
 )
 """The keys of a rollout that memory depends on; the methods of training may exclude others."""
 FITS = "too large", "fits short episodes", "fits"

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from ragen.core.errors import RagenError
 from ragen.models.decoder import HFDecoder
 from ragen.models.device import to_device
 
@@ -31,11 +30,16 @@ WARM_UPS = 3
 Compute = Callable[[], Tensor]
 
 
+class CannotRecord(Exception):
+    """A model asks the GPU what to compute next, as some mixtures of experts do."""
+
+
 def recorder() -> Callable[[Compute], Compute]:
     """A function that records what another computes, and returns its replay.
 
     A replay overwrites the result of the one before. The graphs share the memory for
-    intermediate results, since they never run at the same time.
+    intermediate results, since they never run at the same time. A forward that waits for the GPU
+    raises `CannotRecord`.
     """
     pool = torch.cuda.graph_pool_handle()
 
@@ -50,12 +54,10 @@ def recorder() -> Callable[[Compute], Compute]:
         try:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 result = compute()
-        except torch.AcceleratorError as error:
-            first = str(error).strip().splitlines()[0]
-            raise RagenError(
-                f"this model's decoding cannot be recorded as a CUDA graph ({first}): set "
-                "rollout.cuda_graphs = false"
-            ) from error
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # torch's own check, or the driver's
+            raise CannotRecord from error
 
         def replay() -> Tensor:
             graph.replay()
@@ -80,7 +82,8 @@ class GraphDecoder(HFDecoder):
     """An `HFDecoder` that decodes by replays of what `record` recorded.
 
     Rows that a graph has more than a call write to a spare slot. The graph for all slots reads them
-    in place: its row r is slot r. Others read copies of their rows' keys and values.
+    in place: its row r is slot r. Others read copies of their rows' keys and values. A model that
+    cannot be recorded decodes as an `HFDecoder`.
     """
 
     def __init__(
@@ -91,13 +94,15 @@ class GraphDecoder(HFDecoder):
         record: Callable[[Compute], Compute],
     ) -> None:
         super().__init__(model, num_slots + 1, max_length)
-        self._spare, self._record = num_slots, record
+        self._spare, self._record, self._can_record = num_slots, record, True
         self._graphs: dict[tuple[int, int], tuple[Tensor, Compute]] = {}
         self._addresses: list[int] = []
 
     @override
     @torch.no_grad()
     def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
+        if not self._can_record:
+            return super().decode(slots_N, starts_N, tokens_N)
         count = len(slots_N)
         rows = bucket(count, LEAST_ROWS, self._spare)
         width = bucket(int(starts_N.max()) + 1, LEAST_WIDTH, self.cache.max_length)
@@ -110,7 +115,11 @@ class GraphDecoder(HFDecoder):
         if (rows, width) in self._graphs:
             inputs_4R = self._graphs[rows, width][0].copy_(inputs_4R)
         else:
-            self._graphs[rows, width] = inputs_4R, self._recorded(inputs_4R, width)
+            try:
+                self._graphs[rows, width] = inputs_4R, self._recorded(inputs_4R, width)
+            except CannotRecord:
+                self._can_record = False
+                return super().decode(slots_N, starts_N, tokens_N)
         states_RD = self._graphs[rows, width][1]()
         return self._logits(states_RD[inputs_4R[3, :count]])
 

@@ -107,7 +107,7 @@ def _has_kernel(model: PreTrainedModel) -> bool:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # before torch 2.10
         return False
-    return {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
+    return "window_size" in signature(varlen_attn).parameters  # since torch 2.11
 
 
 def hidden_states(
@@ -249,16 +249,24 @@ class _Lengths:
         from torch.nn.attention.varlen import varlen_attn
 
         attend_to: Any = varlen_attn  # its type allows more results
+        # Not `k_FKD[self.keys_S]`: its gradient sorts the indices, in ten launches a layer.
+        k_SKD, v_SKD = (x.index_select(0, self.keys_S) for x in (k_FKD, v_FKD))
+        grouped = q_FHD.shape[1] // k_FKD.shape[1]
+        about: dict[str, Any] = {}
+        if grouped > 1 and "enable_gqa" in signature(varlen_attn).parameters:
+            about["enable_gqa"] = True
+        elif grouped > 1:  # torch 2.11
+            k_SKD, v_SKD = (x.repeat_interleave(grouped, 1) for x in (k_SKD, v_SKD))
         mixed_FHD: Tensor = attend_to(
             q_FHD,
-            k_FKD[self.keys_S],
-            v_FKD[self.keys_S],
+            k_SKD,
+            v_SKD,
             self.query_ends,
             self.key_ends,
             self.most_queries,
             self.most_keys,
             scale=scale,
             window_size=(-1, 0),
-            enable_gqa=q_FHD.shape[1] != k_FKD.shape[1],
+            **about,
         )
         return mixed_FHD
