@@ -161,7 +161,7 @@ TABLE = [*RAISED, *ANSWERS, *TAKEN]
 """What happens on level 0, 1, … if no deed is chosen; an environment survives all of it."""
 
 WORKER: dict[str, tuple[Callable[[], object], str]] = {
-    "KeyboardInterrupt": (throw(KeyboardInterrupt), "KeyboardInterrupt"),
+    "KeyboardInterrupt": (throw(KeyboardInterrupt), "exit code 1"),
     "os._exit": (lambda: os._exit(0), "_exit|exit code 0"),
     "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), "kill|signal 9"),
     "segmentation fault": (lambda: ctypes.string_at(0), "signal 11"),

