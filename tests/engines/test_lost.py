@@ -27,6 +27,13 @@ TEXTS: dict[str, tuple[str, str]] = {
         HEAD + "The actor is dead because it was killed by `ray.kill`.",
         "learner 1 on 10.0.0.2 was ended",
     ),
+    "an import": (
+        "The actor died because of an error raised in its creation task, "
+        "ray::LearnerHost.__init__() (pid=6543, ip=10.0.0.2, actor_id=0a84f6a1)\n"
+        "RuntimeError: The actor with name LearnerHost failed to import on the worker.\n\n"
+        "ModuleNotFoundError: No module named 'mine'\n",
+        "learner 1 on 10.0.0.2 could not be started: ModuleNotFoundError: No module named 'mine'",
+    ),
     "its machine": (
         HEAD + "The actor died because its node has died. Node Id: 0333bf73\n\tthe actor's node "
         "was terminated unexpectedly: health check failed due to missing too many heartbeats",

@@ -63,7 +63,7 @@ def config_of(**more: Any) -> Config:
     return resolve("bandit", settings(**FEW, **more))
 
 
-HANGS_S = 40
+HANGS_S = 30
 """Seconds after which a process that hangs is given up. A slow machine needs them to start one."""
 
 RAY: dict[str, Any] = {"engine__name": "ray", "engine__timeout_s": 300}

@@ -7,18 +7,21 @@ import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from ragen.core.errors import EngineLost, RagenError
+from ragen.core.errors import EngineLost, RagenError, last_line
 
 GRACE_S = 30.0
 """Seconds for which a failed call waits for the others. Within this time the loss of a process is
 noticed, even if the processes that talk to it fail first."""
 
-ADDRESS = re.compile(r"\bip(?:v4)?: ?(\d+\.\d+\.\d+\.\d+)", re.IGNORECASE)
+ADDRESS = re.compile(r"\bip(?:v4)?[:=] ?(\d+\.\d+\.\d+\.\d+)", re.IGNORECASE)
+
+NOT_STARTED = "could not be started"
+"""The last line of Ray's text says why."""
 
 CAUSES: tuple[tuple[str, str], ...] = (
     ("running low on memory", "was killed by Ray, because its machine ran out of memory"),
     ("node has died", "is gone with its machine, or cut off from it"),
-    ("creation task", "could not be started"),
+    ("creation task", NOT_STARTED),
     ("`ray.kill`", "was ended"),
     ("worker process has died", "was killed, perhaps for lack of memory, or has crashed"),
     ("unavailable", "does not answer: it was killed, or its machine or the network to it is gone"),
@@ -43,6 +46,8 @@ def what_happened(name: str, address: str, text: str) -> str:
     first = next((" ".join(line.split()) for line in lines if line.strip()), "")
     unknown = f"was lost: {first[:200]}" if first else "was lost"
     what = next((words for sign, words in CAUSES if sign in text), unknown)
+    if what == NOT_STARTED:
+        what = f"{what}: {last_line(text)[:200]}"
     return f"{name} on {where} {what}" if where else f"{name} {what}"
 
 
