@@ -97,9 +97,6 @@ def parse(
 ) -> tuple[Namespace, Overrides]:
     """Read a command's own options and the config keys that were set.
 
-    Raises:
-        RagenError: An option or key does not exist, or a value does not fit.
-
     Example:
         >>> parser = Parser("ragen train", "")
         >>> _ = parser.add_argument("recipe")

@@ -22,9 +22,6 @@ def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> Non
     """Let a player (a human, the solver, random play) play a level.
 
     The level `seed` counts evaluation levels, so that ``--seed 0`` is the first of ``ragen eval``.
-
-    Raises:
-        RagenError: The environment or its solver fails.
     """
     try_env(env.name, env.params)  # refuses wrong parameters now
     try:

@@ -259,20 +259,12 @@ DETECTORS: dict[str, Detector] = {
 
 
 def find_detector(name: str) -> Detector:
-    """The detector of a name in the config, RAGEN's own or from outside.
-
-    Raises:
-        RagenError: It cannot be loaded, or it cannot be called with a history.
-    """
+    """The detector of a name in the config, RAGEN's own or from outside."""
     return DETECTOR.find(name, DETECTORS)
 
 
 def active_detectors(guard: GuardConfig) -> dict[str, Detector]:
-    """The detectors whose response is not off; ``stalled`` is the watchdog's.
-
-    Raises:
-        RagenError: One from outside cannot be loaded.
-    """
+    """The detectors whose response is not off; ``stalled`` is the watchdog's."""
     names = dict.fromkeys([*DETECTORS, *guard.responses])
     return {
         name: find_detector(name)

@@ -112,9 +112,6 @@ def raise_alarms(
 
     A detector fires once for each period of trouble: it fires again only after its condition has
     not held for `REARM_STEPS` steps.
-
-    Raises:
-        RagenError: A detector from outside returned something else than a `Detection`.
     """
     state.checked_step = step
     alarms = []
@@ -134,11 +131,7 @@ def raise_alarms(
 
 
 def read_history(folder: Path, temperature: float) -> dict[str, dict[int, float]]:
-    """The metrics of a run, with its evaluations at `temperature`.
-
-    Raises:
-        RagenError: There is no run, or its database cannot be read.
-    """
+    """The metrics of a run, with its evaluations at `temperature`."""
     stands, every = standing(folder), read_evaluations(folder)
     counting = (each for each in every if stands(each["attempt"], each["step"]))
     evaluations = [each for each in counting if each["temperature"] == temperature]
@@ -149,11 +142,7 @@ def read_history(folder: Path, temperature: float) -> dict[str, dict[int, float]
 
 
 def read_alarms(folder: Path) -> list[Alarm]:
-    """A run's alarms in order. An alarm that a resumed run raised again counts once.
-
-    Raises:
-        RagenError: There is no run, or its database cannot be read.
-    """
+    """A run's alarms in order. An alarm that a resumed run raised again counts once."""
     events = {
         (event["attempt"], event["step"], event["data"]["detector"]): event["data"]
         for event in read_events(folder, "alarm")
@@ -162,11 +151,7 @@ def read_alarms(folder: Path) -> list[Alarm]:
 
 
 def changed_on_purpose(folder: Path) -> set[str]:
-    """The keys that the user has changed since the last rollback.
-
-    Raises:
-        RagenError: There is no run, or its database cannot be read.
-    """
+    """The keys that the user has changed since the last rollback."""
     keys: set[str] = set()
     for event in read_events(folder):
         if event["kind"] == "settings":

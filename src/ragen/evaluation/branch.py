@@ -118,11 +118,6 @@ def branch(
             step 0, or without any checkpoint, step 0 is the model that the run started from.
         temperature: Sampling temperature; ``None`` takes the run's.
         seed: Seed of the branches' sampling.
-
-    Raises:
-        RagenError: A number is out of its range, there is no such run, episode, turn or checkpoint,
-            the environment or the model is missing or has changed, or the branches cannot be
-            written.
     """
     check_run_folder(run)
     recorded, config = read_episode(run, episode), run_config(run)
@@ -148,11 +143,7 @@ def branch(
 
 
 def stage_of(run: Path, recorded: Recorded) -> int:
-    """The stage of the curriculum in which an episode was played; 0 for an evaluated episode.
-
-    Raises:
-        RagenError: The run's database cannot be read.
-    """
+    """The stage of the curriculum in which an episode was played; 0 for an evaluated episode."""
     if recorded.phase != "train":
         return 0
     stages: dict[int, float] = {}
@@ -163,11 +154,7 @@ def stage_of(run: Path, recorded: Recorded) -> int:
 
 
 def weights(run: Path, config: Config, checkpoint: int | None) -> tuple[int, str, dict[str, Any]]:
-    """Step, path and state of the requested weights.
-
-    Raises:
-        RagenError: The run has no such checkpoint, or it is damaged.
-    """
+    """Step, path and state of the requested weights."""
     step = 0 if checkpoint is None and not folders(run) else checkpoint
     if step == 0 and checkpoint_of(run, 0) is None:
         began = {"guard": {"changes": {}}, "loop": {"threads": config.threads}}

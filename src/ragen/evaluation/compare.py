@@ -163,11 +163,7 @@ def compare(
 
 
 def refuse_absent_targets(a: Sequence[str], b: Sequence[str], server: Server | None) -> None:
-    """Refuse missing targets before anything is played.
-
-    Raises:
-        RagenError: An arm is empty, names a target or a run twice, or a target does not exist.
-    """
+    """Refuse missing targets before anything is played."""
 
     def seed_of(target: str) -> Path:
         return (run_of(target) or Path(target)).resolve()
@@ -202,9 +198,6 @@ def compare_in_envs(
     An arm is a target, or the runs of its training seeds. `envs` are settings by the environment's
     name in the result, such as an entry of `SUITES`; `overrides` hold for all environments. If
     `is_served`, targets that are not found on this machine are models of a server.
-
-    Raises:
-        RagenError: As `compare`; the environment has no embedded model.
     """
     targets = [*a, *b]
     settings = {name: {**overrides, **values} for name, values in envs.items()}
@@ -237,9 +230,6 @@ def compare_arms(
 
     An empty `name` takes the environment's own. Without an environment in `overrides`, both arms
     play that of the first run.
-
-    Raises:
-        RagenError: There is no such environment, or runs were trained in different environments.
     """
     settings = shared_settings([*a, *b], overrides, is_served)
     measured = [[measure(target, settings[target]) for target in arm] for arm in (a, b)]

@@ -241,9 +241,6 @@ async def evaluate_policy(
 
     `seed` is that of the environment's events and of sampling, and `target` names the agent in the
     result. The episodes are returned in groups of one.
-
-    Raises:
-        RagenError: Every episode failed (the message holds the first error), or had no room.
     """
     start, gate = time.monotonic(), asyncio.Semaphore(config.episodes_at_once)
     levels = range(EVAL_LEVELS, EVAL_LEVELS + config.eval.episodes)
@@ -296,11 +293,7 @@ def evaluation_of(
 def play_target(
     target: str, overrides: Mapping[str, Any] | None = None, *, seed: int = 0
 ) -> Episode:
-    """Play one evaluation level, number `seed`, and return the episode.
-
-    Raises:
-        RagenError: There is no such target or environment.
-    """
+    """Play one evaluation level, number `seed`, and return the episode."""
     config = config_for(target, overrides or {})
     spec = EpisodeSpec(EVAL_LEVELS + seed, 0, 0, (seed, "play"))
     return run_async(play_episodes(target, config, [spec]))[0]

@@ -143,10 +143,6 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
     """Load a model, a run or ``base``, and measure what training it on this machine takes.
 
     `overrides` are as for `evaluate_target`; without an environment it is the run's, or `ENV`.
-
-    Raises:
-        RagenError: The model cannot be loaded, the first prompt leaves no room for a reply, or the
-            parser of calls fails.
     """
     given = dict(overrides or {})
     if run_of(target) is None and given.keys().isdisjoint(("env", "env.name")):
@@ -219,9 +215,6 @@ def conversation(setup: Setup, chat: Chat) -> tuple[tuple[Turn, ...], EpisodeSpe
     """The first `TURNS` turns of an episode of random play with one action a turn, and its spec.
 
     The episode is the first on `LEVELS` levels with that many turns, or else one with the most.
-
-    Raises:
-        RagenError: The environment failed.
     """
 
     def first_action(seed: int) -> Player:

@@ -79,9 +79,6 @@ class KeptEpisodes:
         """Write an episode; it replaces one of the same level and sample.
 
         `text_of` is the text of one token, ``None`` without token ids.
-
-        Raises:
-            RagenError: The database cannot be written.
         """
         if self._recorder is None:
             self._waiting = [*self._waiting, episode][-MOST:]

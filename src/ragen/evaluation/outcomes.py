@@ -34,11 +34,7 @@ def phase_of(temperature: float) -> str:
 
 
 def check_sampling(seed: int, temperature: float, sampler: str) -> None:
-    """Refuse a seed or a temperature with which nothing can be sampled.
-
-    Raises:
-        RagenError: It is out of its range, or vLLM cannot sample exactly at the temperature.
-    """
+    """Refuse a seed or a temperature with which nothing can be sampled."""
     low, high = TEMPERATURES
     if temperature != 0 and not low <= temperature <= high:
         raise RagenError(

@@ -165,9 +165,6 @@ def load_evaluations(run: Path) -> list[RunEvaluation]:
     """A run's own evaluations in the order in which they were made.
 
     Evaluations that a rollback undid are left out.
-
-    Raises:
-        RagenError: There is no run, its database cannot be read, or another version wrote it.
     """
     evaluations, stands = [], standing(run)
     for record in read_evaluations(run):

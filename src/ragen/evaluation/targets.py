@@ -72,9 +72,6 @@ def refuse_absent(target: str, server: Server | None = None, words: str = TARGET
     """Refuse a target that does not exist, without reading weights.
 
     Names of a server's models are not checked. `words` are the names that a message offers.
-
-    Raises:
-        RagenError: There is no such run or model, or the folder holds no model.
     """
     if target == "human":
         raise RagenError("a person plays with `ragen play ENV`; evaluate random or solver")
@@ -105,9 +102,6 @@ def resolve_target(target: str, overrides: Overrides, server: Server | None = No
     ``prompt.style``. An environment without a recipe determines the budgets, and for a model also
     the prompts and lengths (`env_settings`). If a run plays another environment than its own, the
     note says which budgets it gets.
-
-    Raises:
-        RagenError: There is no such key or environment, or values exclude each other.
     """
     given = {canonical_key(key): value for key, value in overrides.items()}
     env = _env_in(given)
@@ -174,11 +168,7 @@ def _config_in(run: Path, env: str | None) -> Config:
 
 
 def envs_of(target: str, server: Server | None = None) -> list[str]:
-    """The environments of a run that trained on a mixture; for any other target, an empty list.
-
-    Raises:
-        RagenError: Its settings cannot be read.
-    """
+    """The environments of a run that trained on a mixture; for any other target, an empty list."""
     run = None if server is not None else run_of(target)
     return [] if run is None else list(run_config(run).env.mix)
 
@@ -192,10 +182,6 @@ def shared_settings(
     run keeps its own prompts and form of observation. If no environment is given, a model is
     prompted like the first run, except for the embedded model, a model that does not suit compact
     prompts, and, if `is_served`, models of a server.
-
-    Raises:
-        RagenError: There is no such environment; or two runs were trained in different environments
-            and `overrides` do not choose one.
     """
     runs = [target for target in targets if run_of(target)]
     first = (runs or targets)[0]
@@ -235,11 +221,7 @@ def task_settings(keys: Mapping[str, Any]) -> dict[str, Any]:
 def load_target(
     target: str, config: Config, server: Server | None = None
 ) -> tuple[Policy | PlayerPolicy, Setup]:
-    """The policy or player of a target, and the set-up of its episodes.
-
-    Raises:
-        RagenError: There is no such target, or its model cannot be loaded.
-    """
+    """The policy or player of a target, and the set-up of its episodes."""
     if server is not None:
         setup = make_setup(config, None)
         return ChatEndpoint(server, target, config.prompt.think, setup.tools), setup
@@ -266,9 +248,6 @@ def outcome_settings(
     server. The settings include the sampler, because vLLM draws other tokens than the local
     sampler. They also include the code of a parser from outside and the state of the files that the
     environment's parameters name.
-
-    Raises:
-        RagenError: There is no such target, environment or parser.
     """
     env = try_env(config.env.name, config.env.params)
     files, parser = files_of(config.env.params), config.prompt.tool_parser

@@ -72,10 +72,6 @@ def prepare(
     `out` and `stages_out` are folders that do not exist yet; the latter receives the model after
     each stage but the last. `seed` decides weights and demonstrations. `steps` is the maximum per
     stage, for a trial. `watch` receives a line of progress every 50 steps.
-
-    Raises:
-        RagenError: There is no such family, `out` or `stages_out` exists or cannot be written, or
-            `stages_out` is in `out`.
     """
     if family not in FAMILIES:
         raise RagenError(f"unknown family {family!r}; choose one of {', '.join(FAMILIES)}")

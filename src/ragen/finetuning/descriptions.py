@@ -31,9 +31,6 @@ STEPS = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 def wanderer(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
     """One random move inside the map, after a description of the map; its choice is not trained.
 
-    Raises:
-        RagenError: The environment is neither FrozenLake nor Sokoban with one box.
-
     Example:
         >>> env = FrozenLake(success_probability=1.0, observation="coord")
         >>> print(env.reset(seed=123)[0])

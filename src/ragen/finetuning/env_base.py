@@ -89,10 +89,6 @@ def prepare_env(
     decides weights and demonstrations. `steps` is the maximum per stage, for a trial. `watch`
     receives lines of progress. Prompts show the last `window` turns (0 shows all). The model's
     config says that it reads compact prompts.
-
-    Raises:
-        RagenError: `out` exists or cannot be written, or the environment fails, has tools, or has
-            neither a random player nor a solver.
     """
     began = time.monotonic()
     if out.exists():

@@ -247,11 +247,7 @@ class Survey:
 
 
 def survey(setup: Setup, choose: Choose, seed: int) -> Survey:
-    """Play `EPISODES` episodes and keep their texts.
-
-    Raises:
-        RagenError: The environment fails in most of them.
-    """
+    """Play `EPISODES` episodes and keep their texts."""
 
     def player(request_seed: int) -> Callable[[Env, int, int, int], list[str]]:
         generator = np.random.Generator(np.random.PCG64(request_seed))

@@ -259,9 +259,6 @@ def _refuse(config: Config, out: Path, episodes: int, epochs: int, lr: float) ->
 def refuse_unread(overrides: Mapping[str, Any]) -> None:
     """Refuse keys without effect.
 
-    Raises:
-        RagenError: `sft` does not read one of them.
-
     Example:
         >>> refuse_unread({"seed": 1, "env.max_turns": 3})
         >>> refuse_unread({"update.lr": 1e-4})
@@ -278,12 +275,7 @@ def refuse_unread(overrides: Mapping[str, Any]) -> None:
 def played_examples(
     config: Config, chat: Chat, player: str, episodes: int, keep: Keep | None
 ) -> Examples:
-    """Episodes of a player, a run or a model.
-
-    Raises:
-        RagenError: There is no such player, its tokenizer differs from the model's, it cannot play
-            the environment, or too few episodes are left.
-    """
+    """Episodes of a player, a run or a model."""
     env, keep = config.env.name, keep or ("all" if player in UNSKILLED else "solved")
     policy, setup = _player(config, chat, player)
     setup = replace(setup, temperature=1.0, reward_terms={})  # keys that `sft` does not read
@@ -367,11 +359,7 @@ def card(config: Config, examples: Examples, count: int) -> str:
 
 
 def transcript_examples(config: Config, chat: Chat, transcripts: Sequence[Transcript]) -> Examples:
-    """Conversations from a file, as the model's chat renders them.
-
-    Raises:
-        RagenError: The model could not sample a reply, or too few conversations fit.
-    """
+    """Conversations from a file, as the model's chat renders them."""
     most, prompt = config.rollout.max_tokens, config.prompt
     given = prefill(prompt.think) if prompt.prefill else ""
     drops = prompt.think and prompt.history_thoughts == "drop"

@@ -51,11 +51,7 @@ OWN_PLAYERS = ("random", "wanderer", "solver", "teacher")
 
 
 def is_file(player: str) -> bool:
-    """True for a file of conversations: any file, also a pipe, such as /dev/stdin.
-
-    Raises:
-        RagenError: It is the name of such a file, and there is no such file.
-    """
+    """True for a file of conversations: any file, also a pipe, such as /dev/stdin."""
     if player in OWN_PLAYERS:
         return False
     path = Path(player)
@@ -68,11 +64,6 @@ def read_transcripts(path: Path) -> list[Transcript]:
     """All conversations of a file, one per line; empty lines are skipped.
 
     A final message of the user is left out, since it has no reply.
-
-    Raises:
-        RagenError: The file cannot be read or holds no conversation, or a line is not one: no JSON,
-            no ``messages``, a ``weight`` other than 1, roles that do not alternate, an empty reply,
-            or no reply at all.
 
     Example:
         >>> import tempfile
@@ -151,9 +142,6 @@ def to_exchanges(
     If a reply begins with `prefill`, that part belongs to the prompt, as in a rollout. Any other
     reply is trained from its first token. With `drops_thoughts`, as for `chat`, earlier replies are
     shown without their thoughts. `max_tokens` is the completion length limit of the prompts.
-
-    Raises:
-        RagenError: The model could not sample a reply in its chat.
     """
     exchanges: list[Exchange] = []
     running: tuple[int, ...] = ()

@@ -95,9 +95,6 @@ def usage_of(config: Config, chat: Chat, template: str, adapter: bool) -> Usage:
     For a mixture, the prompt is that of its first environment.
 
     The arguments that `Chat` passes to every template are listed if this one reads them.
-
-    Raises:
-        RagenError: The environment is gone or fails.
     """
     alone, *_ = by_env(config).values()
     with closing(make_setup(alone, None)) as setup:

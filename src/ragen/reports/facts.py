@@ -153,11 +153,7 @@ class Facts:
 
 
 def read_facts(run: Path) -> Facts:
-    """Read a run, finished or not.
-
-    Raises:
-        RagenError: The folder holds no run, or its files are damaged.
-    """
+    """Read a run, finished or not."""
     check_run_folder(run)
     config, found = run_config(run), read_attempts(run)
     with reading_database(run) as connection:

@@ -250,9 +250,6 @@ def write_report(facts: Facts, out: Path) -> Path:
 
     Returns:
         The page's path.
-
-    Raises:
-        RagenError: The folder cannot be written.
     """
     path, figures = out / "report.md", plots(facts)
     with file_errors("write", path, OTHER_OUT):

@@ -99,9 +99,6 @@ def write_branches(
 
     `exact` says that the prompts have the same tokens as the original's. `text_of` is the text of
     one token.
-
-    Raises:
-        RagenError: The database cannot be written, or has another schema.
     """
     connection = open_database(run, make=True, file=FILE, schema=_SCHEMA)
     try:

@@ -49,11 +49,7 @@ class Damaged(RagenError):
 
 
 def folders(run: Path, complete: bool = True) -> list[Path]:
-    """The run's checkpoints, oldest first; without `complete` also those without a state.
-
-    Raises:
-        RagenError: Their folder cannot be read.
-    """
+    """The run's checkpoints, oldest first; without `complete` also those without a state."""
     inside = run / CHECKPOINTS
     remedy = "make the folder and its contents readable"
     with file_errors("read", inside, remedy), suppress(FileNotFoundError):
@@ -69,11 +65,7 @@ def step_of(folder: Path) -> int:
 
 
 def newest(run: Path) -> Path:
-    """The run's last complete checkpoint.
-
-    Raises:
-        RagenError: There is none.
-    """
+    """The run's last complete checkpoint."""
     if complete := folders(run):
         return complete[-1]
     raise _no_checkpoint(run)
@@ -89,11 +81,7 @@ def checkpoint_of(run: Path, step: int) -> Path | None:
 
 
 def choose(run: Path, step: int | None = None, best: bool = False) -> Path:
-    """The checkpoint of a step, the one with the best evaluation, or the newest.
-
-    Raises:
-        RagenError: The run has none, none of that step, or none was evaluated.
-    """
+    """The checkpoint of a step, the one with the best evaluation, or the newest."""
     last = newest(run)
     if best:
         state = sound(last, ())["loop"]
@@ -114,9 +102,6 @@ def newest_intact(run: Path) -> tuple[Path, dict[str, Any], dict[Path, str]]:
 
     Returns:
         The checkpoint, its state, and for each later checkpoint what is wrong with it.
-
-    Raises:
-        RagenError: There is no checkpoint, or none is intact.
     """
     wrong: dict[Path, str] = {}
     for folder in reversed(folders(run, complete=False)):
@@ -268,11 +253,7 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def replace_state(folder: Path, state: dict[str, Any]) -> None:
-    """Replace the state of a complete checkpoint atomically.
-
-    Raises:
-        RagenError: The disk is full or cannot be written; the old state stays.
-    """
+    """Replace the state of a complete checkpoint atomically."""
     try:
         with whole_file(folder / STATE) as temporary:
             temporary.write_text(_sealed(state))
@@ -316,9 +297,6 @@ def writing(
         best: The step of the best evaluation, whose checkpoint is kept too.
         every: Steps between regular checkpoints. An irregular one, written when a run was stopped,
             is kept while it is the newest and does not count towards `keep`.
-
-    Raises:
-        RagenError: The disk is full or cannot be written; earlier checkpoints are untouched.
     """
     target = run / CHECKPOINTS / f"step-{step}"
     shutil.rmtree(target, ignore_errors=True)  # at most an incomplete one
@@ -335,9 +313,6 @@ def new_folder(target: Path) -> Iterator[Path]:
     """A folder to fill; it gets its name once it is complete, and is removed if that fails.
 
     If a killed process left a part of this folder, that is removed, too.
-
-    Raises:
-        RagenError: `target` exists already, or the disk is full or cannot be written.
     """
     remedy = "free space there or name a folder that can be written"
     handle: int | None = None
@@ -411,11 +386,7 @@ def remove_leftovers(run: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint or file, so that it can be written again; returns the new path.
-
-    Raises:
-        RagenError: The run's folder cannot be written.
-    """
+    """Rename a damaged checkpoint or file, to be written again; returns the new path."""
     aside = path.with_name(f"damaged-{path.name}")
     with file_errors("rename", path, f"make {path.parent} writable"):
         if aside.is_dir():

@@ -50,9 +50,6 @@ def new_run_folder(root: Path, name: str, out: Path | None = None) -> Path:
     """Make the folder of a new run: `out`, or the next number under `root`.
 
     For example, the third run of ``paper/bandit`` is ``runs/paper-bandit-3``.
-
-    Raises:
-        RagenError: `out` exists already, or the folder cannot be made.
     """
     refuse_existing(out)
     try:
@@ -75,11 +72,7 @@ def new_run_folder(root: Path, name: str, out: Path | None = None) -> Path:
 
 
 def refuse_existing(out: Path | None) -> None:
-    """Check that a new run's folder does not exist, before a model is loaded.
-
-    Raises:
-        RagenError: The folder exists.
-    """
+    """Check that a new run's folder does not exist, before a model is loaded."""
     if out is not None and out.exists():
         run = (out / CONFIG).is_file()
         resume = f", or continue that run: ragen resume {shlex.quote(str(out))}"
@@ -94,11 +87,7 @@ def _can_go_on(folder: Path) -> bool:
 
 
 def create_database(folder: Path, config_text: str) -> sqlite3.Connection:
-    """Create a run's config and its empty database in `folder`, and open it for writing.
-
-    Raises:
-        RagenError: The folder holds a run, or cannot be written; nothing is left.
-    """
+    """Create a run's config and its empty database in `folder`, and open it for writing."""
     database, config = folder / DATABASE, folder / CONFIG
     if database.exists() or config.exists():
         raise RagenError(f"{folder} holds a run already; a run is never overwritten")
@@ -126,9 +115,6 @@ def open_database(
     """Open a database for writing; the writer of a run's metrics must `claim` it, too.
 
     With `make`, a missing database is created with the tables of `schema`.
-
-    Raises:
-        RagenError: The database is missing, damaged, has another schema, or cannot be created.
     """
     database = folder / file
     if not make:
@@ -195,10 +181,6 @@ def connect_to_read(database: Path) -> sqlite3.Connection:
 
     It leaves no files. The header of a database that nobody writes may still announce a log, as in
     a copy of a run in progress; SQLite would create the log's files only to find it empty.
-
-    Raises:
-        sqlite3.OperationalError: The file does not exist.
-        RagenError: Its last writer was interrupted, and it cannot be written to finish that.
     """
     if database.with_name(f"{database.name}-journal").exists():
         _finish_closing(database)
@@ -211,22 +193,14 @@ def connect_to_read(database: Path) -> sqlite3.Connection:
 
 
 def read(folder: Path, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-    """The rows of a query on a run's database.
-
-    Raises:
-        RagenError: There is no run, or its database cannot be read.
-    """
+    """The rows of a query on a run's database."""
     with reading_database(folder) as connection:
         return connection.execute(query, parameters).fetchall()
 
 
 @contextlib.contextmanager
 def reading_database(folder: Path) -> Iterator[sqlite3.Connection]:
-    """A read-only connection to a run's database.
-
-    Raises:
-        RagenError: There is no run, or its database cannot be read or has another schema.
-    """
+    """A read-only connection to a run's database."""
     check_run_folder(folder, DATABASE)
     database = folder / DATABASE
     try:
@@ -250,11 +224,7 @@ def _finish_closing(database: Path) -> None:
 
 
 def check_schema(connection: sqlite3.Connection, database: Path | str) -> None:
-    """Check that a database has the present schema; `database` is its name in the message.
-
-    Raises:
-        RagenError: The database has another schema.
-    """
+    """Check that a database has the present schema; `database` is its name in the message."""
     version = _version(connection)
     if version != SCHEMA_VERSION:
         raise RagenError(
@@ -278,11 +248,7 @@ def fill(connection: sqlite3.Connection, schema: str = SCHEMA) -> None:
 def transaction(
     connection: sqlite3.Connection, folder: Path, file: str = DATABASE
 ) -> Iterator[None]:
-    """A transaction: everything that the body writes is committed, or nothing.
-
-    Raises:
-        RagenError: The database cannot be written.
-    """
+    """A transaction: everything that the body writes is committed, or nothing."""
     try:
         with connection:  # commits, or rolls back
             connection.execute("BEGIN IMMEDIATE")
@@ -301,11 +267,7 @@ def _interrupted(folder: Path, error: sqlite3.Error, file: str) -> RagenError:
 
 
 def claim(folder: Path) -> int | None:
-    """Lock a run against other writers until the returned handle is closed or the process ends.
-
-    Raises:
-        RagenError: Another process is writing this run.
-    """
+    """Lock a run against other writers until the returned handle is closed or the process ends."""
     if fcntl is None:
         return None
     handle = os.open(folder, os.O_RDONLY)
@@ -365,11 +327,7 @@ def free_run(folder: Path) -> str:
 
 
 def check_run_folder(folder: Path, file: str = CONFIG) -> None:
-    """Check that a folder holds a run, by its config or its database.
-
-    Raises:
-        RagenError: The file is missing.
-    """
+    """Check that a folder holds a run, by its config or its database."""
     if (folder / file).is_file():
         return
     if file == CONFIG and (folder / DATABASE).is_file() and (folder / CHECKPOINTS).is_dir():

@@ -28,12 +28,7 @@ TURN_COLUMNS = {name: kind for name, kind in TURN.items() if name != "prompt_joi
 
 
 def export_episodes(run: Path, out: Path) -> int:
-    """Write all episodes of a run to a new ``.jsonl`` or ``.parquet`` file; returns their number.
-
-    Raises:
-        RagenError: There is no run, the file exists, has another suffix or cannot be written, or
-            pyarrow is missing.
-    """
+    """Write all episodes of a run to a new ``.jsonl`` or ``.parquet`` file; return their number."""
     if out.suffix not in _WRITERS:
         raise RagenError(f"{out}: expected a name that ends in {' or '.join(_WRITERS)}")
     if out.exists():

@@ -76,9 +76,6 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     """A run's own evaluation records in order, each with its ``step`` and ``attempt``.
 
     Evaluations of ``ragen eval`` belong to no step; `ragen.evaluation.outcomes` stores them.
-
-    Raises:
-        RagenError: There is no run, or its database cannot be read.
     """
     query = "SELECT attempt, step, record FROM evaluations WHERE step IS NOT NULL ORDER BY id"
     rows = read(folder, query)
@@ -93,9 +90,6 @@ def read_successes(folder: Path) -> dict[tuple[str, int], dict[tuple[str, int], 
 
     Returns:
         By phase (``eval`` or ``eval greedy``) and step: by environment and level, 1.0 or 0.0.
-
-    Raises:
-        RagenError: There is no run, or its database cannot be read.
     """
     query = (
         "SELECT attempt, step, phase, env, level_seed, success FROM episodes"
@@ -113,9 +107,6 @@ def read_metrics(folder: Path, names: Collection[str] | None = None) -> dict[str
 
     Each attempt replaces earlier ones from its first step on. `names` selects some; ``None`` means
     all.
-
-    Raises:
-        RagenError: There is no run, or its database cannot be read.
     """
     condition = "true" if names is None else f"name IN ({','.join('?' * len(names))})"
     metrics: dict[str, dict[int, float]] = {}
@@ -127,21 +118,13 @@ def read_metrics(folder: Path, names: Collection[str] | None = None) -> dict[str
 
 
 def standing(folder: Path) -> Counts:
-    """A test of a step of an attempt: it counts if no later attempt began at or before it.
-
-    Raises:
-        RagenError: There is no run, or its database cannot be read.
-    """
+    """A test of a step of an attempt: it counts if no later attempt began at or before it."""
     with reading_database(folder) as connection:
         return still_counts(connection)
 
 
 def read_events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """A run's events in order: ``attempt``, ``step``, ``time``, ``kind``, ``text`` and ``data``.
-
-    Raises:
-        RagenError: There is no run, or its database cannot be read.
-    """
+    """A run's events in order: ``attempt``, ``step``, ``time``, ``kind``, ``text`` and ``data``."""
     columns = ("attempt", "step", "time", "kind", "text", "data")
     query = f"SELECT {', '.join(columns)} FROM events WHERE kind = ? OR ? IS NULL ORDER BY id"
     events = [dict(zip(columns, row, strict=True)) for row in read(folder, query, (kind, kind))]
@@ -151,11 +134,7 @@ def read_events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 
 def parse_column(folder: Path, text: str) -> dict[str, Any]:
-    """The object in a column of JSON.
-
-    Raises:
-        RagenError: The database is damaged.
-    """
+    """The object in a column of JSON."""
     try:
         value = parse_json(text)
     except ValueError as error:
@@ -166,11 +145,7 @@ def parse_column(folder: Path, text: str) -> dict[str, Any]:
 
 
 def read_attempts(folder: Path) -> dict[int, dict[str, dict[int, float]]]:
-    """A run's metrics including rolled-back steps: attempt, then name, then step, to value.
-
-    Raises:
-        RagenError: There is no run, or its database cannot be read.
-    """
+    """A run's metrics including rolled-back steps: attempt, then name, then step, to value."""
     metrics: dict[int, dict[str, dict[int, float]]] = {}
     for attempt, step, name, value in read(folder, _METRICS.format("true")):
         metrics.setdefault(attempt, {}).setdefault(name, {})[step] = value

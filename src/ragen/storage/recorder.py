@@ -100,11 +100,7 @@ class Recorder:
     def create(
         cls, folder: Path, config_text: str, text_of: Callable[[int], str] | None = None
     ) -> Self:
-        """Start a run in `folder` (from `new_run_folder`) with its config and an empty database.
-
-        Raises:
-            RagenError: The folder holds a run, or cannot be written; nothing is left.
-        """
+        """Start a run in `folder` (from `new_run_folder`) with its config and an empty database."""
         recorder = cls(folder, create_database(folder, config_text), text_of=text_of)
         recorder.settings_hash = hash_text(config_text)
         return recorder
@@ -113,12 +109,7 @@ class Recorder:
     def open(
         cls, folder: Path, attempt: int = 0, text_of: Callable[[int], str] | None = None
     ) -> Self:
-        """Continue to write the run in `folder`.
-
-        Raises:
-            RagenError: There is no run, its database is damaged or has another schema, or another
-                process is writing it.
-        """
+        """Continue to write the run in `folder`."""
         return cls(folder, open_database(folder), attempt, text_of)
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
@@ -137,9 +128,6 @@ class Recorder:
 
         Events are never deleted. With `once`, an event that is recorded already is not repeated,
         for example by a resumed run.
-
-        Raises:
-            RagenError: The database cannot be written.
         """
         where = "(attempt, step, kind, text) = (?, ?, ?, ?)"
         with self._transaction():
@@ -153,11 +141,7 @@ class Recorder:
             insert(self._connection, "events", [_event(self.attempt, step, kind, text, data)])
 
     def keep_settings(self, text: str) -> None:
-        """Store a new text of `config.toml`, which is valid from now on.
-
-        Raises:
-            RagenError: The database cannot be written.
-        """
+        """Store a new text of `config.toml`, which is valid from now on."""
         with self._transaction():
             self._connection.execute("INSERT INTO settings (text) VALUES (?)", (text,))
 
@@ -240,20 +224,12 @@ class Recorder:
         self._step(step).rows["evaluations"].append(row)
 
     def commit(self) -> None:
-        """Write the collected step in one transaction, before any checkpoint of this step.
-
-        Raises:
-            RagenError: The disk is full or read-only; nothing of the step is written.
-        """
+        """Write the collected step in one transaction, before any checkpoint of this step."""
         self.commit_later()
         self._drain()
 
     def commit_later(self) -> None:
-        """Commit in the writer's thread, once it has written the step before this one.
-
-        Raises:
-            RagenError: The step before it was not written, so neither is this one.
-        """
+        """Commit in the writer's thread, once it has written the step before this one."""
         pending = self._pending
         self.discard()
         self._drain()
@@ -300,9 +276,6 @@ class Recorder:
         """Delete rows later than a checkpoint: those of `attempt` after `step`.
 
         Rows of later attempts are deleted, too. Events stay.
-
-        Raises:
-            RagenError: The database cannot be written; nothing is deleted.
         """
         self.discard()
         later = "(attempt, step) > (?, ?)"
@@ -312,11 +285,7 @@ class Recorder:
                 self._connection.execute(f"DELETE FROM {table} WHERE {later}", (attempt, step))
 
     def forget_episode(self, level_seed: int, member: int) -> int:
-        """Delete the evaluated episodes of a level and member; returns their number.
-
-        Raises:
-            RagenError: The database cannot be written; nothing is deleted.
-        """
+        """Delete the evaluated episodes of a level and member; returns their number."""
         where = "phase = 'eval' AND level_seed = ? AND member = ?"
         place = level_seed, member
         with self._transaction():
@@ -327,11 +296,7 @@ class Recorder:
         return int(count)
 
     def close(self) -> None:
-        """Write the collected rows and close the database.
-
-        Raises:
-            RagenError: The last step could not be written.
-        """
+        """Write the collected rows and close the database."""
         try:
             self.commit()
         finally:
@@ -387,11 +352,7 @@ def _encoded(row: Row) -> Row:
 def append_event(
     folder: Path, attempt: int, step: int, kind: str, text: str, data: Mapping[str, Any]
 ) -> None:
-    """Write an event without the run's recorder: for the watchdog, when the run hangs.
-
-    Raises:
-        RagenError: The database cannot be written, or the run hangs during a write.
-    """
+    """Write an event without the run's recorder: for the watchdog, when the run hangs."""
     try:
         with contextlib.closing(sqlite3.connect(folder / DATABASE, timeout=2.0)) as connection:
             insert(connection, "events", [_event(attempt, step, kind, text, data)])

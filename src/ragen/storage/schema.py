@@ -155,11 +155,7 @@ def encode(table: Mapping[str, str], row: Row) -> Row:
 
 
 def decode(table: Mapping[str, str], values: Iterable[Any]) -> Row:
-    """The row of a table's stored values; objects stay JSON text.
-
-    Raises:
-        sqlite3.DatabaseError: A value is damaged.
-    """
+    """The row of a table's stored values; objects stay JSON text."""
     row = {}
     for (name, column), value in zip(table.items(), values, strict=True):
         try:

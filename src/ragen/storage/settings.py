@@ -50,11 +50,7 @@ class Settings:
     is_kept: bool
 
     def with_changes(self, overrides: Mapping[str, Any]) -> Config:
-        """The settings with other values.
-
-        Raises:
-            RagenError: A key has no effect, or the values exclude each other.
-        """
+        """The settings with other values."""
         config = changed(self.config, overrides)
         for key in set(overrides).intersection(unread(config)):
             raise RagenError(f"{key} has no effect: it takes {READ_WITH[key].words}")
@@ -76,9 +72,6 @@ class Settings:
 
         Returns:
             A line about each event.
-
-        Raises:
-            RagenError: A file or the database cannot be written.
         """
         lines = []
         is_new = config != self.config
@@ -114,10 +107,6 @@ def find_settings(run: Path, expected: str, overrides: Mapping[str, Any]) -> Set
         run: The run's folder.
         expected: The hash in the state of the checkpoint.
         overrides: Values that are changed on purpose, by key.
-
-    Raises:
-        RagenError: `config.toml` has other values than the run, and `overrides` do not have them;
-            or the settings are lost.
     """
     texts = _texts(run)
     is_kept = expected in map(hash_text, texts)
@@ -138,11 +127,7 @@ def find_settings(run: Path, expected: str, overrides: Mapping[str, Any]) -> Set
 
 
 def run_config(run: Path) -> Config:
-    """The settings of a run, to read it or to play with its policy.
-
-    Raises:
-        RagenError: `config.toml` is missing or invalid, or has other values than the run.
-    """
+    """The settings of a run, to read it or to play with its policy."""
     texts = _texts(run)
     if not texts:
         return read_config(run / CONFIG)

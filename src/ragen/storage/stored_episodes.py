@@ -181,11 +181,7 @@ class Recorded:
 
 
 def read_episode(run: Path, episode: int) -> Recorded:
-    """Read one episode.
-
-    Raises:
-        RagenError: There is no run or no such episode, or the database cannot be read.
-    """
+    """Read one episode."""
     recorded = next(map(_recorded, records(run, episode)), None)
     if recorded is None:
         raise RagenError(
@@ -195,11 +191,7 @@ def read_episode(run: Path, episode: int) -> Recorded:
 
 
 def read_episodes(run: Path) -> Iterator[Recorded]:
-    """Read all episodes in order, one at a time.
-
-    Raises:
-        RagenError: There is no run, or the database cannot be read.
-    """
+    """Read all episodes in order, one at a time."""
     return map(_recorded, records(run))
 
 
@@ -207,9 +199,6 @@ def records(run: Path, episode: int | None = None) -> Iterator[Row]:
     """Read the rows of a run's episodes (or of one), each with its ``turns``, one at a time.
 
     Episodes that are written meanwhile are left out.
-
-    Raises:
-        RagenError: There is no run, or its database cannot be read.
     """
     with reading_database(run) as connection:
         chosen = "" if episode is None else f" WHERE id = {episode:d}"

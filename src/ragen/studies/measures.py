@@ -276,9 +276,6 @@ OF_SUCCESS: Mapping[str, Callable[[RunFacts, str], float]] = MappingProxyType(
 def measure_of(name: str) -> Callable[[RunFacts], float]:
     """The measure of this name.
 
-    Raises:
-        RagenError: No measure has this name.
-
     Example:
         >>> run = RunFacts({}, {"a": dict.fromkeys(range(1, 6), 1.0) | {6: 6.0}})
         >>> measure_of("last:a")(run), measure_of("last:a - first:a")(run)

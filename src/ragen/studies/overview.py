@@ -148,11 +148,7 @@ def sentences(found: Sequence[Findings]) -> Iterator[str]:
 
 
 def write_overview(found: Sequence[Findings], out: Path) -> None:
-    """Write ``index.md`` and ``studies.svg``.
-
-    Raises:
-        RagenError: `out` cannot be written.
-    """
+    """Write ``index.md`` and ``studies.svg``."""
     with written(out / "studies.svg") as path:
         draw_overview(found).savefig(path)
     table = overview([each.study for each in found], {each.study.name: each for each in found})

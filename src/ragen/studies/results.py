@@ -84,9 +84,6 @@ def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[
     """Measure the runs, decide, and write ``runs.csv``, ``study.svg`` and ``study.md``.
 
     `cells` are all runs of one environment of the study or more.
-
-    Raises:
-        RagenError: A run cannot be read, or `out` cannot be written.
     """
     names = dict.fromkeys((*study.measures, *ALWAYS))
     numbers: dict[str, dict[tuple[str, str], list[float]]] = {name: {} for name in names}
@@ -126,11 +123,7 @@ def read_findings(study: Study, scale: Scale, folder: Path) -> Findings:
 
 
 def transfer_of(cell: Cell) -> dict[str, float]:
-    """Success of a finished run in the study's other evaluations; those that are missing are made.
-
-    Raises:
-        RagenError: The run cannot play there.
-    """
+    """Success of a finished run in the study's other evaluations; missing ones are made."""
     found, settings = {}, cell.config.eval
     for name, changes in cell.transfer.items():
         evaluation, _ = evaluate_target(

@@ -46,10 +46,6 @@ def run_study(
     Each arm has `seeds` training seeds, by default those of the study. `jobs` runs are made at
     once; 0 takes one for each core. `only` is the one environment to run: others are decided if all
     of their runs are there. `report` receives a line about each run that ends.
-
-    Raises:
-        RagenError: A number is out of its range, settings exclude each other, a run in `out` has
-            other settings, a run failed, or `out` cannot be written. Finished runs stay.
     """
     if jobs < 0:
         raise RagenError(f"--jobs {jobs}: expected a whole number ≥ 0")
@@ -76,11 +72,7 @@ def run_study(
 
 
 def make_runs(cells: Sequence[Cell], jobs: int) -> Iterator[Cell]:
-    """Make the runs, `jobs` of them at once; yield each when it ends.
-
-    Raises:
-        RagenError: As `make_run`, or the process of a run was killed.
-    """
+    """Make the runs, `jobs` of them at once; yield each when it ends."""
     if jobs == 1:
         for cell in cells:
             make_run(cell)

@@ -190,11 +190,7 @@ class Study(Section):
         return ERROR / max(1, judged)
 
     def config(self, scale: Scale, environment: str, arm: str, seed: int) -> Config:
-        """The settings of one run.
-
-        Raises:
-            RagenError: They exclude each other, or a key does not exist.
-        """
+        """The settings of one run."""
         place = self.environments[environment]
         recipe, common = (
             (place.laptop, self.laptop) if scale == "laptop" else (place.paper, self.paper)
@@ -248,10 +244,6 @@ def cells_of(
     """All runs of a study, or those in one environment, seed by seed.
 
     So the first results show every arm.
-
-    Raises:
-        RagenError: The settings of one of them exclude each other, there are too few seeds, or the
-            study has no environment `only`.
     """
     if seeds < 2:
         raise RagenError(f"--seeds {seeds}: an interval over seeds takes 2 or more")
@@ -332,11 +324,7 @@ def study_names() -> tuple[str, ...]:
 
 
 def load_study(name: str) -> Study:
-    """A study by its name.
-
-    Raises:
-        RagenError: No study has this name.
-    """
+    """A study by its name."""
     known = study_names()
     if name not in known:
         hint = nearest(name, known, f"studies are {', '.join(known)}")

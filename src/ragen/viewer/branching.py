@@ -43,11 +43,7 @@ class Branching:
         self._adding = threading.Lock()
 
     def branches(self, folder: Path, episode: int) -> Answer:
-        """An episode's branches, finished and under way, and whether more can be played.
-
-        Raises:
-            Unanswered: There is no such episode, or a database cannot be read.
-        """
+        """An episode's branches, finished and under way, and whether more can be played."""
         # The queue is read first: a job that finishes in between is then in both, not in neither.
         queued = self._queue.of_episode(folder, episode)
         finished = _finished(folder, episode)
@@ -67,10 +63,6 @@ class Branching:
             folder: The run's folder.
             request: ``episode``, ``turn`` and ``n``. ``checkpoint`` and ``temperature`` may be
                 missing or ``None``: then the newest checkpoint and the run's temperature.
-
-        Raises:
-            Unanswered: A value is missing or out of range, branching is not possible, or too many
-                requests wait.
         """
         episode = _whole_number(request, "episode", 1, MAX_NUMBER)
         turns = _num_turns(folder, episode)
@@ -92,11 +84,7 @@ class Branching:
         return job.request.id
 
     def cancel(self, folder: Path, request: Mapping[str, Any]) -> None:
-        """End a request that waits or runs, by its ``id``; branches that are already stored stay.
-
-        Raises:
-            Unanswered: There is no such request.
-        """
+        """End a request that waits or runs, by its ``id``; stored branches stay."""
         self._queue.cancel(folder, str(request.get("id")))
 
     def stop(self) -> None:

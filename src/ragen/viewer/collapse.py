@@ -29,11 +29,7 @@ DIGITS = 4
 
 
 def collapse(asked: Question) -> Answer:
-    """``/api/collapse``: information metrics over steps, the recorded matrices, gradient norms.
-
-    Raises:
-        Unanswered: There is no such run, or it cannot be read.
-    """
+    """``/api/collapse``: information metrics over steps, the recorded matrices, gradient norms."""
     with asked.reading() as run:
         names = [name for name in run.metric_names if name.startswith((INFORMATION, GRADIENTS))]
         course = current(run.histories(names))
@@ -86,9 +82,6 @@ def matrix(asked: Question) -> Answer:
     """``/api/matrix``: the cross-scores of a step, with its thoughts and prompts.
 
     A score of −∞ is null.
-
-    Raises:
-        Unanswered: There is no such run or step, or the run cannot be read.
     """
     step, path = asked.whole_number("step"), asked.text("path")
     with asked.reading() as run:

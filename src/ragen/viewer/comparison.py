@@ -76,9 +76,6 @@ def levels(asked: Question) -> Answer:
     """``/api/levels``: the levels that were evaluated at more than one step.
 
     ``successes`` are the shares of the episodes of each step that succeeded.
-
-    Raises:
-        Unanswered: There is no such run, or it cannot be read.
     """
     with asked.reading() as run:
         recorded = _recorded(run)
@@ -95,11 +92,7 @@ def levels(asked: Question) -> Answer:
 
 
 def level(asked: Question) -> Answer:
-    """``/api/level``: the episodes of one level that count, by step.
-
-    Raises:
-        Unanswered: There is no such run, or it cannot be read.
-    """
+    """``/api/level``: the episodes of one level that count, by step."""
     query = "SELECT id, attempt, step FROM episodes WHERE phase = ? AND level_seed = ?"
     place: list[Any] = [asked.text("phase"), asked.whole_number("level_seed")]
     if "env" in asked.query:  # a level of one environment of a mixture

@@ -106,11 +106,7 @@ class Selection(NamedTuple):
 
 
 def episodes(asked: Question) -> Answer:
-    """``/api/episodes``: one page of the list.
-
-    Raises:
-        Unanswered: There is no such run, it cannot be read, or a parameter is invalid.
-    """
+    """``/api/episodes``: one page of the list."""
     limit = min(MOST, max(1, asked.whole_number("limit", USUAL)))
     start = _position(asked.query["cursor"]) if asked.query.get("cursor") else None
     wanted, words = selection_of(asked), match_of(asked.query.get("q", ""))
@@ -133,11 +129,7 @@ def episodes(asked: Question) -> Answer:
 
 
 def selection_of(asked: Question) -> Selection:
-    """The conditions and the order in a request.
-
-    Raises:
-        Unanswered: There is no such order, or a value is not a number.
-    """
+    """The conditions and the order in a request."""
     sort, order = asked.query.get("sort", "step"), asked.query.get("order", "asc")
     if sort not in SORTS or order not in ("asc", "desc"):
         raise Unanswered(f"sort by {', '.join(SORTS)}, in the order asc or desc")

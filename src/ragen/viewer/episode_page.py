@@ -35,22 +35,14 @@ TRAINED = {
 
 
 def episode(asked: Question) -> Answer:
-    """``/api/episode``: one episode, turn by turn.
-
-    Raises:
-        Unanswered: There is no such run or episode, or the run cannot be read.
-    """
+    """``/api/episode``: one episode, turn by turn."""
     with asked.reading() as run:
         found = detail(run, asked.whole_number("episode"))
         return found | {"still_counts": run.counts(found["attempt"], found["step"])}
 
 
 def detail(run: RunReader, number: int) -> Answer:
-    """An episode with its turns, its neighbours, and whether its tokens are recorded.
-
-    Raises:
-        NotFound: There is no episode of that id.
-    """
+    """An episode with its turns, its neighbours, and whether its tokens are recorded."""
     row = _row(run, number)
     turns = run.turns(f"{TURN}, completion_ids IS NOT NULL AS has_ids", number)
     has_ids = any(turn["has_ids"] for turn in turns)
@@ -87,11 +79,7 @@ def _samples(run: RunReader, row: sqlite3.Row, columns: str) -> list[sqlite3.Row
 
 
 def group(asked: Question) -> Answer:
-    """``/api/group``: the episodes of one prompt, and how the filter treated them.
-
-    Raises:
-        Unanswered: There is no such run or group, or the run cannot be read.
-    """
+    """``/api/group``: the episodes of one prompt, and how the filter treated them."""
     attempt, step, number = (asked.whole_number(name) for name in ("attempt", "step", "group"))
     where = "FROM episodes WHERE attempt = ? AND step = ? AND phase = ?"
     place = attempt, step, asked.text("phase")
@@ -139,9 +127,6 @@ def tokens(asked: Question) -> Answer:
 
     The ``source`` is ``trained`` for the samples of the optimiser, with its numbers for each token.
     If those of a step are not recorded, it is ``turns``: the tokens that each turn recorded.
-
-    Raises:
-        Unanswered: There is no such run or episode, or the run cannot be read.
     """
     number = asked.whole_number("episode")
     with asked.reading() as run:

@@ -87,11 +87,7 @@ class JobQueue:
             return [j for j in self._jobs if (j.folder, j.request.episode) == (home, episode)]
 
     def put(self, job: Job) -> None:
-        """Add a job.
-
-        Raises:
-            Unanswered: Too many wait already.
-        """
+        """Add a job."""
         with self._lock:
             failed = [each for each in self._jobs if each.problem is not None]
             waiting = [each for each in self._jobs if each.problem is None]
@@ -101,11 +97,7 @@ class JobQueue:
         self._thread.submit(self._work, job)
 
     def cancel(self, folder: Path, request: str) -> None:
-        """Drop the jobs of a request by its id, and end their processes.
-
-        Raises:
-            NotFound: No such request waits or runs.
-        """
+        """Drop the jobs of a request by its id, and end their processes."""
         home = folder.resolve()
         with self._lock:
             jobs = [j for j in self._jobs if (j.folder, j.request.id) == (home, request)]

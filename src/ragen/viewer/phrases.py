@@ -23,11 +23,7 @@ Item = TypeVar("Item")
 
 
 def phrases(asked: Question) -> Answer:
-    """``/api/phrases``: the most frequent phrases, and the share of thoughts with them by step.
-
-    Raises:
-        Unanswered: There is no such run, it cannot be read, or `words` is out of range.
-    """
+    """``/api/phrases``: the most frequent phrases, and the share of thoughts with them by step."""
     words, phase = asked.whole_number("words", 5), asked.query.get("phase", "train")
     if not 2 <= words <= LONGEST:
         raise Unanswered(f"words = {words}: a phrase has 2 to {LONGEST} words")

@@ -106,11 +106,7 @@ class Runs:
         return found
 
     def folder(self, run: str) -> Path:
-        """The folder of a run, by its id.
-
-        Raises:
-            NotFound: There is no such run, or it lies outside the root.
-        """
+        """The folder of a run, by its id."""
         path = PurePosixPath(run)
         # A name that is too long or has a zero byte and a circle of links are errors of the system.
         with contextlib.suppress(OSError, RuntimeError, ValueError):
@@ -129,21 +125,13 @@ class Question:
     query: Mapping[str, str]
 
     def text(self, name: str) -> str:
-        """A required parameter.
-
-        Raises:
-            Unanswered: It is missing.
-        """
+        """A required parameter."""
         if name not in self.query:
             raise Unanswered(f"the parameter {name!r} is missing")
         return self.query[name]
 
     def whole_number(self, name: str, default: int | None = None) -> int:
-        """A parameter that is a whole number of at most 64 bits.
-
-        Raises:
-            Unanswered: It is missing without a default, or invalid.
-        """
+        """A parameter that is a whole number of at most 64 bits."""
         if default is not None and name not in self.query:
             return default
         text = self.text(name)
@@ -153,11 +141,7 @@ class Question:
         raise Unanswered(f"{name} = {text[:40]!r}: expected a whole number of at most 64 bits")
 
     def number(self, name: str) -> float:
-        """A required parameter that is a finite number.
-
-        Raises:
-            Unanswered: It is missing or invalid.
-        """
+        """A required parameter that is a finite number."""
         text = self.text(name)
         with contextlib.suppress(ValueError):
             if math.isfinite(number := float(text)):
@@ -165,11 +149,7 @@ class Question:
         raise Unanswered(f"{name} = {text[:40]!r}: expected a number")
 
     def folder(self, name: str = "run") -> Path:
-        """The folder of the run that a parameter names.
-
-        Raises:
-            Unanswered: It names none, or there is no such run.
-        """
+        """The folder of the run that a parameter names."""
         return self.runs.folder(self.text(name))
 
     def reading(self, name: str = "run") -> AbstractContextManager[RunReader]:
@@ -246,10 +226,6 @@ def reading(folder: Path, name: str = DATABASE) -> Iterator[RunReader]:
     Args:
         folder: The run.
         name: Which of its databases.
-
-    Raises:
-        RagenError: It has another schema.
-        Unreadable: It is damaged, locked or gone, or takes too long.
     """
     try:
         with contextlib.closing(connect_to_read(folder / name)) as connection:
@@ -300,11 +276,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def loaded(text: str | None) -> Any:
-    """The value of JSON in a column; ``None`` for NULL and for numbers that are not finite.
-
-    Raises:
-        Unreadable: It is not JSON.
-    """
+    """The value of JSON in a column; ``None`` for NULL and for numbers that are not finite."""
     try:
         return None if text is None else json.loads(text, parse_constant=lambda _: None)
     except (ValueError, RecursionError):
@@ -312,11 +284,7 @@ def loaded(text: str | None) -> Any:
 
 
 def array_of(column: str, data: bytes) -> NDArray[Any]:
-    """The array in a column.
-
-    Raises:
-        Unreadable: The data are not an array.
-    """
+    """The array in a column."""
     try:
         return decompress(column, data)
     except (ValueError, TypeError, zlib.error) as error:

@@ -95,9 +95,6 @@ def read_settings(folder: Path) -> Flat:
     """The values of a run's config by dotted key, as in the file.
 
     They are not validated, so that an outdated value hides no run.
-
-    Raises:
-        Unreadable: There is no such file, or it is not TOML.
     """
     try:
         return settings_of((folder / CONFIG).read_bytes())
@@ -106,11 +103,7 @@ def read_settings(folder: Path) -> Flat:
 
 
 def settings_of(text: bytes) -> Flat:
-    """The values of a `config.toml` by dotted key, as in its text.
-
-    Raises:
-        Unreadable: It is not TOML.
-    """
+    """The values of a `config.toml` by dotted key, as in its text."""
     try:
         return raw_values(tomllib.loads(text.decode()))
     except (ValueError, RecursionError) as error:  # a recursion by thousands of brackets

@@ -26,11 +26,7 @@ COUNTED = {
 
 
 def about(asked: Question) -> Answer:
-    """``/api/run``: one run, without its curves and episodes.
-
-    Raises:
-        Unanswered: There is no such run, or it cannot be read.
-    """
+    """``/api/run``: one run, without its curves and episodes."""
     folder = asked.folder()
     summary = run_summary(asked.runs, asked.text("run"))
     if summary["state"] == "unreadable":
@@ -100,11 +96,7 @@ def _differences(folder: Path) -> list[Answer] | None:
 
 
 def metrics(asked: Question) -> Answer:
-    """``/api/metrics``: curves over any axis, with the rolled-back parts.
-
-    Raises:
-        Unanswered: No run or no names are given, or the run cannot be read.
-    """
+    """``/api/metrics``: curves over any axis, with the rolled-back parts."""
     names = [name for name in asked.text("names").split(",") if name]
     with asked.reading() as run:
         found = run.histories({*names, *COUNTED.values(), "time/step_s"})

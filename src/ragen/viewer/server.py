@@ -217,9 +217,6 @@ def serve(
         port: The port; 0 is any free one.
         say: Called with the address (and its token) once it can be opened.
         tls: The settings of TLS; ``None`` for plain HTTP.
-
-    Raises:
-        RagenError: There is no such folder or address, or the port is taken.
     """
     if not root.is_dir():
         raise RagenError(

@@ -63,9 +63,6 @@ def share(run: Path, out: Path, *, episode: int | None = None, group: int | None
 
     Returns:
         The file.
-
-    Raises:
-        RagenError: There is no such run or episode, or the file exists or cannot be written.
     """
     if episode is not None and group is not None:
         raise RagenError("--episode and --group: a file shares one of them; leave the other out")
