@@ -11,8 +11,10 @@ published by the engine of `ragen train`; only evaluation and checkpoints are le
 training step of transformers on rows of the same lengths comes last. How often the host waits for
 the GPU is what torch notes.
 
-    python benchmarks/gpu.py [--steps 2] [--envs sokoban] [--modes full lora] [--json]
+    python benchmarks/gpu.py [--steps 2] [--modes full lora]
     python benchmarks/gpu.py --tiny       # every phase on a CPU, with a tiny model, in a minute
+
+It prints one line of JSON for the parts and for each mode.
 
 MFU is the share of the card's own bfloat16 matrix rate, measured at the start, that the update's
 needed operations come to; what checkpointing computes twice, and padding, is not counted as needed.
@@ -56,7 +58,6 @@ from ragen.training.collection import collect_groups, make_batch, split_batch
 from ragen.training.mixture import first_starts
 from ragen.training.running import LoopState
 
-ENVS = ("bandit", "frozen-lake", "sokoban")
 MODES: dict[str, dict[str, Any]] = {
     "full": {},
     "full, 32k": {"update.microbatch_tokens": 32_768},
@@ -139,13 +140,13 @@ def make_model(folder: Path, size: Size) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def make_config(model: Path, size: Size, env: str, mode: str) -> Config:
+def make_config(model: Path, size: Size, mode: str) -> Config:
     """StarPO with GRPO's advantage and the papers' prompts."""
     return resolve(
         None,
         {
             "algorithm": "starpo/grpo",
-            "env.name": env,
+            "env.name": "sokoban",
             "env.max_turns": size.turns,
             "prompt.style": "paper",
             "model.path": str(model),
@@ -374,10 +375,8 @@ def matrix_rate(width: int, device: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2, help="steps that are counted")
-    parser.add_argument("--envs", nargs="+", choices=ENVS, default=ENVS[-1:])
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--tiny", action="store_true", help="a tiny model and step, on any machine")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON for each run")
     args = parser.parse_args()
     size, device = (TINY if args.tiny else PAPER), "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not args.tiny:
@@ -390,26 +389,19 @@ def main() -> None:
     print(f"{name}: {rate / 1e12:.3g} TFLOP/s in bfloat16", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         make_model(Path(scratch), size)
-        report("parts", "alone", measure_parts(Path(scratch), size, device), as_json=args.json)
-        for env in args.envs:
-            # Environments differ in the length of their prompts alone: one of them shows all modes.
-            for mode in args.modes if env == args.envs[-1] else args.modes[:1]:
-                config = make_config(Path(scratch), size, env, mode)
-                found, lengths = asyncio.run(measure(config, size, args.steps, rate))
-                gc.collect()
-                report(env, mode, found, as_json=args.json)
-        found = measure_plain(Path(scratch), lengths[: UpdateConfig().minibatch_episodes], device)
-        report(args.envs[-1], "plain transformers", found, as_json=args.json)
+        report("parts", measure_parts(Path(scratch), size, device))
+        for mode in args.modes:
+            config = make_config(Path(scratch), size, mode)
+            found, lengths = asyncio.run(measure(config, size, args.steps, rate))
+            gc.collect()
+            report(mode, found)
+        rows = lengths[: UpdateConfig().minibatch_episodes]
+        report("plain transformers", measure_plain(Path(scratch), rows, device))
 
 
-def report(env: str, mode: str, found: dict[str, float], *, as_json: bool) -> None:
+def report(mode: str, found: dict[str, float]) -> None:
     rounded = {name: float(f"{value:.4g}") for name, value in found.items()}
-    if as_json:
-        print(json.dumps({"env": env, "mode": mode} | rounded), flush=True)
-        return
-    print(f"\n{env}, {mode}")
-    for name, value in rounded.items():
-        print(f"  {name:24} {value:>12g}", flush=True)
+    print(json.dumps({"mode": mode} | rounded), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,10 @@
 
     python benchmarks/memory.py                  # all models that fit this machine, some minutes
     python benchmarks/memory.py --models 1M 100M --json
-    python benchmarks/memory.py --models 100M --limits   # what fits, and what does not
 
 Each run trains a random model in a process of its own, for two updates whose episodes fill the
 microbatches that the settings allow. The peak is the largest resident memory of that process. A
 run whose plan is larger than the free memory is left out.
-
-With `--limits`, a run is told that less memory is free, and is killed when it takes more, as the
-system would. Three runs of each model: one that is told as much as its plan needs must finish, one
-that is told a byte less than its weights and optimiser take must be refused, and the smallest run
-of that model must be killed at that limit if it is not refused.
 """
 
 # mypy: allow-untyped-calls
@@ -20,16 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -39,7 +29,6 @@ from typing_extensions import override
 
 from ragen.config.config import Config
 from ragen.config.reading import changed
-from ragen.core.errors import RagenError
 from ragen.engines import memory
 from ragen.training import trainer
 
@@ -98,10 +87,6 @@ SETTINGS = {
     "model.max_length": 256,
 }
 
-REFUSED = 2
-"""Exit code of a run that its plan refuses."""
-
-
 SMALLER = {"0.5B": {"update.microbatch_tokens": 384}}
 """Changes with which the largest runs fit 23 GiB."""
 
@@ -140,45 +125,10 @@ def run(model: Path, changes: dict[str, Any]) -> dict[str, int]:
 
 def in_a_process(model: Path, changes: dict[str, Any]) -> dict[str, int]:
     """`run` in a fresh process."""
-    done = subprocess.run(command(model, changes), stdout=subprocess.PIPE, text=True, check=True)
+    command = [sys.executable, os.path.abspath(__file__), "--run", str(model), json.dumps(changes)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, int] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
-
-
-def command(model: Path, changes: dict[str, Any], *options: str) -> list[str]:
-    script = os.path.abspath(__file__)
-    return [sys.executable, script, "--run", str(model), json.dumps(changes), *options]
-
-
-def limited(model: Path, changes: dict[str, Any], free: int, checked: bool = True) -> str:
-    """What becomes of a run beside which so many bytes are free: finished, refused or killed.
-
-    It is killed when it holds more than that beyond the program itself (`memory.LIBRARIES`). If not
-    `checked`, it does not ask its plan.
-    """
-    options = ("--free", str(free)) if checked else ("--unchecked",)
-    running = subprocess.Popen(
-        command(model, changes, *options), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    status = Path(f"/proc/{running.pid}/status")
-    while running.poll() is None:
-        held = status.read_text().partition("VmHWM:")[2].split()
-        if held and int(held[0]) * 1024 > memory.LIBRARIES + free:
-            running.kill()
-        time.sleep(0.01)
-    return {0: "finished", REFUSED: "refused", -signal.SIGKILL: "killed"}[running.wait()]
-
-
-def limits(model: Path, changes: dict[str, Any]) -> dict[str, str]:
-    """What becomes of three runs of a model; see the top of this file."""
-    smallest = changes | {"rollout.max_tokens": 1, "update.microbatch_tokens": 1}
-    planned = memory.plan(config_of(model, changes))
-    enough = (memory.LIBRARIES + planned.needed) * 23 // 20 - memory.LIBRARIES
-    return {
-        "enough": limited(model, changes, enough),
-        "too little": limited(model, smallest, planned.certain - 1),
-        "too little, unchecked": limited(model, smallest, planned.certain - 1, checked=False),
-    }
 
 
 def main() -> None:
@@ -187,21 +137,10 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--json", action="store_true", help="print one line of JSON a run")
-    parser.add_argument("--limits", action="store_true", help="try what fits, and what does not")
     parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--free", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--unchecked", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
-        with ExitStack() as stack:
-            if args.free is not None:
-                stack.enter_context(patch.object(memory, "available", lambda _: args.free))
-            if args.unchecked:
-                stack.enter_context(patch.object(trainer, "refuse_too_large"))
-            try:
-                print(json.dumps(run(Path(args.run[0]), json.loads(args.run[1]))))
-            except RagenError as error:
-                sys.exit(REFUSED if "are free" in str(error) else str(error))
+        print(json.dumps(run(Path(args.run[0]), json.loads(args.run[1]))))
         return
     if not args.json:
         print(f"{'model':6} {'dtype':9} {'mode':12} {'plan':>8} {'peak':>8} {'plan / peak':>12}")
@@ -212,8 +151,8 @@ def main() -> None:
             for dtype, mode in product(args.dtypes, args.modes):
                 changes = MODES[mode] | SMALLER.get(name, {}) | {"model.dtype": dtype}
                 found = {"model": name, "dtype": dtype, "mode": mode}
-                found |= (limits if args.limits else compared)(path, changes)
-                print(json.dumps(found) if args.json or args.limits else row(found), flush=True)
+                found |= compared(path, changes)
+                print(json.dumps(found) if args.json else row(found), flush=True)
 
 
 def compared(model: Path, changes: dict[str, Any]) -> dict[str, int]:

@@ -13,7 +13,7 @@ SMOL = "models/smollm2", "models/smollm2-bandit"
 PHASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "tests": (60, ("-m", "pytest", "-m", "gpu", "-n", "0", "-rP", "tests/engines/test_gpu.py")),
     "demo": (90, ("benchmarks/learning.py", "demo", "--seeds", "1", "--episodes", "256")),
-    "speed": (270, ("benchmarks/gpu.py", "--json", "--steps", "1")),
+    "speed": (270, ("benchmarks/gpu.py", "--steps", "1")),
     # From here on, SmolLM2: its folder, the warm-up, and Bandit.
     "smollm2": (60, ("scripts/smollm2.py", SMOL[0])),
     "warm-up": (
