@@ -20,7 +20,6 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
@@ -31,28 +30,24 @@ from ragen.core.user_code import UserCodeError
 from ragen.envs.adapters.adapted import missing
 from ragen.envs.adapters.openenv import TOKEN, token_here
 from ragen.rollout.setup import Setup
-from ragen.serving.security import AccessControl, is_loopback, refusal
+from ragen.serving.security import AccessControl, is_loopback
 from ragen.serving.server import MOST, Server, listen, url_of
 from ragen.serving.sessions import Answer, Description, Refused, Session, describe
 
 Result = TypeVar("Result")
 
 IDLE_S = 3600.0
-"""Seconds a client may take to send a message or to read an answer; its model may be slow."""
-
-CLOSING_S = 10.0
-"""Seconds that a client may take to read why its session ends."""
+"""Seconds a client may take to send a message; its model may be slow."""
 
 RESERVE = 64
 """Number of files that the process may open besides connections."""
 
 
 class EnvServer:
-    """The application, and the sessions in progress.
+    """The application `app`, and the sessions in progress, at most `most`.
 
-    Attributes:
-        app: The application that a server runs.
-        num_sessions: The number of sessions in progress.
+    Without a `token`, only this machine has access. `report` is called with a line about each
+    session whose environment failed.
     """
 
     def __init__(
@@ -64,25 +59,12 @@ class EnvServer:
         token: str | None,
         report: Callable[[str], None],
     ) -> None:
-        """Make the application.
-
-        Args:
-            setup: Makes and calls environments.
-            about: The server's description of the environment.
-            most: The limit of sessions at the same time.
-            port: The server's port.
-            token: The token of every request; ``None`` if only this machine has access.
-            report: Called with a line about each session whose environment failed.
-        """
         self._setup, self._most, self._report = setup, most, report
         self.num_sessions = 0
         answers: dict[str, Answer] = {"/health": {"status": "healthy"}}
         answers |= {f"/{name}": answer for name, answer in about._asdict().items()}
         routes = [Route(path, _endpoint(answer)) for path, answer in answers.items()]
-        app = Starlette(
-            routes=[*routes, WebSocketRoute("/ws", self._session)],
-            exception_handlers={HTTPException: _http_error},  # type: ignore[dict-item]
-        )
+        app = Starlette(routes=[*routes, WebSocketRoute("/ws", self._session)])
         self.app = AccessControl(app, port, token)
 
     async def _session(self, client: WebSocket) -> None:
@@ -133,8 +115,7 @@ class EnvServer:
                 answer = _error(refused.code, str(refused))
             if answer is None:
                 return
-            async with asyncio.timeout(IDLE_S):
-                await client.send_text(json.dumps(answer))
+            await client.send_text(json.dumps(answer))
 
     async def _fail(self, client: WebSocket, code: str, failure: UserCodeError) -> None:
         self._report(f"a session failed: {failure.reason}")
@@ -155,20 +136,15 @@ def _endpoint(answer: Answer) -> Callable[[Request], Any]:
     return endpoint
 
 
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    return refusal(error.status_code, error.detail)
-
-
 def _error(code: str, text: str) -> Answer:
     return {"type": "error", "data": {"message": text, "code": code}}
 
 
 async def _end(client: WebSocket, code: str, text: str) -> None:
     """End a session with an error, which is sent if the client still reads."""
-    with suppress(WebSocketDisconnect, TimeoutError):
-        async with asyncio.timeout(CLOSING_S):
-            await client.send_text(json.dumps(_error(code, text)))
-            await client.close()
+    with suppress(WebSocketDisconnect):
+        await client.send_text(json.dumps(_error(code, text)))
+        await client.close()
 
 
 def serve(
@@ -196,16 +172,15 @@ def serve(
         tls: The settings of TLS; ``None`` for plain HTTP.
 
     Raises:
-        RagenError: The package for WebSockets is not installed, the token is not valid, the system
-            does not allow as many files, the environment fails, there is no such address, or the
-            port is taken.
+        RagenError: The package for WebSockets is not installed, the token is not valid, the
+            environment fails, there is no such address, or the port is taken.
     """
     if find_spec("websockets") is None:
         raise missing("ragen serve", "websockets", "openenv")
     token = token_here()
     shown = None if token is None else f"${TOKEN}"
     # For each session, one more connection may wait. An environment's process takes three files.
-    _make_room(most * (5 if setup.workers else 2) + MOST + RESERVE, most)
+    _make_room(most * (5 if setup.workers else 2) + MOST + RESERVE)
     try:
         about = describe(setup)
     except UserCodeError as failure:
@@ -220,17 +195,12 @@ def serve(
         Server(server.app, tls, most=most + MOST, web_sockets=True).serve_on(listening)
 
 
-def _make_room(files: int, sessions: int) -> None:
-    """Let the process open this many files, if the system limits their number."""
+def _make_room(files: int) -> None:
+    """Let the process open this many files, or as many as the system allows."""
     try:
         import resource
     except ImportError:  # Windows
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= hard < files:
-        raise RagenError(
-            f"--sessions {sessions} needs {files} open files, and the limit is {hard}: choose "
-            "fewer sessions, or raise the limit (ulimit -n)"
-        )
     if 0 <= soft < files:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files if hard < 0 else min(files, hard), hard))

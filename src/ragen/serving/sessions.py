@@ -4,19 +4,17 @@ Messages and answers are JSON objects with a ``type`` and ``data``. Beyond the p
 client gets all that it needs to play as without a server. A reset takes a ``noise_seed`` and gives
 the goal, the rules and the actions of the level. A step says whether it was a success and whether
 it was truncated. The defaults of a state are the budgets of an episode, and the schema has the
-environment's tools. OpenEnv's steps ``list_tools`` and ``call_tool`` (its RFC 3) use the tools,
-too.
+environment's tools, which a step calls by the text of the call (`ragen.envs.tools`).
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ragen.envs.contract import fresh_seed
-from ragen.envs.tools import Call, read_call
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.setup import Setup
 
@@ -29,12 +27,7 @@ LOOKED_AT = 4
 
 
 class Reset(BaseModel):
-    """The fields of a reset; others are ignored, as in OpenEnv.
-
-    Example:
-        >>> Reset(seed=123).noise_seed is None
-        True
-    """
+    """The fields of a reset; others are ignored, as in OpenEnv."""
 
     seed: Seed | None = None
     noise_seed: Seed | None = None
@@ -46,24 +39,6 @@ class Step(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     text: str
-    metadata: dict[str, Any] = {}
-
-
-class ListTools(BaseModel):
-    """A step that asks for the tools; it takes no action, and no episode has to be in progress."""
-
-    model_config = ConfigDict(extra="forbid")
-    type: Literal["list_tools"]
-    metadata: dict[str, Any] = {}
-
-
-class CallTool(BaseModel):
-    """A step whose action calls a tool."""
-
-    model_config = ConfigDict(extra="forbid")
-    type: Literal["call_tool"]
-    tool_name: str
-    arguments: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
 
 
@@ -87,11 +62,7 @@ class State(BaseModel):
 
 
 class Refused(Exception):
-    """A message that cannot be followed; the session continues.
-
-    Attributes:
-        code: OpenEnv's word for the reason.
-    """
+    """A message that cannot be followed, and OpenEnv's word for why; the session continues."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -177,12 +148,6 @@ class Session:
         if kind == "reset":
             return self._reset(_checked(Reset, {} if data is None else data))
         if kind == "step":
-            name = data.get("type") if isinstance(data, dict) else None
-            if name == "list_tools":
-                _checked(ListTools, data)
-                return self._tools()
-            if name == "call_tool":
-                return self._call(_checked(CallTool, data))
             return self._step(_checked(Step, data).text)
         raise Refused("UNKNOWN_TYPE", "expected the type reset, step, state or close")
 
@@ -199,31 +164,6 @@ class Session:
         self._state = self._began.model_copy(update=about)
         actions = None if env.actions is None else list(env.actions)
         return _shown(env, None, {"goal": env.goal, "rules": env.rules, "actions": actions})
-
-    def _tools(self) -> Answer:
-        functions = (each["function"] for each in self._env.tools)
-        tools = [
-            {
-                "name": each["name"],
-                "description": each.get("description", ""),
-                "input_schema": each.get("parameters", {}),
-            }
-            for each in functions
-        ]
-        data = {"observation": {"tools": tools, "metadata": {}}, "reward": None, "done": False}
-        return {"type": "observation", "data": data | {"metadata": {}}}
-
-    def _call(self, asked: CallTool) -> Answer:
-        if not self._env.tools:
-            raise Refused("VALIDATION_ERROR", "the environment has no tools")
-        call = Call(asked.tool_name, asked.arguments)
-        action = json.dumps(call._asdict(), ensure_ascii=False)
-        if read_call(action) is None:  # the environment would take it for an answer
-            raise Refused("VALIDATION_ERROR", "arguments: finite numbers, nested less deeply")
-        answer = self._step(action)
-        shown = answer["data"]["observation"]
-        shown |= {"tool_name": asked.tool_name, "result": shown.pop("text"), "error": None}
-        return answer
 
     def _step(self, action: str) -> Answer:
         env = self._env
