@@ -210,7 +210,8 @@ def kill_on_ray(kills: int, chooser: random.Random, scratch: Path) -> None:
     of_head = {"num_cpus": 0, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=of_head)
     nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
-    settings = SETTINGS | RAY | {"engine.address": cluster.address}
+    settings = SETTINGS | RAY
+    os.environ["RAY_ADDRESS"] = cluster.address
     options = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     whole, run = scratch / "whole", scratch / "run"
     assert ragen("train", "bandit", *options, "--out", whole).wait() == 0

@@ -317,8 +317,6 @@ UNREAD = {  # for each key, a value other than the default and settings that lea
     "judge.url": ("http://127.0.0.1:1/v1", {}),
     "judge.model": ("some/model", {}),
     "judge.rubric": ("Be right.", {}),
-    "judge.mode": ("absolute", {}),
-    "judge.failed_score": (0.5, {}),
     "filter.score": ("variance", {"algorithm": "starpo/grpo"}),
     "filter.value": (0.5, {"algorithm": "starpo/grpo"}),
     "env.max_turns": (3, {"env.mix": MIX}),
@@ -342,11 +340,9 @@ JUDGED = {
 }
 RAY: dict[str, Any] = {"engine.name": "ray"}
 READ: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("judge.url", "judge.model", "judge.rubric", "judge.mode"), JUDGED),
-    **dict.fromkeys(("engine.address", "engine.learners", "engine.samplers"), RAY),
-    **dict.fromkeys(("engine.max_staleness", "engine.timeout_s"), RAY),
+    **dict.fromkeys(("judge.url", "judge.model", "judge.rubric"), JUDGED),
+    **dict.fromkeys(("engine.learners", "engine.samplers", "engine.max_staleness"), RAY),
     "curriculum.success": {"curriculum.stages": [{}]},
-    "judge.failed_score": JUDGED,
     "lora.alpha": {"lora.rank": 8},
     "lora.targets": {"lora.rank": 8},
     "rollout.gpu_memory": {"rollout.sampler": "vllm"},
@@ -364,7 +360,7 @@ OTHERS: dict[str, Any] = {
     **{"env.name": "bandit", "model.path": "elsewhere", "rollout.sampler": "vllm"},
     **{"advantage.name": "grpo", "loss.name": "cispo", "record.trackers": "wandb"},
     **{"recipe": "mine", "algorithm": "starpo/grpo", "curriculum.stages": [{}]},
-    **{"prompt.tool_parser": "hermes", "engine.address": "auto"},
+    **{"prompt.tool_parser": "hermes"},
 }
 """Values other than the default, of keys whose default does not suggest one."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
@@ -21,7 +22,6 @@ from ragen.engines.judges import LocalModel, check_judge
 from ragen.engines.memory import plan
 from ragen.models.loading import save_model
 from ragen.models.sizes import read_sizes
-from ragen.rollout import judge
 from ragen.rollout.policies import NoCompletion
 from ragen.storage.database import DATABASE
 from ragen.storage.reader import read_metrics
@@ -30,7 +30,7 @@ from tests.bandit_model import settings
 from tests.tiny import tiny_model, tiny_tokenizer
 
 QUESTION = "Why was this the best of all?"
-RUBRIC = JudgeConfig(model="here", rubric="Dragon is best.", mode="absolute")
+RUBRIC = JudgeConfig(model="here", rubric="Dragon is best.")
 
 
 @pytest.fixture(scope="module")
@@ -92,21 +92,8 @@ def test_an_answer_has_the_rest_of_the_models_length(
 
 def config_of(folder: Path, **more: object) -> Config:
     terms = {"reward__terms": {"judge": 1.0}, "judge__model": str(folder)}
-    rubric = {"judge__rubric": RUBRIC.rubric, "judge__mode": RUBRIC.mode}
+    rubric = {"judge__rubric": RUBRIC.rubric}
     return resolve("bandit", settings(**terms, **rubric, **more))
-
-
-def test_a_run_with_a_judge_whose_answers_cannot_be_read(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(judge, "MAX_TOKENS", 8)
-    config = config_of(folder, steps=1, eval__episodes=0, judge__failed_score=0.25)
-    metrics = read_metrics(train(config, tmp_path / "run").run)
-    calls = metrics["judge/calls"][1]
-    assert 0 < metrics["judge/failed"][1] == calls - metrics["judge/cached"][1]
-    assert metrics["judge/defaulted"][1] == 8, "each episode of the step"
-    assert metrics["judge/prompt_tokens"][1] > 500 * calls
-    assert metrics["reward_terms/judge"][1] == 0.25
 
 
 def test_a_run_is_paid_by_the_scores(
@@ -116,8 +103,12 @@ def test_a_run_is_paid_by_the_scores(
     complete = LocalModel.complete
 
     async def says(self: LocalModel, prompt: Prompt) -> Completion:
-        score = int('"agent": "Dragon' in prompt.messages[1]["content"])
-        text = f'{{"scores": [{{"id": 1, "why": "so", "score": {score}}}]}}'
+        shown = json.loads(prompt.messages[1]["content"])["episodes"]
+        scores = [
+            {"id": each["id"], "why": "so", "score": int("Dragon" in each["turns"][0]["agent"])}
+            for each in shown
+        ]
+        text = json.dumps({"scores": scores})
         return replace(await complete(self, replace(prompt, max_tokens=1)), text=text)
 
     monkeypatch.setattr(LocalModel, "complete", says)

@@ -97,8 +97,9 @@ def test_a_run_on_other_machines_is_told_what_each_process_needs_and_is_not_refu
     monkeypatch.setattr(memory, "available", lambda _: 10**6)
     monkeypatch.setattr(memory, "WORTH_TELLING", 0)
     monkeypatch.setattr(memory, "EPISODE", 0)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
     printed: list[str] = []
-    refuse_too_large(make_config(engine__address="auto", **RAY), printed.append)
+    refuse_too_large(make_config(**RAY), printed.append)
     heads = [line.partition(" for ")[2] for line in printed if line.startswith("memory")]
     assert heads == ["each of 2 learners on the cpu", "each of 3 samplers on the cpu"]
     assert not any("are free" in line for line in printed)

@@ -66,7 +66,7 @@ def config_of(**more: Any) -> Config:
 HANGS_S = 30
 """Seconds after which a process that hangs is given up. A slow machine needs them to start one."""
 
-RAY: dict[str, Any] = {"engine__name": "ray", "engine__timeout_s": 300}
+RAY: dict[str, Any] = {"engine__name": "ray"}
 
 
 @pytest.fixture(scope="module")
@@ -191,9 +191,11 @@ def test_a_run_whose_driver_is_killed_is_resumed_as_if_it_had_not_been(
 
 
 @pytest.mark.slow
-def test_a_run_whose_learner_hangs_ends_it_in_time_and_goes_on(local: Path, tmp_path: Path) -> None:
-    config = config_of(**RAY | {"engine__timeout_s": HANGS_S})
-    run = train(config, tmp_path / "run", watcher=Strike("learn", signal.SIGSTOP, 3)).run
+def test_a_run_whose_learner_hangs_ends_it_in_time_and_goes_on(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_engine, "TIMEOUT_S", HANGS_S)
+    run = train(config_of(**RAY), tmp_path / "run", watcher=Strike("learn", signal.SIGSTOP, 3)).run
     assert happened(run) == ["lost", "restored"]
     (lost, _) = [each for each in read_events(run) if each["kind"] == "engine"]
     assert re.search(
@@ -283,7 +285,8 @@ def test_a_cluster_that_is_not_there_is_one_line(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_process.ray, "is_initialized", lambda: False)
-    config = config_of(**RAY, engine__address=address)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    config = config_of(**RAY)
     with pytest.raises(RagenError, match=r"cannot be reached.*ray start --head") as caught:
         RayEngine(config, config.model.path)
     assert "\n" not in str(caught.value)

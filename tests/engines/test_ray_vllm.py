@@ -34,7 +34,6 @@ def config_of(**more: Any) -> Config:
     """Two steps of two groups of four, without an evaluation."""
     keys = {
         "engine.name": "ray",
-        "engine.timeout_s": 300,
         "rollout.sampler": "vllm",
         "rollout.gpu_memory": 0.2,
         "rollout.num_groups": 2,

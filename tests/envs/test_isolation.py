@@ -211,7 +211,7 @@ class Slow(FrozenLake):
 """,
         encoding="utf-8",
     )
-    options = ("--env.isolate", "true", "--out", f"{tmp_path}/out", "--env.memory_gb", "2")
+    options = ("--env.isolate", "true", "--out", f"{tmp_path}/out")
     command = (sys.executable, "-m", "ragen", "eval", "random", "--env", f"{path}:Slow", *options)
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, start_new_session=True, text=True, env=os.environ
@@ -222,7 +222,7 @@ class Slow(FrozenLake):
             return connection.execute("SELECT error FROM outcomes").fetchall()
         return []
 
-    database = tmp_path / "out" / "run.sqlite"
+    database = tmp_path / "out" / "random-Slow-1" / "run.sqlite"
     deadline = time.monotonic() + 60
     while not (database.exists() and outcomes()):
         assert time.monotonic() < deadline and process.poll() is None

@@ -275,7 +275,7 @@ def test_an_environment_that_shows_too_much_or_fails_is_one_line(
 def test_lessons_close_each_environment_and_keep_its_limits(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text(ODD)
     name = f"{tmp_path}/odd.py:Counted"
-    env = EnvConfig(name=name, max_turns=1, max_actions=1, timeout_s=7.5, max_chars=300_000)
+    env = EnvConfig(name=name, max_turns=1, max_actions=1, timeout_s=7.5)
     make = env_factory(name)
     copier = Copier(["word"], random_actions)
     (stage,) = copying_stages(copier, make, env, 4, 0)

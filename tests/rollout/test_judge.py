@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from records import episode, turn
@@ -43,8 +42,8 @@ def said(reply: str) -> Episode:
     )
 
 
-def settings(server: FaultyServer, **more: Any) -> JudgeConfig:
-    return JudgeConfig(url=server.url, model="some/judge", rubric="Be brief.", **more)
+def settings(server: FaultyServer) -> JudgeConfig:
+    return JudgeConfig(url=server.url, model="some/judge", rubric="Be brief.")
 
 
 def endpoint_of(server: FaultyServer) -> ChatEndpoint:
@@ -57,12 +56,11 @@ def ask(
     folder: Path | None = None,
     step: int = 0,
     seed: int = 0,
-    **more: Any,
 ) -> tuple[list[list[float | Failure]], dict[str, float]]:
     """The scores of groups and what they cost."""
 
     async def run() -> tuple[list[list[float | Failure]], dict[str, float]]:
-        judge = Judge(settings(server, **more), endpoint_of(server), folder)
+        judge = Judge(settings(server), endpoint_of(server), folder)
         try:
             scores = await judge.scores(groups, step, range(seed, seed + len(groups)))
             assert judge.seconds > 0
@@ -86,7 +84,7 @@ def test_a_group_is_one_question_that_shows_equal_episodes_once() -> None:
     assert sorted(turns[0]["agent"] for turns in shown(body)) == ["a", "four", "to"]
     assert "The rubric: Be brief." in body["messages"][0]["content"]
     assert (body["model"], body["temperature"]) == ("some/judge", 0.0)
-    counts = {"calls": 1, "cached": 0, "failed": 0, "defaulted": 0}
+    counts = {"calls": 1, "cached": 0, "failed": 0}
     counts |= {"prompt_tokens": 100, "completion_tokens": 20}
     assert cost == {f"judge/{name}": count for name, count in counts.items()}
 
@@ -98,14 +96,6 @@ def test_the_seed_decides_the_order() -> None:
     first, second = ([turns[0]["agent"] for turns in shown(body)] for body in server.requests[:2])
     assert sorted(first) == sorted(second) and first != second
     assert shuffled(group, 3) == shuffled(group[::-1], 3)
-
-
-def test_an_absolute_question_shows_one_episode() -> None:
-    with scripted_judge(brevity) as server:
-        scores, cost = ask(server, [said("a"), said("to")], [said("a")], mode="absolute")
-    assert scores == [[1.0, 0.5], [1.0]]
-    assert sorted(len(shown(body)) for body in server.requests) == [1, 1]
-    assert (cost["judge/calls"], cost["judge/cached"]) == (2, 1)
 
 
 def test_an_episode_cannot_leave_its_place_in_the_question() -> None:
@@ -123,8 +113,8 @@ def test_answers_are_kept_by_content(tmp_path: Path) -> None:
         again = ask(server, group, folder=tmp_path, step=3)
         later = ask(server, group, folder=tmp_path, step=4)
         assert len(server.requests) == 1
-        ask(server, group, folder=tmp_path, step=5, mode="absolute")
-        assert len(server.requests) == 3, "another question"
+        ask(server, group[:1], folder=tmp_path, step=5)
+        assert len(server.requests) == 2, "another question"
     assert first == again, "a step that is done again has the same cost, too"
     assert later[0] == first[0]
     assert (later[1]["judge/calls"], later[1]["judge/cached"]) == (0, 1)
@@ -154,18 +144,6 @@ def test_an_answer_is_asked_for_twice_and_then_fails(tmp_path: Path) -> None:
     failure = scores[0][0]
     assert isinstance(failure, Failure) and scores[0] == [failure] * 2
     assert failure.reason.startswith("the judge some/judge gave no score: Invalid JSON")
-
-
-def test_a_failed_question_may_have_a_default_score_which_is_counted(tmp_path: Path) -> None:
-    group = [said("a"), said("to"), said("a")]
-    with FaultyServer(lambda *_: BAD) as server:
-        scores, cost = ask(server, group, folder=tmp_path, failed_score=0.25)
-        again = ask(server, group, folder=tmp_path, failed_score=0.25)
-        failed, uncounted = ask(server, group, folder=tmp_path)
-    assert scores == [[0.25] * 3]
-    assert (cost["judge/failed"], cost["judge/defaulted"]) == (1, 3)
-    assert again == (scores, cost), "a resumed run repeats its numbers"
-    assert isinstance(failed[0][0], Failure) and uncounted["judge/defaulted"] == 0
 
 
 def test_a_wrong_address_or_key_is_one_line() -> None:

@@ -246,8 +246,7 @@ def test_every_key_of_an_evaluation_s_episodes_is_fixed_for_a_run() -> None:
     """A key is free only if it says how a run is trained, or what the machine may use."""
     measured = {key for key in keys() if is_measured(key)}
     free = {
-        *("env.timeout_s", "env.max_chars", "env.isolate", "env.memory_gb"),
-        *("model.gradient_checkpointing", "eval.every"),
+        *("env.timeout_s", "env.isolate", "model.gradient_checkpointing", "eval.every"),
     }
     episode = {key for key in keys() if key.startswith((*EPISODE_KEYS, "eval."))}
     assert episode - measured == free and measured <= episode

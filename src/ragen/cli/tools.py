@@ -106,8 +106,7 @@ def _base(options: Namespace, overrides: Overrides) -> int:
     if (env is None) == (options.family is None):
         raise RagenError("name a family (ragen base --help), or an environment with --env")
     keys = () if env is None else ("env.", "prompt.window")
-    unread = ("env.isolate", "env.memory_gb")
-    other = [key for key in overrides if not key.startswith(keys) or key in unread]
+    other = [key for key in overrides if not key.startswith(keys) or key == "env.isolate"]
     if other or (env is not None and options.stages):
         wrong = other[0] if other else "--stages"
         raise RagenError(f"{wrong} has no effect on this base; leave it out")

@@ -33,13 +33,6 @@ STD_DIVIDES = ("grpo", "gigpo")
 size, even a difference that only the KL penalty makes."""
 
 
-def _uses_processes(c: Sections) -> bool:
-    """True if the engine's settings are of several processes."""
-    engine = c.engine
-    more = max(engine.learners, engine.samplers) > 1 or engine.max_staleness > 0
-    return bool(engine.address) or more
-
-
 Test = Callable[[Sections], bool]
 
 
@@ -109,9 +102,12 @@ RULES: tuple[Rule, ...] = (
         "of them to 0",
     ),
     Rule(
-        lambda c: c.engine.name == "local" and _uses_processes(c),
-        "engine.address, learners, samplers and max_staleness are of "
-        'processes beside this one: set engine.name = "ray", or leave them out',
+        lambda c: (
+            c.engine.name == "local"
+            and (max(c.engine.learners, c.engine.samplers) > 1 or c.engine.max_staleness > 0)
+        ),
+        "engine.learners, samplers and max_staleness are of processes beside this one: set "
+        'engine.name = "ray", or leave them out',
     ),
     Rule(
         lambda c: c.engine.name == "ray" and c.rollout.sampler not in ("local", "vllm"),
@@ -232,9 +228,6 @@ RULES: tuple[Rule, ...] = (
         "reward.terms.judge asks a language model: set judge.model and judge.rubric, and judge.url "
         "for a model behind a server",
     ),
-    _for_groups(
-        'judge.mode = "group"', lambda c: JUDGE in c.reward.terms and c.judge.mode == "group"
-    ),
     Rule(
         lambda c: "reward_drop" in c.guard.responses and not (c.eval.every and c.eval.episodes),
         "guard.responses.reward_drop compares evaluations: set eval.every",
@@ -287,7 +280,7 @@ _USES: Mapping[tuple[str, ...], Use] = {
         "an advantage.name that looks inside an episode: "
         '"gae", "bi_level_gae", "reinforce_pp" or "gigpo"',
     ),
-    ("judge.url", "judge.model", "judge.rubric", "judge.mode", "judge.failed_score"): Use(
+    ("judge.url", "judge.model", "judge.rubric"): Use(
         lambda c: JUDGE in c.reward.terms, "reward.terms.judge"
     ),
     ("reward.over",): Use(

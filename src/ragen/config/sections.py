@@ -167,12 +167,8 @@ class EnvConfig(Section):
     with the share and the environment's own params and budgets."""
     timeout_s: float = Field(30.0, ge=0.001, le=86_400)
     """Seconds after which a call of the environment fails its episode."""
-    max_chars: int = Field(100_000, ge=1)
-    """Maximum length of a text of the environment; a longer one fails its episode."""
     isolate: bool = False
     """Run each environment in a worker process, which can be stopped if it hangs."""
-    memory_gb: float = Field(4.0, gt=0)
-    """Memory in GiB that a worker process may use, with isolate."""
 
     @model_validator(mode="before")
     @classmethod
@@ -308,10 +304,6 @@ class JudgeConfig(Section):
     """The model's name at that endpoint; without one, a folder, a run, a hub id or base."""
     rubric: str = ""
     """A good episode, in words."""
-    mode: Literal["group", "absolute"] = "group"
-    """The episodes of one question: a group's side by side, or each alone."""
-    failed_score: float = Field(-1.0, ge=-1, le=1)
-    """The score of episodes whose question got no answer that can be read. Below 0 they fail."""
 
 
 class FilterConfig(Section):
@@ -384,12 +376,13 @@ class UpdateConfig(Section):
 
 
 class EngineConfig(Section):
-    """Where a run computes: in one process, or in many on one machine or a cluster."""
+    """Where a run computes: in one process, or in many on one machine or a cluster.
+
+    Ray itself takes the address of a running cluster from the environment variable RAY_ADDRESS.
+    """
 
     name: Literal["local", "ray"] = "local"
     """local (this process), or ray: learners and samplers in processes of their own."""
-    address: str = ""
-    """Address of a running Ray cluster, such as auto or ray://head:10001; empty starts one here."""
     learners: int = Field(1, ge=1, le=4096)
     """Processes that train, with the weights split among them (FSDP2)."""
     samplers: int = Field(1, ge=1, le=4096)
@@ -400,8 +393,6 @@ class EngineConfig(Section):
     max_staleness: int = Field(0, ge=0, le=16)
     """Number of weight updates by which an episode may be old when it is trained on. Above 0, the
     next steps are played while one trains; older episodes are dropped."""
-    timeout_s: float = Field(600.0, ge=1, le=86_400)
-    """Seconds without a sign of life after which a process counts as lost."""
 
 
 class EvalConfig(Section):

@@ -6,6 +6,7 @@ sampler's cache are exact. Logits and activations are estimates. Loads torch onl
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -56,6 +57,8 @@ CHANGES: tuple[tuple[str, Any], ...] = (
     ("model.critic", "shared"),
 )
 """The changes that are tried, in this order, to make a run fit; 64 is the rank in RAGEN's paper."""
+ADDRESS_ENV = "RAY_ADDRESS"
+"""The environment variable from which Ray takes the address of a running cluster."""
 
 CERTAIN = (
     *("weights", "gradients", "optimizer", "reference", "critic", "copies"),
@@ -177,7 +180,7 @@ def plans(config: Config) -> list[Plan]:
     learners, samplers, *_ = processes_of(engine)
     learner = replace(learner, processes=f"each of {learners}")
     sampler = replace(sampler, processes=f"each of {samplers}")
-    if engine.address:
+    if os.environ.get(ADDRESS_ENV):
         return [learner, sampler]
     free = available(device)
     if device == "cpu":

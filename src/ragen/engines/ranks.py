@@ -23,6 +23,9 @@ from ragen.core.files import system_errors
 
 T = TypeVar("T")
 
+TIMEOUT_S = 600.0
+"""Seconds without a sign of life after which a process of an engine counts as lost."""
+
 
 class Ranks:
     """This process's place, `rank`, among `size` processes; a single one needs no communication.
@@ -149,7 +152,7 @@ def _pieces(tokens: Sequence[int], common: Sequence[int], size: int) -> list[int
 ALONE = Ranks()
 
 
-def join(rank: int, size: int, address: str, timeout_s: float) -> Ranks:
+def join(rank: int, size: int, address: str, timeout_s: float = TIMEOUT_S) -> Ranks:
     """Meet the other processes at an address, ``host:port`` or a URL that torch knows.
 
     Tensors on a CPU travel by gloo, those on a GPU by NCCL. A process that waits for another for

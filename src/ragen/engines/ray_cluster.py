@@ -12,7 +12,8 @@ import torch
 
 from ragen.config.sections import EngineConfig
 from ragen.core.errors import MachineAway, RagenError
-from ragen.engines.memory import processes_of
+from ragen.engines.memory import ADDRESS_ENV, processes_of
+from ragen.engines.ranks import TIMEOUT_S
 from ragen.engines.ray_process import ray
 
 if ray is not None:
@@ -48,16 +49,18 @@ class Cluster:
         self._settings = settings
         self.learners = [f"learner {index}" for index in range(settings.learners)]
         self.samplers = [f"sampler {index}" for index in range(settings.samplers)]
-        self._owns_ray = connect(settings.address, settings.learners + settings.samplers)
+        self._owns_ray = connect(
+            os.environ.get(ADDRESS_ENV, ""), settings.learners + settings.samplers
+        )
         self._group: Any = None
         try:
             self._group = placement_group(self._bundles(before), strategy="PACK")
-            done, _ = ray.wait([self._group.ready()], timeout=settings.timeout_s)
+            done, _ = ray.wait([self._group.ready()], timeout=TIMEOUT_S)
             if not done:
                 free = ray.available_resources()
                 raise RagenError(
-                    f"the cluster gave no room for {self._who} within engine.timeout_s = "
-                    f"{settings.timeout_s:g} s ({free.get('CPU', 0):g} CPUs and "
+                    f"the cluster gave no room for {self._who} in {TIMEOUT_S:g} s "
+                    f"({free.get('CPU', 0):g} CPUs and "
                     f"{free.get('GPU', 0):g} GPUs are free): end what else runs there, or ask for "
                     "less"
                 )
@@ -164,8 +167,8 @@ def connect(address: str, num_processes: int) -> bool:
         text = " ".join(str(error).split())[:200]
         if address:
             raise RagenError(
-                f"engine.address = {address!r}: there is no Ray cluster that answers ({text}); "
-                "start one with `ray start --head`, or leave engine.address out"
+                f"{ADDRESS_ENV} = {address!r}: there is no Ray cluster that answers ({text}); "
+                f"start one with `ray start --head`, or unset {ADDRESS_ENV}"
             ) from error
         raise RagenError(
             f"Ray could not be started on this machine: {text}; leave engine.name out to train in "
@@ -183,6 +186,6 @@ def _refuse_silent(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     except (OSError, OverflowError, ValueError) as error:  # ValueError: it is not a name
         raise RagenError(
-            f"engine.address = {address!r} cannot be reached: {error}; start a cluster with "
-            "`ray start --head`, or leave engine.address out"
+            f"{ADDRESS_ENV} = {address!r} cannot be reached: {error}; start a cluster with "
+            f"`ray start --head`, or unset {ADDRESS_ENV}"
         ) from error

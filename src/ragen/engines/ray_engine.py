@@ -25,6 +25,7 @@ from ragen.core.types import Role
 from ragen.engines.engine import Engine
 from ragen.engines.lost import answers_of
 from ragen.engines.model_hosts import LearnerHost, SamplerHost
+from ragen.engines.ranks import TIMEOUT_S
 from ragen.engines.ray_cluster import Cluster
 from ragen.engines.ray_process import Members, Process, ray
 from ragen.engines.sampler_pool import SamplerPool
@@ -58,7 +59,7 @@ class RayEngine(Engine):
         self._measured = time.monotonic()
         before = after.cluster if isinstance(after, RayEngine) else None
         self.cluster = Cluster(config.engine, before)
-        self._members = Members(config.engine.timeout_s, self._fail)
+        self._members = Members(TIMEOUT_S, self._fail)
         self._is_open = True
         try:
             cluster, add = self.cluster, self._members.add

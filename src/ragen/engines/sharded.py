@@ -32,7 +32,7 @@ class Rank:
 
     Every method is called in all processes at once with the same arguments. A batch is given whole,
     and each process computes its share. If one process raises an error, all raise it. If one dies,
-    the others wait for it, at most for `engine.timeout_s`.
+    the others wait for it, at most for `ranks.TIMEOUT_S`.
 
     `path` is the folder or hub id of the policy's first weights, which each process reads.
     `store_address` is ``host:port`` on the machine of rank 0, where the processes meet.
@@ -52,7 +52,7 @@ class Rank:
     ) -> None:
         self.ranks = ALONE
         if num_ranks > 1:
-            self.ranks = join(rank, num_ranks, store_address, config.engine.timeout_s)
+            self.ranks = join(rank, num_ranks, store_address)
         device = "cpu" if num_ranks > 1 else ""  # a GPU gets its part when the weights are split
         self.model, self.tokenizer = self.ranks.together(
             lambda: load_for_training(config, path, device)

@@ -20,7 +20,7 @@ from ragen.core.user_code import UserCodeError
 from ragen.envs.contract import Baselines, Reading, Schema, is_picture
 
 MAX_CHARS = 100_000
-"""The default of the key ``env.max_chars``: the maximum number of characters in a text."""
+"""Maximum number of characters in a text."""
 JSON_CHARS = 1_000_000
 """Maximum number of characters in an info, a snapshot or a tool as JSON."""
 PICTURE_CELLS = 100_000
@@ -32,24 +32,24 @@ DEPTH = 100
 """Maximum nesting depth of lists and dicts in an info, a snapshot or a tool."""
 
 
-def text(value: Any, call: str, what: str, max_chars: int) -> str:
-    """A plain `str` of at most `max_chars` characters, without lone surrogates."""
+def text(value: Any, call: str, what: str) -> str:
+    """A plain `str` of at most `MAX_CHARS` characters, without lone surrogates."""
     if type(value) is not str:
         if not isinstance(value, str):
             raise _unfit(call, value, what, "text is expected")
         value = str.__str__(value)
     assert type(value) is str
-    if len(value) > max_chars:
+    if len(value) > MAX_CHARS:
         raise UserCodeError(
-            f"{call} returned {len(value):,} characters as {what}: env.max_chars allows "
-            f"{max_chars:,}"
+            f"{call} returned {len(value):,} characters as {what}: at most {MAX_CHARS:,} are "
+            "allowed"
         )
     if not value.isascii():
         _require_unicode(value, call, what)
     return value
 
 
-def action_names(value: Any, call: str, max_chars: int) -> tuple[str, ...] | None:
+def action_names(value: Any, call: str) -> tuple[str, ...] | None:
     """The names of the actions, or ``None`` for free text."""
     if value is None:
         return None
@@ -59,8 +59,8 @@ def action_names(value: Any, call: str, max_chars: int) -> tuple[str, ...] | Non
         raise UserCodeError(
             f"{call} returned no actions: names, or None for free text, are expected"
         )
-    text("".join(each for each in value if isinstance(each, str)), call, "actions", max_chars)
-    return tuple(text(each, call, "an action", max_chars) for each in value)
+    text("".join(each for each in value if isinstance(each, str)), call, "actions")
+    return tuple(text(each, call, "an action") for each in value)
 
 
 def tools(value: Any) -> tuple[Schema, ...]:
@@ -186,7 +186,7 @@ def picture(value: Any) -> tuple[str, ...] | None:
     return None if value is None else tuple(value)
 
 
-def reading(value: Any, max_chars: int) -> Reading | None:
+def reading(value: Any) -> Reading | None:
     """The reading of a thought, in plain values, or ``None``."""
     if value is None:
         return None
@@ -200,7 +200,7 @@ def reading(value: Any, max_chars: int) -> Reading | None:
         raise UserCodeError(
             f"read_thought returned {shortened(value)}: counts with true ≤ stated are expected"
         )
-    plan = action_names(value.plan, "read_thought", max_chars) if value.plan != () else None
+    plan = action_names(value.plan, "read_thought") if value.plan != () else None
     return Reading(int(stated), int(true), plan)
 
 

@@ -49,7 +49,7 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
             for attribute in ("name", "goal", "rules"):
                 text = getattr(env, attribute, None)
                 _require(isinstance(text, str) and text != "", f"{attribute} must be a text")
-                answers.text(text, "the environment", attribute, answers.MAX_CHARS)
+                answers.text(text, "the environment", attribute)
             for attribute in ("max_turns", "actions_per_turn", "max_actions"):
                 budget = getattr(env, attribute, None)
                 _require(type(budget) is int and budget >= 1, f"{attribute} must be an int ≥ 1")
@@ -120,7 +120,7 @@ def _play_level(env: Env, level: int, noise_seed: int, steps: int) -> tuple[Resu
     """
     observation, info = env.reset(seed=level, options={"noise_seed": noise_seed})
     _require(isinstance(observation, str), "reset must return its observation as a text")
-    answers.text(observation, "reset", "observation", answers.MAX_CHARS)
+    answers.text(observation, "reset", "observation")
     _require(isinstance(info, dict), "reset must return (observation, info), info a dict")
     start = observation, _key(env), env.actions, _picture(env)
     return start, _play(env, _chooser(level), steps)
@@ -168,7 +168,7 @@ def _step(env: Env, action: str) -> Result:
     _require(whole, "step must return (observation, reward, terminated, truncated, info)")
     observation, reward, terminated, truncated, info = result
     _require(isinstance(observation, str), "step must return its observation as a text")
-    answers.text(observation, "step", "observation", answers.MAX_CHARS)
+    answers.text(observation, "step", "observation")
     reward = answers.reward(reward)
     flags = answers.scalar_of(terminated), answers.scalar_of(truncated)
     _require(all(type(f) is bool for f in flags), "terminated and truncated must be bool")
@@ -253,7 +253,7 @@ def _check_random_action(env: Env, level: int) -> None:
         first, again = (env.random_action(_chooser(level)) for _ in range(2))
     _require(first == again, "random_action must follow from its generator and the state alone")
     if first is not None:
-        answers.text(first, "random_action", "an action", answers.MAX_CHARS)
+        answers.text(first, "random_action", "an action")
         _step(env, first)
 
 

@@ -1,11 +1,9 @@
 """Environments in worker processes: one that hangs, leaks or dies harms nothing else.
 
 A worker process plays one environment at a time and answers one call after the other. The caller
-waits for each answer, so the order of events is the same as without workers. Messages are lines of
-JSON. The contract requires JSON values of infos and snapshots anyway.
-
-A worker is the leader of a process group, which is killed with it. A worker that sends anything but
-the expected answer is killed, too.
+waits for each answer, so the order of events is the same as without workers. Messages are JSON,
+never pickles, which could run code here. The contract requires JSON values of infos and snapshots
+anyway. A worker is the leader of a process group, which is killed with it.
 """
 
 from __future__ import annotations
@@ -15,12 +13,11 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import astuple
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -41,7 +38,7 @@ makes one for each episode."""
 ANSWER_BYTES = 64 * 2**20
 """Maximum number of bytes in an answer; a worker that sends more is killed."""
 MEMORY_GB = 4.0
-"""The default of `env.memory_gb`."""
+"""Memory in GiB that a worker may use."""
 TEXTS = (
     *("name", "goal", "rules", "actions", "tools", "reads_thoughts", "draws"),
     *("max_turns", "actions_per_turn", "max_actions", "prompt_style"),
@@ -150,8 +147,7 @@ class _Worker:
         self.alive = True
         self.episodes = 0
         self._timeout_s = job[2]
-        self._num_asked = 0
-        self._socket, theirs = socket.socketpair()
+        self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, *job), daemon=True)
         try:
             if context.get_start_method() == "forkserver":
@@ -159,7 +155,7 @@ class _Worker:
             self._process.start()
         except (OSError, EOFError) as error:
             self.alive = False
-            self._socket.close()
+            self._connection.close()
             raise UserCodeError(f"no process can be started for the environment: {error}") from None
         finally:
             theirs.close()
@@ -173,60 +169,29 @@ class _Worker:
         """
         if not self.alive:
             raise UserCodeError(f"the environment's process had ended before {call}")
-        self._num_asked += 1
-        message = json.dumps([self._num_asked, call, arguments]).encode() + b"\n"
         try:
-            self._socket.settimeout(self._timeout_s)
-            self._socket.sendall(message)
-        except TimeoutError:
-            self.stop()
-            raise timeout_error(call, self._timeout_s) from None
+            self._connection.send_bytes(json.dumps([call, arguments]).encode())
         except OSError:
             raise self._died(call) from None
         return self._answer(call, self._timeout_s)
 
     def _answer(self, call: str, timeout_s: float) -> Any:
         try:
-            line = self._read_line(call, timeout_s)
-            number, kind, value = json.loads(line)
-            if number != self._num_asked or kind not in ("answer", "refusal", "failure"):
-                raise ValueError
-        except TimeoutError:
-            self.stop()
-            raise timeout_error(call, timeout_s) from None
-        except OSError:
+            if not self._connection.poll(timeout_s):
+                self.stop()
+                raise timeout_error(call, timeout_s)
+            kind, value = json.loads(self._connection.recv_bytes(ANSWER_BYTES))
+        except (OSError, EOFError):
             raise self._died(call) from None
-        except (ValueError, TypeError, RecursionError):
-            self.stop()
-            raise UserCodeError(
-                f"the environment wrote to its process's connection in {call}"
-            ) from None
         if kind == "answer":
             return value
         raise UserCodeError(str(value)) from (RagenError(value) if kind == "refusal" else None)
-
-    def _read_line(self, call: str, timeout_s: float) -> bytes:
-        """A whole line, within the time limit; the process may stop sending at any byte."""
-        deadline = time.monotonic() + timeout_s
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            self._socket.settimeout(max(deadline - time.monotonic(), 1e-6))
-            part = self._socket.recv(2**16)
-            if not part:
-                raise ConnectionResetError
-            line += part
-            if len(line) > ANSWER_BYTES:
-                self.stop()
-                raise UserCodeError(
-                    f"the environment's process sent more than {ANSWER_BYTES:,} bytes in {call}"
-                )
-        return bytes(line)
 
     def _died(self, call: str) -> UserCodeError:
         self._process.join(1.0)
         code = self._process.exitcode
         self.stop()
-        how = "closed its connection"
+        how = f"closed its connection or sent more than {ANSWER_BYTES:,} bytes"
         if code is not None:
             how = f"ended (signal {-code})" if code < 0 else f"ended (exit code {code})"
         return UserCodeError(f"the environment's process {how} in {call}")
@@ -241,7 +206,7 @@ class _Worker:
             self._process.kill()
             self._process.join()
             self._process.close()
-            self._socket.close()
+            self._connection.close()
 
 
 def _forward(call: str, read: Callable[[Any], Any] = lambda answer: answer) -> Any:
@@ -340,7 +305,7 @@ class IsolatedEnv(Env):
 
 
 def _serve(
-    connection: socket.socket,
+    connection: Connection,
     name: str,
     params: dict[str, Any],
     timeout_s: float,
@@ -349,27 +314,25 @@ def _serve(
     """Answer calls until the connection closes; the main function of a worker."""
     _confine(memory_gb)
     try:
-        connection.sendall(b'[0, "answer", null]\n')
-    except OSError:  # the run has been killed
-        return
-    env: Any = None
-    with connection.makefile("rb") as messages:
-        for message in messages:
-            number, call, arguments = json.loads(message)
+        answer, env = '["answer", null]', None
+        while True:
+            connection.send_bytes(answer.encode())
+            call, arguments = json.loads(connection.recv_bytes())
             try:
                 # The caller ends a call that takes too long; if it is gone, the boundary does.
                 with boundary(call, timeout_s + 5.0):
                     if call == "make":
                         env = build_env(env_factory(name, **params), name)
                         call = "texts"
-                    answer = to_json([number, "answer", _call(env, call, arguments)])
+                    answer = to_json(["answer", _call(env, call, arguments)])
             except UserCodeError as failure:
                 cause = failure.__cause__
                 refused = isinstance(cause, RagenError)
                 kind, text = ("refusal", str(cause)) if refused else ("failure", str(failure))
-                answer = json.dumps([number, kind, text])
-            connection.sendall(answer.encode() + b"\n")
-    _end_group()
+                answer = json.dumps([kind, text])
+    except (OSError, EOFError):  # the run has ended, and with it all that this process has started
+        if hasattr(os, "killpg"):
+            os.killpg(0, signal.SIGKILL)
 
 
 def _confine(memory_gb: float) -> None:
@@ -394,13 +357,7 @@ def _confine(memory_gb: float) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _end_group() -> None:
-    """End this process with all that it has started."""
-    if hasattr(os, "killpg"):
-        os.killpg(0, signal.SIGKILL)
-
-
-def _call(env: Env, call: str, arguments: list[Any]) -> Any:
+def _call(env: Any, call: str, arguments: list[Any]) -> Any:
     """The result of one call, as JSON values."""
     if call == "texts":
         return {name: getattr(env, name) for name in TEXTS}

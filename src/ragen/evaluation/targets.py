@@ -46,7 +46,7 @@ itself limits the length of a conversation."""
 EPISODE_KEYS = ("env.", "prompt.", "model.", "rollout.max_tokens")
 """Prefixes of the keys that determine an episode."""
 
-LIMITS = ("env.timeout_s", "env.max_chars", "env.isolate", "env.memory_gb")
+LIMITS = ("env.timeout_s", "env.isolate")
 """Keys of an environment that determine how it runs and how much it may use."""
 
 DISPLAY_KEYS = ("env.params.observation", *LIMITS)

@@ -188,7 +188,6 @@ class LessonPlayer:
             chat=self._chat,
             max_length=self._max_length,
             timeout_s=lesson.timeout_s,
-            max_chars=lesson.max_chars,
         )
         demonstrator = Demonstrator(lesson.teacher, self._chat)
         groups = run_async(run_groups(demonstrator, setup, levels, 1, path))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from ragen.core.seeding import BASE_LEVELS, EVAL_LEVELS
-from ragen.envs.answers import MAX_CHARS
 from ragen.envs.contract import Env
 from ragen.envs.registry import env_factory
 from ragen.finetuning.demonstrations import Lookup, Teacher, bandit_knowledge, look_up
@@ -41,7 +40,7 @@ class Lesson:
     the action budget, of which a turn may spend `actions_per_turn`. A prompt shows the last
     `window` turns (0 shows all). `share` is the weight of the lesson in its stage. With `held_out`
     the boards of evaluation levels are left out. `env` names the environment in messages;
-    `timeout_s` and `max_chars` are its limits.
+    `timeout_s` is the time limit of its calls.
     """
 
     teacher: Teacher
@@ -55,7 +54,6 @@ class Lesson:
     held_out: bool = True
     env: str = "of a lesson"
     timeout_s: float = 30.0
-    max_chars: int = MAX_CHARS
 
     def levels(self, stage: int, index: int) -> Iterator[int]:
         """The levels of this lesson, each once; it has number `index` in stage number `stage`."""

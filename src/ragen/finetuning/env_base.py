@@ -113,7 +113,6 @@ def prepare_env(
         *(env.name, make, *budgets),
         window=window,
         timeout_s=env.timeout_s,
-        max_chars=env.max_chars,
     )
     met = survey(setup, choose, seed)
     teacher: Reader | Copier
@@ -166,7 +165,6 @@ def _lesson(make: Callable[[], Env], env: EnvConfig, window: int) -> Callable[..
         held_out=False,
         env=env.name,
         timeout_s=env.timeout_s,
-        max_chars=env.max_chars,
     )
 
 
@@ -196,7 +194,7 @@ def _changes(env: EnvConfig, window: int) -> dict[str, Any]:
     """The settings that differ from a run's in the environment, besides parameters, by key."""
     given = {"env.name": env.name, PARAMS: env.params}
     used = {f"env.{key}": each for key, each in env} | {"prompt.window": window}
-    keys = ("prompt.window", "env.timeout_s", "env.max_chars", *(f"env.{key}" for key in BUDGETS))
+    keys = ("prompt.window", "env.timeout_s", *(f"env.{key}" for key in BUDGETS))
     usual = flatten(config_of_env(given))
     return {key: used[key] for key in keys if used[key] != usual[key]}
 

@@ -68,7 +68,6 @@ JUDGE = {
     "judge/calls": "questions",
     "judge/cached": "questions whose answer was known",
     "judge/failed": "questions without a score",
-    "judge/defaulted": "episodes with judge.failed_score instead",
     "judge/prompt_tokens": "prompt tokens",
     "judge/completion_tokens": "completion tokens",
 }

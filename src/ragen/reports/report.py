@@ -158,7 +158,7 @@ def judge(facts: Facts) -> Section:
         for name, label in JUDGE.items()
         if (histories := [each for each in facts.attempts.values() if name in each])
     )
-    line = f"{asked.model} at {asked.url}, mode {asked.mode}. Rubric: {asked.rubric}"
+    line = f"{asked.model} at {asked.url}. Rubric: {asked.rubric}"
     return Section("Judge", (line,), ("measure", "sum"), rows)
 
 

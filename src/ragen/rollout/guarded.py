@@ -8,7 +8,6 @@ from typing import Any
 
 from ragen.core.user_code import Stopwatch, UserCodeError, boundary, hold_timer, release_timer
 from ragen.envs import answers
-from ragen.envs.answers import MAX_CHARS
 from ragen.envs.contract import Env, Reading
 from ragen.envs.registry import close_env
 
@@ -17,7 +16,7 @@ class GuardedEnv:
     """An environment whose calls cannot raise anything but `UserCodeError`.
 
     Every method but `close` raises `UserCodeError` where the environment raises, takes longer than
-    `timeout_s`, or returns a value of the wrong kind or a text of more than `max_chars` characters.
+    `timeout_s`, or returns a value of the wrong kind or a text that is too long.
     `timeout_s` of ``None`` sets no limit. `stopwatch` adds up the time of all calls.
 
     Attributes:
@@ -33,12 +32,10 @@ class GuardedEnv:
         make: Callable[[], Env],
         timeout_s: float | None,
         stopwatch: Stopwatch | None = None,
-        max_chars: int = MAX_CHARS,
     ) -> None:
         self._timeout_s = timeout_s
         self._stopwatch = stopwatch or Stopwatch()
         self._step = self._calling("step")
-        self._max_chars = max_chars
         self.observation = ""
         self.terminated, self.truncated = False, False
         self.info: dict[str, Any] = {}
@@ -62,7 +59,7 @@ class GuardedEnv:
             answer = self.env.reset(seed=level_seed, options={"noise_seed": noise_seed})
             observation, info = _parts(answer, "reset", 2)
             self._keep_texts("reset")
-            self.observation = answers.text(observation, "reset", "observation", self._max_chars)
+            self.observation = answers.text(observation, "reset", "observation")
             self.info = answers.info(info, "reset")
         self.terminated, self.truncated = False, False
         return self.observation
@@ -73,7 +70,7 @@ class GuardedEnv:
             answer = self.env.step(action)
             observation, reward, terminated, truncated, info = _parts(answer, "step", 5)
             earned = answers.reward(reward)
-            self.observation = answers.text(observation, "step", "observation", self._max_chars)
+            self.observation = answers.text(observation, "step", "observation")
             self.info = answers.info(info, "step")
             self.terminated = answers.flag(terminated, "step", "terminated")
             self.truncated = answers.flag(truncated, "step", "truncated")
@@ -94,12 +91,12 @@ class GuardedEnv:
     def read_thought(self, thought: str) -> Reading | None:
         """The environment's reading of a thought about the present state."""
         with self._calling("read_thought"):
-            return answers.reading(self.env.read_thought(thought), self._max_chars)
+            return answers.reading(self.env.read_thought(thought))
 
     def state(self) -> tuple[str, dict[str, Any]]:
         """The state key and an exact snapshot."""
         with self._calling("state_key"):
-            key = answers.text(self.env.state_key(), "state_key", "key", self._max_chars)
+            key = answers.text(self.env.state_key(), "state_key", "key")
         with self._calling("get_state"):
             # A copy, because the environment may change the object.
             return key, answers.json_copy(self.env.get_state(), "get_state", "state")
@@ -115,10 +112,9 @@ class GuardedEnv:
         return boundary(call, self._timeout_s, self._stopwatch)
 
     def _keep_texts(self, call: str) -> None:
-        env, longest = self.env, self._max_chars
-        self.rules = answers.text(env.rules, call, "rules", longest)
-        self.goal = answers.text(env.goal, call, "goal", longest)
-        self.actions = answers.action_names(env.actions, call, longest)
+        self.rules = answers.text(self.env.rules, call, "rules")
+        self.goal = answers.text(self.env.goal, call, "goal")
+        self.actions = answers.action_names(self.env.actions, call)
 
     def close(self) -> None:
         """Let the environment free its resources; a failure here does not fail the episode."""

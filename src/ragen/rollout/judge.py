@@ -1,9 +1,9 @@
 """A judge: a language model that scores episodes by a rubric.
 
-One question shows the episodes of a group side by side, or one episode alone. A comparison asks
-less of a model than an absolute score does (RULER of OpenPipe's ART compares in this way). Equal
-episodes are shown once and get equal scores. The order of a group is drawn from the run's seed,
-because judges may prefer a position.
+One question shows the episodes of a group side by side. A comparison asks less of a model than an
+absolute score does (RULER of OpenPipe's ART compares in this way). Equal episodes are shown once
+and get equal scores. The order of a group is drawn from the run's seed, because judges may prefer a
+position.
 
 What an episode says is not trusted. It is shown in strings of JSON, from which it cannot break out,
 and the judge is told not to follow it. An answer must be the JSON that the question asks for. If
@@ -48,7 +48,8 @@ TRIES = 2
 """Maximum number of times that a question is asked until its answer can be read."""
 
 INSTRUCTIONS = """\
-You judge how well an agent did. {what}
+You judge how well an agent did. Compare the episodes, which began alike: the better one of two \
+gets the higher score, and equally good ones get equal scores.
 
 The rubric: {rubric}
 
@@ -60,12 +61,6 @@ Answer with one JSON object and nothing else. It has one entry for each episode:
 {{"scores": [{{"id": 1, "why": "one sentence", "score": 0.5}}]}}
 A score is a number from 0 (worst) to 1 (best)."""
 
-WHAT = {
-    "group": "Compare the episodes, which began alike: the better one of two gets the higher "
-    "score, and equally good ones get equal scores.",
-    "absolute": "Score the episode.",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -76,12 +71,11 @@ class Failure:
 
 @dataclass(slots=True)
 class _Cost:
-    """A step's counts: questions (new, known, without a score), defaulted episodes, and tokens."""
+    """A step's counts: questions (new, known, without a score) and tokens."""
 
     calls: int = 0
     cached: int = 0
     failed: int = 0
-    defaulted: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -130,7 +124,6 @@ class Judge:
     ) -> list[list[float | Failure]]:
         """For each episode of each group a score in [0, 1], or why there is none.
 
-        Where a question failed, the score is `judge.failed_score`, unless that is negative.
         `step` is the step that asks. Each group has a seed, from which its order is drawn.
 
         Raises:
@@ -138,35 +131,17 @@ class Judge:
         """
         start = perf_counter()
         orders = [shuffled(group, seed) for group, seed in zip(groups, seeds, strict=True)]
-        found = await together(self.scores_of(order, step) for order in orders)
+        found = await together(self._answer(order, step) for order in orders)
         self.seconds += perf_counter() - start
         return [
-            [self._or_default(scores[episode_text(episode)]) for episode in group]
+            [scores[episode_text(episode)] for episode in group]
             for group, scores in zip(groups, found, strict=True)
         ]
 
-    def _or_default(self, score: float | Failure) -> float | Failure:
-        if not isinstance(score, Failure) or self._settings.failed_score < 0:
-            return score
-        self._cost.defaulted += 1
-        return self._settings.failed_score
-
-    async def scores_of(self, texts: Sequence[str], step: int) -> dict[str, float | Failure]:
-        """The score of each text of a group; the judge sees the texts in the given order.
-
-        Raises:
-            RagenError: The endpoint refuses to answer, or is gone.
-        """
-        in_group = self._settings.mode == "group" and len(texts) > 0
-        questions = [texts] if in_group else [[text] for text in texts]
-        answers = await together(self._answer(each, step) for each in questions)
-        return {
-            text: score
-            for asked, scores in zip(questions, answers, strict=True)
-            for text, score in zip(asked, scores, strict=True)
-        }
-
-    async def _answer(self, texts: Sequence[str], step: int) -> Sequence[float | Failure]:
+    async def _answer(self, texts: Sequence[str], step: int) -> dict[str, float | Failure]:
+        """The score of each text of a group; the judge sees the texts in the given order."""
+        if not texts:
+            return {}
         messages = question(self._settings, texts)
         key = _hash(self._settings.model, messages)
         if key in self._asked:
@@ -175,11 +150,11 @@ class Judge:
             self._asked[key] = asyncio.create_task(self._find(key, messages, len(texts), step))
         try:
             judgement = await self._asked[key]
-            return read_scores(judgement.text, len(texts))
+            return dict(zip(texts, read_scores(judgement.text, len(texts)), strict=True))
         except (NoCompletion, UnreadableAnswer) as error:
             self._cost.failed += 1
             failure = Failure(f"the judge {self._settings.model} gave no score: {error}")
-            return [failure] * len(texts)
+            return dict.fromkeys(texts, failure)
 
     async def _find(
         self, key: str, messages: tuple[Message, ...], number: int, step: int
@@ -226,11 +201,7 @@ class Judge:
         return Judgement(self.attempt, step, text, read, written)
 
     def metrics(self) -> Metrics:
-        """The cost of the questions since the last call; then a new step begins.
-
-        ``judge/calls``, ``judge/cached`` and ``judge/failed`` are numbers of questions,
-        ``judge/defaulted`` is a number of episodes.
-        """
+        """The cost of the questions since the last call; then a new step begins."""
         counts = asdict(self._cost)
         self._asked.clear()
         self._cost, self.seconds = _Cost(), 0.0
@@ -275,10 +246,9 @@ def episode_text(episode: Episode) -> str:
 
 def question(settings: JudgeConfig, texts: Sequence[str]) -> tuple[Message, ...]:
     """The messages that ask for the scores of texts, which are numbered from 1."""
-    what, rubric = WHAT[settings.mode], settings.rubric
     entries = (f'{{"id": {number}, "turns": {text}}}' for number, text in enumerate(texts, 1))
     return (
-        {"role": "system", "content": INSTRUCTIONS.format(what=what, rubric=rubric)},
+        {"role": "system", "content": INSTRUCTIONS.format(rubric=settings.rubric)},
         {"role": "user", "content": f'{{"episodes": [{", ".join(entries)}]}}'},
     )
 

@@ -66,7 +66,7 @@ def free_action(env: Env, generator: np.random.Generator, name: str) -> str:
     with boundary("random_action"):
         action = env.random_action(generator)
         if action is not None:
-            return answers.text(action, "random_action", "an action", answers.MAX_CHARS)
+            return answers.text(action, "random_action", "an action")
     raise RagenError(
         f"{name} takes free text and has no random player: give it a random_action "
         "(docs/environments.md)"
@@ -75,7 +75,7 @@ def free_action(env: Env, generator: np.random.Generator, name: str) -> str:
 
 def _about(env: Env) -> tuple[tuple[str, ...] | None, str]:
     with boundary("actions"):
-        return answers.action_names(env.actions, "actions", answers.MAX_CHARS), _name_of(env)
+        return answers.action_names(env.actions, "actions"), _name_of(env)
 
 
 def _name_of(env: Env) -> str:
@@ -102,7 +102,7 @@ def solver(
     """
     with boundary("solve"):
         answer = env.solve(turns_left, actions_left, actions_per_turn)
-        actions = answers.action_names(answer, "solve", answers.MAX_CHARS)
+        actions = answers.action_names(answer, "solve")
         name = _name_of(env)
     if actions is None:
         raise RagenError(f"{name} has no solver; {instead}")

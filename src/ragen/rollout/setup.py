@@ -15,7 +15,6 @@ from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
 from ragen.core.types import Turn
 from ragen.core.user_code import Stopwatch
-from ragen.envs.answers import MAX_CHARS
 from ragen.envs.contract import Env, Schema
 from ragen.envs.isolation import Workers
 from ragen.envs.registry import build_env, env_factory
@@ -39,9 +38,9 @@ class Setup:
     only. `tools` are those of the environment. A reply has at most `max_tokens` tokens, prompt and
     reply together at most `max_length`. `format_penalty` is subtracted from the reward of a turn
     whose reply is not valid; `reward_terms` are the weights of the reward terms
-    (`ragen.rollout.reward_terms`). One call of the environment may take `timeout_s` seconds, and
-    its texts may have `max_chars` characters. It runs in the processes of `workers`, or in this
-    process; `env_time` is the time spent in it. `stage` is that of the curriculum, counted from 1;
+    (`ragen.rollout.reward_terms`). One call of the environment may take `timeout_s` seconds. It
+    runs in the processes of `workers`, or in this process; `env_time` is the time spent in it.
+    `stage` is that of the curriculum, counted from 1;
     0 is the full task.
 
     Example:
@@ -70,7 +69,6 @@ class Setup:
     format_penalty: float = 0.1
     reward_terms: Mapping[str, float] = field(default_factory=dict)
     timeout_s: float = 30.0
-    max_chars: int = MAX_CHARS
     workers: Workers | None = None
     stage: int = 0
     env_time: Stopwatch = field(default_factory=Stopwatch, repr=False, compare=False)
@@ -83,7 +81,7 @@ class Setup:
         """
         # A worker process enforces the time limit itself.
         timeout_s = None if self.workers else self.timeout_s
-        return GuardedEnv(self.make, timeout_s, self.env_time, self.max_chars)
+        return GuardedEnv(self.make, timeout_s, self.env_time)
 
     def has_room(self, token_ids: Sequence[int] | None) -> bool:
         """True if a prompt leaves room for a reply."""
@@ -208,7 +206,7 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
     env, prompt = config.env, config.prompt
     workers = None
     if env.isolate:
-        workers = Workers(env.name, env.params, env.timeout_s, env.memory_gb)
+        workers = Workers(env.name, env.params, env.timeout_s)
     make = workers.make if workers else env_factory(env.name, **env.params)
     setup = Setup(
         env=env.name,
@@ -229,7 +227,6 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         format_penalty=config.reward.format_penalty,
         reward_terms=config.reward.terms,
         timeout_s=env.timeout_s,
-        max_chars=env.max_chars,
         workers=workers,
     )
     try:

@@ -346,14 +346,14 @@ async def continue_from(
 async def another_engine(run: Run, path: str | None = None) -> Engine:
     """An engine in place of the run's, which is closed.
 
-    A machine that is away has `AWAY_S` seconds to come back, or `engine.timeout_s` if that is less.
-    Afterwards, the engine uses the machines that are there.
+    A machine that is away has `AWAY_S` seconds to come back. Afterwards, the engine uses the
+    machines that are there.
 
     Raises:
         MachineAway: The user has requested a stop meanwhile.
         RagenError: As `make_engine`.
     """
-    until = time.monotonic() + min(AWAY_S, run.config.engine.timeout_s)
+    until = time.monotonic() + AWAY_S
     while time.monotonic() < until:
         try:
             return make_engine(run.config, path, run.engine)
