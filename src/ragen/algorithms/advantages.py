@@ -37,12 +37,6 @@ def gae(
 
     After the last token V = 0. λ = 1 gives return − value, λ = 0 the TD error. Returns are computed
     before the advantages are whitened.
-
-    Example:
-        >>> rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.8]])
-        >>> arrays = {"rewards_ES": rewards, "values_ES": values, "mask_ES": rewards >= 0}
-        >>> gae(**arrays, gamma=1, gae_lambda=1, whiten=False).advantages_ES
-        tensor([[0.5000, 0.2000]])
     """
     num_episodes, num_tokens = mask_ES.shape
     next_value_E = next_advantage_E = torch.zeros(num_episodes)
@@ -83,14 +77,6 @@ def bi_level_gae(
     with reward 0 counts, too. λ = 1 gives Σ_i γ^(turns from t to i) r_i − V_t; a single turn gives
     `gae` with γ = 1. λ < 1 assumes that a turn's last token decides nothing, as is true of an
     end-of-turn token.
-
-    Example:
-        >>> rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.6, 0.8]])
-        >>> ends = torch.tensor([[False, True, True]])  # a turn of two tokens, a turn of one
-        >>> arrays = {"rewards_ES": rewards, "values_ES": values, "mask_ES": rewards >= 0}
-        >>> constants = {"turn_gamma": 0.5, "gae_lambda": 1, "whiten": False}
-        >>> bi_level_gae(**arrays, turn_ends_ES=ends, **constants).advantages_ES  # .5 · 1 − .5, …
-        tensor([[ 0.0000, -0.1000,  0.2000]])
     """
     num_episodes, num_tokens = mask_ES.shape
     advantages_ES = torch.zeros_like(values_ES)
@@ -132,12 +118,6 @@ def grpo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
 
     R is the sum of the episode's rewards, and the std divides by G − 1. A group whose rewards are
     all equal gives exactly 0. There is no discount.
-
-    Example:
-        >>> rewards, group = torch.tensor([[0.0], [2.0]]), torch.tensor([0, 0])
-        >>> grpo(rewards_ES=rewards, mask_ES=rewards >= 0, group_E=group).advantages_ES  # ∓1 / √2
-        tensor([[-0.7071],
-                [ 0.7071]])
     """
     centred_E, std_E = compare_within(rewards_ES.sum(dim=1), group_E)
     return Credit((centred_E / (std_E + STD_FLOOR))[:, None] * mask_ES)
@@ -150,12 +130,6 @@ def dr_grpo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
 
     Dividing by the std gives a group with one success among many failures the same scale as a
     group with as many successes as failures. Without the division, its smaller spread is kept.
-
-    Example:
-        >>> rewards, group = torch.tensor([[0.0], [2.0]]), torch.tensor([0, 0])
-        >>> dr_grpo(rewards_ES=rewards, mask_ES=rewards >= 0, group_E=group).advantages_ES
-        tensor([[-1.],
-                [ 1.]])
     """
     centred_E, _ = compare_within(rewards_ES.sum(dim=1), group_E)
     return Credit(centred_E[:, None] * mask_ES)
@@ -168,11 +142,6 @@ def rloo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
 
     The baseline is independent of the episode itself, so the gradient is unbiased for every G. The
     gradient of `dr_grpo` is (G − 1) / G of it.
-
-    Example:
-        >>> rewards, group = torch.tensor([[0.0], [1.0], [5.0]]), torch.tensor([0, 0, 0])
-        >>> rloo(rewards_ES=rewards, mask_ES=rewards >= 0, group_E=group).advantages_ES.flatten()
-        tensor([-3.0000, -1.5000,  4.5000])
     """
     centred_E, _ = compare_within(rewards_ES.sum(dim=1), group_E)
     _, rank_E, size_G = torch.unique(group_E, return_inverse=True, return_counts=True)
@@ -187,12 +156,6 @@ def reinforce_pp(*, rewards_ES: Tensor, mask_ES: Tensor, gamma: float) -> Credit
 
     All prompts share one baseline, so the episodes of a hard prompt get low advantages. Rewards
     before a token do not count in its return.
-
-    Example:
-        >>> rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])  # returns 1 1 and 0 0
-        >>> reinforce_pp(rewards_ES=rewards, mask_ES=rewards >= 0, gamma=1.0).advantages_ES
-        tensor([[ 0.8660,  0.8660],
-                [-0.8660, -0.8660]])
     """
     returns_ES = _discounted(rewards_ES, gamma)
     return Credit(whiten_tokens(returns_ES, mask_ES))
@@ -205,12 +168,6 @@ def reinforce_pp_baseline(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tenso
 
     on every token of an episode, with mean and variance over all trained tokens of the batch.
     Unlike in `grpo`, all groups share one scale, so a group of small spread keeps small advantages.
-
-    Example:
-        >>> rewards, group = torch.tensor([[0.0], [2.0], [5.0], [5.0]]), torch.tensor([0, 0, 1, 1])
-        >>> arrays = {"rewards_ES": rewards, "mask_ES": rewards >= 0, "group_E": group}
-        >>> reinforce_pp_baseline(**arrays).advantages_ES.flatten()  # ∓1 0 0 over √(2/3)
-        tensor([-1.2247,  1.2247,  0.0000,  0.0000])
     """
     centred_E, _ = compare_within(rewards_ES.sum(dim=1), group_E)
     return Credit(whiten_tokens(centred_E[:, None] * mask_ES, mask_ES))

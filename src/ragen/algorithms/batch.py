@@ -39,12 +39,6 @@ class Batch:
     the start of the update), `entropies_BT`, `reference_logprobs_BT`, `values_BT`, then
     `rewards_BT`, `advantages_BT` and `returns_BT`. `born_BK` are the fingerprints of all turns of a
     row's episode, −1 beyond the last turn (`exactness.with_fingerprints`).
-
-    Example:
-        >>> row = Sample((1, 8), (False, True), (0.0, -0.5), (-1, 0), (False, True), 0, 0)
-        >>> batch = collate([row])
-        >>> replace(batch, old_logprobs_BT=batch.sampled_logprobs_BT).old_logprobs_BT
-        tensor([[ 0.0000, -0.5000]])
     """
 
     token_ids_BT: Tensor
@@ -82,18 +76,6 @@ def collate(samples: Sequence[Sample], context_weight: float = 0.0) -> Batch:
     `context_weight` is the weight in the loss of tokens that were not sampled (prompts,
     observations): 0 in reinforcement learning, more for the auxiliary language-model loss of the
     embedded models.
-
-    Example:
-        >>> off, on = False, True
-        >>> end = (off, off, on)
-        >>> long = Sample((1, 2, 8), end, (0, 0, -0.5), (-1, -1, 0), end, 0, 0)
-        >>> short = Sample((1, 9), (off, on), (0, -0.1), (-1, 0), (off, on), 1, 0)
-        >>> collate([long, short]).token_ids_BT
-        tensor([[1, 2, 8],
-                [1, 9, 0]])
-        >>> collate([long, short], context_weight=0.5).weight_BT
-        tensor([[0.0000, 0.5000, 1.0000],
-                [0.0000, 1.0000, 0.0000]])
     """
     assert samples, "a batch has at least one sample"
     lengths_B = torch.tensor([len(sample.token_ids) for sample in samples])
@@ -147,14 +129,6 @@ def episode_index(batch: Batch) -> EpisodeIndex:
 
     Time is (turn, position). All tokens of a turn are in one row, so the order of the rows does not
     matter.
-
-    Example:
-        >>> off, on = False, True
-        >>> first = Sample((1, 8, 9), (off, on, on), (0,) * 3, (-1, 0, 0), (off, off, on), 0, 0)
-        >>> second = Sample((1, 7), (off, on), (0,) * 2, (-1, 1), (off, on), 0, 0)
-        >>> batch = collate([first, second])
-        >>> to_episodes(batch.token_ids_BT, episode_index(batch))
-        tensor([[8, 9, 7]])
     """
     episode_E, rank_B = torch.unique(batch.episode_B, return_inverse=True)
     group_E = torch.zeros_like(episode_E).scatter_(0, rank_B, batch.group_B)
@@ -222,12 +196,6 @@ def minibatches(batch: Batch, minibatch_episodes: int, epochs: int, seed: int) -
 
     An epoch has `num_minibatches` over freshly shuffled episodes, and their sizes differ by one at
     most. So no episode is copied, cut or dropped, whatever the filter kept.
-
-    Example:
-        >>> row = Sample((1, 8), (False, True), (0.0, 0.0), (-1, 0), (False, True), 0, 0)
-        >>> batch = replace(collate([row] * 5), episode_B=torch.arange(5))
-        >>> [part.num_rows for part in minibatches(batch, minibatch_episodes=3, epochs=2, seed=0)]
-        [3, 2, 3, 2]
     """
     episode_E = torch.unique(batch.episode_B)
     num_parts = num_minibatches(len(episode_E), minibatch_episodes)
@@ -258,14 +226,6 @@ def row_splits(
     With `by_group` rows are sorted by group first, and rows of any lengths share a rectangle. This
     is for a model that computes the common prompt of a group once and skips padding. With
     `whole_episodes` the rows of an episode stay together, for a loss that needs all of it.
-
-    Example:
-        >>> row = Sample((1,) * 5, (False,) * 5, (0.0,) * 5, (-1,) * 5, (False,) * 5, 0, 0)
-        >>> batch = replace(collate([row] * 4), lengths_B=torch.tensor([8, 3, 9, 3]))
-        >>> row_splits(batch, max_tokens=18)
-        [tensor([2, 0]), tensor([1, 3])]
-        >>> row_splits(batch, max_tokens=36), row_splits(batch, max_tokens=36, by_group=True)
-        ([tensor([2, 0]), tensor([1, 3])], [tensor([2, 0, 1, 3])])
     """
     order_B = torch.argsort(batch.lengths_B, descending=True, stable=True)
     if by_group:
@@ -290,14 +250,7 @@ def row_splits(
 
 
 def padding(batches: Sequence[Batch]) -> Metrics:
-    """The share of the batches' positions that is padding, as ``update/padding_fraction``.
-
-    Example:
-        >>> row = Sample((1, 8), (False, True), (0.0, 0.0), (-1, 0), (False, True), 0, 0)
-        >>> batch = replace(collate([row] * 2), lengths_B=torch.tensor([2, 1]))
-        >>> padding([batch])["update/padding_fraction"].value
-        0.25
-    """
+    """The share of the batches' positions that is padding, as ``update/padding_fraction``."""
     positions = sum(batch.token_ids_BT.numel() for batch in batches)
     tokens = sum(int(batch.lengths_B.sum()) for batch in batches)
     return {"update/padding_fraction": mean(1 - tokens / positions, positions)}
@@ -331,14 +284,7 @@ class TokenFields:
 
 
 def flatten(batch: Batch) -> TokenFields:
-    """The fields at the positions of weight above 0, row by row.
-
-    Example:
-        >>> mask = (False, True, False, True)
-        >>> row = Sample((1, 8, 2, 9), mask, (0.0, -0.5, 0.0, -0.1), (-1, 0, -1, 1), mask, 4, 0)
-        >>> flatten(collate([row])).token_ids_N
-        tensor([8, 9])
-    """
+    """The fields at the positions of weight above 0, row by row."""
     weighted_BT = batch.weight_BT > 0
 
     names = ("old_logprobs", "reference_logprobs", "values", "advantages", "returns")

@@ -181,9 +181,5 @@ def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, coefficient: float)
     reference). It is negative on tokens that are more likely under the policy than under the
     reference. The logprobs, in nats and of any shape, are those of the policy that sampled (the old
     ones); β ≥ 0 is the `coefficient`.
-
-    Example:
-        >>> kl_penalty(torch.tensor([-1.0]), torch.tensor([-3.0]), 0.5)  # −.5 · (−1 + 3)
-        tensor([-1.])
     """
     return coefficient * (reference_logprobs - logprobs)

@@ -83,10 +83,6 @@ def whiten_tokens(field_ES: Tensor, mask_ES: Tensor, magnitude: float = 1.0) -> 
     0 as well, since a division by their deviation would turn rounding errors into signal. Rounding
     is a difference of at most 4 √S ε max(1, |x|, `magnitude`), as in sums of S terms; `magnitude`
     is the largest size of a term that cancelled.
-
-    Example:
-        >>> whiten_tokens(torch.tensor([[1.0, 3.0, 7.0]]), torch.tensor([[True, True, False]]))
-        tensor([[-0.7071,  0.7071,  0.0000]])
     """
     tokens_N = field_ES[mask_ES]
     if len(tokens_N) < 2:

@@ -97,10 +97,6 @@ def keep_top_k(scores: Sequence[float], value: float, num_groups: int) -> list[i
 
     A `value` above 1 is the number of groups to keep. Up to 1 it is their share of the step's
     groups; the number is rounded, and at least 1.
-
-    Example:
-        >>> keep_top_k([0.1, 0.5, 0.0, 0.5], 0.25, 4), keep_top_k([0.1, 0.5, 0.0, 0.5], 3, 4)
-        ([1], [1, 3, 0])
     """
     count = round(value) if value > 1 else max(1, round(value * num_groups))
     return _ranking(scores)[:count]
@@ -113,10 +109,6 @@ def keep_top_p(scores: Sequence[float], value: float, num_groups: int) -> list[i
 
     Raises:
         ValueError: A score is negative, so its share of the sum is undefined.
-
-    Example:
-        >>> keep_top_p([0.1, 0.5, 0.0, 0.4], 0.6, 4)  # .5 is below .6, .5 + .4 is not
-        [1, 3]
     """
     if min(scores) < 0:
         raise ValueError('top_p needs scores of 0 or more: use filter.rule = "top_k"')
@@ -177,10 +169,6 @@ def group_weights(groups: Sequence[Group], rule: str) -> list[float] | None:
     Every policy loss but `nll` is proportional to the advantage, so a factor on the advantage is a
     factor on the loss. The entropy bonus, a KL term in the loss and the critic's loss are not
     weighted.
-
-    Example:
-        >>> group_weights([], "reweight"), group_weights([], "top_k")
-        ([], None)
     """
     if rule != "reweight":
         return None

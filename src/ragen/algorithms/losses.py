@@ -112,15 +112,6 @@ def ppo_clip(
     arXiv:1707.06347, arXiv:1912.09729. At r = 1 the gradient is REINFORCE's, −A ∇logprob. ε₋ is
     `clip_low`, ε₊ is `clip_high`. `dual_clip` is c > 1, which bounds the loss where A < 0 and r is
     large; 0 sets no bound.
-
-    Example:
-        >>> one = torch.ones(1)
-        >>> ids, on = one.long(), one.bool()
-        >>> tokens = TokenFields(ids, on, one, ids, 0 * one, 0 * one, advantages_N=one)
-        >>> logprobs = torch.log(torch.tensor([1.5]))
-        >>> loss = ppo_clip(logprobs, tokens, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
-        >>> round(loss.value.item(), 4), loss.metrics["clip/fraction"].value
-        (-1.28, tensor(1.))
     """
     old_N, advantages_N = _trained(tokens)
     ratio_N = ratio(logprobs_N - old_N)
@@ -155,14 +146,6 @@ def gspo(
     The ratio of an episode stays much closer to 1 than that of a token: the paper uses ε₋ = 3e-4
     and ε₊ = 4e-4. ε₋ is `clip_low`, ε₊ is `clip_high`. The tokens are those of whole episodes;
     `episode_N` is the episode of each.
-
-    Example:
-        >>> one = torch.ones(2)
-        >>> ids, on = one.long(), one.bool()
-        >>> tokens = TokenFields(ids, on, one / 2, ids, 0 * one, 0 * one, advantages_N=one)
-        >>> logprobs = torch.log(torch.tensor([2.0, 0.5]))  # their mean is 0, so s = 1
-        >>> gspo(logprobs, tokens, episode_N=tokens.episode_N, clip_low=3e-4, clip_high=4e-4).value
-        tensor(-1.)
     """
     old_N, advantages_N = _trained(tokens)
     with torch.no_grad():
@@ -186,15 +169,6 @@ def cispo(logprobs_N: Tensor, tokens: TokenFields, *, clip_low: float, clip_high
     PPO's clip removes the gradient of tokens whose ratio has moved, rare tokens first. Here every
     token keeps its gradient, with a bounded weight. The paper sets no lower bound (ε₋ = 1) and
     tunes ε₊. At r = 1 the gradient is REINFORCE's. ε₋ is `clip_low`, ε₊ is `clip_high`.
-
-    Example:
-        >>> one = torch.ones(1)
-        >>> ids, on = one.long(), one.bool()
-        >>> tokens = TokenFields(ids, on, one, ids, 0 * one, -2 * one, advantages_N=one)
-        >>> logprobs = torch.tensor([-1.0], requires_grad=True)  # r = e, clipped to 1.28
-        >>> cispo(logprobs, tokens, clip_low=1.0, clip_high=0.28).value.backward()
-        >>> logprobs.grad
-        tensor([-1.2800])
     """
     old_N, advantages_N = _trained(tokens)
     ratio_N = ratio(logprobs_N - old_N).detach()
@@ -262,14 +236,6 @@ def correct_for_sampler(tokens: TokenFields, cap: float) -> tuple[TokenFields, M
     engine), its tokens come from a slightly different policy, and this weight corrects their
     frequencies up to the cap. Every policy loss is proportional to A, so a weight on A is a weight
     on the token's term. If the sampled logprobs are used as old ones, all weights are exactly 1.
-
-    Example:
-        >>> one = torch.ones(2)
-        >>> ids, on, old = one.long(), one.bool(), torch.log(torch.tensor([0.3, 0.6]))
-        >>> sampled = torch.log(torch.tensor([0.1, 0.5]))  # sampled 3 and 1.2 times too rarely
-        >>> tokens = TokenFields(ids, on, one, ids, sampled, old, advantages_N=one)
-        >>> correct_for_sampler(tokens, cap=2.0)[0].advantages_N
-        tensor([2.0000, 1.2000])
     """
     old_N, advantages_N = _trained(tokens)
     exact_N = ratio(old_N - tokens.sampled_logprobs_N)
@@ -325,10 +291,6 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """eˣ − 1 − x with x = reference logprob − logprob: unbiased, never negative (Schulman 2020).
 
     x is limited to ±`LARGEST_LOG_RATIO`, so that the value and its gradient are finite.
-
-    Example:
-        >>> k3(torch.tensor([-1.0]), torch.tensor([-2.0]))  # e⁻¹ − 1 + 1
-        tensor([0.3679])
     """
     x = (reference_logprobs - logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return torch.expm1(x) - x
@@ -413,10 +375,6 @@ def read(
     """Metrics whose numbers are on the host, and the numbers of other scalars of the same device.
 
     All are copied from the device at once, which is the only wait for it.
-
-    Example:
-        >>> read([{"ratio/max": Measured(torch.ones(()), kind="max")}], torch.tensor(0.5))
-        ([{'ratio/max': Metric(value=1.0, weight=1.0, kind='max')}], [0.5])
     """
     metrics = [metric for part in parts for metric in part.values()]
     fields = (field for each in metrics for field in (each.value, each.weight))

@@ -38,14 +38,7 @@ def to_samples(groups: Iterable[Group]) -> tuple[list[Sample], list[Episode]]:
 
 
 def join(exchanges: Iterable[Exchange], episode: int, group: int) -> list[Sample]:
-    """The samples of one episode, from the prompts and completions of its turns.
-
-    Example:
-        >>> reply = Completion((8, 2), (-0.5, -0.1), "", "stop", 0)
-        >>> first, second = (Prompt((), ids, 0, 8, 1.0, 0) for ids in ((1,), (1, 8, 2, 3)))
-        >>> [sample.token_ids for sample in join([(first, reply), (second, reply)], 0, 0)]
-        [(1, 8, 2, 3, 8, 2)]
-    """
+    """The samples of one episode, from the prompts and completions of its turns."""
     samples, empty = list[Sample](), Sample((), (), (), (), (), episode, group)
     for number, (prompt, completion) in enumerate(exchanges):
         ids, sampled, logprobs = prompt.token_ids, completion.token_ids, completion.logprobs

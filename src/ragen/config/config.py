@@ -16,10 +16,6 @@ class Config(Sections):
 
     Raises:
         ValueError: Two settings exclude each other; one line with the remedy.
-
-    Example:
-        >>> Config().rollout.group_size
-        16
     """
 
     @property

@@ -160,12 +160,7 @@ def mixed_in(values: Flat) -> list[str]:
 
 
 def unread(config: Config) -> list[str]:
-    """The keys that the config's algorithm never reads.
-
-    Example:
-        >>> "advantage.gae_lambda" in unread(resolve(None, {"algorithm": "starpo/grpo"}))
-        True
-    """
+    """The keys that the config's algorithm never reads."""
     return [key for key, use in READ_WITH.items() if not use.holds(config)]
 
 

@@ -10,12 +10,7 @@ HARMLESS = "\n\t\u200c\u200d"
 
 
 class RagenError(ValueError):
-    """A user's mistake or a machine's limit, in one line with the remedy; commands exit with 2.
-
-    Example:
-        >>> str(RagenError("unknown environment 'banditt'; did you mean 'bandit'?"))
-        "unknown environment 'banditt'; did you mean 'bandit'?"
-    """
+    """A user's mistake or a machine's limit, in one line with the remedy; commands exit with 2."""
 
     exit_code = 2
 
@@ -41,10 +36,6 @@ class NotFiniteError(RagenError):
     """A model computed a number that is NaN or infinite: its weights do not work.
 
     `of_critic` says that the model is the critic.
-
-    Example:
-        >>> str(NotFiniteError("the logits of base")).partition(":")[0]
-        'the logits of base are not finite'
     """
 
     def __init__(self, numbers: str, of_critic: bool = False) -> None:
@@ -71,10 +62,6 @@ class EngineLost(RagenError):
 
     `details` is all that is known of the loss, which may be many lines, and `process` the name of
     the process, if it is known.
-
-    Example:
-        >>> str(EngineLost("learner 1 of 2 was killed"))
-        'learner 1 of 2 was killed'
     """
 
     def __init__(self, text: str, details: str = "", process: str = "") -> None:

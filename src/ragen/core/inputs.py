@@ -68,10 +68,6 @@ def call(function: Callable[..., T], *arguments: Any, inputs: Mapping[str, Any])
 
     Raises:
         ValueError: The function names an input that does not exist.
-
-    Example:
-        >>> call(lambda x, *, scale: x * scale, 3, inputs={"scale": 2, "shift": 1})
-        6
     """
     named = inputs_of(function, inputs, len(arguments))
     return function(*arguments, **{name: inputs[name] for name in named})

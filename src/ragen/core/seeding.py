@@ -23,12 +23,6 @@ def derive(run_seed: int, *path: int | str) -> int:
 
     Returns:
         An integer in [0, 2⁶³): BLAKE2b of seed and path. Different paths give independent seeds.
-
-    Example:
-        >>> derive(0, "noise", 1, 2, 3) == derive(0, "noise", 1, 2, 3)
-        True
-        >>> derive(0, "noise", 12, 3) == derive(0, "noise", 1, 23)
-        False
     """
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in (run_seed, *path))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -38,10 +32,6 @@ def train_level(number: int, num_levels: int = 0) -> int:
     """Level seed of the `number`-th training group of a run, from 0.
 
     The groups take turns on `num_levels` levels; 0 gives each group its own level.
-
-    Example:
-        >>> train_level(19), train_level(19, num_levels=8)
-        (10019, 10003)
     """
     return TRAIN_LEVELS + (number % num_levels if num_levels else number)
 
@@ -51,9 +41,5 @@ def refill_level(step: int, index: int, num_groups: int) -> int:
 
     These levels have their own range, so a step's first groups are the same with and without
     refilling. A step replaces at most `MAX_REFILLS` times its number of groups.
-
-    Example:
-        >>> refill_level(2, 3, 8) - 2**30  # 2 · 3 · 8 + 3
-        51
     """
     return REFILL_LEVELS + step * MAX_REFILLS * num_groups + index

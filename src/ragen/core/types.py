@@ -45,12 +45,6 @@ class Prompt:
     which is never sampled or trained. `seed` determines the completion's random numbers.
     `turns_dropped` is the number of earlier turns that the prompt omits for lack of room, although
     the context window includes them.
-
-    Example:
-        >>> question = {"role": "user", "content": "a0 P a1 G"}
-        >>> prompt = Prompt((question,), (3, 10, 11, 12, 13, 4, 5), 1, 64, 1.0, 7)
-        >>> prompt.token_ids[-prompt.num_prefill :]
-        (5,)
     """
 
     messages: tuple[Message, ...]
@@ -64,12 +58,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """A server's token counts for one completion, including tokens of a hidden thought.
-
-    Example:
-        >>> Usage(120, 30).prompt_tokens
-        120
-    """
+    """A server's token counts for one completion, including tokens of a hidden thought."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -86,10 +75,6 @@ class Completion:
     ids and logprobs at sampling (`ragen.rollout.policies.fingerprint`), ``None`` without ids. The
     learner compares it with the hash of its batch (`ragen.engines.exactness`). `usage` is the count
     of a server that gives no ids.
-
-    Example:
-        >>> Completion((8, 9, 2), (-0.1, -0.7, -0.01), "Right</think>", "stop", 3).finish_reason
-        'stop'
     """
 
     token_ids: tuple[int, ...] | None
@@ -117,13 +102,6 @@ class Turn:
     `results` are what the calls of tools in the reply returned, one for each of `actions_asked`;
     ``None`` where it calls none. `completion_s` are the seconds from the prompt to its completion,
     with the wait for a free slot or server; ``None`` for players, which are no model.
-
-    Example:
-        >>> p = Prompt((), (1, 2), 0, 8, 1.0, 0)
-        >>> c = Completion((5, 6), (-0.1, -0.2), "go</think><answer>Up</answer>", "stop", 0)
-        >>> turn = Turn("P _", p, c, "go", (0, 1), ("Up",), ("Up",), 1.0, 0.0, True, "P _")
-        >>> turn.reward + turn.penalty
-        1.0
     """
 
     observation: str
@@ -153,12 +131,6 @@ class Episode:
     value. Failed episodes are not trained on. `error` is the traceback of a failed environment, or
     the last error of a server. `final_observation` and `final_picture` follow the last action, and
     are ``None`` if the environment failed.
-
-    Example:
-        >>> ends = {"terminated": False, "truncated": True, "success": False}
-        >>> lost = Episode("x", 10000, 17, 0, 3, (), "error", **ends, error="KeyError: 1")
-        >>> lost.total_reward, lost.failed
-        (0.0, True)
     """
 
     env: str
@@ -188,13 +160,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The episodes of one prompt: the same environment and level, sampled several times.
-
-    Example:
-        >>> e = Episode("bandit", 10000, 17, 0, 0, (), "failed", True, False, False)
-        >>> len(Group((e, e)).episodes)
-        2
-    """
+    """The episodes of one prompt: the same environment and level, sampled several times."""
 
     episodes: tuple[Episode, ...]
 
@@ -211,12 +177,6 @@ class Sample:
     `loss_mask` is true exactly on sampled tokens; `sampled_logprobs` is 0 elsewhere. `turn_index`
     is the turn of a sampled token, and −1 elsewhere. `turn_ends` marks the last sampled token of
     each turn. `episode` and `group` are indices into the step's episodes and groups.
-
-    Example:
-        >>> mask, ends = (False, False, True, True), (False, False, False, True)
-        >>> s = Sample((1, 2, 8, 9), mask, (0.0, 0.0, -0.5, -0.1), (-1, -1, 0, 0), ends, 0, 0)
-        >>> [token for token, sampled in zip(s.token_ids, s.loss_mask, strict=True) if sampled]
-        [8, 9]
     """
 
     token_ids: tuple[int, ...]

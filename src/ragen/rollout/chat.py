@@ -68,11 +68,6 @@ class Chat:
         opening: The start of a thought that the template's own generation prompt writes
             (``<think>\n``), or nothing. It counts as pre-filled. An empty thought that the template
             writes where none is asked for is part of the prompt.
-
-    Example:
-        With ChatML, after a sampled reply that ends with its ``<|im_end|>``, and for the user
-        message ``P G``, `extend` appends the tokens of
-        ``\n<|im_start|>user\nP G<|im_end|>\n<|im_start|>assistant\n``.
     """
 
     def __init__(

@@ -81,10 +81,6 @@ class Server:
     Raises:
         RagenError: The address is invalid or has a password, a number is out of range, or the named
             variable is not set or cannot be a key.
-
-    Example:
-        >>> Server("http://localhost:8000/v1/").url
-        'http://localhost:8000/v1/chat/completions'
     """
 
     base_url: str
@@ -384,22 +380,13 @@ def backoff(number: int, chance: float) -> float:
 
     min(longest, first · 2^number) · (½ + ½ · chance), where the chance from 0 to 1 spreads requests
     that failed together (Brooker, AWS Architecture Blog, 2015).
-
-    Example:
-        >>> [backoff(number, 1.0) for number in (0, 1, 2, 20)], backoff(0, 0.0)
-        ([0.5, 1.0, 2.0, 60.0], 0.25)
     """
     longest = min(LONGEST_WAIT_S, math.ldexp(FIRST_WAIT_S, number))
     return longest * (0.5 + 0.5 * chance)
 
 
 def retry_after(header: str, now: float) -> float:
-    """Seconds of a ``Retry-After`` header, a number or a date (RFC 9110, 10.2.3); 0 if invalid.
-
-    Example:
-        >>> retry_after("7", 0.0), retry_after("Thu, 01 Jan 1970 00:01:00 GMT", 50.0)
-        (7.0, 10.0)
-    """
+    """Seconds of a ``Retry-After`` header, a number or a date (RFC 9110, 10.2.3); 0 if invalid."""
     try:
         seconds = float(header)
     except ValueError:

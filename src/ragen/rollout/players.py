@@ -27,11 +27,6 @@ def random_player(seed: int) -> Player:
 
     Where the environment takes free text, its `Env.random_action` writes one action. Without that
     the player raises `RagenError`.
-
-    Example:
-        >>> from ragen.envs.registry import make
-        >>> len(random_player(0)(make("sokoban"), 5, 10, 5))
-        5
     """
     generator = np.random.Generator(np.random.PCG64(seed))
 
@@ -94,11 +89,6 @@ def solver(
     Raises:
         RagenError: The environment has no solver; `instead` is the remedy in the message.
         UserCodeError: Its solver fails.
-
-    Example:
-        >>> from ragen.envs.registry import make
-        >>> solver(make("bandit"), 1, 1, 1)
-        ['Dragon']
     """
     with boundary("solve"):
         answer = env.solve(turns_left, actions_left, actions_per_turn)
@@ -144,10 +134,6 @@ def read_actions(line: str, names: tuple[str, ...], limit: int) -> list[str]:
 
     Raises:
         ValueError: There are none or too many, or a word is a prefix of no name or of several.
-
-    Example:
-        >>> read_actions("u r", ("Up", "Down", "Left", "Right"), 5)
-        ['Up', 'Right']
     """
     whole = [name for name in names if name.lower() == line.strip().lower()]
     if whole:

@@ -54,12 +54,6 @@ class ScriptedPolicy:
     `encode` turns a reply into token ids, its end-of-turn token included. Without it completions
     have text only, like those of a chat endpoint. A reply comes after the prompt's prefill. Its
     probability is 1, so its logprobs are 0.
-
-    Example:
-        >>> import asyncio
-        >>> policy = ScriptedPolicy(["go</think><answer>Up</answer>"])
-        >>> asyncio.run(policy.complete(Prompt((), None, 0, 8, 1.0, 0))).text
-        'go</think><answer>Up</answer>'
     """
 
     def __init__(
@@ -92,11 +86,6 @@ def fingerprint(token_ids: ArrayLike, logprobs: ArrayLike) -> int:
 
     Every policy that gives ids adds this hash to its completions when it samples them. Ids are
     hashed as 64 bits, logprobs as float32, their precision in a batch.
-
-    Example:
-        >>> one = fingerprint((8, 9), (-0.5, -0.25))
-        >>> one == fingerprint([8, 9], [-0.5, -0.25]), one == fingerprint((9, 8), (-0.5, -0.25))
-        (True, False)
     """
     ids, floats = np.asarray(token_ids, dtype="<i8"), np.asarray(logprobs, dtype="<f4")
     assert ids.shape == floats.shape, "every sampled token has one logprob"

@@ -19,12 +19,7 @@ SUMMARY = "Your earlier turns in short:"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The budgets left before a turn, this turn included, and the turn's number from 1.
-
-    Example:
-        >>> Limits(turn=2, turns_left=4, actions_left=8, actions_per_turn=5)
-        Limits(turn=2, turns_left=4, actions_left=8, actions_per_turn=5)
-    """
+    """The budgets left before a turn, this turn included, and the turn's number from 1."""
 
     turn: int
     turns_left: int
@@ -33,12 +28,7 @@ class Limits:
 
 
 def prefill(think: bool) -> str:
-    """The start of a reply that is given to the policy instead of sampled.
-
-    Example:
-        >>> prefill(think=True), prefill(think=False)
-        ('<think>', '<answer>')
-    """
+    """The start of a reply that is given to the policy instead of sampled."""
     return "<think>" if think else "<answer>"
 
 

@@ -42,12 +42,6 @@ class Setup:
     runs in the processes of `workers`, or in this process; `env_time` is the time spent in it.
     `stage` is that of the curriculum, counted from 1;
     0 is the full task.
-
-    Example:
-        >>> from ragen.envs.bandit import Bandit
-        >>> setup = Setup("bandit", Bandit, turns=1, actions_per_turn=1, actions=1)
-        >>> setup.prefill
-        '<think>'
     """
 
     env: str
@@ -275,12 +269,6 @@ class EpisodeSpec:
 
     `path` begins with the run's seed. The seeds of the episode are derived only from `path`,
     `group` and `member`, so one episode can be played again by itself.
-
-    Example:
-        >>> first = EpisodeSpec(10000, 0, 3, (0, "train", 0))
-        >>> second = EpisodeSpec(10000, 0, 5, (0, "train", 0))
-        >>> first.noise_seed == second.noise_seed
-        False
     """
 
     level_seed: int

@@ -45,24 +45,12 @@ def update_stage(run: Run, played: Played) -> Metrics:
 
 
 def count_success(state: LoopState, success: float) -> float:
-    """Add the success of a step to those of its stage; returns the mean of the last `STEPS`.
-
-    Example:
-        >>> state = LoopState(stage_success=[0.5])
-        >>> count_success(state, 1.0), state.stage_success
-        (0.75, [0.5, 1.0])
-    """
+    """Add the success of a step to those of its stage; returns the mean of the last `STEPS`."""
     state.stage_success = [*state.stage_success, success][-STEPS:]
     return fmean(state.stage_success)
 
 
 def advances(state: LoopState, success: float, num_stages: int) -> bool:
-    """True if the stage has lasted `STEPS` steps and their mean success is enough.
-
-    Example:
-        >>> state = LoopState(stage_success=[0.75] * STEPS)
-        >>> advances(state, 0.75, num_stages=2), advances(state, 0.76, 2), advances(state, 0.7, 1)
-        (True, False, False)
-    """
+    """True if the stage has lasted `STEPS` steps and their mean success is enough."""
     is_full = len(state.stage_success) == STEPS
     return state.stage < num_stages and is_full and fmean(state.stage_success) >= success

@@ -42,10 +42,6 @@ def share_out(shares: Mapping[str, float], counts: Mapping[str, int], num_groups
         shares: Weights above 0 by environment.
         counts: Groups so far by environment.
         num_groups: Groups of the step.
-
-    Example:
-        >>> share_out({"a": 2, "b": 1}, {}, 3), share_out({"a": 1, "b": 1}, {"a": 1}, 3)
-        (['a', 'a', 'b'], ['a', 'b', 'b'])
     """
     whole, played = sum(shares.values()), Counter(counts)
     chosen: Counter[str] = Counter()

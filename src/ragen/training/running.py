@@ -48,12 +48,6 @@ class Result:
     `evaluations` has the keys ``before``, ``after``, ``before_greedy`` and ``after_greedy``; it is
     empty where ``eval.episodes`` is 0. `seconds` is the time that the steps took, without start-up
     and evaluations.
-
-    Example:
-        >>> result = Result(Path("runs/bandit-1"), "bandit", 12.5, {})
-        >>> result.after
-        Traceback (most recent call last):
-        ragen.core.errors.RagenError: runs/bandit-1 was not evaluated: set eval.episodes above 0
     """
 
     run: Path
@@ -97,10 +91,6 @@ class LoopState:
         stage: Curriculum stage, from 1.
         stage_success: Success of the stage's last steps.
         groups: Groups so far by environment, without those of refilling.
-
-    Example:
-        >>> LoopState(step=3, updates=6).updates
-        6
     """
 
     step: int = 0
@@ -119,13 +109,7 @@ class LoopState:
     groups: dict[str, int] = field(default_factory=dict)
 
     def counts(self, attempt: int, step: int) -> bool:
-        """True if a row still counts: no later attempt began before it.
-
-        Example:
-            >>> state = LoopState(attempt=2, begins=[0, 4, 6])
-            >>> state.counts(0, 4), state.counts(0, 5), state.counts(1, 6), state.counts(1, 7)
-            (True, False, True, False)
-        """
+        """True if a row still counts: no later attempt began before it."""
         return all(step <= began for began in self.begins[attempt + 1 :])
 
 
