@@ -266,3 +266,8 @@ def pick(generator: np.random.Generator, items: Sequence[Item]) -> Item:
     bits the same across versions.
     """
     return items[int(generator.random() * len(items))]
+
+
+def shuffled(generator: np.random.Generator, items: Sequence[Item]) -> list[Item]:
+    """The items in random order, by one draw for each."""
+    return sorted(items, key=lambda _: generator.random())

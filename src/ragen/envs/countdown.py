@@ -285,6 +285,7 @@ class Countdown(Env):
     goal = "Countdown"
     actions_per_turn = 1
     prompt_style = "paper"
+    actions = None
 
     @validate_call(config={"strict": True})
     def __init__(
@@ -311,10 +312,6 @@ class Countdown(Env):
             f"brackets. Fractions on the way are fine. You have {tries}.\n"
             "An action is the expression alone, such as (3 + 25) * 7, without an equals sign."
         )
-
-    @property
-    def actions(self) -> None:
-        return None
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         self._level = generate(fresh_seed() if seed is None else seed, *self._sizes)

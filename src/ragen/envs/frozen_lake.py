@@ -261,6 +261,7 @@ class FrozenLake(GridEnv):
     goal = "FrozenLake"
     marks = MappingProxyType({"Player": "PX√", "Goal": "G√", "Holes": "OX"})
     letters = "PGO"
+    actions = ACTIONS
 
     @validate_call(config={"strict": True})
     def __init__(
@@ -291,10 +292,6 @@ class FrozenLake(GridEnv):
             "The meaning of each symbol in the state is: P player, _ frozen, O hole, G goal, "
             f"X player in hole, √ player on goal. {format_note(self.observation)}"
         )
-
-    @property
-    def actions(self) -> tuple[str, ...]:
-        return ACTIONS
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         seed = fresh_seed() if seed is None else seed

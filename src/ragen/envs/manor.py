@@ -7,7 +7,6 @@ success of random play is computed exactly.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise, permutations
@@ -21,13 +20,13 @@ from ragen.envs.contract import (
     Baselines,
     Env,
     Info,
-    Item,
     Options,
     Probability,
     State,
     fresh_seed,
     generators,
     pick,
+    shuffled,
 )
 
 COMPASS = {"north": (-1, 0), "east": (0, 1), "south": (1, 0), "west": (0, -1)}
@@ -173,13 +172,13 @@ def generate(seed: int, rooms: int, levers: int, keys: int, delay: int) -> House
     """
     level, _ = generators(seed, None)
     for _ in range(1000):
-        vault, *places = _shuffled(level, range(1, rooms))
+        vault, *places = shuffled(level, range(1, rooms))
         house = House(
-            rooms=("hall", *_shuffled(level, ROOMS)[: rooms - 1]),
+            rooms=("hall", *shuffled(level, ROOMS)[: rooms - 1]),
             doors=_floor_plan(level, rooms),
             levers=tuple(places[:levers]),
             vault=vault,
-            keys=tuple(_shuffled(level, METALS)[:keys]),
+            keys=tuple(shuffled(level, METALS)[:keys]),
             right=pick(level, range(keys)),
         )
         if delay <= _turns_after_the_key(house) <= delay + SLACK // 2:
@@ -211,10 +210,6 @@ def _steps_from(house: House, start: int) -> dict[int, int]:
                 steps[other] = steps[room] + 1
                 frontier.append(other)
     return steps
-
-
-def _shuffled(generator: np.random.Generator, items: Sequence[Item]) -> list[Item]:
-    return sorted(items, key=lambda _: generator.random())
 
 
 def _floor_plan(level: np.random.Generator, rooms: int) -> tuple[tuple[int, ...], ...]:

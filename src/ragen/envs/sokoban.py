@@ -295,6 +295,7 @@ class Sokoban(GridEnv):
     goal = "Sokoban"
     letters = "PXO"  # demonstrations use these, whatever the symbols of the map are
     border = 1
+    actions = ACTIONS
 
     @validate_call(config={"strict": True})
     def __init__(
@@ -333,10 +334,6 @@ class Sokoban(GridEnv):
             f"{s.target} target, {s.box_on_target} box on target, {s.box} box, {s.player} player, "
             f"{s.player_on_target} player on target. {format_note(self.observation)}"
         )
-
-    @property
-    def actions(self) -> tuple[str, ...]:
-        return ACTIONS
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         seed = fresh_seed() if seed is None else seed

@@ -25,6 +25,7 @@ from ragen.envs.contract import (
     fresh_seed,
     generators,
     pick,
+    shuffled,
 )
 
 BLANK = "."
@@ -78,7 +79,7 @@ def solutions(
         rest = [each for each in blanks if each != cell]
         possible = free(cell)
         digits = [digit for digit in range(1, size + 1) if possible >> digit & 1]
-        for digit in digits if generator is None else _shuffled(digits, generator):
+        for digit in digits if generator is None else shuffled(generator, digits):
             cells[cell] = digit
             for unit in units[cell]:
                 used[unit] ^= 1 << digit
@@ -100,10 +101,6 @@ def _units(size: int) -> list[tuple[int, int, int]]:
     ]
 
 
-def _shuffled(items: Sequence[int], generator: np.random.Generator) -> list[int]:
-    return sorted(items, key=lambda _: generator.random())
-
-
 @lru_cache(maxsize=1024)
 def generate(seed: int, size: int, blanks: int) -> Level:
     """The level of a seed: a random full board, and cells removed while its solution is unique.
@@ -115,7 +112,7 @@ def generate(seed: int, size: int, blanks: int) -> Level:
     for _ in range(100):
         solution = next(solutions([0] * size**2, size, level))
         cells, left = list(solution), blanks
-        for cell in _shuffled(range(size**2), level):
+        for cell in shuffled(level, range(size**2)):
             if not left:
                 break
             cells[cell] = 0
@@ -169,6 +166,7 @@ class Sudoku(Env):
     goal = "Sudoku"
     actions_per_turn = 1
     prompt_style = "paper"
+    actions = None
 
     @validate_call(config={"strict": True})
     def __init__(self, size: Literal[4, 9] = 4, blanks: Annotated[int, Field(ge=1)] = 6) -> None:
@@ -193,10 +191,6 @@ class Sudoku(Env):
             "into row 1, column 2. It may also be several moves with ; between them. They are "
             "carried out in order, up to the first that is wrong."
         )
-
-    @property
-    def actions(self) -> None:
-        return None
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         seed = fresh_seed() if seed is None else seed
@@ -254,7 +248,7 @@ class Sudoku(Env):
         """A random digit for each blank, in random order."""
         blanks = [cell for cell, digit in enumerate(self._board) if digit == BLANK]
         digits = range(1, self._size + 1)
-        return self._moves({cell: pick(generator, digits) for cell in _shuffled(blanks, generator)})
+        return self._moves({cell: pick(generator, digits) for cell in shuffled(generator, blanks)})
 
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
         pairs = enumerate(zip(self._board, self._level.solution, strict=True))

@@ -103,11 +103,11 @@ class Tool:
     parameters: Schema
     call: Callable[[Mapping[str, Any]], str]
 
-    @property
-    def schema(self) -> Schema:
-        """The tool as chat templates take it."""
-        about = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": about}
+
+def tool_schema(name: str, description: str, parameters: Schema) -> Schema:
+    """A tool as chat templates take it."""
+    about = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": about}
 
 
 def tool(function: Function) -> Function:
@@ -128,13 +128,12 @@ class ToolEnv(Env):
     complete environment.
     """
 
-    @property
-    def actions(self) -> None:
-        return None
+    actions = None
 
     @property
     def tools(self) -> tuple[Schema, ...]:
-        return tuple(each.schema for each in self.toolbox())
+        found = self.toolbox()
+        return tuple(tool_schema(each.name, each.description, each.parameters) for each in found)
 
     def toolbox(self) -> Sequence[Tool]:
         """The tools: the methods that are marked `tool`, in the order of their definition."""

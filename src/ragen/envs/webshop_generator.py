@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from ragen.core.errors import RagenError
-from ragen.envs.contract import pick
+from ragen.envs.contract import Item, pick, shuffled
 from ragen.envs.webshop_catalogue import Catalogue, Goal, Product, price_limit, score
-
-Item = TypeVar("Item")
 
 GOALS = 3
 """Goals that are written for each product."""
@@ -356,5 +354,4 @@ def _and(words: Sequence[str]) -> str:
 
 def _sample(generator: np.random.Generator, items: Sequence[Item], count: int) -> tuple[Item, ...]:
     """Different items in random order: `count` of them, or all if there are fewer."""
-    order = sorted(range(len(items)), key=lambda _: generator.random())
-    return tuple(items[at] for at in order[:count])
+    return tuple(shuffled(generator, items)[:count])

@@ -162,6 +162,7 @@ class WordProblems(Env):
     goal = "Word problems"
     actions_per_turn = 1
     prompt_style = "paper"
+    actions = None
 
     @validate_call(config={"strict": True})
     def __init__(
@@ -190,10 +191,6 @@ class WordProblems(Env):
             "An action is the number alone, without a unit: 42, -3, 1,250, 2.5 or 3/4. It has to "
             "be exact."
         )
-
-    @property
-    def actions(self) -> None:
-        return None
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         seed = fresh_seed() if seed is None else seed

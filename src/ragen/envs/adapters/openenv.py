@@ -27,7 +27,7 @@ from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
 from ragen.envs.adapters.mcp import text_of
 from ragen.envs.adapters.openenv_servers import address_of, code_of, is_url
 from ragen.envs.contract import Schema
-from ragen.envs.tools import read_call
+from ragen.envs.tools import read_call, tool_schema
 
 CALL_S = 60.0
 """Seconds that a server may take to answer, unless the limit of the call is shorter."""
@@ -252,7 +252,10 @@ def _about(url: str, target: str) -> About:
         if "tools" not in schema and _takes_calls(action.get("properties", {})):
             listed = _fetch(url, "step", {"action": {"type": "list_tools"}})
             action["properties"] = {}
-            schema["tools"] = [_tool_of(each) for each in listed["observation"]["tools"]]
+            schema["tools"] = [
+                tool_schema(each["name"], each["description"], each["input_schema"])
+                for each in listed["observation"]["tools"]
+            ]
         return _about_of(target, metadata, schema)
     except (AttributeError, KeyError, TypeError, RecursionError):
         raise RagenError(f"openenv:{target}: what answers there is not an OpenEnv server") from None
@@ -304,12 +307,6 @@ def _takes_calls(fields: dict[str, Any]) -> bool:
         False
     """
     return fields.keys() - {"metadata"} in ({"type", "tool_name", "arguments"}, set())
-
-
-def _tool_of(listed: dict[str, Any]) -> Schema:
-    """A tool that a server lists, as chat templates take it."""
-    about = {"name": listed["name"], "description": listed["description"]}
-    return {"type": "function", "function": {**about, "parameters": listed["input_schema"]}}
 
 
 def _fetch(url: str, part: str, message: dict[str, Any] | None = None) -> dict[str, Any]:

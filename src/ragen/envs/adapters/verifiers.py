@@ -25,7 +25,7 @@ from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
 from ragen.envs.adapters.own_loop import OwnLoop
 from ragen.envs.adapters.randomness import GlobalRandomness
 from ragen.envs.contract import Schema
-from ragen.envs.tools import Call, read_call
+from ragen.envs.tools import Call, read_call, tool_schema
 
 MOST_TURNS = 20
 """Turns of an episode where the environment sets no limit."""
@@ -258,17 +258,7 @@ def _loaded(target: str, versions: tuple[str, ...], params: str) -> _Loaded:
 
 def _schemas(tools: Sequence[Any] | None) -> tuple[Schema, ...]:
     """The tools of verifiers as `Env.tools` describes them."""
-    return tuple(
-        {
-            "type": "function",
-            "function": {
-                "name": each.name,
-                "description": each.description,
-                "parameters": each.parameters,
-            },
-        }
-        for each in tools or ()
-    )
+    return tuple(tool_schema(each.name, each.description, each.parameters) for each in tools or ())
 
 
 def _no_client() -> Any:
