@@ -10,6 +10,7 @@ environment's tools, which a step calls by the text of the call (`ragen.envs.too
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -94,14 +95,13 @@ def describe(setup: Setup) -> Description:
         ['Left', 'Down', 'Right', 'Up']
     """
     action, observation, state = (kind.model_json_schema() for kind in (Step, Observation, State))
-    env = setup.make_env()
     found = set()
-    for level in range(LOOKED_AT):
-        env.reset(level, level)
-        found.add(env.actions)
-    tools = env.tools
-    metadata = {"name": env.env.name, "description": f"{env.goal}\n{env.rules}"}
-    env.close()
+    with closing(setup.make_env()) as env:
+        for level in range(LOOKED_AT):
+            env.reset(level, level)
+            found.add(env.actions)
+        tools = env.tools
+        metadata = {"name": env.env.name, "description": f"{env.goal}\n{env.rules}"}
     if len(found) == 1 and (actions := found.pop()) is not None:
         action["properties"]["text"]["enum"] = list(actions)
     began = _state(setup).model_dump()
