@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import pytest
 
-from ragen.algorithms.samples import to_samples
-from ragen.cli.main import main
-from ragen.config.reading import resolve
-from ragen.core.types import Completion, Episode, Group
+from ragen.core.types import Completion, Episode
 from ragen.envs.manor import Manor
 from ragen.models.prompting import resolve_for_model
 from ragen.rollout.chat import Chat
 from ragen.rollout.context import Conversation, View
-from ragen.rollout.env_settings import context_costs, context_lines, num_tokens, resolve_run
+from ragen.rollout.env_settings import resolve_run
 from ragen.rollout.episode import play_episode, require_unchanged
 from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.prompt import Limits
-from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup, make_setup
+from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
 from tests.tiny import tiny_tokenizer
 
 SPEC = EpisodeSpec(123, 0, 0, (0, "test"))
 Summary = Literal["none", "actions", "observations"]
-MANOR = {
-    "env.name": "manor",
-    "env.params": {"rooms": 5, "levers": 1, "delay": 5},
-    "env.max_turns": 7,
-    "env.max_actions": 7,
-    "env.actions_per_turn": 1,
-    "model.max_length": 9999,
-}
 ACTIONS = ("take iron key", "dance", "west", "west", "pull lever", "east", "unlock vault")
 
 
@@ -142,53 +130,6 @@ def test_a_recorded_episode_can_be_branched(summary: Summary) -> None:
     episode = play(setup)
     spec = BranchSpec(123, 0, 0, (1, "branch"), noise=episode.noise_seed, turns=episode.turns[:6])
     require_unchanged(setup, spec)
-
-
-@pytest.mark.parametrize("window", [0, 1, 2, 9])
-@pytest.mark.parametrize("summary", ["none", "actions", "observations"])
-@pytest.mark.parametrize("kept", ["keep", "drop"])
-def test_the_costs_before_a_run_are_those_of_the_longest_episode(
-    window: int, summary: Summary, kept: Literal["keep", "drop"]
-) -> None:
-    """The samples exactly; the tokens of the last prompt at most, and not by far."""
-    keys = {"prompt.window": window, "prompt.summary": summary, "rollout.max_tokens": 24}
-    if window != 1:
-        keys["prompt.history_thoughts"] = kept
-    config = resolve(None, MANOR | keys)
-    chat = Chat(tiny_tokenizer("chatml"), history_thoughts=config.prompt.history_thoughts)
-    episode = play(replace(make_setup(config, chat), max_tokens=40))
-    cost = context_costs(config)[-1]
-    assert len(episode.turns) == config.env.max_turns == 7
-    samples, _ = to_samples([Group((episode,))])
-    assert cost.samples == len(samples)
-    if kept == "keep":
-        length = sum(num_tokens(each["content"]) for each in episode.turns[6].prompt.messages)
-        assert length < cost.prompt < 3 * length
-
-
-def test_the_whole_history_is_counted_also_where_it_does_not_fit() -> None:
-    config = resolve(None, MANOR | {"prompt.window": 5, "model.max_length": 700})
-    whole, last = context_costs(config)
-    assert whole.prompt > 700 > last.prompt and (whole.samples, whole.shown) == (1, 7)
-    assert last.shown < 5 and last.samples == 8 - last.shown
-    *_, line = context_lines(config)
-    assert f"model.max_length = 700 has room for {last.shown} turns; older ones are dropped" in line
-    assert context_lines(resolve(None, MANOR)) == [], "a short episode with its whole history"
-    assert context_lines(resolve(None, {"env.name": "bandit", "env.max_turns": 1})) == []
-
-
-def test_a_run_says_what_its_context_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "train --env manor --model a/b --prompt.window 4 --prompt.summary actions --dry-run"
-    assert main(line.split()) == 0
-    printed = capsys.readouterr().out
-    assert "# context of manor, at most 40 turns with replies of 400 tokens:" in printed
-    rows = [each for each in printed.splitlines() if " tokens in the last prompt" in each]
-    assert [each.split(":")[0].lstrip("# ") for each in rows] == [
-        *("the whole history", "the last 4 turns", "the last 4 turns and a summary of actions"),
-    ]
-    assert "an episode is 1 sample" in rows[0] and "an episode is 37 samples" in rows[2]
-    assert main([*line.split(), "--prompt.window", "1"]) == 0
-    assert "#   the present turn and a summary of actions: about" in capsys.readouterr().out
 
 
 def test_a_summary_gets_its_room() -> None:

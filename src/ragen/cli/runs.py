@@ -39,7 +39,7 @@ def _train(options: Namespace, overrides: Overrides) -> int:
     from ragen.config.sources import sources
     from ragen.envs.registry import try_env
     from ragen.models.prompting import advice
-    from ragen.rollout.env_settings import context_lines, resolve_run
+    from ragen.rollout.env_settings import resolve_run
     from ragen.rollout.setup import at_stage, by_env
 
     config, note = resolve_run(options.recipe, overrides)
@@ -54,11 +54,7 @@ def _train(options: Namespace, overrides: Overrides) -> int:
         if warning := advice(config.prompt.style, config.model.path):
             complain(warning)
         _show_config(config)
-        for line in context_lines(config):
-            print(f"# {line}")
         return 0
-    for line in context_lines(config):
-        complain(line)
     from ragen.models.names import resolve_model
     from ragen.storage.database import refuse_existing
 
@@ -258,7 +254,6 @@ def _export(options: Namespace, _: Overrides) -> int:
 def _study_options(parser: Parser) -> None:
     parser.take("study", "NAME", "a study; without one, list them", nargs="?")
     parser.flag("--all", "every study, and an overview of what they found")
-    parser.flag("--plan", "print the number of runs, their seconds and memory, and do nothing")
     parser.take("--only", "ENVIRONMENT", "one environment of the study [all]")
     parser.take("--seeds", "N", "seeds per arm [the study's own]", whole(0, 10_000))
     scales = ("laptop", "paper")
@@ -277,18 +272,11 @@ def _study(options: Namespace, _: Overrides) -> int:
         raise RagenError(f"--all takes every study: leave {options.study} out")
     if options.all and options.only is not None:
         raise RagenError(f"--all takes every environment: leave --only {options.only} out")
-    if options.plan and options.study is None and not options.all:
-        raise RagenError("--plan needs the name of a study, or --all")
     if options.study is None and not options.all:
         for name in study_names():
             print(f"{name:<17} {load_study(name).title}")
         return 0
     studies = [load_study(name) for name in (study_names() if options.all else [options.study])]
-    if options.plan:
-        from ragen.studies.overview import plans
-
-        print("\n".join(plans(studies, options.scale, options.seeds, options.only)))
-        return 0
     name = "studies" if options.all else f"study-{options.study}"
     out = options.out or Path("runs") / f"{name}-{options.scale}"
     places = [(each, out / each.name if options.all else out) for each in studies]

@@ -27,7 +27,7 @@ from ragen.rollout.context import SHORT
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import has_random_play, random_player
 from ragen.rollout.prompt import Limits, PromptBuilder
-from ragen.rollout.setup import Setup, by_env, make_setup
+from ragen.rollout.setup import Setup, make_setup
 
 PROMPT = ("prompt.style", "prompt.think", "rollout.max_tokens")
 """Keys of the whole run on which the lengths of a mixture's environments depend."""
@@ -56,8 +56,6 @@ TAGS = 8
 """Tokens of a reply's tags, and of what a chat template puts around a message."""
 LONGEST = 8192
 """Greatest number of tokens of a context; an episode that needs more ends there."""
-LONG = 10
-"""Number of turns from which on a run shows the cost of its context before it starts."""
 LEVELS, STEPS = 4, 16
 """Levels whose texts are read, and steps of random play on each of them."""
 
@@ -277,88 +275,6 @@ def _sizes_of(config: Config) -> _Sizes:
         TAGS + count * (texts.answer + 1),
         count * (min(texts.answer, SHORT // 4) + 1),
     )
-
-
-class ContextCost(NamedTuple):
-    """The estimated cost of a choice of turns in a prompt, in the longest episode.
-
-    `shown` is the number of turns in the last prompt, and `prompt` that of its tokens. An episode
-    becomes `samples` samples, in which the learner reads `tokens` tokens in all.
-    """
-
-    name: str
-    shown: int
-    prompt: int
-    samples: int
-    tokens: int
-
-
-def context_costs(config: Config) -> list[ContextCost]:
-    """The costs of the whole history, and of the settings' window and summary if they have them.
-
-    The last row is that of the settings: there, `model.max_length` cuts what does not fit.
-    """
-    sizes, prompt, turns = _sizes_of(config), config.prompt, config.env.max_turns
-    window = prompt.window if prompt.window < turns else 0
-    choices = {"the whole history": (0, "none")}
-    if window:
-        last = "the present turn" if window == 1 else f"the last {window} turns"
-        choices[last] = (window, "none")
-    if prompt.summary != "none":
-        choices[f"{[*choices][-1]} and a summary of {prompt.summary}"] = (window, prompt.summary)
-    room = config.model.max_length - config.rollout.max_tokens
-    *_, chosen = choices
-    return [
-        _context_cost(config, sizes, name, *choice, room if name == chosen else None)
-        for name, choice in choices.items()
-    ]
-
-
-def _context_cost(
-    config: Config, sizes: _Sizes, name: str, window: int, summary: str, room: int | None
-) -> ContextCost:
-    """One row, where a prompt has at most `room` tokens."""
-    reply, prompt = config.rollout.max_tokens, config.prompt
-    drops = prompt.think and prompt.history_thoughts == "drop"
-    kept = min(reply, sizes.answer) if drops else reply
-    first = length = samples = tokens = 0
-    for turn in range(1, config.env.max_turns + 1):
-        most = min(window or turn, turn)
-        lengths = {n: sizes.prompt(n, turn - n, kept, summary) for n in range(most, 0, -1)}
-        fitting = (n for n, each in lengths.items() if room is None or each <= room)
-        before, first = first, max(first, turn - next(fitting, 1))
-        longer = lengths[turn - first] if room is None else min(lengths[turn - first], room)
-        joins = turn > 1 and first == before and not drops
-        samples, tokens = samples + (not joins), tokens + longer + reply
-        tokens -= (length + reply) * joins  # a turn that joins a sample contains the earlier turns
-        length = longer
-    return ContextCost(name, config.env.max_turns - first, length, samples, tokens)
-
-
-def context_lines(config: Config) -> list[str]:
-    """The costs as a table, for long episodes and for those with a window."""
-    found: list[str] = []
-    for name, alone in by_env(config).items():
-        turns, prompt = alone.env.max_turns, alone.prompt
-        if turns == 1 or (turns < LONG and not prompt.window):
-            continue
-        reply, rows = alone.rollout.max_tokens, context_costs(alone)
-        found.append(f"context of {name}, at most {turns} turns with replies of {reply} tokens:")
-        found += [
-            f"  {row.name}: about {row.prompt:,} tokens in the last prompt, an episode is "
-            f"{_count(row.samples, 'sample')} with {row.tokens:,} tokens"
-            for row in rows
-        ]
-        if rows[-1].shown < min(prompt.window or turns, turns):
-            found.append(
-                f"  model.max_length = {alone.model.max_length} has room for "
-                f"{_count(rows[-1].shown, 'turn')}; older ones are dropped"
-            )
-    return found
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 class _Texts(NamedTuple):
