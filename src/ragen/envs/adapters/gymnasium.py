@@ -9,8 +9,6 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import EnumType
 from typing import Any, Literal
 
@@ -21,6 +19,7 @@ from ragen.core.errors import RagenError, nearest
 from ragen.envs.adapters import minigrid, toy_text
 from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
 from ragen.envs.adapters.tabular import table_of
+from ragen.envs.adapters.toy_text import About
 from ragen.envs.contract import Baselines, generators
 
 DOCS = ("Description", "Rewards", "Reward")
@@ -127,35 +126,13 @@ class GymnasiumEnv(Adapted):
         self._env.close()
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """The description of an environment, and the conversion of its observations to text."""
-
-    goal: str
-    rules: str
-    actions: tuple[str, ...]
-    show: Callable[[Any], str]
-    turns: int = 10
-    actions_per_turn: int = 5
-    success: Literal["reward", "end"] = "reward"
-
-
 def _about(name: str, env: Any, view: str) -> About:
     """RAGEN's description of an environment, or that of its spaces and its docstring."""
     space = env.action_space
     if not isinstance(space, spaces.Discrete) or space.start != 0:
         raise RagenError(f"{name} has actions {space}: RAGEN plays discrete ones from 0")
     if found := toy_text.find(env):
-        show = found.show
-        return About(
-            found.goal,
-            found.rules,
-            found.actions,
-            lambda observation: show(env, observation),
-            found.turns,
-            found.actions_per_turn,
-            "end" if found.every_end_solves else "reward",
-        )
+        return found
     goal = getattr(env.spec, "id", type(env).__name__)
     if minigrid.is_one(env):
         return About(

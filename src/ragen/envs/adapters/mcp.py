@@ -12,20 +12,20 @@ import asyncio
 import json
 import logging
 import shlex
-import tempfile
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from typing import IO, Any, ClassVar, NamedTuple, TextIO, cast
+from importlib.util import find_spec
+from typing import Any, ClassVar, NamedTuple, TextIO, cast
 
 import httpx
 from anyio import BrokenResourceError, ClosedResourceError
 
-from ragen.core.errors import RagenError, last_line, printable
+from ragen.core.errors import RagenError, printable
 from ragen.core.user_code import UserCodeError, boundary
-from ragen.envs.adapters.adapted import Played, Replayed, missing
+from ragen.envs.adapters.adapted import Played, Replayed, error_log, last_error, missing
 from ragen.envs.adapters.own_loop import OwnLoop
 from ragen.envs.contract import Schema
 from ragen.envs.tools import Tool, ToolEnv, ToolError, read_call
@@ -36,8 +36,6 @@ CLOSE_S = 5.0
 """Seconds that a session may take to close; the library ends a process after two or four."""
 INVALID_PARAMS, METHOD_NOT_FOUND = -32602, -32601
 """JSON-RPC's errors for a wrong call; the agent reads them, like errors of the tool."""
-SAID_CHARS = 300
-"""Maximum number of characters kept of the last line that a server wrote to standard error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,9 @@ class McpServer:
             self.address = Address(tuple(words), values=tuple((env or {}).items()))
             if not words:
                 raise RagenError("an MCP server needs a command or a URL")
-        _require_library(str(self.address))
+        if find_spec("mcp") is None:
+            raise missing(str(self.address), "mcp", "mcp")
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # episodes report failures
         self._session: _Session | None = None
 
     def tools(self) -> list[Tool]:
@@ -164,7 +164,7 @@ class _Session:
 
     def __init__(self, address: Address) -> None:
         self._address, self._loop = address, OwnLoop()
-        self._log: IO[str] = _log()
+        self._log = error_log()
         self._ready, self._closing = asyncio.Event(), asyncio.Event()
         self._client: Any = None
         self._holder: asyncio.Task[None] | None = None
@@ -291,9 +291,8 @@ class _Session:
             said = "Connection closed"
         else:
             said = "the session has ended" if error is None else f"{type(error).__name__}: {error}"
-        self._log.seek(0)
-        last = last_line(self._log.read())
-        return printable(" ".join((f"{said} ({last[-SAID_CHARS:]})" if last else said).split()))
+        last = last_error(self._log)
+        return printable(" ".join((f"{said} ({last})" if last else said).split()))
 
 
 @lru_cache(maxsize=16)
@@ -313,11 +312,6 @@ def _listed(address: Address) -> tuple[Listed, ...]:
     return tuple(found)
 
 
-def _log() -> IO[str]:
-    """A file for the standard error of a command; `_reason` quotes its last line."""
-    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-
-
 def text_of(content: Sequence[Mapping[str, Any]], structured: Any) -> str:
     r"""The result of a tool as text; a part that is not text is named by its kind.
 
@@ -332,11 +326,3 @@ def text_of(content: Sequence[Mapping[str, Any]], structured: Any) -> str:
     if not parts and structured is not None:
         return json.dumps(structured, ensure_ascii=False)
     return "\n".join(parts)
-
-
-def _require_library(name: str) -> None:
-    try:
-        import mcp
-    except ModuleNotFoundError:
-        raise missing(name, "mcp", "mcp") from None
-    logging.getLogger(mcp.__name__).setLevel(logging.CRITICAL)  # episodes report failures

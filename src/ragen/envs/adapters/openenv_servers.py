@@ -12,23 +12,20 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from ragen.core.errors import RagenError, last_line, printable
+from ragen.core.errors import RagenError, printable
 from ragen.core.plugins import hash_code
-from ragen.envs.adapters.adapted import version_of
+from ragen.envs.adapters.adapted import SAID_CHARS, error_log, last_error, version_of
 
 READY_S = 60.0
 """Seconds that an application or a container may take until it answers."""
 END_S = 10.0
 """Seconds that a server may take to end before it is killed."""
-SAID_CHARS = 300
-"""Maximum number of characters kept of the reason why a server did not start."""
 MODULE = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*:[A-Za-z_]\w*")
 """The name of an application in a module; that of an image may look the same."""
 IMAGE = re.compile(r"[a-z0-9][a-z0-9._/-]*(?::\w[\w.-]*)?(?:@sha256:[0-9a-f]{64})?")
@@ -99,7 +96,7 @@ def _is_application(target: str) -> bool:
 
 def _serve(target: str) -> Running:
     """Start the application of a module or a file in a process of this Python."""
-    log: IO[str] = _log()
+    log = error_log()
     process = subprocess.Popen(
         [sys.executable, "-m", "ragen.envs.adapters.openenv_app", target],
         stdin=subprocess.PIPE,
@@ -139,17 +136,12 @@ def _serve(target: str) -> Running:
     finally:
         timer.cancel()
     if not port.isdecimal():
-        log.seek(0)
-        said = printable(last_line(log.read())[-SAID_CHARS:])
+        said = last_error(log)
         if is_late.is_set():
             said = f"it did not start within {READY_S:g} s"
         end()
         raise RagenError(f"openenv:{target} cannot be served: {said}")
     return Running(f"http://127.0.0.1:{port}", lambda: process.poll() is None, end)
-
-
-def _log() -> IO[str]:
-    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
 
 
 def _contain(image: str) -> Running:

@@ -7,31 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 Cells = list[list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class ToyText:
-    """The texts of one environment; `show` writes an observation as text."""
+class About:
+    """The description of an environment; `show` converts an observation to text."""
 
     goal: str
     rules: str
     actions: tuple[str, ...]
-    show: Callable[[Any, Any], str]
-    turns: int
-    actions_per_turn: int
-    every_end_solves: bool = False
+    show: Callable[[Any], str]
+    turns: int = 10
+    actions_per_turn: int = 5
+    success: Literal["reward", "end"] = "reward"
 
 
-def find(env: Any) -> ToyText | None:
+def find(env: Any) -> About | None:
     """The description of a bare environment, if it is one of these."""
     about = TOY_TEXT.get(f"{type(env).__module__}:{type(env).__name__}")
     return None if about is None else about(env)
 
 
-def _frozen_lake(env: Any) -> ToyText:
+def _frozen_lake(env: Any) -> About:
     # A move that slips has three transitions, of which the second goes as intended.
     slips = (
         " The ice is slippery: a move goes as intended with probability "
@@ -45,7 +46,7 @@ def _frozen_lake(env: Any) -> ToyText:
     )
     actions = ("Left", "Down", "Right", "Up")
     per_turn = 2 if env.nrow * env.ncol <= 16 else 4
-    return ToyText("Cross the frozen lake to G", rules, actions, _lake, 10, per_turn)
+    return About("Cross the frozen lake to G", rules, actions, partial(_lake, env), 10, per_turn)
 
 
 def _lake(env: Any, position: int) -> str:
@@ -58,7 +59,7 @@ def _with_player(cells: Cells, position: int) -> str:
     return "\n".join("".join(row) for row in cells)
 
 
-def _cliff(env: Any) -> ToyText:
+def _cliff(env: Any) -> About:
     slips = " The ground is slippery: a move may go to one of its sides." if env.is_slippery else ""
     rules = (
         "Walk from the lower left corner to G, which ends the game. P is you, C is the cliff: "
@@ -66,7 +67,9 @@ def _cliff(env: Any) -> ToyText:
         f"off the map does nothing.{slips}"
     )
     actions = ("Up", "Right", "Down", "Left")
-    return ToyText("Walk to G around the cliff", rules, actions, _cliff_map, 5, 5, True)
+    return About(
+        "Walk to G around the cliff", rules, actions, partial(_cliff_map, env), 5, 5, "end"
+    )
 
 
 def _cliff_map(env: Any, position: int) -> str:
@@ -79,7 +82,7 @@ def _cliff_map(env: Any, position: int) -> str:
 _PLACES = ("Red", "Green", "Yellow", "Blue")
 
 
-def _taxi(env: Any) -> ToyText:
+def _taxi(env: Any) -> About:
     drawn = "\n".join("".join(bytes(cell).decode() for cell in row) for row in env.desc)
     places = ", ".join(
         f"{name} at row {row}, column {column}"
@@ -92,7 +95,9 @@ def _taxi(env: Any) -> ToyText:
         "costs 1, a pick-up or drop-off at the wrong place 10."
     )
     actions = ("South", "North", "East", "West", "Pickup", "Dropoff")
-    return ToyText("Bring the passenger to the destination", rules, actions, _taxi_places, 10, 4)
+    return About(
+        "Bring the passenger to the destination", rules, actions, partial(_taxi_places, env), 10, 4
+    )
 
 
 def _taxi_places(env: Any, state: int) -> str:
@@ -103,14 +108,14 @@ def _taxi_places(env: Any, state: int) -> str:
     )
 
 
-def _blackjack(env: Any) -> ToyText:
+def _blackjack(env: Any) -> About:
     rules = (
         "Beat the dealer: get a higher sum of cards without going over 21. Face cards count 10, "
         "an ace 11 where that is not over 21 (a usable ace), else 1. Hit draws a card; over 21 "
         "you lose. Stick ends your turn: the dealer draws to 17 or more. A win pays 1, a draw 0, "
         "a loss -1."
     )
-    return ToyText("Beat the dealer at Blackjack", rules, ("Stick", "Hit"), _hand, 5, 1)
+    return About("Beat the dealer at Blackjack", rules, ("Stick", "Hit"), partial(_hand, env), 5, 1)
 
 
 def _hand(_: Any, observation: tuple[int, int, int]) -> str:
@@ -120,7 +125,7 @@ def _hand(_: Any, observation: tuple[int, int, int]) -> str:
 
 
 _WHERE = "gymnasium.envs.toy_text"
-TOY_TEXT: dict[str, Callable[[Any], ToyText]] = {
+TOY_TEXT: dict[str, Callable[[Any], About]] = {
     f"{_WHERE}.frozen_lake:FrozenLakeEnv": _frozen_lake,
     f"{_WHERE}.cliffwalking:CliffWalkingEnv": _cliff,
     f"{_WHERE}.taxi:TaxiEnv": _taxi,
