@@ -67,17 +67,17 @@ RAY: dict[str, Any] = {"engine__name": "ray", "engine__learners": 2, "engine__sa
 def test_the_plan_of_the_first_of_two_learners_is_exact() -> None:
     config = with_critic_and_reference()
     sizes = read_sizes(config.model.path)
-    planned = memory.learner_plan(config, sizes, "cpu", 2)
+    planned = memory.Needs(config, sizes, "cpu").learner(2)
     _, first, _ = two_processes()
     assert first["held"] == {name: getattr(planned, name) for name in first["held"]}
-    alone = memory.learner_plan(config, sizes, "cpu", 1)
+    alone = memory.Needs(config, sizes, "cpu").learner(1)
     assert alone.weights / 2 <= planned.weights < 0.52 * alone.weights
 
 
 def test_learners_and_samplers_on_ray_share_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(**RAY)
     alone, sizes = plan(config), read_sizes(config.model.path)
-    learner = memory.learner_plan(config, sizes, "cpu", 2)
+    learner = memory.Needs(config, sizes, "cpu").learner(2)
     (planned,) = plans(config)
     assert planned.weights == 2 * learner.weights + 3 * held(tiny_model(TOKENIZER))
     assert planned.copies == 3 * alone.copies and planned.sampler == 3 * alone.sampler
@@ -96,7 +96,6 @@ def test_a_run_on_other_machines_is_told_what_each_process_needs_and_is_not_refu
 ) -> None:
     monkeypatch.setattr(memory, "available", lambda _: 10**6)
     monkeypatch.setattr(memory, "WORTH_TELLING", 0)
-    monkeypatch.setattr(memory, "EPISODE", 0)
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     printed: list[str] = []
     refuse_too_large(make_config(**RAY), printed.append)
@@ -302,12 +301,3 @@ def test_free_memory_of_control_groups(tmp_path: Path) -> None:
     assert list(container_rooms(tmp_path / "nowhere", tmp_path)) == []
     free = memory.available("cpu")
     assert free is None or 0 < free < 2**50
-
-
-def test_step_of_more_episodes_than_memory_holds_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(memory, "available", lambda _: 2 * memory.GIB)
-    many = make_config(rollout__num_groups=2**17, rollout__group_size=8)
-    with pytest.raises(RagenError, match=r"take 4\.00 GiB at least, and 2\.00 GiB are free"):
-        refuse_too_large(many, print)

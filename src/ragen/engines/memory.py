@@ -49,8 +49,6 @@ PROGRAMS = 96 * 2**20
 """Memory of the programs that oneDNN compiles for products on a CPU, up to half a MB for each shape
 that occurs: a run of a million parameters reaches 73 MB in float32 and 125 MB in bfloat16 in two
 steps, and stays there."""
-EPISODE = 4096
-"""Bytes of a short episode of one turn, as measured."""
 CHANGES: tuple[tuple[str, Any], ...] = (
     ("model.dtype", "bfloat16"),
     ("lora.rank", 64),
@@ -80,20 +78,20 @@ class Plan:
     the plan is for, if there are several.
     """
 
-    weights: int
-    gradients: int
-    optimizer: int
-    reference: int
-    critic: int
-    copies: int
-    sampler: int
-    logits: int
-    activations: int
-    programs: int = 0
-    libraries: int = 0
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    reference: int = 0
+    critic: int = 0
+    copies: int = 0
     gathered: int = 0
     published: int = 0
     judge: int = 0
+    sampler: int = 0
+    activations: int = 0
+    logits: int = 0
+    programs: int = 0
+    libraries: int = 0
     device: str = "cpu"
     available: int | None = None
     processes: str = ""
@@ -104,36 +102,33 @@ class Plan:
         return sum(getattr(self, name) for name in CERTAIN)
 
     @property
-    def needed(self) -> int:
-        """Bytes at the peak beyond the program itself, if episodes fill what settings allow."""
-        return self.certain + self.sampler + self.logits + self.activations + self.programs
-
-    @property
     def total(self) -> int:
         """Bytes at the peak."""
-        return self.needed + self.libraries
+        return self.certain + sum(getattr(self, name) for name in ESTIMATED)
+
+    @property
+    def needed(self) -> int:
+        """Bytes at the peak beyond the program itself, if episodes fill what settings allow."""
+        return self.total - self.libraries
 
     def lines(self) -> list[str]:
         r"""The plan as text.
 
         Example:
-            >>> third = 2**30 // 3
-            >>> print("\n".join(Plan(GIB, GIB, 2 * GIB, GIB, 0, 0, third, 0, third).lines()))
-            memory: up to 5.67 GiB on the cpu
-              weights 1.00 GiB, gradients 1.00 GiB, optimiser 2.00 GiB, reference 1.00 GiB
-              and at most, estimated: sampler 341 MiB, activations 341 MiB
+            >>> plan = Plan(weights=GIB, optimizer=2 * GIB, sampler=GIB // 3)
+            >>> print("\n".join(plan.lines()))
+            memory: up to 3.33 GiB on the cpu
+              weights 1.00 GiB, optimiser 2.00 GiB
+              and at most, estimated: sampler 341 MiB
         """
         there = "" if self.available is None else f", where {size(self.available)} are free"
         for_them = f" for {self.processes}" if self.processes else ""
-        listed = _listed(self, *CERTAIN), _listed(self, *ESTIMATED)
-        return [
-            f"memory: up to {size(self.total)}{for_them} on the {self.device}{there}",
-            *(f"  {parts}" for parts in listed[:1] if parts),
-            *(f"  and at most, estimated: {parts}" for parts in listed[1:] if parts),
-        ]
-
-
-NOTHING = Plan(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        lines = [f"memory: up to {size(self.total)}{for_them} on the {self.device}{there}"]
+        for names, label in ((CERTAIN, ""), (ESTIMATED, "and at most, estimated: ")):
+            parts = [(name.replace("z", "s"), getattr(self, name)) for name in names]
+            if listed := ", ".join(f"{name} {size(number)}" for name, number in parts if number):
+                lines.append(f"  {label}{listed}")
+        return lines
 
 
 def plan(config: Config) -> Plan:
@@ -144,14 +139,10 @@ def plan(config: Config) -> Plan:
     Raises:
         RagenError: The model does not exist, or LoRA does not suit it.
     """
-    sizes, device = _sizes_of(config), usable_device()
-    return replace(
-        learner_plan(config, sizes, device, 1),
-        copies=copied_bytes(sizes, config, device),
-        sampler=sampler_bytes(sizes, config, device),
-        judge=judge_bytes(config),
-        available=available(device),
-    )
+    needs = _needs(config)
+    copies, cache = needs.copies(), needs.cache()
+    free, judge = available(needs.device), judge_bytes(config)
+    return replace(needs.learner(), copies=copies, sampler=cache, judge=judge, available=free)
 
 
 def processes_of(engine: EngineConfig) -> list[str]:
@@ -174,95 +165,228 @@ def plans(config: Config) -> list[Plan]:
     engine = config.engine
     if engine.name == "local":
         return [plan(config)]
-    sizes, device = _sizes_of(config), usable_device()
-    learner = learner_plan(config, sizes, device, engine.learners)
-    sampler = sampler_plan(config, sizes, device)
-    learners, samplers, *_ = processes_of(engine)
-    learner = replace(learner, processes=f"each of {learners}")
-    sampler = replace(sampler, processes=f"each of {samplers}")
+    needs = _needs(config)
+    learner, sampler = needs.learner(engine.learners), needs.sampler()
+    learners, samplers = processes_of(engine)
+    each = [
+        replace(learner, processes=f"each of {learners}"),
+        replace(sampler, processes=f"each of {samplers}"),
+    ]
     if os.environ.get(ADDRESS_ENV):
-        return [learner, sampler]
-    free = available(device)
-    if device == "cpu":
-        published, judge = published_bytes(config, sizes), judge_bytes(config)
-        driver = replace(NOTHING, libraries=LIBRARIES, published=published, judge=judge)
-        parts = (1, driver), (engine.learners, learner), (engine.samplers, sampler)
-        return [replace(_sum(*parts), available=free, processes=f"{learners} and {samplers}")]
+        return each
+    free = available(needs.device)
+    if needs.device == "cpu":
+        published, judge = needs.published(), judge_bytes(config)
+        driver = Plan(libraries=LIBRARIES, published=published, judge=judge)
+        together = _sum((1, driver), (engine.learners, learner), (engine.samplers, sampler))
+        return [replace(together, available=free, processes=f"{learners} and {samplers}")]
     if _num_gpus() < engine.learners + engine.samplers * engine.tensor_parallel:
-        shared = _sum((1, learner), (1, sampler))
-        return [replace(shared, available=free, processes="a learner and a sampler on each GPU")]
-    return [replace(each, available=free) for each in (learner, sampler)]
+        shared = replace(_sum((1, learner), (1, sampler)), device=needs.device, available=free)
+        return [replace(shared, processes="a learner and a sampler on each GPU")]
+    return [replace(alone, available=free) for alone in each]
 
 
-def learner_plan(config: Config, sizes: Sizes, device: str, split: int) -> Plan:
-    """The memory of the first of `split` learners, among which all weights are split."""
-    width, adapter = ITEM[config.model.dtype], adapter_shapes(config, sizes)
-    weights, adapters = _parts(sizes.weights.values(), split), _parts(adapter, split)
-    base = width * _numbers(weights)
-    gradients, optimizer = trained_bytes(adapters or weights, FLOAT if adapter else width)
-    # With one thread on AMD's processors, oneDNN computes float32 products (`use_threads`).
-    may_use_onednn = width < FLOAT or (config.threads < 2 and is_amd())
-    return Plan(
-        weights=base + FLOAT * _numbers(adapters),
-        gradients=gradients,
-        optimizer=optimizer,
-        reference=base if config.loss.kl > 0 and not adapter else 0,
-        critic=critic_bytes(config, sizes, adapters, split) if uses_critic(config) else 0,
-        copies=0,
-        sampler=0,
-        logits=logits_bytes(sizes, config, device),
-        activations=activations_bytes(sizes, config, device),
-        programs=PROGRAMS if device == "cpu" and may_use_onednn else 0,
-        libraries=0 if device == "cuda" else LIBRARIES,
-        gathered=gathered_bytes(sizes, config, device) if split > 1 else 0,
-        device=device,
-    )
+def _needs(config: Config) -> Needs:
+    sizes = read_sizes(base_of(resolve_model(config.model.path, config.env.name)))
+    return Needs(config, sizes, usable_device())
 
 
-def sampler_plan(config: Config, sizes: Sizes, device: str) -> Plan:
-    """The memory of a sampler in a separate process; vLLM's share of a GPU includes its weights."""
-    learner = learner_plan(config, sizes, device, 1)
-    own = 0
-    if device == "cpu" or config.rollout.sampler != "vllm":
-        adapters = _numbers(adapter_shapes(config, sizes))
-        own = ITEM[config.model.dtype] * sizes.numbers + FLOAT * adapters
-    return Plan(
-        *(own, 0, 0, 0, 0),
-        copies=copied_bytes(sizes, config, device),
-        sampler=sampler_bytes(sizes, config, device),
-        logits=0,
-        activations=0,
-        programs=learner.programs,
-        libraries=learner.libraries,
-        device=device,
-    )
+def _sum(*parts: tuple[int, Plan]) -> Plan:
+    names = *CERTAIN, *ESTIMATED
+    return Plan(**{name: sum(num * getattr(each, name) for num, each in parts) for name in names})
 
 
-def gathered_bytes(sizes: Sizes, config: Config, device: str) -> int:
-    """Estimate for weights and gradients that are whole while a learner computes (`sharding`).
+def _num_gpus() -> int:
+    import torch
 
-    On the fast path these are all weights. Elsewhere they are those outside of the layers and those
-    of two layers: one layer computes while the next is fetched.
+    return torch.cuda.device_count()
+
+
+class Needs:
+    """What the processes of a run hold, in bytes, for a model of these sizes on this device.
+
+    Raises:
+        RagenError: LoRA does not suit the model.
     """
-    item, adapter = ITEM[config.model.dtype], adapter_shapes(config, sizes)
-    if _is_fast(sizes, config, device):
-        models = 1 + (uses_critic(config) and config.model.critic == "separate" and not adapter)
-        trained = _numbers(adapter) or models * sizes.numbers
-        return item * models * sizes.numbers + FLOAT * (_numbers(adapter) + trained)
-    layers = Counter[str]()
-    for name, shape in sizes.weights.items():
-        if found := BLOCK.search(name):
-            layers[found.group(1)] += prod(shape)
-    whole = sizes.numbers - layers.total() + 2 * max(layers.values(), default=0)
-    adapters = 2 * _numbers(adapter) // sizes.num_layers
-    return (item * whole + 2 * FLOAT * adapters) if adapter else 2 * item * whole
 
+    def __init__(self, config: Config, sizes: Sizes, device: str) -> None:
+        self.config, self.sizes, self.device = config, sizes, device
+        self.item = ITEM[config.model.dtype]
+        self.adapter = adapter_shapes(config, sizes)
+        plain = sizes.is_plain_qwen2 and self.item == FLOAT and device == "cpu"
+        # It computes with `ragen.models.fast_qwen2`.
+        self.is_fast = plain and not config.model.gradient_checkpointing
+        self.has_critic = uses_critic(config)
 
-def published_bytes(config: Config, sizes: Sizes) -> int:
-    """Maximum bytes of publications: the last one, the next one, and the next one as packed."""
-    adapter = adapter_shapes(config, sizes)
-    one = FLOAT * _numbers(adapter) if adapter else ITEM[config.model.dtype] * sizes.numbers
-    return (3 + (config.engine.learners > 1)) * one
+    def learner(self, split: int = 1) -> Plan:
+        """The first of `split` learners, among which all weights are split."""
+        config, sizes = self.config, self.sizes
+        weights, adapter = _parts(sizes.weights.values(), split), _parts(self.adapter, split)
+        base = self.item * _numbers(weights)
+        trained = trained_bytes(adapter, FLOAT) if adapter else trained_bytes(weights, self.item)
+        return Plan(
+            weights=base + FLOAT * _numbers(adapter),
+            gradients=trained[0],
+            optimizer=trained[1],
+            reference=base if config.loss.kl > 0 and not adapter else 0,
+            critic=self._critic(split) if self.has_critic else 0,
+            gathered=self._gathered() if split > 1 else 0,
+            activations=self._fast_activations() if self.is_fast else self._activations(),
+            logits=self._logits(),
+            programs=self._programs(),
+            libraries=0 if self.device == "cuda" else LIBRARIES,
+            device=self.device,
+        )
+
+    def sampler(self) -> Plan:
+        """A sampler in a separate process; vLLM's share of a GPU includes its weights."""
+        own = 0
+        if self.device == "cpu" or self.config.rollout.sampler != "vllm":
+            own = self.item * self.sizes.numbers + FLOAT * _numbers(self.adapter)
+        return Plan(
+            weights=own,
+            copies=self.copies(),
+            sampler=self.cache(),
+            programs=self._programs(),
+            libraries=0 if self.device == "cuda" else LIBRARIES,
+            device=self.device,
+        )
+
+    def copies(self) -> int:
+        """The weights that the sampler has for itself, if they are not the learner's."""
+        sizes, sampler = self.sizes, self.config.rollout.sampler
+        if self.device != "cpu":
+            return 0
+        if sampler == "vllm":
+            return self.item * sizes.numbers
+        if sampler == "local" and self.item == FLOAT and sizes.is_plain_qwen2:
+            # The fast decoder's: fused layers with biases, the embedding and the output layer.
+            biases = sizes.num_layers * (sizes.heads + 2 * sizes.key_heads) * sizes.head_width
+            words = 2 * sizes.vocabulary * sizes.width
+            return FLOAT * (_numbers(sizes.linear.values()) + biases + words)
+        return 0
+
+    def cache(self) -> int:
+        """The sampler's cache of keys and values.
+
+        vLLM takes its configured share of a GPU, weights included, or a cache of fixed size on a
+        CPU. A server uses another process's memory.
+        """
+        rollout, sizes = self.config.rollout, self.sizes
+        if rollout.sampler == "vllm" and self.device == "cuda":
+            import torch
+
+            return int(rollout.gpu_memory * torch.cuda.mem_get_info()[1])
+        if rollout.sampler != "local":
+            return CPU_CACHE_BYTES if rollout.sampler == "vllm" else 0
+        # slots · tokens · layers · key–value heads · head width · bytes of a key and a value
+        slots = rollout.slots + (self.device == "cuda")  # one for a graph's rows beyond a call's
+        places = slots * self.config.model.max_length * sizes.num_layers
+        key = FLOAT if self.device == "cpu" else self.item
+        return places * sizes.key_heads * sizes.head_width * (key + self.item)
+
+    def published(self) -> int:
+        """Maximum of publications: the last one, the next one, and the next one as packed."""
+        one = FLOAT * _numbers(self.adapter) if self.adapter else self.item * self.sizes.numbers
+        return (3 + (self.config.engine.learners > 1)) * one
+
+    def _critic(self, split: int) -> int:
+        """A critic's backbone or adapter, unless it shares the policy's, and its head."""
+        own, item = _parts(self.adapter, split), FLOAT
+        if self.config.model.critic == "shared":
+            own = []
+        elif not own:
+            own, item = _parts(self.sizes.backbone, split), self.item
+        head: list[Shape] = [(1, self.sizes.width), (1,)]
+        parts = (own, item), (head, FLOAT)
+        return sum(_numbers(part) * item + sum(trained_bytes(part, item)) for part, item in parts)
+
+    def _gathered(self) -> int:
+        """Estimate for weights and gradients that are whole while a learner computes (`sharding`).
+
+        On the fast path these are all weights. Elsewhere they are those outside of the layers and
+        those of two layers: one layer computes while the next is fetched.
+        """
+        config, sizes, adapter = self.config, self.sizes, _numbers(self.adapter)
+        if self.is_fast:
+            has_own = self.has_critic and config.model.critic == "separate" and not adapter
+            models = (1 + has_own) * sizes.numbers
+            return self.item * models + FLOAT * (adapter + (adapter or models))
+        layers = Counter[str]()
+        for name, shape in sizes.weights.items():
+            if found := BLOCK.search(name):
+                layers[found.group(1)] += prod(shape)
+        whole = sizes.numbers - layers.total() + 2 * max(layers.values(), default=0)
+        if not adapter:
+            return 2 * self.item * whole
+        return self.item * whole + 2 * FLOAT * (2 * adapter // sizes.num_layers)
+
+    def _programs(self) -> int:
+        # With one thread on AMD's processors, oneDNN computes float32 products (`use_threads`).
+        may_use_onednn = self.item < FLOAT or (self.config.threads < 2 and is_amd())
+        return PROGRAMS if self.device == "cpu" and may_use_onednn else 0
+
+    def _logits(self) -> int:
+        """Estimate for the logits: one chunk five times, and the output layer's gradient.
+
+        A tied layer has the gradient of the embedding beside it, before both are summed.
+        """
+        sizes, tokens = self.sizes, self.config.update.microbatch_tokens
+        kept = KEPT_LOGITS_GPU if self.device == "cuda" else KEPT_LOGITS
+        is_tied = len(sizes.backbone) == len(sizes.weights)
+        layer = 0 if self.adapter else (1 + is_tied) * sizes.vocabulary * sizes.width
+        return FLOAT * (5 * min(kept, tokens * sizes.vocabulary) + layer)
+
+    def _tokens(self) -> int:
+        return max(self.config.update.microbatch_tokens, self.config.model.max_length)
+
+    def _activations(self) -> int:
+        """Estimate for the activations of one microbatch, kept for its backward pass.
+
+        With width D, H · d for queries, K · d for keys and I for the feed-forward block, a Qwen2 or
+        Llama keeps, in numbers per token and layer,
+
+            6 D + 2 H d + 2 K d + 4 I
+
+        plus 2 D in bfloat16, because its norms compute in float32, plus 2 H times the length if
+        attention stores its scores (eager). In float32, an adapted linear layer has a temporary
+        with as many numbers as the layer has outputs; larger tensors cannot use its place in the
+        heap later. In bfloat16 the layer keeps that temporary and its input. With gradient
+        checkpointing D per layer and one full layer are kept.
+        """
+        sizes, model = self.sizes, self.config.model
+        norms = 6 if self.item == FLOAT else 8
+        heads = sizes.heads + sizes.key_heads
+        layer = norms * sizes.width + 2 * heads * sizes.head_width + 4 * sizes.inner
+        if sizes.stores_scores:
+            layer += 2 * sizes.heads * model.max_length
+        adapters = sum(rows for rows, _ in self.adapter[1::2])
+        if self.item < FLOAT:
+            adapters += sum(columns for _, columns in self.adapter[::2])
+        kept = self.item * layer * sizes.num_layers + FLOAT * adapters
+        if model.gradient_checkpointing:
+            kept = self.item * sizes.width * sizes.num_layers + kept // sizes.num_layers
+        return kept * self._tokens()
+
+    def _fast_activations(self) -> int:
+        """Estimate for the activations of `ragen.models.fast_qwen2`.
+
+        Numbers per token and layer are, with I of gate and of up,
+
+            2 D + 2 H d + 3 K d + 2 I
+
+        and half of the attention's weights, at most `KEPT_SCORES` a layer. In addition, each layer
+        keeps the weights with which it computes: those after a norm times its gain, and the
+        original ones if the gain is trained; with LoRA, the sums of the others and their adapters.
+        """
+        sizes, tokens = self.sizes, self._tokens()
+        width, queries, keys = sizes.width, sizes.heads, sizes.key_heads
+        numbers = 2 * width + (2 * queries + 3 * keys) * sizes.head_width + 2 * sizes.inner
+        pairs = min(KEPT_SCORES, sizes.heads * tokens * self.config.model.max_length // 2)
+        others = width * (queries * sizes.head_width + sizes.inner)  # behind attention, and down
+        fused = _numbers(sizes.linear.values()) // sizes.num_layers - others
+        weights = fused + others if self.adapter else 2 * fused
+        return FLOAT * sizes.num_layers * (numbers * tokens + pairs + weights)
 
 
 def judge_bytes(config: Config) -> int:
@@ -274,53 +398,18 @@ def judge_bytes(config: Config) -> int:
     return ITEM[config.model.dtype] * read_sizes(path).numbers
 
 
-def _sizes_of(config: Config) -> Sizes:
-    return read_sizes(base_of(resolve_model(config.model.path, config.env.name)))
-
-
-def _parts(shapes: Iterable[Shape], split: int) -> list[Shape]:
-    """The first learner's part of each weight, which is split by rows."""
-    return [(-(-shape[0] // split), *shape[1:]) if shape else shape for shape in shapes]
-
-
-def _sum(*parts: tuple[int, Plan]) -> Plan:
-    names = *CERTAIN, *ESTIMATED
-    total = {name: sum(number * getattr(each, name) for number, each in parts) for name in names}
-    return Plan(**total, device=parts[-1][1].device)
-
-
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def _is_fast(sizes: Sizes, config: Config, device: str) -> bool:
-    """True if the learner computes with `ragen.models.fast_qwen2`."""
-    plain = sizes.is_plain_qwen2 and config.model.dtype == "float32"
-    return plain and device == "cpu" and not config.model.gradient_checkpointing
-
-
 def adapter_shapes(config: Config, sizes: Sizes) -> list[Shape]:
-    """The shapes of a role's LoRA matrices; none without LoRA.
+    """The shapes of a role's LoRA matrices, A and B of each layer; none without LoRA.
 
     Raises:
         RagenError: LoRA does not suit the model.
     """
-    rank, layers = config.lora.rank, adapted_layers(config, sizes)
-    return [shape for rows, columns in layers for shape in ((rank, columns), (rows, rank))]
-
-
-def adapted_layers(config: Config, sizes: Sizes) -> list[Shape]:
-    """The shapes of the linear layers that get LoRA matrices, (outputs, inputs).
-
-    Raises:
-        RagenError: LoRA does not suit the model.
-    """
-    if not config.lora.rank:
+    rank = config.lora.rank
+    if not rank:
         return []
-    names = adapted(sizes.linear, config.lora.targets, config.lora.rank)
-    return [shape for name, shape in sizes.linear.items() if name.rpartition(".")[2] in names]
+    names = adapted(sizes.linear, config.lora.targets, rank)
+    layers = [shape for name, shape in sizes.linear.items() if name.rpartition(".")[2] in names]
+    return [shape for rows, columns in layers for shape in ((rank, columns), (rows, rank))]
 
 
 def uses_critic(config: Config) -> bool:
@@ -331,20 +420,28 @@ def uses_critic(config: Config) -> bool:
     return names_input(load(name, ESTIMATOR).object, "values_ES")
 
 
-def critic_bytes(config: Config, sizes: Sizes, adapters: list[Shape], split: int) -> int:
-    """Bytes of the critic: its backbone or adapter, unless it shares the policy's, and its head.
+def trained_bytes(shapes: Sequence[Shape], item: int) -> tuple[int, int]:
+    """Bytes of gradients, and of AdamW's moments, step counts and masters, all in float32.
 
-    `adapters` are a learner's parts of a role's adapter, and `split` is the number of learners.
+    `item` is the bytes of a number of the weights: those in float32 are their own masters.
     """
-    own, width = adapters, FLOAT
-    if config.model.critic == "shared":
-        own = []
-    elif not adapters:
-        own = _parts(sizes.backbone, split)
-        width = ITEM[config.model.dtype]
-    head: list[Shape] = [(1, sizes.width), (1,)]
-    parts = ((own, width), (head, FLOAT))
-    return sum(_numbers(part) * item + sum(trained_bytes(part, item)) for part, item in parts)
+    numbers = _numbers(shapes)
+    masters = 0 if item == FLOAT else FLOAT * numbers
+    return FLOAT * numbers, masters + FLOAT * (2 * numbers + len(shapes))
+
+
+def _parts(shapes: Iterable[Shape], split: int) -> list[Shape]:
+    """The first learner's part of each weight, which is split by rows."""
+    return [(-(-shape[0] // split), *shape[1:]) if shape else shape for shape in shapes]
+
+
+def _numbers(shapes: Iterable[Shape]) -> int:
+    return sum(map(prod, shapes))
+
+
+def size(number: int) -> str:
+    """Bytes as text, in GiB or MiB."""
+    return f"{number / GIB:.2f} GiB" if number >= GIB else f"{number / 2**20:.0f} MiB"
 
 
 def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
@@ -357,6 +454,7 @@ def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
         RagenError: They need more than is free, and the message names the smallest change with
             which they fit; or the model cannot be trained.
     """
+    fits_only_if_short = False
     planned = plans(config)
     for each in planned:
         if each.available is not None and each.certain > each.available:
@@ -370,33 +468,16 @@ def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
                 raise RagenError(f"{need}; no setting makes them fit; use a smaller model")
             options = " ".join(f"--{key} {value}" for key, value in change.items())
             raise RagenError(f"{need}; they fit with {options}")
-    refuse_too_many(config)
-    too_little = [
-        each for each in planned if each.available is not None and each.needed > each.available
-    ]
     for each in planned:
-        if each in too_little or each.total >= WORTH_TELLING:
+        is_too_little = each.available is not None and each.needed > each.available
+        fits_only_if_short |= is_too_little
+        if is_too_little or each.total >= WORTH_TELLING:
             for line in each.lines():
                 tell(line)
-    if too_little:
+    if fits_only_if_short:
         tell(
             "memory: this fits only if episodes stay short: set update.microbatch_tokens or "
             "rollout.slots lower, or model.gradient_checkpointing = true"
-        )
-
-
-def refuse_too_many(config: Config) -> None:
-    """Refuse steps of more episodes than the main memory can hold, even if all are short.
-
-    Raises:
-        RagenError: The memory cannot hold them.
-    """
-    rollout, free = config.rollout, available("cpu")
-    need = rollout.num_groups * rollout.group_size * EPISODE
-    if free is not None and need > free:
-        raise RagenError(
-            f"the episodes of a step take {size(need)} at least, and {size(free)} are free: set "
-            "rollout.num_groups or rollout.group_size lower"
         )
 
 
@@ -413,129 +494,3 @@ def smallest_change(config: Config, free: int) -> dict[str, Any] | None:
         if fits:
             return change
     return None
-
-
-def trained_bytes(shapes: Sequence[Shape], item: int) -> tuple[int, int]:
-    """Bytes of gradients, and of AdamW's moments, step counts and masters, all in float32.
-
-    `item` is the bytes of a number of the weights: those in float32 are their own masters.
-    """
-    numbers = _numbers(shapes)
-    masters = 0 if item == FLOAT else FLOAT * numbers
-    return FLOAT * numbers, masters + FLOAT * (2 * numbers + len(shapes))
-
-
-def copied_bytes(sizes: Sizes, config: Config, device: str) -> int:
-    """Bytes of the weights that the sampler has for itself, if they are not the learner's."""
-    item = ITEM[config.model.dtype]
-    if device != "cpu":
-        return 0
-    if config.rollout.sampler == "vllm":
-        return item * sizes.numbers
-    if config.rollout.sampler == "local" and item == FLOAT and sizes.is_plain_qwen2:
-        # The fast decoder's copies: fused layers with biases, the embedding and the output layer.
-        biases = sizes.num_layers * (sizes.heads + 2 * sizes.key_heads) * sizes.head_width
-        words = 2 * sizes.vocabulary * sizes.width
-        return FLOAT * (_numbers(sizes.linear.values()) + biases + words)
-    return 0
-
-
-def sampler_bytes(sizes: Sizes, config: Config, device: str) -> int:
-    """Bytes of the sampler's cache of keys and values.
-
-    vLLM takes its configured share of a GPU, weights included, or a cache of fixed size on a CPU. A
-    server uses another process's memory.
-    """
-    sampler, item = config.rollout.sampler, ITEM[config.model.dtype]
-    if sampler == "vllm" and device == "cuda":
-        import torch
-
-        return int(config.rollout.gpu_memory * torch.cuda.mem_get_info()[1])
-    if sampler != "local":
-        return CPU_CACHE_BYTES if sampler == "vllm" else 0
-    # slots · tokens · layers · key–value heads · head width · bytes of a key and a value
-    slots = config.rollout.slots + (device == "cuda")  # one for a graph's rows beyond a call's
-    places = slots * config.model.max_length * sizes.num_layers
-    key = FLOAT if device == "cpu" else item
-    return places * sizes.key_heads * sizes.head_width * (key + item)
-
-
-def logits_bytes(sizes: Sizes, config: Config, device: str) -> int:
-    """Estimate for the logits: one chunk five times, and the output layer's gradient.
-
-    A tied layer has the gradient of the embedding beside it, before both are summed.
-    """
-    kept = KEPT_LOGITS_GPU if device == "cuda" else KEPT_LOGITS
-    chunk = min(kept, config.update.microbatch_tokens * sizes.vocabulary)
-    is_tied = len(sizes.backbone) == len(sizes.weights)
-    layer = 0 if config.lora.rank else (1 + is_tied) * sizes.vocabulary * sizes.width
-    return int(5 * chunk + layer) * FLOAT
-
-
-def activations_bytes(sizes: Sizes, config: Config, device: str) -> int:
-    """Estimate for the activations of one microbatch, kept for its backward pass.
-
-    With width D, H · d for queries, K · d for keys and I for the feed-forward block, a Qwen2 or
-    Llama keeps, in numbers per token and layer,
-
-        6 D + 2 H d + 2 K d + 4 I
-
-    plus 2 D in bfloat16, because its norms compute in float32, plus 2 H times the length if
-    attention stores its scores (eager). In float32, an adapted linear layer has a temporary with as
-    many numbers as the layer has outputs; larger tensors cannot use its place in the heap later. In
-    bfloat16 the layer keeps that temporary and its input. With gradient checkpointing D per layer
-    and one full layer are kept. For a model of the fast path see `fast_activations_bytes`.
-    """
-    item, width = ITEM[config.model.dtype], sizes.width
-    tokens = max(config.update.microbatch_tokens, config.model.max_length)
-    recomputes = config.model.gradient_checkpointing
-    if _is_fast(sizes, config, device):
-        return fast_activations_bytes(sizes, config, tokens)
-    norms = 6 if item == FLOAT else 8
-    heads = sizes.heads + sizes.key_heads
-    layer = norms * width + 2 * heads * sizes.head_width + 4 * sizes.inner
-    if sizes.stores_scores:
-        layer += 2 * sizes.heads * config.model.max_length
-    adapters = 0
-    for rows, columns in adapted_layers(config, sizes):
-        adapters += FLOAT * (rows if item == FLOAT else rows + columns)
-    num_layers = sizes.num_layers
-    kept = item * layer * num_layers + adapters
-    if recomputes:
-        kept = item * width * num_layers + kept // num_layers
-    return kept * tokens
-
-
-def fast_activations_bytes(sizes: Sizes, config: Config, tokens: int) -> int:
-    """`activations_bytes` of `ragen.models.fast_qwen2`.
-
-    Numbers per token and layer are, with I of gate and of up,
-
-        2 D + 2 H d + 3 K d + 2 I
-
-    and half of the attention's weights, at most `KEPT_SCORES` a layer. In addition, each layer
-    keeps the weights with which it computes: those after a norm times its gain, and the original
-    ones if the gain is trained; with LoRA, the sums of the others and their adapters.
-    """
-    width, queries, keys = sizes.width, sizes.heads, sizes.key_heads
-    numbers = 2 * width + (2 * queries + 3 * keys) * sizes.head_width + 2 * sizes.inner
-    pairs = min(KEPT_SCORES, sizes.heads * tokens * config.model.max_length // 2)
-    others = width * (queries * sizes.head_width + sizes.inner)  # behind attention, and down
-    fused = _numbers(sizes.linear.values()) // sizes.num_layers - others
-    weights = fused + others if config.lora.rank else 2 * fused
-    return FLOAT * sizes.num_layers * (numbers * tokens + pairs + weights)
-
-
-def _numbers(shapes: Iterable[Shape]) -> int:
-    return sum(map(prod, shapes))
-
-
-def size(number: int) -> str:
-    """Bytes as text, in GiB or MiB."""
-    return f"{number / GIB:.2f} GiB" if number >= GIB else f"{number / 2**20:.0f} MiB"
-
-
-def _listed(plan: Plan, *names: str) -> str:
-    """The parts that are not empty, with their sizes and in British spelling: optimiser."""
-    parts = ((name, getattr(plan, name)) for name in names)
-    return ", ".join(f"{name.replace('z', 's')} {size(number)}" for name, number in parts if number)
