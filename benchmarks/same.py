@@ -21,7 +21,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 
 FEW = {"threads": 1, "steps": 3, "rollout.num_groups": 4, "rollout.group_size": 4}
 FEW |= {"eval.episodes": 8, "record.tokens_every": 1, "update.minibatch_episodes": 8}
@@ -76,7 +76,7 @@ def tensors(run: Path) -> dict[str, bytes]:
     """Every tensor of the last checkpoint, as bytes."""
     last = max((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
     return {
-        f"{file.name}:{name}": tensor.tobytes()
+        f"{file.name}:{name}": bytes(tensor.untyped_storage())
         for file in last.glob("*.safetensors")
         for name, tensor in load_file(file).items()
     }
