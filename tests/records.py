@@ -50,7 +50,7 @@ def turn(
         actions_executed=("Up",) * executed,
         reward=reward,
         penalty=penalty,
-        well_formed=penalty == 0,
+        valid=penalty == 0,
         state_key=state,
         info=info or {},
     )

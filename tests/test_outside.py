@@ -60,7 +60,7 @@ def test_extend_page_runs_as_written(project: Path, capsys: pytest.CaptureFixtur
         *("mine.py:leave_one_out", "mine.py:reinforce", "mine.py:undecided"),
         *("mine.py:long_thoughts", "mine.py:brevity"),
     }
-    assert np.nanmin(saved.metrics["reward_terms/brevity"]) > 0
+    assert np.nanmax(saved.metrics["reward_terms/brevity"]) < 0
     assert main(["export", str(run), "--out", "policy"]) == 0
     card = (project / "policy" / "README.md").read_text("utf-8")
     assert "mine.py:leave_one_out (blake2b:" in card and str(project) not in card
@@ -101,7 +101,7 @@ def test_train_accepts_functions_inside_a_running_event_loop() -> None:
     """In a notebook, cells run inside an event loop that is already running."""
 
     def short(turn: Turn) -> float:
-        return 1.0
+        return -1.0
 
     values = settings(steps=1)
 
@@ -113,7 +113,7 @@ def test_train_accepts_functions_inside_a_running_event_loop() -> None:
     assert list(run.config.reward.terms) == [reference_to(short)]
     assert run.config.sources[reference_to(short)].startswith("blake2b:")
     metric = run.metrics["reward_terms/short"][1:]  # no episode is played for step 0
-    assert np.all(metric == 0.25)
+    assert np.all(metric == -0.25)
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +145,7 @@ BROKEN_CODE = {
     "def f(rewards_ES): return rewards_ES": "returned a Tensor: a Credit is expected",
     "def f(group): return float('nan')": "returned nan: a finite number is expected",
     "def f(turn): return 1 / 0": "failed on an example: ZeroDivisionError",
+    "def f(turn): return 0.5": "it returned 0.5: of a turn, a number from -1 to 0 is expected",
     "def f(episode): return 2": "failed on an example: it returned 2: a number from -1 to 1 is",
     "async def f(episodes): return [1]": "it returned 1 numbers for 2 episodes",
     "def f(history): return 3": "a Detection or None is expected",
@@ -270,7 +271,7 @@ def test_two_functions_with_the_same_name_are_refused() -> None:
     """Both would be ``python:<lambda>``, and the later one would stand for both."""
     refused = pytest.raises(RagenError, match=r"two functions are named python:.*<lambda>; rename")
     with refused:
-        rewards = {lambda turn: 1.0: 0.1, lambda turn: 2.0: 0.1}
+        rewards = {lambda turn: -1.0: 0.1, lambda turn: 0.0: 0.1}
         ragen.train("bandit", rewards=rewards, out="run")
     with refused:
         ragen.train("bandit", loss=lambda _: 0.0, advantage=lambda _: [0.0], out="run")
@@ -281,9 +282,9 @@ def test_a_config_is_not_trained_with_a_later_function_of_the_same_name() -> Non
     def config_with(term: Callable[[Turn], float]) -> Config:
         return load_code(resolve("bandit", {"reward.terms": {term: 0.1}}))
 
-    first = config_with(lambda turn: 1.0)
+    first = config_with(lambda turn: -1.0)
     assert load_code(first) == first
-    assert config_with(lambda turn: 0.5).sources != first.sources
+    assert config_with(lambda turn: -0.5).sources != first.sources
     with pytest.raises(RagenError, match=r"^python:.*<lambda> of this config has lost its name"):
         ragen.train(first, out="run")
     assert not Path("run").exists()

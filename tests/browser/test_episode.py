@@ -85,7 +85,7 @@ def make_special_run(folder: Path) -> None:
         make_turn(0.0, thought="hm"),
         completion=Completion(None, None, "I say <answer>", "stop", 0, usage=Usage(3, 4)),
         prompt=Prompt(({"role": "user", "content": "Where to?"},), None, 0, 8, 1.0, 0),
-        well_formed=False,
+        valid=False,
         problem="The answer names no action.",
         completion_s=75.0,
     )

@@ -94,18 +94,16 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    ("reply", "actions", "well_formed", "valid"),
+    ("reply", "actions", "valid"),
     [
-        *((reply, actions, True, True) for reply, actions in VALID.items()),
-        *((answered(answer), actions, True, False) for answer, actions in UNKNOWN.items()),
-        *((reply, (), False, False) for reply in WRONG),
+        *((reply, actions, True) for reply, actions in VALID.items()),
+        *((answered(answer), actions, False) for answer, actions in UNKNOWN.items()),
+        *((reply, (), False) for reply in WRONG),
     ],
 )
-def test_replies_golden(
-    reply: str, actions: tuple[str, ...], well_formed: bool, valid: bool
-) -> None:
+def test_replies_golden(reply: str, actions: tuple[str, ...], valid: bool) -> None:
     parsed = read(reply)
-    assert (parsed.actions, parsed.well_formed, parsed.valid) == (actions, well_formed, valid)
+    assert (parsed.actions, parsed.valid) == (actions, valid)
     assert (parsed.problem is None) == valid
 
 
@@ -130,7 +128,8 @@ def test_replies_without_a_thought() -> None:
         "<answer><think>Up</answer>",
         "<answer>Up</answer></answer>",
     ):
-        assert not read(reply, think=False).well_formed
+        parsed = read(reply, think=False)
+        assert (parsed.actions_asked, parsed.valid) == ((), False)
 
 
 def test_free_text_is_one_action() -> None:
@@ -210,7 +209,7 @@ def test_parsing_never_raises_and_its_results_are_consistent(
     parsed = parse(reply, think=think, actions=actions, max_actions=limit)
     assert len(parsed.actions) <= limit
     assert actions is None or set(parsed.actions) <= set(actions)
-    assert parsed.well_formed or not (parsed.actions or parsed.valid or parsed.actions_asked)
+    assert parsed.actions_asked or not (parsed.actions or parsed.valid)
     assert (parsed.problem is None) == parsed.valid
     if parsed.thought_chars is not None:
         assert parsed.thought == reply[slice(*parsed.thought_chars)]

@@ -90,7 +90,7 @@ def test_thoughts_beside_calls(answer: Answer, thought: str) -> None:
     with FaultyServer(in_order(answer, chat_reply("<think>so</think>A B C D"))) as server:
         episode = played(server, think=True)
     assert [turn.thought for turn in episode.turns] == [thought, "so"]
-    assert all(turn.well_formed for turn in episode.turns)
+    assert all(turn.valid for turn in episode.turns)
     said = server.requests[1]["messages"][2]
     assert said["content"] == (f"<think>{thought}</think>" if thought else None)
     assert said["tool_calls"][0]["function"]["name"] == "compare"
@@ -127,7 +127,7 @@ def test_malformed_calls_are_results_beside_the_others(name: str) -> None:
     turn = episode.turns[0]
     assert turn.results is not None and turn.results[0].startswith(result)
     assert turn.results[1].startswith("A is ")
-    assert turn.well_formed == (result != BROKEN) and (turn.penalty < 0) == (result == BROKEN)
+    assert turn.valid == (result != BROKEN) and (turn.penalty < 0) == (result == BROKEN)
     for each in server.requests[1]["messages"][2]["tool_calls"]:
         assert isinstance(json.loads(each["function"]["arguments"]), dict)
         assert re.fullmatch(r"[A-Za-z0-9_-]{1,64}", each["function"]["name"])

@@ -60,7 +60,7 @@ def test_records_of_a_solved_episode() -> None:
     assert [turn.observation for turn in episode.turns] == ["A....", "..A..", "...A."]
     assert [turn.state_key for turn in episode.turns] == ["A....", "..A..", "...A."]
     assert episode.turns[0].info == {"success": False, "effective": 2}
-    assert all(turn.well_formed and turn.penalty == 0 for turn in episode.turns)
+    assert all(turn.valid and turn.penalty == 0 for turn in episode.turns)
 
 
 def test_a_turn_ends_when_the_environment_terminates() -> None:
@@ -125,7 +125,7 @@ def test_the_prompt_states_the_remaining_budgets() -> None:
 def test_an_invalid_turn_leaves_the_environment_unchanged(text: str) -> None:
     episode = play([text, RIGHT], corridor(turns=2))
     first, second = episode.turns
-    assert (first.reward, first.penalty, first.well_formed) == (0.0, -0.1, False)
+    assert (first.reward, first.penalty, first.valid) == (0.0, -0.1, False)
     assert first.actions_executed == () and first.info["effective"] == 0
     assert second.observation == first.observation and second.state_key == first.state_key
     assert (second.reward, second.penalty) == (0.25, 0.0)
@@ -330,7 +330,7 @@ def test_thought_spans_are_exact(template: str, prefilled: bool) -> None:
     episode = play(policy, setup)
     assert [turn.thought for turn in episode.turns if turn.thought is not None]
     for turn, thought in zip(episode.turns, thoughts, strict=True):
-        assert turn.well_formed and turn.thought is not None
+        assert turn.valid and turn.thought is not None
         assert turn.thought.strip() == thought.strip()
         assert turn.thought_span is not None and turn.completion.token_ids is not None
         spelled = chat.decode(turn.completion.token_ids[slice(*turn.thought_span)])

@@ -31,7 +31,7 @@ def ranked(episodes):
     return [order.index(episode) / max(1, len(episodes) - 1) for episode in episodes]
 
 def per_turn(turn):
-    return 1.0
+    return -1.0
 
 def raises_on_two(episode):
     return [1.0][len(episode.turns) - 1]

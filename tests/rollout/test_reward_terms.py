@@ -160,7 +160,7 @@ def test_turn_info_is_written_when_the_turn_is_played() -> None:
 
 def test_an_invalid_reply_does_not_keep_its_plan() -> None:
     (turn, *_) = play(*[" P a3 : Left</think>"] * 5).turns
-    assert (turn.well_formed, turn.info["plan_kept"]) == (False, False)
+    assert (turn.valid, turn.info["plan_kept"]) == (False, False)
 
 
 def test_thoughts_have_no_metrics_if_the_environment_cannot_read_them() -> None:

@@ -74,7 +74,7 @@ def show_episode(console: Console, episode: Episode) -> None:
         if turn.thought is not None:
             console.print(Text(turn.thought.strip(), style="italic dim"))
         actions = ", ".join(turn.actions_executed) or "no action"
-        if not turn.well_formed:
+        if not turn.valid:
             console.print(Text(turn.completion.text, style="red"))
             actions += ", the reply was invalid"
         console.print(Text(f"> {actions}  ({turn.reward + turn.penalty:+g})", style="bold"))

@@ -91,11 +91,11 @@ class Turn:
     """One exchange: observation, prompt, parsed completion, and the environment's answer.
 
     `thought_span` is the half-open range of `completion.token_ids` that spells the thought.
-    `well_formed` means that the whole reply was valid; otherwise the format penalty applies. The
-    `penalty` is the sum of the format penalty and the turn's reward terms, apart from the `reward`:
-    the environment's, and in a last turn what reward terms give the whole episode. `state_key` is
-    the observable state before the turn. `info` holds the environment's last info, the number of
-    actions that changed the state (``effective``), and facts about the thought
+    `valid` says that the whole reply was valid; otherwise the format penalty applies. The
+    `penalty`, at most 0, is the sum of the format penalty and the turn's reward terms, apart from
+    the `reward`: the environment's, and in a last turn what reward terms give the whole episode.
+    `state_key` is the observable state before the turn. `info` holds the environment's last info,
+    the number of actions that changed the state (``effective``), and facts about the thought
     (`ragen.rollout.reward_terms`). `snapshot` is the environment's state before the turn,
     from which a branch can start. `picture` is the environment's drawing by rows (`Env.picture`),
     if it has one. `problem` says what was wrong with the reply, and is ``None`` if it was valid.
@@ -113,7 +113,7 @@ class Turn:
     actions_executed: tuple[str, ...]
     reward: float
     penalty: float
-    well_formed: bool
+    valid: bool
     state_key: str
     info: Mapping[str, Any] = field(default_factory=dict)
     snapshot: Mapping[str, Any] | None = None

@@ -31,9 +31,8 @@ class Parsed:
         actions_asked: The names in the answer as written, trimmed, unknown ones included.
         actions: The actions to carry out: the legal ones in canonical spelling, in order, at most
             `max_actions`. They are kept even if other names are unknown.
-        well_formed: The reply has exactly the required structure.
-        valid: The reply is well formed, with at least one legal action and no unknown one.
-            Otherwise the format penalty is due.
+        valid: The reply has exactly the required structure, with at least one legal action and no
+            unknown one. Otherwise the format penalty is due.
         problem: The fault, as one short sentence for the next prompt; ``None`` if valid.
         calls: The calls of tools, in order (`ragen.rollout.tool_calls`).
 
@@ -45,7 +44,7 @@ class Parsed:
         ...     max_actions=5,
         ... )  # doctest: +NORMALIZE_WHITESPACE
         Parsed(thought='up, then?', thought_chars=(7, 16), actions_asked=('up', 'fly'),
-               actions=('Up',), well_formed=True, valid=False,
+               actions=('Up',), valid=False,
                problem='"fly" is not an action and was left out.', calls=())
     """
 
@@ -53,7 +52,6 @@ class Parsed:
     thought_chars: tuple[int, int] | None
     actions_asked: tuple[str, ...]
     actions: tuple[str, ...]
-    well_formed: bool
     valid: bool
     problem: str | None
     calls: tuple[AskedCall, ...] = ()
@@ -94,7 +92,7 @@ def parse(reply: str, *, think: bool, actions: tuple[str, ...] | None, max_actio
     if answer is None:
         form = "<think>…</think><answer>…</answer>" if think else "<answer>…</answer>"
         wrong = f"The reply must be exactly {form} with nothing else around it."
-        return Parsed(thought, thought_chars, (), (), False, False, wrong)
+        return Parsed(thought, thought_chars, (), (), False, wrong)
 
     pieces = [answer] if actions is None else answer.split(SEPARATOR)
     asked = tuple(name for piece in pieces if (name := piece.strip(WHITESPACE)))
@@ -103,7 +101,7 @@ def parse(reply: str, *, think: bool, actions: tuple[str, ...] | None, max_actio
     if unknown is not None:
         problem = f"{_quote(unknown)} is not an action and was left out."
     carried_out = tuple(legal[: max(0, max_actions)])
-    return Parsed(thought, thought_chars, asked, carried_out, True, problem is None, problem)
+    return Parsed(thought, thought_chars, asked, carried_out, problem is None, problem)
 
 
 def _structure(reply: str, think: bool) -> tuple[tuple[int, int] | None, str | None]:

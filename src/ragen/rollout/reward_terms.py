@@ -30,14 +30,16 @@ from ragen.core.user_code import UserCodeError, awaited, boundary
 from ragen.envs.contract import Reading
 
 Term = Callable[[Any], Any]
-"""The signatures of reward terms: a number from −1 to 1 for each record that is judged.
+"""The signatures of reward terms: a number for each record that is judged, times the weight.
 
     def brevity(turn: Turn) -> float: ...
     def politeness(episode: Episode) -> float: ...
     def shortest(episodes: Sequence[Episode]) -> Sequence[float]: ...
 
 The name of the parameter says what is judged: a turn, an episode, or the episodes of a group that
-did not fail. Any of them may be ``async``. The number is added to the reward, times the weight.
+did not fail. A turn can only be charged: −1 to 0 of `Turn.penalty`, which filters do not read,
+because a term that pays in each turn would reward more turns. Episodes get −1 to 1 of the last
+turn's reward, which filters read. Any term may be ``async``.
 """
 
 TERM_S = 30.0
@@ -54,8 +56,7 @@ BAND = (1 / 20, 3 / 4)
 shorter one has hardly a word, and a longer one leaves hardly any room for the answer."""
 
 
-# Faults, each from 0 (none) to 1. A reward term costs its weight times the fault and never pays,
-# because a term that pays in each turn would reward more turns. An unknown fault is 0.
+# Faults, each from 0 (none) to 1. An unknown fault is 0.
 
 
 def grounding(turn: Turn) -> float:
@@ -138,7 +139,7 @@ async def apply_reward_terms(turn: Turn, weights: Mapping[str, float]) -> Turn:
     the term; terms of episodes and groups are left out.
 
     Raises:
-        UserCodeError: A term from outside raised, took too long, or gave no number from −1 to 1.
+        UserCodeError: A term from outside raised, took too long, or gave no number from −1 to 0.
     """
     weights = weights_for("turn", weights) if weights else weights
     if not weights:
@@ -170,7 +171,7 @@ async def term_values(
     `call` is its name in messages.
 
     Raises:
-        UserCodeError: It raised, took too long, or gave something other than numbers from −1 to 1.
+        UserCodeError: It raised, took too long, or gave something other than such numbers.
     """
     with boundary(call, TERM_S):
         answer = term(judged)
@@ -181,9 +182,11 @@ async def term_values(
         values = [float(value) for value in answers]
     if isinstance(judged, Sequence) and len(values) != len(judged):
         raise UserCodeError(f"it returned {len(values)} numbers for {len(judged)} episodes")
+    most = 0 if isinstance(judged, Turn) else 1
     for value in values:
-        if not -1 <= value <= 1:
-            raise UserCodeError(f"it returned {value:g}: a number from -1 to 1 is expected")
+        if not -1 <= value <= most:
+            what = "of a turn, a number from -1 to 0" if most == 0 else "a number from -1 to 1"
+            raise UserCodeError(f"it returned {value:g}: {what} is expected")
     return values
 
 

@@ -171,7 +171,7 @@ def parse_tools(reply: str, parser: ToolParser, *, think: bool, max_actions: int
     rest = reply[start:].strip(WHITESPACE)
 
     def malformed(problem: str) -> Parsed:
-        return Parsed(thought, thought_chars, (), (), False, False, problem)
+        return Parsed(thought, thought_chars, (), (), False, problem)
 
     if think and thought is None:
         return malformed("The reply must begin with <think>…</think>.")
@@ -187,7 +187,7 @@ def parse_tools(reply: str, parser: ToolParser, *, think: bool, max_actions: int
         if read_call(rest) is not None:
             return malformed("The call is not in the form of this model's calls.")
         left = (rest,)[: max(0, max_actions)]
-        return Parsed(thought, thought_chars, (rest,), left, True, True, None)
+        return Parsed(thought, thought_chars, (rest,), left, True, None)
     calls = [_read(text, f"call{at:05d}") for at, text in enumerate(found)]
     valid = [call.text for call in calls if call.refusal is None]
     carried_out, count = tuple(valid[: max(0, max_actions)]), 0
@@ -198,7 +198,7 @@ def parse_tools(reply: str, parser: ToolParser, *, think: bool, max_actions: int
     problem = None if len(valid) == len(calls) else NO_CALL
     asked = tuple(call.text for call in calls)
     return Parsed(
-        thought, thought_chars, asked, carried_out, True, problem is None, problem, tuple(calls)
+        thought, thought_chars, asked, carried_out, problem is None, problem, tuple(calls)
     )
 
 

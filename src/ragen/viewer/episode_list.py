@@ -41,7 +41,7 @@ COLUMNS = (
 )
 """The columns of an episode in a list."""
 
-BOOLEANS = ("kept", "terminated", "truncated", "success", "well_formed")
+BOOLEANS = ("kept", "terminated", "truncated", "success", "valid")
 """Boolean columns."""
 
 NAMED = ", ".join(f'"{column}"' for column in COLUMNS)

@@ -18,7 +18,7 @@ FULL = f"{NAMED}, final_observation, final_picture"
 
 TURN = (
     "turn, observation, picture, reply, thought, actions_asked, actions_executed, reward, penalty,"
-    " well_formed, problem, num_tokens, completion_s, finish_reason, policy_version, state_key,"
+    " valid, problem, num_tokens, completion_s, finish_reason, policy_version, state_key,"
     " prompt_joins, messages, results"
 )
 """The columns of a turn without its tokens."""

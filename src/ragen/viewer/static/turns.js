@@ -126,7 +126,7 @@ export function TurnCard({ turn, sum, current, onChoose }) {
     <header class="row tight">
       <button class="quiet" onClick=${onChoose}>turn ${turn.turn + 1}</button>
       <${Actions} ...${turn} />
-      ${!turn.well_formed && html`<${Chip} kind="bad" title="the reply was not valid">invalid<//>`}
+      ${!turn.valid && html`<${Chip} kind="bad" title="the reply was not valid">invalid<//>`}
       ${turn.finish_reason === "length" && html`<${Chip} kind="warn"
         title="the reply reached rollout.max_tokens">cut off<//>`}
       ${turn.finish_reason === "control" && html`<${Chip} kind="bad"
@@ -146,7 +146,7 @@ export function TurnCard({ turn, sum, current, onChoose }) {
 
 /** The thought, or the whole reply if it is not valid; `limit` cuts it until it is asked for. */
 function Thought({ turn, limit }) {
-  if (turn.thought === null || !turn.well_formed) {
+  if (turn.thought === null || !turn.valid) {
     return html`<p class="thought mono"><span class="muted">the reply was: </span
       ><${Text} text=${turn.reply.trim()} limit=${limit} /></p>`;
   }
