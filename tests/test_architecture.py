@@ -61,7 +61,6 @@ ONLY_IN = {
     "reasoning_gym": {"envs.adapters.reasoning_gym"},
     "textarena": {"envs.adapters.textarena"},
     "websockets": {"envs.adapters.openenv"},
-    "openenv": {"envs.adapters.openenv_servers"},
     "mcp": {"envs.adapters.mcp"},
     "verifiers": {"envs.adapters.verifiers"},
     "datasets": {"envs.adapters.verifiers"},

@@ -109,7 +109,7 @@ LIBRARIES: Mapping[str, Library] = MappingProxyType(
         ),
         "textarena": Library("ragen.envs.adapters.textarena:TextArenaEnv", "textarena", "GAME"),
         "openenv": Library(
-            "ragen.envs.adapters.openenv:OpenEnvEnv", "websockets", "URL-OR-MODULE-OR-IMAGE"
+            "ragen.envs.adapters.openenv:OpenEnvEnv", "websockets", "URL-OR-APPLICATION"
         ),
         "verifiers": Library("ragen.envs.adapters.verifiers:VerifiersEnv", "verifiers", "ID"),
     }

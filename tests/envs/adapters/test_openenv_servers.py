@@ -182,61 +182,8 @@ def test_an_application_that_hangs_is_ended_outside_the_main_thread_too(
             made.result(30)
 
 
-DOCKER = """#!{python}
-import os, pathlib, signal, subprocess, sys
-pid = pathlib.Path({folder!r}) / "pid"
-if sys.argv[1] == "version":
-    sys.exit(0 if {works} else 1)
-if sys.argv[1] == "run":
-    port = sys.argv[sys.argv.index("-p") + 1].partition(":")[0]
-    if sys.argv[-1] != "walk-env:latest":
-        sys.exit("no such image")
-    command = [{python!r}, "-m", "uvicorn", "openenv_light:app", "--port", port]
-    quiet = {{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}}
-    server = subprocess.Popen(command, cwd={cwd!r}, **quiet)
-    pid.write_text(str(server.pid))
-    print("0123abcd")
-if sys.argv[1] == "stop":
-    os.kill(int(pid.read_text()), signal.SIGKILL)
-"""
-
-
-def install_docker(folder: Path, monkeypatch: pytest.MonkeyPatch, works: bool = True) -> Path:
-    """A stand-in for Docker's command, which serves this machine's own file for one image."""
-    values = {"python": sys.executable, "folder": str(folder), "cwd": str(FILE.parent)}
-    command = folder / "docker"
-    command.write_text(DOCKER.format(**values, works=works), "utf-8")
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    return folder / "pid"
-
-
-def test_an_image_is_run_by_the_librarys_provider_and_its_container_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = install_docker(tmp_path, monkeypatch)
-    env = make("openenv:walk-env:latest")
-    shown, _ = env.reset(seed=1)
-    assert process_of(shown) == int(server.read_text())
-    assert env.step("left")[0].startswith("text: You are at -1.")
-    env.close()
-    openenv_servers.end_servers()
-    wait_until_ended(process_of(shown))
-    with pytest.raises(RagenError, match=r"container did not start: .*no such image") as error:
-        make("openenv:another-env:latest")
-    assert "\n" not in str(error.value)
-
-
-def test_what_cannot_be_started_is_told_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install_docker(tmp_path, monkeypatch, works=False)
-    for target, said in (
-        ("no_such_package.server:app", "no image can be run: Docker is not available"),
-        ("--privileged", "expected a URL, an application as package.module:app"),
-        ("host:8000/x y", "expected a URL"),
-        ("localhost:8000", "a URL is expected, as in openenv:http://localhost:8000"),
-    ):
-        with pytest.raises(RagenError, match=re.escape(said)) as error:
+def test_what_cannot_be_started_is_told_in_one_line() -> None:
+    for target in ("no_such_package.server:app", "walk-env:latest", "localhost:8000"):
+        with pytest.raises(RagenError, match=r"expected the URL of a server.* docker run") as error:
             make(f"openenv:{target}")
         assert "\n" not in str(error.value)

@@ -54,7 +54,7 @@ class About(NamedTuple):
 
 
 class OpenEnvEnv(Adapted):
-    """An environment of an OpenEnv server, named by its URL, its application or its image.
+    """An environment of an OpenEnv server, named by its URL or its application.
 
     Observation: the text of the server's observation if that is its only field, else all fields by
     name. Actions: the names of an enumeration, else free text, which becomes the action's field. If
