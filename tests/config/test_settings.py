@@ -21,7 +21,7 @@ from ragen.config.reading import (
     resolve,
     with_preset,
 )
-from ragen.config.rules import READ_WITH
+from ragen.config.rules import READ_WITH, RULES
 from ragen.config.sections import AdvantageConfig, LossConfig
 from ragen.core.errors import RagenError
 
@@ -161,8 +161,8 @@ FILLED_IN = {"recipe", "sources"}
 """Keys that RAGEN fills in when a run starts; users do not set them."""
 
 
-def test_number_of_settings_is_bounded() -> None:
-    assert len(keys().keys() - FILLED_IN) <= 100
+def test_the_number_of_settings_and_rules_is_bounded() -> None:
+    assert len(keys().keys() - FILLED_IN) <= 88 and len(RULES) <= 36
 
 
 def test_saved_config_reads_back_equal(tmp_path: Path) -> None:

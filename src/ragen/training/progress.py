@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
 from typing_extensions import override
@@ -23,7 +22,7 @@ from typing_extensions import override
 from ragen.config.config import Config
 from ragen.core.errors import GuardStop
 from ragen.core.stopping import cancel_running
-from ragen.core.tables import format_duration, format_rate, sparkline
+from ragen.core.tables import format_rate, sparkline
 from ragen.core.types import Episode
 
 if TYPE_CHECKING:
@@ -132,19 +131,19 @@ class Lines(OfCommand):
 
 
 class LiveTable(OfCommand):
-    """A table redrawn in place: each signal and its trend; evaluations and alarms stay above it.
-
-    Between steps only the bar and the remaining time change.
-    """
+    """A table redrawn in place: each signal and its trend; evaluations and alarms stay above it."""
 
     def __init__(self, console: Console) -> None:
-        self._config = Config()
-        self._step = self._episodes = 0
-        # `_used` is the used part of the budget, and `_timed` the time and the used part when the
-        # timing of steps began. A resumed run with a budget of updates knows its used part only
-        # after its first step.
-        self._used = 0.0
-        self._timed: tuple[float, float] | None = None
+        self._config, self._episodes = Config(), 0
+        self._bar = Progress(
+            TextColumn("{task.description}", style="bold", markup=False),
+            BarColumn(None),
+            TextColumn("{task.fields[position]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            expand=True,
+            speed_estimate_period=3600,
+        )
         self._history: dict[str, list[float]] = {name: [] for name in SHOWN}
         self._evaluations: list[tuple[int, Evaluation]] = []
         self._live = Live(get_renderable=self._draw, console=console, refresh_per_second=4)
@@ -156,22 +155,31 @@ class LiveTable(OfCommand):
     @override
     def begin(self, run: Path, config: Config, step: int) -> None:
         super().begin(run, config, step)
-        self._config, self._step = config, step
-        if config.budget == "steps":
-            self._used = step
-        self._timed = None if self._used < step else (time.monotonic(), self._used)
+        self._config = config
+        # With a budget of updates, the used part of a resumed run is known after its first step.
+        used = step if config.budget == "steps" else 0
+        position = f"step {step} of {config.steps}" if config.budget == "steps" else f"step {step}"
+        self._bar.add_task(config.recipe, total=config.steps, completed=used, position=position)
         self._live.start(refresh=True)
 
     @override
     def episode(self, episode: Episode) -> None:
+        """With a real model a step may take minutes. How many updates it will make is unknown."""
         self._episodes += 1
+        rollout = self._config.rollout
+        whole = rollout.num_groups * rollout.group_size
+        if self._config.budget == "steps" and self._episodes <= whole:
+            self._bar.advance(_BAR, 0.9 / whole)
 
     @override
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._step, self._episodes = step, 0
-        self._used = metrics["progress/updates"] if self._config.budget == "updates" else step
-        if self._timed is None:
-            self._timed = time.monotonic(), self._used
+        self._episodes = 0
+        used, total = float(step), self._config.steps
+        position = f"step {step} of {total}"
+        if self._config.budget == "updates":
+            used = metrics["progress/updates"]
+            position = f"step {step}, {used:.0f} of {total} updates"
+        self._bar.update(_BAR, completed=used, position=position)
         for name, value in shown(metrics).items():
             self._history[name].append(value)
         if metrics.get(FAILED):
@@ -179,8 +187,6 @@ class LiveTable(OfCommand):
 
     @override
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        if self._timed is not None and self._timed[1] == self._used:  # before the first step
-            self._timed = time.monotonic(), self._used
         if evaluation.temperature == self._config.eval.temperature:
             self._evaluations.append((step, evaluation))
         self.note(f"step {step}  {evaluation}")
@@ -218,40 +224,11 @@ class LiveTable(OfCommand):
                 label, form = SHOWN[name]
                 note = baselines if name == "success/mean" else ""
                 signals.add_row(label, form(history[-1]), sparkline(history, TREND), note)
-        return Group(self._headline(), signals)
+        return Group(self._bar, signals)
 
-    def _headline(self) -> Table:
-        total = self._config.steps
-        columns = (Column(ratio=ratio, no_wrap=True) for ratio in (None, 1, None, None))
-        line = Table.grid(*columns, padding=(0, 2), expand=True)
-        position = f"step {self._step} of {total}"
-        if self._config.budget == "updates":
-            position = f"step {self._step}, {self._used:.0f} of {total} updates"
-        bar = ProgressBar(total=total, completed=self._finished())
-        line.add_row(Text(self._config.recipe, "bold"), bar, position, self._left())
-        return line
 
-    def _finished(self) -> float:
-        """The share of the budget that is used, with a part of the present step.
-
-        With a real model a step may take minutes. How many updates it will make is unknown.
-        """
-        if self._config.budget == "updates":
-            return self._used
-        rollout = self._config.rollout
-        share = self._episodes / (rollout.num_groups * rollout.group_size)
-        return self._used + 0.9 * min(share, 1.0)
-
-    def _left(self) -> str:
-        """The remaining time at the pace so far, evaluations included."""
-        total, finished = self._config.steps, self._finished()
-        if self._used >= total or (self._step == 0 and not self._episodes):
-            return "evaluating"
-        began, used = self._timed or (0.0, finished)
-        if finished - used < 0.2:  # an estimate from so little of a step is far off
-            return ""
-        pace = (time.monotonic() - began) / (finished - used)
-        return f"{format_duration(pace * (total - finished))} left"
+_BAR = TaskID(0)
+"""The only task of the bar."""
 
 
 def watcher_for(console: Console, quiet: bool = False) -> Watcher:
