@@ -252,9 +252,6 @@ ADVANTAGES: dict[str, Estimator] = {
 def find_estimator(name: str) -> Estimator:
     """The estimator of a name in the config, RAGEN's own or from outside.
 
-    Raises:
-        RagenError: It cannot be loaded, or it names an input that does not exist.
-
     Example:
         >>> find_estimator("rloo") is rloo
         True

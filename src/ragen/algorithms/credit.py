@@ -46,10 +46,6 @@ def credit(
     (``k1``) it must have old and reference logprobs; the penalty is added after the normalisation.
     `episodes` are those that `Batch.episode_B` indexes. `group_weights` are factors on the
     advantages of the groups that `Batch.group_B` indexes (`filters.group_weights`).
-
-    Raises:
-        RagenError: The estimator cannot be loaded, or it does not return a `Credit`.
-        ValueError: The estimator needs values and the batch has none.
     """
     index = episode_index(batch)
     penalised_ES = token_rewards(episodes, index, reward.placement)

@@ -57,12 +57,7 @@ def compares_group(estimator: Estimator) -> bool:
 
 
 def estimate(estimator: Estimator, **inputs: object) -> Credit:
-    """Call an estimator with those of the `ESTIMATOR_INPUTS` that it names.
-
-    Raises:
-        RagenError: It returns something other than a `Credit`.
-        ValueError: It names an input that does not exist, or it needs values and there are none.
-    """
+    """Call an estimator with those of the `ESTIMATOR_INPUTS` that it names."""
     if needs_values(estimator) and inputs["values_ES"] is None:
         raise ValueError(f"the estimator {estimator.__name__} needs a critic's values")
     credit = call(estimator, inputs=inputs)

@@ -63,11 +63,7 @@ SCORES: dict[str, Score] = {"reward_std": reward_std, "variance": variance}
 
 
 def find_score(name: str) -> Score:
-    """The score of a name in the config, RAGEN's own or from outside.
-
-    Raises:
-        RagenError: It cannot be loaded, or it cannot be called with a group.
-    """
+    """The score of a name in the config, RAGEN's own or from outside."""
     return SCORE.find(name, SCORES)
 
 
@@ -79,11 +75,7 @@ def _score(group: Group, name: str) -> float:
 
 
 def scores_of(groups: Sequence[Group], score: str) -> list[float | None]:
-    """The score of each group; ``None`` where all its episodes failed.
-
-    Raises:
-        RagenError: The score cannot be loaded, or gives a number that is not finite.
-    """
+    """The score of each group; ``None`` where all its episodes failed."""
     return [_score(group, score) if _played(group) else None for group in groups]
 
 

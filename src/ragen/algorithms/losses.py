@@ -197,21 +197,12 @@ advantage."""
 
 
 def find_loss(name: str) -> PolicyLoss:
-    """The policy loss of a name in the config, RAGEN's own or from outside.
-
-    Raises:
-        RagenError: It cannot be loaded, or it names an input that does not exist.
-    """
+    """The policy loss of a name in the config, RAGEN's own or from outside."""
     return LOSS.find(name, LOSSES)
 
 
 def policy_loss(loss: PolicyLoss, logprobs_N: Tensor, tokens: TokenFields, **inputs: float) -> Loss:
-    """Call a policy loss with those of `inputs` and `episode_N` that it names.
-
-    Raises:
-        RagenError: It does not return a `Loss` whose value is one number.
-        ValueError: It names an input that does not exist.
-    """
+    """Call a policy loss with those of `inputs` and `episode_N` that it names."""
     result = call(loss, logprobs_N, tokens, inputs=inputs | {"episode_N": tokens.episode_N})
     value = result.value if isinstance(result, Loss) else None
     if not isinstance(value, Tensor) or value.ndim:

@@ -12,11 +12,7 @@ from ragen.config.sections import Sections
 
 
 class Config(Sections):
-    """One training run.
-
-    Raises:
-        ValueError: Two settings exclude each other; one line with the remedy.
-    """
+    """One training run."""
 
     @property
     def episodes_at_once(self) -> int:

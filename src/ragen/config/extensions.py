@@ -162,9 +162,6 @@ def load(name: str, kind: Kind) -> Loaded:
 
     A run or an evaluation calls ``load.cache_clear()`` when it begins, so it runs the code whose
     hash it records.
-
-    Raises:
-        RagenError: It cannot be loaded, or its signature is wrong.
     """
     if kind is ENV and (library := library_of(name)) is not None:
         find = load_object(library.adapter).object.named

@@ -54,9 +54,6 @@ def keys() -> Mapping[str, FieldInfo]:
 def canonical_key(key: str, where: str = "") -> str:
     """The full dotted name of a key or of its short name.
 
-    Raises:
-        RagenError: There is no such key; names the nearest one.
-
     Example:
         >>> canonical_key("model")
         'model.path'
@@ -136,9 +133,6 @@ def _written(bound: float) -> str:
 def dotted(tree: Mapping[Any, Any], where: str = "") -> Flat:
     """Nested tables as values by dotted key; a class or function becomes its reference.
 
-    Raises:
-        RagenError: There is no such key; names the nearest one and `where` it was set.
-
     Example:
         >>> dotted({"update": {"lr": 0.5}, "seed": 3})
         {'update.lr': 0.5, 'seed': 3}
@@ -190,11 +184,7 @@ def _holds_keys(key: str, table: Mapping[Any, Any]) -> bool:
 
 
 def nest(values: Flat) -> dict[str, Any]:
-    """The nested tables that `dotted` makes such values of.
-
-    Raises:
-        RagenError: A table is given entries, and a value that is no table as well.
-    """
+    """The nested tables that `dotted` makes such values of."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         path, _, name = key.rpartition(".")

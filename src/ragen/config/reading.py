@@ -119,9 +119,6 @@ def with_preset(config: Config) -> Config:
     Values that were set explicitly stay; all others are the preset's. The config of a recipe, or of
     a saved run, stays as it is.
 
-    Raises:
-        RagenError: There is no such preset, or its values and the explicit ones exclude each other.
-
     Example:
         >>> config = with_preset(Config(algorithm="dapo", seed=3))
         >>> config.advantage.name, config.loss.clip_high, config.seed
@@ -165,29 +162,17 @@ def unread(config: Config) -> list[str]:
 
 
 def read_config(path: Path) -> Config:
-    """A config that was saved with a run; the preset is not consulted again.
-
-    Raises:
-        RagenError: The file is missing, no TOML, or no valid config.
-    """
+    """A config that was saved with a run; the preset is not consulted again."""
     return parse_config(read_text(path), str(path))
 
 
 def parse_config(text: str, where: str) -> Config:
-    """The config of a saved text; `where` names it in messages.
-
-    Raises:
-        RagenError: It is no TOML or no valid config.
-    """
+    """The config of a saved text; `where` names it in messages."""
     return _validate([(where, _dotted_toml(text, where))])
 
 
 def dump(config: Config) -> str:
-    """The config as TOML text, which `read_config` reads back to an equal one.
-
-    Raises:
-        RagenError: An environment parameter is of a type that TOML does not have.
-    """
+    """The config as TOML text, which `read_config` reads back to an equal one."""
     try:
         return tomli_w.dumps(config.model_dump())
     except TypeError as error:
@@ -213,11 +198,7 @@ def flatten(config: Config) -> Flat:
 
 
 def load_recipe(recipe: str | Path) -> tuple[str, Flat]:
-    """A recipe's name and its values by dotted key.
-
-    Raises:
-        RagenError: No such recipe or file, broken TOML, or an unknown key.
-    """
+    """A recipe's name and its values by dotted key."""
     if isinstance(recipe, Path) or recipe.endswith(".toml"):
         path = Path(recipe)
         return path.stem, _read_toml(path, f"recipe {path}")
@@ -225,11 +206,7 @@ def load_recipe(recipe: str | Path) -> tuple[str, Flat]:
 
 
 def load_preset(algorithm: str) -> Flat:
-    """A preset's values by dotted key.
-
-    Raises:
-        RagenError: No such preset.
-    """
+    """A preset's values by dotted key."""
     return _read_toml(_named(algorithm, presets(), "algorithm"), f"preset {algorithm}")
 
 
@@ -304,11 +281,7 @@ def _dotted_toml(text: str, where: str) -> Flat:
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """The config with some keys' values replaced, checked as a whole.
-
-    Raises:
-        RagenError: The values exclude each other.
-    """
+    """The config with some keys' values replaced, checked as a whole."""
     try:
         return _validate([("", {**flatten(config), **changes})])
     except RagenError as error:

@@ -99,11 +99,7 @@ def is_share(value: Any) -> bool:
 
 
 def check_text(text: str) -> None:
-    """Refuse text that cannot be a name or a path.
-
-    Raises:
-        ValueError: It is too long, or has a control character or half of a surrogate pair.
-    """
+    """Refuse text that cannot be a name or a path."""
     if len(text) > LONGEST_TEXT:
         raise ValueError(f"expected at most {LONGEST_TEXT} characters, not {len(text)}")
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):

@@ -19,11 +19,7 @@ def value_of(config: Config, key: str) -> str | dict[str, Any]:
 
 
 def sources(config: Config) -> dict[str, str]:
-    """A file's hash or a version, by the name of each piece of code from outside.
-
-    Raises:
-        RagenError: A name cannot be loaded.
-    """
+    """A file's hash or a version, by the name of each piece of code from outside."""
     found = {}
     for key, kind in KINDS.items():
         value = value_of(config, key)

@@ -34,11 +34,7 @@ def cannot(do: str, path: object, error: Exception, remedy: str = "") -> RagenEr
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: It is not valid, or nested too deeply.
-    """
+    """The value of a JSON text."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -51,9 +47,6 @@ def system_errors() -> Iterator[None]:
 
     safetensors raises a `SafetensorError`, and tokenizers a bare `Exception`; both put the number
     into the text.
-
-    Raises:
-        OSError: The body raised one, or such an error.
     """
     try:
         yield
@@ -66,11 +59,7 @@ def system_errors() -> Iterator[None]:
 
 @contextmanager
 def file_errors(do: str, path: object, remedy: str = "") -> Iterator[None]:
-    """Report an `OSError` in the body by `cannot`, unless it is no file's: too many are open.
-
-    Raises:
-        RagenError: The body raised an `OSError`.
-    """
+    """Report an `OSError` in the body by `cannot`, unless it is no file's: too many are open."""
     try:
         with system_errors():
             yield
@@ -84,9 +73,6 @@ def read_text(path: Path, most: int = 2**20, is_stream: bool = False) -> str:
     """The text of a UTF-8 file of at most `most` bytes, without a byte-order mark.
 
     Unless `is_stream`, a pipe or a device is refused, because it may never end.
-
-    Raises:
-        RagenError: It cannot be read, is no file, is too large, or is not UTF-8.
     """
     with file_errors("read", path):
         kind = path.stat().st_mode
@@ -108,9 +94,6 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     It is in the same folder and has the same suffix. A device such as ``/dev/stdout`` is written
     directly.
-
-    Raises:
-        OSError: The file cannot be written; an earlier one is unchanged.
     """
     if path.exists() and not path.is_file():
         yield path

@@ -13,9 +13,6 @@ def load_for_good(name: str) -> None:
     torch and transformers make half a million objects. While they are loaded, the collector would
     search these again and again, in a quarter of the time, and free none of them. Objects of other
     modules are hidden, too, so this is for a process that a command has just begun.
-
-    Raises:
-        ImportError: As the ``import`` statement.
     """
     if name in sys.modules:
         return

@@ -25,9 +25,6 @@ def inputs_of(
 
     A parameter with a default that is no input keeps its default.
 
-    Raises:
-        ValueError: The function has another parameter that is no input.
-
     Example:
         >>> inputs_of(lambda x, *, scale, power=2: x, {"scale", "shift"}, num_positional=1)
         ['scale']
@@ -46,9 +43,6 @@ def inputs_of(
 def check_positional(function: Callable[..., Any], *names: str) -> None:
     """Check that a function can be called with these arguments by position.
 
-    Raises:
-        ValueError: It takes fewer, or needs more.
-
     Example:
         >>> check_positional(lambda: 0.0, "group")
         Traceback (most recent call last):
@@ -64,10 +58,6 @@ def check_positional(function: Callable[..., Any], *names: str) -> None:
 
 
 def call(function: Callable[..., T], *arguments: Any, inputs: Mapping[str, Any]) -> T:
-    """Call a function with `arguments`, and with those of the inputs that it names.
-
-    Raises:
-        ValueError: The function names an input that does not exist.
-    """
+    """Call a function with `arguments`, and with those of the inputs that it names."""
     named = inputs_of(function, inputs, len(arguments))
     return function(*arguments, **{name: inputs[name] for name in named})

@@ -64,11 +64,7 @@ def last(value: float) -> Metric:
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
-    """Combine metrics of the same name by their rules.
-
-    Raises:
-        ValueError: Metrics of one name have different kinds.
-    """
+    """Combine metrics of the same name by their rules."""
     merged: Metrics = {}
     for part in parts:
         for name, new in part.items():

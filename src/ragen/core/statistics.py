@@ -49,9 +49,6 @@ def wilson(successes: int, trials: int) -> Interval:
     depends on the rate. Its exact extremes, in per cent, are for rates from 10 to 90 %: 92.2–98.3
     (16 trials), 92.0–97.6 (32), 93.5–96.4 (128), 93.9–96.1 (256), 94.2–95.8 (512); and for rates
     from 1 to 99 %: 83.6–98.7, 89.4–98.3, 92.5–98.0, 92.9–97.8, 93.4–97.3.
-
-    Raises:
-        ValueError: `trials` is 0, or not 0 ≤ successes ≤ trials.
     """
     if not 0 <= successes <= trials or trials == 0:
         raise ValueError(f"{successes} successes of {trials} trials are not a rate")
@@ -107,9 +104,6 @@ def bootstrap_mean(values: Sequence[float], clusters: Sequence[int]) -> Interval
     kinds it needs 32 clusters if the rarer kind is a fifth or more, and 64 if it is a tenth; if it
     is an eighth, coverage is 87 % with 16 clusters and 92 % with 32. Values that are all equal have
     no width: they do not show which others there are.
-
-    Raises:
-        ValueError: There are no values, or the lengths differ.
     """
     return _resampled(*_by_cluster(values, clusters))
 
@@ -177,9 +171,6 @@ def paired_difference(
         ones: Success rate of the K episodes for each seed (rows) and level (columns).
         others: The same for the other arm, with the same levels in the same order.
         samples: K, the number of episodes behind each rate.
-
-    Raises:
-        ValueError: There are no rows, or their lengths differ.
     """
     widths = {len(row) for arm in (ones, others) for row in arm}
     if len(widths) != 1 or 0 in (*widths, len(ones), len(others)):
@@ -271,9 +262,6 @@ def interquartile_mean(strata: Sequence[Sequence[float]], noise: float = 0.0) ->
     means stay within the range of the scores, and the range of n scores contains the median in only
     1 − 2¹⁻ⁿ of samples: 75 % with 3 seeds, for any bootstrap. Plain percentiles cover 75, 89, 89,
     91 with 3 to 6 seeds. If three of ten seeds collapse: 63 (3), 83 (5), 93 (8), 96 (10).
-
-    Raises:
-        ValueError: There is no stratum, or one has fewer than two scores.
     """
     scores = [np.asarray(stratum, dtype=np.float64) for stratum in strata]
     smallest = min((len(stratum) for stratum in scores), default=0)
@@ -307,9 +295,6 @@ def success_rate(successes: Sequence[bool], levels: Sequence[int]) -> Interval:
 
     With several episodes per level, coverage is 93.5–97 % from 128 levels on, at any rate, and
     94–99.5 % with fewer. Without the two levels it is 80–96 % with 32.
-
-    Raises:
-        ValueError: There are no episodes, or the lengths differ.
     """
     return _over_levels(*_by_cluster(successes, levels), once=len(set(levels)) == len(levels))
 
@@ -333,9 +318,6 @@ def pass_at_k(solved: Sequence[int], samples: int, k: int) -> Interval:
     the interval is Wilson's. Otherwise levels are resampled with the two additional levels of
     `success_rate`, and coverage is the same. Without these it is 66–96 % with 32 levels, because
     near 1 too few levels show a spread.
-
-    Raises:
-        ValueError: There is no level, not 1 ≤ k ≤ n, or not 0 ≤ c ≤ n.
     """
     if not solved or not 1 <= k <= samples or not all(0 <= c <= samples for c in solved):
         raise ValueError(

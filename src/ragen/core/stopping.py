@@ -68,20 +68,12 @@ class Stop:
             asyncio.get_running_loop().remove_signal_handler(number)
 
     def check(self) -> None:
-        """Raise if a stop was requested.
-
-        Raises:
-            StopRequested: A stop was requested.
-        """
+        """Raise if a stop was requested."""
         if self._requested.is_set():
             raise StopRequested(self._signal_number)
 
     async def or_finish(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """The result of `work`, which is cancelled if a stop is requested first.
-
-        Raises:
-            StopRequested: A stop was requested.
-        """
+        """The result of `work`, which is cancelled if a stop is requested first."""
         task = asyncio.ensure_future(work)
         request = asyncio.ensure_future(self._requested.wait())
         try:

@@ -183,9 +183,6 @@ class Chat:
         Returns all ids, and how many of the last ones are the pre-filled start of the reply:
         `prefill`, such as ``<think>``, which is not written twice if the template writes it
         already.
-
-        Raises:
-            RagenError: The template refuses the conversation.
         """
         return self._prefilled(self._rendering_ids(self._text_of(messages)), prefill)
 

@@ -172,11 +172,7 @@ def note_of(name: str, brought: Flat, given: Flat, recipe: str | None = None) ->
 
 
 def budgets_of(name: str, given: Flat) -> tuple[Flat, str | None]:
-    """The budgets that an environment states with the given parameters, and its style of prompts.
-
-    Raises:
-        RagenError: There is no such environment or parameter, or its attributes cannot be read.
-    """
+    """The budgets that an environment states with the given parameters, and its style of prompts."""
     prefix = f"{PARAMS}."
     params = {k.removeprefix(prefix): v for k, v in given.items() if k.startswith(prefix)}
     whole = given.get(PARAMS, {})
@@ -189,11 +185,7 @@ def budgets_of(name: str, given: Flat) -> tuple[Flat, str | None]:
 
 
 def config_of_env(given: Flat) -> Config:
-    """The given values, with the environment's own budgets under them.
-
-    Raises:
-        RagenError: As `budgets_of`, or a value does not fit.
-    """
+    """The given values, with the environment's own budgets under them."""
     return resolve(None, given, env=budgets_of(str(given["env.name"]), given)[0])
 
 

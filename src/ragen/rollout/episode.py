@@ -82,11 +82,7 @@ def require_room(setup: Setup, level: int) -> None:
 
 
 def opening(setup: Setup, spec: EpisodeSpec) -> tuple[Prompt, tuple[str, ...] | None]:
-    """The first prompt of an episode, and the names of the environment's actions, if it has any.
-
-    Raises:
-        UserCodeError: The environment fails.
-    """
+    """The first prompt of an episode, and the names of the environment's actions, if it has any."""
     with closing(setup.make_env()) as env:
         playthrough = _Playthrough(setup, spec)
         prompt = playthrough.prompt(*playthrough.begin(env), 0)
@@ -113,11 +109,7 @@ def read_reply(
 
 
 def require_unchanged(setup: Setup, branch: BranchSpec) -> None:
-    """Check that a recorded turn can be rebuilt as it was.
-
-    Raises:
-        RagenError: The environment has changed, or the prompts that the policy would read.
-    """
+    """Check that a recorded turn can be rebuilt as it was."""
     playthrough = _Playthrough(setup, branch)
     try:
         with closing(setup.make_env()) as env:
@@ -225,11 +217,7 @@ class _Playthrough:
         return Limits(number + 1, setup.turns - number, self.actions_left, setup.actions_per_turn)
 
     def prompt(self, conversation: Conversation, view: View, number: int) -> Prompt:
-        """The prompt of a turn.
-
-        Raises:
-            RagenError: The turn was recorded with another prompt.
-        """
+        """The prompt of a turn."""
         setup = self.setup
         messages, token_ids, num_prefill = conversation.ask(view)
         if isinstance(self.spec, BranchSpec) and number < len(self.spec.turns):

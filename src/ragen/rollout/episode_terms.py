@@ -31,9 +31,6 @@ async def apply_episode_terms(
     `weights` are those of all reward terms; terms of turns are left out. Episodes that failed or
     have no turn are not judged. If a term fails, the episode that it judged fails, or all episodes
     of the group. `seed` is the run's, `step` counts finished steps.
-
-    Raises:
-        RagenError: The judge's endpoint refuses to answer, or is gone.
     """
     of_episode, of_group = (weights_for(judged, weights) for judged in ("episode", "episodes"))
     for name, weight in of_episode.items():

@@ -33,9 +33,6 @@ async def run_groups(
     most `concurrency` episodes are played at once, or as many as a semaphore that is shared with
     other collections lets in; they begin in (group, member) order. A player's episodes are played
     one by one. `on_episode` is called as each episode ends.
-
-    Raises:
-        RagenError: The player cannot play this environment.
     """
     specs = [
         EpisodeSpec(level, group, member, path)

@@ -92,9 +92,6 @@ class Judge:
     Attributes:
         attempt: The run's attempt that asks; the guard begins another one with a rollback.
         seconds: Time of the questions since the last call of `metrics`.
-
-    Raises:
-        RagenError: The folder cannot be written.
     """
 
     def __init__(
@@ -125,9 +122,6 @@ class Judge:
         """For each episode of each group a score in [0, 1], or why there is none.
 
         `step` is the step that asks. Each group has a seed, from which its order is drawn.
-
-        Raises:
-            RagenError: The endpoint refuses to answer, or is gone.
         """
         start = perf_counter()
         orders = [shuffled(group, seed) for group, seed in zip(groups, seeds, strict=True)]
@@ -209,11 +203,7 @@ class Judge:
 
 
 def server_of(settings: JudgeConfig) -> Server:
-    """The judge's endpoint.
-
-    Raises:
-        RagenError: Its address or its key is invalid.
-    """
+    """The judge's endpoint."""
     check_address("judge.url", settings.url, f"put the key into {KEY_ENV}")
     return Server(settings.url, default_key_env=KEY_ENV)
 

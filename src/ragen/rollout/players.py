@@ -41,23 +41,14 @@ def random_player(seed: int) -> Player:
 
 
 def has_random_play(env: Env) -> bool:
-    """True if there is random play: of named actions, or by `random_action`.
-
-    Raises:
-        UserCodeError: The environment fails.
-    """
+    """True if there is random play: of named actions, or by `random_action`."""
     with boundary("random_action"):
         generator = np.random.Generator(np.random.PCG64(0))
         return env.actions is not None or env.random_action(generator) is not None
 
 
 def free_action(env: Env, generator: np.random.Generator, name: str) -> str:
-    """One action of random play in an environment of free text.
-
-    Raises:
-        RagenError: The environment has no random player.
-        UserCodeError: Its random player fails, or returns no text.
-    """
+    """One action of random play in an environment of free text."""
     with boundary("random_action"):
         action = env.random_action(generator)
         if action is not None:
@@ -84,12 +75,7 @@ def solver(
     actions_per_turn: int,
     instead: str = "play it with random, human or a model",
 ) -> list[str]:
-    """Optimal play, by the environment's own solver (`Env.solve`).
-
-    Raises:
-        RagenError: The environment has no solver; `instead` is the remedy in the message.
-        UserCodeError: Its solver fails.
-    """
+    """Optimal play, by the environment's own solver (`Env.solve`)."""
     with boundary("solve"):
         answer = env.solve(turns_left, actions_left, actions_per_turn)
         actions = answers.action_names(answer, "solve")
@@ -130,11 +116,7 @@ def human(
 
 
 def read_actions(line: str, names: tuple[str, ...], limit: int) -> list[str]:
-    """Action names in a typed line.
-
-    Raises:
-        ValueError: There are none or too many, or a word is a prefix of no name or of several.
-    """
+    """Action names in a typed line."""
     whole = [name for name in names if name.lower() == line.strip().lower()]
     if whole:
         return whole

@@ -115,11 +115,7 @@ has a key of its own, ``reward.format_penalty``."""
 
 
 def find_term(name: str) -> Term:
-    """The reward term of a name in the config, RAGEN's own or from outside.
-
-    Raises:
-        RagenError: It cannot be loaded, or its parameter is not one of `TERM_INPUTS`.
-    """
+    """The reward term of a name in the config, RAGEN's own or from outside."""
     return TERM.find(name, TERMS)
 
 
@@ -137,9 +133,6 @@ async def apply_reward_terms(turn: Turn, weights: Mapping[str, float]) -> Turn:
 
     `Turn.reward` stays the environment's own. `weights` are what a value of 1 adds, by the name of
     the term; terms of episodes and groups are left out.
-
-    Raises:
-        UserCodeError: A term from outside raised, took too long, or gave no number from −1 to 0.
     """
     weights = weights_for("turn", weights) if weights else weights
     if not weights:
@@ -169,9 +162,6 @@ async def term_values(
     """The value of a term for a turn or an episode, or for each of several episodes.
 
     `call` is its name in messages.
-
-    Raises:
-        UserCodeError: It raised, took too long, or gave something other than such numbers.
     """
     with boundary(call, TERM_S):
         answer = term(judged)

@@ -68,11 +68,7 @@ class Setup:
     env_time: Stopwatch = field(default_factory=Stopwatch, repr=False, compare=False)
 
     def make_env(self) -> GuardedEnv:
-        """A guarded environment.
-
-        Raises:
-            UserCodeError: It cannot be made.
-        """
+        """A guarded environment."""
         # A worker process enforces the time limit itself.
         timeout_s = None if self.workers else self.timeout_s
         return GuardedEnv(self.make, timeout_s, self.env_time)
@@ -114,12 +110,7 @@ def knows_no_tools(env: str) -> RagenError:
 
 
 def make_chat(config: Config, tokenizer: Tokenizer) -> Chat:
-    """The chat of a tokenizer with the tools of a config's environment.
-
-    Raises:
-        RagenError: As `Chat`, the environment or the tool parser cannot be made, or an environment
-            of a mixture has tools.
-    """
+    """The chat of a tokenizer with the tools of a config's environment."""
     prompt, (tools, *others) = config.prompt, map(_tools_of, by_env(config).values())
     if others and any((tools, *others)):
         raise RagenError(
@@ -178,11 +169,7 @@ def by_env(config: Config) -> dict[str, Config]:
 
 
 def refuse_mixture(config: Config) -> None:
-    """Refuse several environments where only one can be played.
-
-    Raises:
-        RagenError: The config has a mixture.
-    """
+    """Refuse several environments where only one can be played."""
     if config.env.mix:
         names = ", ".join(config.env.mix)
         raise RagenError(f"env.mix has several environments: name one of them with --env: {names}")
@@ -297,9 +284,6 @@ class BranchSpec(EpisodeSpec):
     `turns` are the recorded turns up to that one. Of the last, only what came before the reply
     counts: the environment restarts from its snapshot. `noise` is the recorded episode's noise
     seed, so the random events stay the same; `path` decides only the sampling.
-
-    Raises:
-        RagenError: The last turn has no snapshot.
     """
 
     noise: int

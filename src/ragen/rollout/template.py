@@ -59,10 +59,6 @@ class Template:
         start: The rendering of a single user message (`USER`).
         written: The start of a thought, or an empty thought, at the end of the generation prompt.
         opening: `written` if it is the start of a thought, otherwise nothing.
-
-    Raises:
-        RagenError: The tokenizer has no chat template, or the template refuses a single user
-            message or leaves it out.
     """
 
     def __init__(
@@ -92,9 +88,6 @@ class Template:
         """The text of a conversation up to the start of the next reply.
 
         An assistant's message may have ``tool_calls``, as OpenAI writes them.
-
-        Raises:
-            RagenError: The template refuses the conversation.
         """
         try:
             return str(

@@ -102,11 +102,7 @@ TOOL_PARSERS: dict[str, ToolParser] = {"hermes": hermes, "llama3": llama3, "mist
 
 
 def find_tool_parser(name: str) -> ToolParser:
-    """The parser of a name in the config, RAGEN's own or from outside.
-
-    Raises:
-        RagenError: It cannot be loaded, or it cannot be called with a reply.
-    """
+    """The parser of a name in the config, RAGEN's own or from outside."""
     parser = TOOL_PARSER.find(name, TOOL_PARSERS)
     if name in TOOL_PARSERS:
         return parser

@@ -118,9 +118,6 @@ def find_tool_bridge(
     """The tool bridge of a template that offers tools, `name` among them; `plain` offers none.
 
     The caller must still check that it holds (`ToolBridge.holds`).
-
-    Raises:
-        RagenError: The template renders no tools, or no calls.
     """
     if template.start == plain.start:
         raise RagenError(
@@ -141,11 +138,7 @@ def find_tool_bridge(
 
 
 def find_form(bridge: ToolBridge, parser: ToolParser | None) -> ToolForm:
-    """The form of a template's calls; `parser` reads it if one is named.
-
-    Raises:
-        RagenError: No parser reads it, or the template writes no calls.
-    """
+    """The form of a template's calls; `parser` reads it if one is named."""
     call = Call(bridge.name, ARGUMENTS)
     written = bridge.write([json.dumps(call._asdict())])
     for each in TOOL_PARSERS.values() if parser is None else (parser,):

@@ -137,11 +137,7 @@ def needs_scores(config: Config, step: int, num_episodes: int) -> bool:
 
 
 def split_batch(batch: Batch, update: UpdateConfig, seed: int) -> list[Batch]:
-    """The minibatches of a step, one for each optimiser step.
-
-    Raises:
-        RagenError: An episode is missing or occurs twice.
-    """
+    """The minibatches of a step, one for each optimiser step."""
     parts = minibatches(batch, update.minibatch_episodes, update.epochs, seed)
     verify_split(batch, parts, update.epochs)
     return parts

@@ -29,9 +29,6 @@ async def next_groups(run: Run) -> Played:
 
     In a mixture or a curriculum, the starts of a step that is played ahead follow from the counts
     and the stage at the time when its play begins.
-
-    Raises:
-        UnplayableError: Every episode failed, or no first prompt leaves room for a reply.
     """
     if not run.config.engine.max_staleness:
         run.env_time.seconds = 0.0

@@ -187,12 +187,7 @@ async def run_to_the_end(run: Run) -> None:
 
 
 async def evaluate_and_loop_or_recover(run: Run) -> bool:
-    """True if the run is complete; else the guard has rolled a broken policy back.
-
-    Raises:
-        EngineLost: A process of the engine is lost.
-        GuardStop, NotFiniteError, StopRequested, UnplayableError: As `run_to_the_end`.
-    """
+    """True if the run is complete; else the guard has rolled a broken policy back."""
     try:
         await evaluate_and_loop(run)
         return True
@@ -202,13 +197,7 @@ async def evaluate_and_loop_or_recover(run: Run) -> bool:
 
 
 async def evaluate_and_loop(run: Run) -> None:
-    """Do all that is left to do, from the evaluation before training to the one after it.
-
-    Raises:
-        EngineLost: A process of the engine is lost.
-        NotFiniteError: The policy does not work.
-        GuardStop, StopRequested, UnplayableError: As `run_to_the_end`.
-    """
+    """Do all that is left to do, from the evaluation before training to the one after it."""
     both = dict.fromkeys((run.config.eval.temperature, 0.0))
     try:
         if run.state.step == 0:

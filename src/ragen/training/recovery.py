@@ -72,9 +72,6 @@ async def run_guard(run: Run) -> bool:
 
     Returns:
         Whether the run was rolled back.
-
-    Raises:
-        GuardStop: The response is to stop, or to roll back and that is impossible.
     """
     state, config = run.state, run.config
     if state.step <= run.guard.checked_step:  # a resumed run: the guard has seen this step
@@ -125,11 +122,7 @@ async def recover(run: Run, failure: NotFiniteError) -> None:
 
 
 def stop_before(run: Run, onset: int, reason: str) -> NoReturn:
-    """Stop a run whose policy is broken from the step `onset` on; earlier checkpoints stay.
-
-    Raises:
-        GuardStop: Always.
-    """
+    """Stop a run whose policy is broken from the step `onset` on; earlier checkpoints stay."""
     good = [step_of(path) for path in folders(run.folder) if step_of(path) < onset]
     if good:
         drop_after(run.folder, good[-1])
@@ -174,9 +167,6 @@ async def stop(run: Run, reason: str) -> NoReturn:
 
     After a resume, no detector fires for `GRACE_STEPS` steps. If the trouble persists, the run
     stops again.
-
-    Raises:
-        GuardStop: Always.
     """
     run.guard.grace = run.state.step + GRACE_STEPS
     run.guard.last_held.clear()
@@ -194,9 +184,6 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
     This is a resume in another attempt. The rows of the abandoned attempt stay, but its later
     checkpoints are deleted. If the process is killed in between, the resumed run raises the same
     alarm again. If the policy `is_broken` and no rollback is possible, its weights are not saved.
-
-    Raises:
-        GuardStop: There is no such checkpoint, or all rollbacks are used up.
     """
     # Only regular ones: a run that was stopped in between must return to the same checkpoint.
     before = [path for path in regular(run.folder, run.spacing) if step_of(path) < alarm.onset]
@@ -290,11 +277,7 @@ async def restore(run: Run, loss: EngineLost) -> None:
 def states_of(
     folder: Path, checkpoint: Path, saved: Mapping[str, Any]
 ) -> tuple[LoopState, GuardState]:
-    """The states of the loop and of the guard with which a run continues from a checkpoint.
-
-    Raises:
-        RagenError: It was written by another version of RAGEN.
-    """
+    """The states of the loop and of the guard with which a run continues from a checkpoint."""
     try:
         state, guard = LoopState(**saved["loop"]), GuardState(**saved["guard"])
     except (KeyError, TypeError) as error:

@@ -335,9 +335,6 @@ async def save(run: Run) -> None:
 
     If that step has a checkpoint already, its weights are the same, so only the states of loop and
     guard are written.
-
-    Raises:
-        RagenError: The disk does not take it.
     """
     state, keep, every = run.state, kept_checkpoints(run), run.spacing
     own: dict[str, Any] = {"loop": asdict(state), "guard": asdict(run.guard)}

@@ -166,11 +166,7 @@ TRACKERS: Mapping[str, Callable[[], Watcher]] = {
 
 
 def with_trackers(watcher: Watcher | None, trackers: str) -> Watcher:
-    """The watcher, joined by the trackers that ``record.trackers`` names.
-
-    Raises:
-        RagenError: The library of one of them is not installed.
-    """
+    """The watcher, joined by the trackers that ``record.trackers`` names."""
     names = [name.strip() for name in trackers.split(",") if name.strip()]
     for name in names:
         if importlib.util.find_spec(name) is None:
