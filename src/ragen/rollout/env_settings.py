@@ -172,7 +172,7 @@ def note_of(name: str, brought: Flat, given: Flat, recipe: str | None = None) ->
 
 
 def budgets_of(name: str, given: Flat) -> tuple[Flat, str | None]:
-    """The budgets that an environment states with the given parameters, and its style of prompts."""
+    """The budgets of an environment with the given parameters, and its style of prompts."""
     prefix = f"{PARAMS}."
     params = {k.removeprefix(prefix): v for k, v in given.items() if k.startswith(prefix)}
     whole = given.get(PARAMS, {})

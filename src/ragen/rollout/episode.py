@@ -12,7 +12,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, Prompt, StopReason, Turn
@@ -28,15 +28,6 @@ from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
 from ragen.rollout.tool_calls import parse_tools, results_of, tool_messages
 
 
-@runtime_checkable
-class PlaysEpisodes(Policy, Protocol):
-    """A policy that plays whole episodes where the environments are: in other processes."""
-
-    async def play(self, setup: Setup, spec: EpisodeSpec) -> Episode:
-        """Play an episode of a run's set-up; see `play_episode`."""
-        ...
-
-
 async def play_episode(policy: Policy | PlayerPolicy, setup: Setup, spec: EpisodeSpec) -> Episode:
     """Play one episode to its end.
 
@@ -44,8 +35,6 @@ async def play_episode(policy: Policy | PlayerPolicy, setup: Setup, spec: Episod
         RagenError: The player cannot play this environment, or a recorded turn of a branch cannot
             be rebuilt.
     """
-    if isinstance(policy, PlaysEpisodes):
-        return await policy.play(setup, spec)
     playthrough = _Playthrough(setup, spec)
     try:
         with closing(setup.make_env()) as env:
