@@ -11,8 +11,9 @@ import pytest
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode
 from ragen.core.user_code import UserCodeError
+from ragen.envs import answers
 from ragen.envs.checker import check
-from ragen.envs.contract import Env, Info, is_picture
+from ragen.envs.contract import Env, Info
 from ragen.envs.registry import make
 from ragen.rollout.episode import play_episode
 from ragen.rollout.guarded import GuardedEnv
@@ -105,8 +106,10 @@ def test_invalid_pictures_are_refused() -> None:
         def picture(self) -> Any:
             return INVALID_PICTURES[-1]
 
-    assert not any(map(is_picture, INVALID_PICTURES))
-    with pytest.raises(RagenError, match="picture must return None or a list of rows"):
+    for each in INVALID_PICTURES:
+        with pytest.raises(UserCodeError, match="rows of one length are expected"):
+            answers.picture(each)
+    with pytest.raises(RagenError, match="rows of one length are expected"):
         check(InvalidPicture())
     with closing(GuardedEnv(InvalidPicture, None)) as env:
         env.reset(0, 0)

@@ -271,7 +271,7 @@ class TwinNames(Coin):
 
 
 class Silent(Coin):
-    breaks = "rules must be a text"
+    breaks = "NoneType as rules: text is expected"
     rules = None
 
 

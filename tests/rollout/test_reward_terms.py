@@ -232,7 +232,7 @@ def test_a_reading_of_the_wrong_type_fails_the_episode() -> None:
     ("reading", "words"),
     [
         ("moves", "must not change the environment"),
-        ("much", "must return None or a Reading"),
+        ("much", "a Reading or None is expected"),
         (Reading(1, 2, None), "true ≤ stated"),
     ],
 )

@@ -15,9 +15,10 @@ import math
 import numbers
 from reprlib import repr as shortened
 from typing import Any
+from unicodedata import category
 
 from ragen.core.user_code import UserCodeError
-from ragen.envs.contract import Baselines, Reading, Schema, is_picture
+from ragen.envs.contract import Baselines, Reading, Schema
 
 MAX_CHARS = 100_000
 """Maximum number of characters in a text."""
@@ -171,19 +172,22 @@ def json_copy(value: Any, call: str, what: str) -> Any:
 
 def picture(value: Any) -> tuple[str, ...] | None:
     """The rows of a picture that the viewer can draw, or ``None``."""
+    if value is None:
+        return None
     if isinstance(value, list) and all(isinstance(row, str) for row in value):
-        cells = sum(map(len, value))
-        if cells > PICTURE_CELLS:
+        rows = tuple(str.__str__(row) for row in value)
+        cells = "".join(rows)
+        if len(cells) > PICTURE_CELLS:
             raise UserCodeError(
-                f"picture returned {cells:,} cells: at most {PICTURE_CELLS:,} are allowed"
+                f"picture returned {len(cells):,} cells: at most {PICTURE_CELLS:,} are allowed"
             )
-        value = [str.__str__(row) for row in value]
-    if not is_picture(value):
-        raise UserCodeError(
-            f"picture returned {shortened(value)}: rows of one length are expected, of single "
-            "printable characters"
-        )
-    return None if value is None else tuple(value)
+        alone = cells.isprintable() and not any(category(cell)[0] == "M" for cell in cells)
+        if cells and alone and len(set(map(len, rows))) == 1:
+            return rows
+    raise UserCodeError(
+        f"picture returned {shortened(value)}: rows of one length are expected, of single "
+        "printable characters"
+    )
 
 
 def reading(value: Any) -> Reading | None:

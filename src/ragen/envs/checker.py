@@ -14,7 +14,7 @@ import numpy as np
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs import answers
-from ragen.envs.contract import Env, Reading, is_picture, pick
+from ragen.envs.contract import Env, pick
 from ragen.envs.registry import CLOSE_S, close_env
 from ragen.envs.tools import write_call
 
@@ -47,17 +47,10 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
         with boundary("check"):
             name = getattr(env, "name", name)
             for attribute in ("name", "goal", "rules"):
-                text = getattr(env, attribute, None)
-                _require(isinstance(text, str) and text != "", f"{attribute} must be a text")
-                answers.text(text, "the environment", attribute)
+                answers.text(getattr(env, attribute, None), "the environment", attribute)
             for attribute in ("max_turns", "actions_per_turn", "max_actions"):
                 budget = getattr(env, attribute, None)
                 _require(type(budget) is int and budget >= 1, f"{attribute} must be an int ≥ 1")
-            style = getattr(env, "prompt_style", None)
-            _require(style in (None, "compact", "paper"), "prompt_style: None, compact or paper")
-            for attribute in ("draws", "reads_thoughts"):
-                value = getattr(env, attribute, None)
-                _require(type(value) is bool, f"{attribute} must be a bool")
             _require(
                 not answers.tools(env.tools) or env.actions is None,
                 "an environment with tools has actions = None",
@@ -119,9 +112,8 @@ def _play_level(env: Env, level: int, noise_seed: int, steps: int) -> tuple[Resu
     The random choices follow from the level, not from the noise seed.
     """
     observation, info = env.reset(seed=level, options={"noise_seed": noise_seed})
-    _require(isinstance(observation, str), "reset must return its observation as a text")
     answers.text(observation, "reset", "observation")
-    _require(isinstance(info, dict), "reset must return (observation, info), info a dict")
+    answers.info(info, "reset")
     start = observation, _key(env), env.actions, _picture(env)
     return start, _play(env, _chooser(level), steps)
 
@@ -167,16 +159,13 @@ def _step(env: Env, action: str) -> Result:
     whole = isinstance(result, tuple) and len(result) == 5
     _require(whole, "step must return (observation, reward, terminated, truncated, info)")
     observation, reward, terminated, truncated, info = result
-    _require(isinstance(observation, str), "step must return its observation as a text")
     answers.text(observation, "step", "observation")
     reward = answers.reward(reward)
-    flags = answers.scalar_of(terminated), answers.scalar_of(truncated)
-    _require(all(type(f) is bool for f in flags), "terminated and truncated must be bool")
-    terminated, truncated = flags
+    terminated = answers.flag(terminated, "step", "terminated")
+    truncated = answers.flag(truncated, "step", "truncated")
+    info = answers.info(info, "step")
     for flag in ("success", "effective"):
-        flagged = isinstance(info, dict) and type(answers.scalar_of(info.get(flag))) is bool
-        _require(flagged, f"step must put a bool info[{flag!r}] into its info")
-    info = answers.json_copy(info, "step", "info")
+        _require(flag in info, f"step must put a bool info[{flag!r}] into its info")
     _require(
         terminated or not info["success"],
         "info['success'] may be true only in the step that terminates the episode",
@@ -192,10 +181,7 @@ def _picture(env: Env) -> Any:
     if not env.draws:
         return None
     with _unchanged(env, "picture"):
-        picture = env.picture()
-    rule = "picture must return None or a list of rows: texts of one length, printable characters"
-    _require(is_picture(picture), rule)
-    return picture
+        return answers.picture(env.picture())
 
 
 def _key(env: Env) -> str:
@@ -208,14 +194,10 @@ def _key(env: Env) -> str:
 
 
 def _snapshot(env: Env) -> str:
-    return _dump(env.get_state(), "get_state must return JSON values only")
-
-
-def _dump(value: Any, rule: str) -> str:
     try:
-        return json.dumps(value, sort_keys=True, allow_nan=False)
+        return json.dumps(env.get_state(), sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise RagenError(f"{rule}: {error}") from error
+        raise RagenError(f"get_state must return JSON values only: {error}") from error
 
 
 def _check_twins(env: Env, level: int, played: list[Played]) -> None:
@@ -279,11 +261,8 @@ def _check_snapshot(env: Env, level: int, steps: int) -> None:
 def _check_reading(env: Env) -> None:
     env.reset(seed=0, options={"noise_seed": 0})
     with _unchanged(env, "read_thought"):
-        readings = [env.read_thought(text) for text in ("", "no such thing", "P a0 : a0 a1 _")]
-    for reading in readings:
-        if reading is not None:
-            possible = isinstance(reading, Reading) and 0 <= reading.true <= reading.stated
-            _require(possible, "read_thought must return None or a Reading, true ≤ stated")
+        for text in ("", "no such thing", "P a0 : a0 a1 _"):
+            answers.reading(env.read_thought(text))
 
 
 def _check_unknown_action(env: Env) -> None:

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
-from unicodedata import category
 
 import gymnasium
 import numpy as np
@@ -215,22 +214,6 @@ class Env(gymnasium.Env[str, str], ABC):
         if action not in names:
             raise ValueError(f"{self.name} knows no action {action!r}; it knows {', '.join(names)}")
         return names.index(action)
-
-
-def is_picture(value: Any) -> bool:
-    """True if `Env.picture` may return a value.
-
-    Example:
-        >>> is_picture(None), is_picture(["P_", "_G"]), is_picture(["P_", "G"]), is_picture([])
-        (True, True, False, False)
-    """
-    if value is None:
-        return True
-    if not isinstance(value, list) or not all(isinstance(row, str) for row in value):
-        return False
-    cells = "".join(value)
-    alone = cells.isprintable() and not any(category(cell)[0] == "M" for cell in cells)
-    return cells != "" and alone and len({len(row) for row in value}) == 1
 
 
 def generators(
