@@ -2,9 +2,6 @@
 
 from itertools import product
 
-import pytest
-
-from ragen.core.errors import RagenError
 from ragen.envs.bandit import NAMES
 from ragen.envs.registry import make
 
@@ -79,10 +76,3 @@ def test_the_safe_arm_is_optimal_if_it_has_the_higher_mean():
     env.reset(seed=123)
     assert env.solve(1, 1, 1) == ["Phoenix"]
     assert env.baselines(1, 1, 1).optimal_return == 0.15
-
-
-def test_invalid_parameters_are_refused():
-    with pytest.raises(RagenError, match="less than or equal to 1"):
-        make("bandit", risky_probability=1.5)
-    with pytest.raises(RagenError, match="no arm would be the better one"):
-        make("bandit", safe_reward=0.25)

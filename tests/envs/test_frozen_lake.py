@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen.core.errors import RagenError
 from ragen.envs.frozen_lake import (
     FrozenLake,
     Lake,
@@ -164,9 +163,3 @@ def test_solve_returns_a_shortest_path_without_slipping():
         plan = env.solve(1, 9, 9)
         assert len(plan) == lake.distances()[lake.start]
         assert [env.step(action)[2] for action in plan][-1]
-
-
-def test_invalid_parameters_are_refused():
-    for params in ({"size": 1}, {"p_frozen": 0.0}, {"success_probability": -0.1}):
-        with pytest.raises(RagenError, match=next(iter(params))):
-            make("frozen-lake", **params)

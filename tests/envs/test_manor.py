@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ragen.core.errors import RagenError
-from ragen.envs.checker import check
 from ragen.envs.manor import NO_DOOR, SLACK, WAYS, Position, generate, shortest_solution
 from ragen.envs.registry import make
-from ragen.evaluation.baselines import Budget, level_baselines, sample_baselines
 
 SMALL = {"rooms": 5, "levers": 1, "delay": 5}
 """Level 123: the vault is west of the hall, the lever west of the vault, and iron is right."""
@@ -82,13 +79,6 @@ def test_the_plan_in_the_hall_shows_the_whole_house():
             assert "plan" not in there and "note" not in there
 
 
-def test_houses_that_cannot_be_are_refused():
-    with pytest.raises(RagenError, match="levers = 3: 4 rooms have place for 2"):
-        make("manor", rooms=4, levers=3)
-    with pytest.raises(RagenError, match="no manor of 4 rooms and 0 levers with delay = 20"):
-        make("manor", rooms=4, levers=0, delay=20)
-
-
 # Play.
 
 
@@ -119,26 +109,7 @@ def test_the_key_decides_and_levers_pay_either_way(key, success, last):
     assert results[-1][4] == {"success": success, "effective": True}
 
 
-@pytest.mark.parametrize("params", [{"rooms": 4, "levers": 0, "delay": 2}, {"keys": 4}, SMALL])
-def test_other_sizes_pass_the_checker(params):
-    check(make("manor", **params))
-
-
 # Baselines.
-
-
-def test_exact_baselines_agree_with_samples():
-    env, draws = make("manor", rooms=4, levers=0, delay=2), 500
-    budget = Budget(20, 1, 20)
-    for level in (123,):
-        exact = level_baselines(env, budget, level, 0)
-        sampled = sample_baselines(env, budget, level, draws)
-        assert exact.draws is None and exact.random > 0.02
-        error = (exact.random * (1 - exact.random) / draws) ** 0.5
-        assert abs(exact.random - sampled.random) <= 4 * error
-        assert abs(exact.random_return - sampled.random_return) <= 4 * error
-        assert exact.optimal == sampled.optimal == 1.0
-        assert exact.optimal_return == sampled.optimal_return == 1.0
 
 
 def test_optimal_play_needs_the_length_of_the_shortest_solution():

@@ -16,6 +16,7 @@ from ragen.core.errors import RagenError
 from ragen.envs.checker import check
 from ragen.envs.contract import Baselines, Env, generators, pick
 from ragen.envs.registry import ENVS, make, registered_envs
+from ragen.evaluation.baselines import Budget, level_baselines, sample_baselines
 from tests.free_text import Echo, Mute
 
 DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
@@ -38,6 +39,51 @@ def test_every_registered_environment_passes_the_checker(name):
     env = make(name)
     assert env.name == name and name in registered_envs()
     check(env, levels=2)
+
+
+VARIANTS = [
+    *(("frozen-lake", {"observation": form}) for form in ("coord", "grid_coord", "named")),
+    *(("sokoban", {"observation": form}) for form in ("coord", "grid_coord", "named")),
+    ("countdown", {"attempts": 3, "min_numbers": 5, "max_numbers": 8}),
+    ("manor", {"rooms": 4, "levers": 0, "delay": 2}),
+    ("manor", {"keys": 4}),
+    ("manor", {"rooms": 5, "levers": 1, "delay": 5}),
+    ("sudoku", {"blanks": 10}),
+    ("sudoku", {"size": 9, "blanks": 30}),
+    ("word-problems", {"attempts": 3}),
+]
+
+
+@pytest.mark.parametrize(("name", "params"), VARIANTS)
+def test_environments_with_other_parameters_pass_the_checker(name, params):
+    check(make(name, **params), levels=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "turns"),
+    [
+        ("countdown", {}, 3),
+        ("countdown", {"attempts": 3, "largest_number": 5}, 3),
+        ("manor", {"rooms": 4, "levers": 0, "delay": 2}, 20),
+        ("sudoku", {"blanks": 3}, 1),
+        ("sudoku", {"blanks": 3}, 6),
+        ("word-problems", {}, 1),
+        ("word-problems", {"attempts": 3}, 3),
+    ],
+)
+def test_exact_baselines_agree_with_samples(name, params, turns):
+    env, budget, draws = make(name, **params), Budget(turns, 1, turns), 500
+    for level in (123, 124) if name == "word-problems" else (123,):
+        exact = level_baselines(env, budget, level, 0)
+        sampled = sample_baselines(env, budget, level, draws)
+        assert exact.draws is None and exact.optimal == sampled.optimal == 1.0
+        assert exact.optimal_return == sampled.optimal_return == pytest.approx(1.0)
+        error = (max(exact.random * (1 - exact.random), 1 / draws) / draws) ** 0.5
+        assert abs(exact.random - sampled.random) <= 4 * error
+        # Sudoku pays for each blank: a return from 0 to 1, whose deviation is at most 1/2.
+        error = 0.5 / draws**0.5 if name == "sudoku" else error
+        consolation = 0.005 if name == "countdown" else 0  # of legal expressions that miss
+        assert abs(exact.random_return - sampled.random_return) <= 4 * error + consolation
 
 
 GOLDEN = {
@@ -84,12 +130,6 @@ def test_no_level_and_no_episode_depends_on_the_process_or_the_salt_of_hash(caps
     assert json.loads(other.stdout) == here
 
 
-@pytest.mark.parametrize("observation", ["coord", "grid_coord", "named"])
-def test_every_observation_format_passes_the_checker(observation):
-    for name in ("frozen-lake", "sokoban"):
-        check(make(name, observation=observation), levels=1)
-
-
 def test_the_environment_of_the_docs_runs_as_written(documented_env):
     runpy.run_path(str(documented_env), run_name="__main__")
     env = make(f"{documented_env}:Guess")
@@ -122,6 +162,36 @@ def test_unknown_names_and_parameters_are_refused():
         ("frozen-lake", {"size": 4.5}, "size = 4.5 does not fit"),
         ("sokoban", {"symbols": "nw"}, "should be 'standard' or 'new'"),
         ("nowhere.py:World", {}, "no file nowhere.py"),
+        ("frozen-lake", {"size": 1}, "size"),
+        ("frozen-lake", {"p_frozen": 0.0}, "p_frozen"),
+        ("frozen-lake", {"success_probability": -0.1}, "success_probability"),
+        ("bandit", {"risky_probability": 1.5}, "less than or equal to 1"),
+        ("bandit", {"safe_reward": 0.25}, "no arm would be the better one"),
+        ("countdown", {"min_numbers": 5}, "min_numbers = 5 is above max_numbers = 4"),
+        ("countdown", {"max_numbers": 9}, "less than or equal to 8"),
+        (
+            "countdown",
+            {"largest_target": 2, "largest_number": 10_000, "max_numbers": 2, "min_numbers": 2},
+            "no Countdown level with a target up to 2",
+        ),
+        ("manor", {"rooms": 4, "levers": 3}, "levers = 3: 4 rooms have place for 2"),
+        (
+            "manor",
+            {"rooms": 4, "levers": 0, "delay": 20},
+            "no manor of 4 rooms and 0 levers with delay = 20",
+        ),
+        *(("sokoban", {name: value}, name) for name, value in (("rows", 3), ("boxes", 0))),
+        *(("sokoban", {name: value}, name) for name, value in (("boxes", 15), ("search_depth", 2))),
+        ("sokoban", {"rows": 4, "cols": 4, "boxes": 2}, "no Sokoban level of"),
+        (
+            "sokoban",
+            {"rows": 5, "cols": 5, "min_solution": 9, "max_solution": 8},
+            "or set min_solution = 9 and max_solution = 8 further",
+        ),
+        ("sudoku", {"blanks": 11}, "blanks = 11: a board of 4 × 4 cells may have 10"),
+        ("sudoku", {"size": 6}, "should be 4 or 9"),
+        ("webshop", {"products": 200, "split": "train"}, "split 'train' needs 1501 goals"),
+        ("webshop", {"products": 10_001}, "at most 10,000 products, not 10,001"),
     ):
         with pytest.raises(RagenError, match=re.escape(message)) as error:
             make(name, **params)

@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS, REFILL_LEVELS, SFT_LEVELS, TRAIN_LEVELS
 from ragen.envs import word_problems
-from ragen.envs.checker import check
 from ragen.envs.registry import make
 from ragen.envs.word_problems import SAMPLE, guesses, read_number, read_problems
-from ragen.evaluation.baselines import Budget, level_baselines, sample_baselines
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "word_problems.py"
 OWN = Path(word_problems.__file__).with_name(SAMPLE)
@@ -198,10 +196,6 @@ def test_the_reward_halves_with_each_attempt(file):
     assert [env.step("9")[2] for _ in range(3)] == [False, False, True]
 
 
-def test_several_attempts_and_other_files_pass_the_checker(file):
-    check(make("word-problems", path=file(10), attempts=3))
-
-
 # Baselines.
 
 
@@ -209,16 +203,3 @@ def test_random_play_guesses_from_the_numbers_of_the_question():
     assert guesses("No number here.") == (0,)
     assert guesses("Take 0 and 5.") == (0, 5, 5, -5, 0, 0, 5, 5, 0)
     assert len(guesses(" ".join(map(str, range(1, 100))))) == 8 + 8 * 7 * 4
-
-
-@pytest.mark.parametrize("attempts", [1, 3])
-def test_exact_baselines_agree_with_samples(attempts):
-    env, draws = make("word-problems", attempts=attempts), 500
-    for level in (EVAL_LEVELS, EVAL_LEVELS + 1):
-        exact = level_baselines(env, Budget(attempts, 1, attempts), level, 0)
-        sampled = sample_baselines(env, Budget(attempts, 1, attempts), level, draws)
-        assert exact.draws is None and exact.optimal == sampled.optimal == 1.0
-        assert exact.optimal_return == sampled.optimal_return == 1.0
-        error = (max(exact.random * (1 - exact.random), 1 / draws) / draws) ** 0.5
-        assert abs(exact.random - sampled.random) <= 4 * error
-        assert abs(exact.random_return - sampled.random_return) <= 4 * error
