@@ -137,22 +137,6 @@ def test_environment_file_that_cannot_be_loaded_is_reported(
             assert reason in line and name in line
 
 
-@pytest.mark.parametrize(
-    ("text", "remedy"),
-    [
-        ("steps = \n", "not valid TOML"),
-        ("steps = 'three'\n", 'steps = "three" in recipe'),
-        ("[wolrd]\nname = 'bandit'\n", "did you mean"),
-        ("[env]\nname = 'bandti'\n", "did you mean 'bandit'?"),
-        ("algorithm = 7\n", "expected the name of a preset"),
-        ("\udcff", "not UTF-8"),
-    ],
-)
-def test_unreadable_recipe_is_reported(tmp_path: Path, text: str, remedy: str) -> None:
-    (tmp_path / "mine.toml").write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert remedy in error_line(tmp_path, "train", "mine.toml", "--out", "run")
-
-
 def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "precious").write_text("data")

@@ -303,20 +303,6 @@ def test_a_bug_keeps_its_traceback(trainer: Callable[[Any], None]) -> None:
         main(["train", "bandit"])
 
 
-def test_eval_prints_one_json_object(
-    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert (
-        main(["eval", "solver", "--env", "bandit", "--episodes", "8", "--seed", "1", "--json"]) == 0
-    )
-    record = json.loads(capsys.readouterr().out)
-    assert (record["env"], record["episodes"], record["success"]) == ("bandit", 8, 1.0)
-    assert record["success_low"] < 1.0 == record["success_high"] == record["optimal"]
-    assert main(["eval", "random", "--env", "bandit", "--episodes", "8"]) == 0
-    assert "random play" in capsys.readouterr().out
-
-
 def test_envs_lists_every_environment_with_its_baselines(capsys: Capture) -> None:
     assert main(["envs", "--json", "--episodes", "2"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
@@ -374,7 +360,6 @@ def test_play_cuts_the_turn_of_a_solver_that_asks_for_too_much(
 def test_doctor_passes_on_this_machine(capsys: Capture) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert "GFLOP/s" in found["float32 matrix product"]
     assert re.fullmatch(r"two steps of bandit in \d+\.\d s", found["end to end"])
 
 
@@ -448,7 +433,7 @@ def test_live_table_shows_signals_with_the_baselines(width: int, tmp_path: Path)
     )
     assert f"step 0  {above}\n" in shown
     table = [line.strip() for line in shown.splitlines()[-7:]]
-    assert table[0].startswith("bandit  ━━━") and table[0].endswith("step 2 of 2  evaluating")
+    assert table[0].startswith("bandit ━━━") and table[0].endswith("step 2 of 2 00:00")
     assert [" ".join(line.split()) for line in table[1:]] == [
         "evaluated 50.0% ▁ [40.0%, 60.0%] T=1, step 0",  # the greedy one is only in the log above
         "success 100% ▁█ random play 50.0%, optimal 100.0%",
@@ -461,11 +446,12 @@ def test_live_table_shows_signals_with_the_baselines(width: int, tmp_path: Path)
 
 @pytest.mark.parametrize(("start_step", "updates"), [(0, (3, 6)), (5, (20, 23))])
 def test_progress_is_shown_in_updates_with_a_budget_of_updates(
-    start_step: int, updates: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_step: int, updates: tuple[int, int], tmp_path: Path
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    console = Console(force_terminal=True, record=True, width=80, file=io.StringIO())
+    console = Console(
+        force_terminal=True, record=True, width=80, file=io.StringIO(), get_time=lambda: now
+    )
     table = LiveTable(console)
     table.begin(
         tmp_path, settings.resolve("bandit", {"steps": 30, "budget": "updates"}), start_step
@@ -474,10 +460,8 @@ def test_progress_is_shown_in_updates_with_a_budget_of_updates(
         now += 30.0  # for 3 updates
         table.step(start_step + number, {"success/mean": 0.5, "progress/updates": float(done)})
     table.end()
-    left = {6: "4:00", 23: "1:10"}[updates[-1]]
-    assert (
-        f"step {start_step + 2}, {updates[-1]} of 30 updates  {left} left" in console.export_text()
-    )
+    left = {6: "04:00", 23: "01:10"}[updates[-1]]
+    assert f"step {start_step + 2}, {updates[-1]} of 30 updates {left}" in console.export_text()
 
 
 def test_lines_show_the_same_without_a_terminal(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ OPTIONS = {
     "compare": ["--suite", "--episodes", "--samples", "--seed", "--temperature", "--env", "--out"],
     "play": ["--player", "--seed"],
     "sft": ["--out", "--player", "--keep", "--episodes", "--epochs", "--lr"],
-    "base": ["--out", "--seed", "--steps", "--stages"],
+    "base": ["--out", "--seed", "--steps"],
     "study": ["--seeds", "--scale", "--out", "--jobs"],
     "export": ["--out", "--step", "--episodes"],
     "branch": ["--turn", "--n", "--checkpoint", "--temperature", "--seed"],

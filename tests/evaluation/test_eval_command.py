@@ -7,11 +7,10 @@ import os
 import shlex
 import signal
 import socket
-import sqlite3
 import sys
 import threading
 import time
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from ragen.models.names import hash_model_folder
 from ragen.rollout import endpoint
 from ragen.rollout.endpoint import Server
 from ragen.storage.checkpoint import run_of
-from ragen.storage.database import DATABASE
+from ragen.storage.database import read
 from ragen.storage.reader import read_evaluations
 from ragen.storage.stored_episodes import read_episodes
 from tests.faulty import GOOD, Answer, FaultyServer, api_error, chat_reply
@@ -171,8 +170,7 @@ def test_episodes_that_ended_before_the_server_died_are_kept(
     assert output.out == "" and output.err.count("\n") == 1
     assert "no longer answers: ConnectError" in output.err
     assert "what was played is kept" in output.err
-    with closing(sqlite3.connect(Path("evals", DATABASE))) as connection:
-        stored = connection.execute("SELECT stop_reason FROM outcomes").fetchall()
+    stored = read(Path("evals", "model-Rogue-1"), "SELECT stop_reason FROM outcomes")
     assert len(stored) == 8 and ("request",) not in stored
 
 
@@ -221,13 +219,9 @@ def test_a_stopped_evaluation_resumes(number: int, code: int, words: str, capsys
         return solves_by_seed(0, body)
 
     def stored() -> int:
-        if not Path("evals", DATABASE).exists():
-            return 0
-        with closing(sqlite3.connect(Path("evals", DATABASE))) as connection:
-            try:
-                return int(connection.execute("SELECT count(*) FROM outcomes").fetchone()[0])
-            except sqlite3.OperationalError:  # the table is not created yet
-                return 0
+        with suppress(RagenError):  # the folder or its database is not there yet
+            return len(read(Path("evals", "model-Rogue-1"), "SELECT 1 FROM outcomes"))
+        return 0
 
     with FaultyServer(script) as server:
         more = shlex.split("--concurrency 2 --env.max_turns 1")

@@ -5,20 +5,27 @@ from __future__ import annotations
 import json
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ragen.cli.main import main
+from ragen.core.errors import RagenError
+from ragen.core.types import Episode
 from ragen.evaluation.evaluation import EVALS, evaluate_target
+from ragen.evaluation.kept_episodes import KeptEpisodes
+from ragen.evaluation.targets import config_for
 from ragen.rollout import endpoint
 from ragen.rollout.endpoint import Server
 from ragen.storage.database import DATABASE
 from ragen.storage.settings import run_config
-from ragen.storage.stored_episodes import read_episodes, records
+from ragen.storage.stored_episodes import read_episodes
+from ragen.storage.stored_episodes import records as records_of
 from ragen.viewer.reading import Question, Runs
 from ragen.viewer.server import ROUTES
+from tests import records
 from tests.faulty import Answer, FaultyServer, chat_reply
 
 ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
@@ -49,13 +56,13 @@ def test_an_endpoint_s_episodes_are_kept_with_prompts_and_what_was_wrong() -> No
         result, _ = evaluate_target("a/m", values, episodes=2, server=Server(s.url), out=EVALS)
         sent = [json.loads(json.dumps(each["messages"])) for each in s.requests]
     assert result.folder == "evals/m-Rogue-1" and result.valid_fraction == 0.5
-    first, second = next(records(Path(result.folder)))["turns"]
+    first, second = next(records_of(Path(result.folder)))["turns"]
     assert json.loads(first["messages"]) in sent and json.loads(second["messages"]) in sent
     assert [m["role"] for m in json.loads(second["messages"])] == [
         *("system", "user", "assistant", "user")
     ]
     assert first["reply"] == "no\x1b[2J" and "must be exactly <think>" in first["problem"]
-    assert second["problem"] is None and second["well_formed"]
+    assert second["problem"] is None and second["valid"]
     assert [each["num_tokens"] for each in (first, second)] == [20, 20]  # the server's counts
     assert all(0 < each["completion_s"] < 60 for each in (first, second))
     with closing(sqlite3.connect(Path(result.folder, DATABASE))) as connection:
@@ -97,6 +104,40 @@ def test_an_evaluation_goes_on_in_its_folder_and_another_one_gets_a_new_one() ->
         (k, m) for k in (123, 124, 125) for m in (0, 1)
     ]
     assert evaluate_target("random", values, episodes=2)[0].folder == ""
+
+
+def test_outcomes_are_read_in_order_and_replaced_by_level_and_sample() -> None:
+    config, settings = config_for("random", {"env": "bandit"}), {"seed": 1}
+
+    def played(level: int, sample: int, **changes: Any) -> Episode:
+        turns, ends = (records.turn(0.5),), {"terminated": False, "truncated": True}
+        episode = Episode("bandit", level, 7, 0, sample, turns, "failed", **ends, success=False)
+        return replace(episode, **changes)
+
+    with KeptEpisodes(Path("new"), "random", config, settings) as kept:
+        kept.add(played(124, 1, error="half a pair: \ud83d"), None)
+        assert not Path("new").exists()
+        for level, sample in ((124, 0), (123, 0)):
+            kept.add(played(level, sample), None)
+    with KeptEpisodes(Path("new"), "random", config, settings) as kept:
+        assert [(o.level_seed, o.sample, o.error) for o in kept.known] == [
+            *((123, 0, None), (124, 0, None), (124, 1, "half a pair: ?"))
+        ]
+        kept.add(played(124, 1, success=True), None)
+    with KeptEpisodes(Path("new"), "random", config, settings) as kept:
+        assert [(o.success, o.total_reward) for o in kept.known] == [
+            *((False, 0.5), (False, 0.5), (True, 0.5))
+        ]
+        assert kept.folder is not None and len(levels(kept.folder)) == 3
+    with KeptEpisodes(Path("new"), "random", config, {"seed": 2}) as other:
+        assert other.known == [] and other.folder is None
+
+
+def test_an_unwritable_folder_is_reported_in_one_line() -> None:
+    Path("file").write_text("")
+    with pytest.raises(RagenError, match=r"cannot make .* with --out$") as caught:
+        evaluate_target("random", {"env": "bandit"}, episodes=2, out=Path("file", "evals"))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("num_valid", [1, pytest.param(2, marks=pytest.mark.slow)])

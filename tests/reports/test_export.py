@@ -283,8 +283,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "damaged": (
         lambda run: damage(run, "model.safetensors"),
         "",
-        "step-3/model.safetensors is damaged (it is not what was written); those of steps 0, 1, 2 "
-        "are intact, the last in ",
+        "step-3/model.safetensors is damaged (it is not what was written); restore it, or train ",
     ),
     "no best": (never_evaluated, "--best", "was evaluated: leave --best out"),
     "both": (lambda run: None, "--best --step 1", "not allowed with argument"),

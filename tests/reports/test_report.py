@@ -11,7 +11,6 @@ from rich.console import Console
 
 from ragen.cli.main import main
 from ragen.config.reading import dump, resolve
-from ragen.core.errors import RagenError
 from ragen.core.metrics import last
 from ragen.core.statistics import paired_difference
 from ragen.core.tables import markdown, show
@@ -295,10 +294,3 @@ def test_mistakes_give_one_line_and_exit_code_2(run: Path, capsys: Capture) -> N
     assert "run.sqlite cannot be read" in error_line(str(run))
     (run / DATABASE).unlink()
     assert "is not a run folder: run.sqlite is missing" in error_line(str(run))
-
-
-def test_an_evaluation_of_another_version_is_refused(tmp_path: Path) -> None:
-    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
-        recorder.evaluation(0, {"success": 1.0})
-    with pytest.raises(RagenError, match="another version of RAGEN evaluated"):
-        read_facts(tmp_path)

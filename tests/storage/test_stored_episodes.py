@@ -6,7 +6,6 @@ import json
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -137,32 +136,6 @@ def test_each_episode_stores_the_score_of_its_group(recorder: Recorder, score: A
     query = "SELECT group_score FROM episodes ORDER BY id"
     scores = [value for (value,) in read(recorder.folder, query)]
     assert scores == [expected, expected, None, None, None]
-
-
-# Lists.
-
-
-SORTS = ("step", "reward", "num_tokens", "entropy", "num_turns", "group_score")
-FILTERS = (
-    "1",
-    "phase = 'train'",
-    "success = 1",
-    "stop_reason = 'error' AND kept = 0",
-    "level_seed = 123",
-    "env = 'w' AND step BETWEEN 3 AND 9 AND reward >= 0.5",
-    """attempt = 0 AND "group" = 3""",
-)
-
-
-def test_every_list_query_reads_one_covering_index() -> None:
-    connection = database_of(episode(turn()))
-    for where, sort, (order, comparison) in product(FILTERS, SORTS, (("DESC", "<"), ("ASC", ">"))):
-        query = (
-            f"SELECT id FROM episodes INDEXED BY episodes_for_lists WHERE {where}"
-            f" AND ({sort}, id) {comparison} (0, 1) ORDER BY {sort} {order}, id {order} LIMIT 50"
-        )
-        ((*_, plan), *_) = connection.execute(f"EXPLAIN QUERY PLAN {query}").fetchall()
-        assert "USING COVERING INDEX episodes_for_lists" in plan
 
 
 # Cross-scores.

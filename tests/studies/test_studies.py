@@ -29,7 +29,7 @@ from ragen.storage.checkpoint import Damaged
 from ragen.storage.recorder import Recorder
 from ragen.studies import runner
 from ragen.studies.measures import MEASURES, RunFacts, measure_of, read_run
-from ragen.studies.overview import collections_of, plans, write_overview
+from ragen.studies.overview import write_overview
 from ragen.studies.results import VERDICT_WORDS, conclude, read_findings
 from ragen.studies.study import (
     FIRST_SEED,
@@ -185,19 +185,6 @@ def test_a_mixture_is_measured_in_the_environment_of_the_row(tmp_path: Path) -> 
     assert read_run(tmp_path, 1.0, env="lake").success == {0: 0.3}
 
 
-def test_rolled_back_evaluation_is_ignored_before_it_is_repeated(tmp_path: Path) -> None:
-    """The new attempt has repeated step 3 but has not yet reached the evaluation at step 4."""
-    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
-        recorder.log(3, {"time/step_s": total(1.0)})
-        recorder.evaluation(2, replace(evaluation(0.3), success=0.3).record())
-        recorder.evaluation(4, replace(evaluation(0.3), success=0.99).record())
-        recorder.attempt = 1
-        recorder.log(3, {"time/step_s": total(1.0)})
-        recorder.commit()
-    run = read_run(tmp_path, 1.0)
-    assert run.success == {2: 0.3} and MEASURES["final"](run) == 0.3
-
-
 # The studies that ship.
 
 
@@ -237,16 +224,6 @@ def test_unknown_names_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Study(**TINY | changes)
-
-
-def test_the_cost_of_studies_is_known_before_a_run(tiny: Study) -> None:
-    first, together = plans([tiny], "laptop", 3)
-    assert first.startswith("tiny                 6 runs, about ") and "MiB a run" in first
-    assert together.startswith("together about ")
-    # 40 updates of 32 episodes from collections of 10 · 8: a quarter is one update, all are 2.
-    settings = {"rollout.num_groups": 10, "budget": "updates", "steps": 40}
-    assert collections_of(resolve("bandit", settings)) == (40, 800.0)
-    assert collections_of(resolve("collapse", settings)) == (20, 1600.0)
 
 
 # Running.
@@ -422,11 +399,10 @@ def test_the_study_command_lists_previews_and_reports_mistakes(
     shown = capsys.readouterr().out
     assert "predicts " in shown and shown.count("claim: ") == 1
     for options, number in ((["--only", "sokoban"], 6), ([], 30)):
-        assert main(["study", "filtering", "--plan", "--seeds", "2", *options]) == 0
-        assert f"filtering           {number:2} runs, about " in capsys.readouterr().out
+        assert main(["study", "filtering", "--dry-run", "--seeds", "2", *options]) == 0
+        assert f"\n{number} runs\n" in capsys.readouterr().out
     Path("file").write_text("")
     for options, message in (
-        (["--plan"], "--plan needs the name of a study, or --all"),
         (["--all", "--only", "bandit"], "every environment: leave --only bandit out"),
         (["filtering", "--all"], "--all takes every study: leave filtering out"),
         (["filterin"], "did you mean 'filtering'?"),

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from viewer_run import THOUGHTS, make_run
 
 from ragen.storage.database import DATABASE
@@ -160,11 +158,6 @@ def test_a_snippet_is_cut_around_the_match(tmp_path: Path) -> None:
     (listed,) = list_episodes(tmp_path, q="needle")["episodes"]
     assert len(listed["snippet"]) <= 160 and "needle" in listed["snippet"]
     assert listed["snippet"].startswith("…") and listed["snippet"].endswith("…")
-
-
-@given(st.text(max_size=30))
-def test_a_search_for_any_text_is_answered(root: Path, text: str) -> None:
-    list_episodes(root, q=text, limit=1)
 
 
 def test_operators_of_the_search_language_are_plain_text(root: Path) -> None:

@@ -26,8 +26,6 @@ from ragen.config.reading import dump, resolve
 from ragen.serving.server import listen
 from ragen.storage.recorder import Recorder
 from ragen.viewer import live
-from ragen.viewer.reading import Runs
-from ragen.viewer.run_list import run_summary
 from ragen.viewer.security import POLICY
 from ragen.viewer.server import Viewer
 from ragen.viewer.server import serve as serve_viewer
@@ -320,7 +318,7 @@ def test_an_evaluation_is_announced_when_it_is_written(tmp_path: Path) -> None:
     """It is written after its step, which was announced before."""
     (tmp_path / "a").mkdir()
     recorder = Recorder.create(tmp_path / "a", dump(resolve("bandit")))
-    news = live.run_news(Runs(tmp_path), tmp_path / "a")
+    news = live.run_news(tmp_path / "a")
     assert next(news) == []
     for step in (0, 1):
         if step:
@@ -333,21 +331,6 @@ def test_an_evaluation_is_announced_when_it_is_written(tmp_path: Path) -> None:
         assert (name, data["attempt"], data["step"]) == ("step", 0, step)
     assert next(news) == []
     recorder.close()
-
-
-def test_a_page_that_saw_the_end_hears_of_a_restart_between_two_looks(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    runs = Runs(tmp_path)
-    config = dump(resolve("bandit"))
-    with Recorder.create(tmp_path / "a", config):
-        news = live.run_news(runs, tmp_path / "a")
-        assert next(news) == next(news) == []
-    assert run_summary(runs, "a")["state"] == "interrupted"
-    with Recorder.open(tmp_path / "a"):
-        assert [name for name, _ in next(news)] == ["begin"]
-        assert run_summary(runs, "a")["state"] == "running"
-        assert next(news) == []
-    assert [name for name, _ in next(news)] == ["end"]
 
 
 # The command

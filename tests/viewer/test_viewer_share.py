@@ -226,6 +226,7 @@ def test_paths_are_shortened_outside_texts_of_models() -> None:
             "error": 'File "/srv/my code/x.py", line 3: /usr/lib/y.py',
             "events": [{"text": "in /data/my runs/a", "data": {"path": "C:\\Users\\me\\y"}}],
             "config": {"model.path": "/data/my runs/b/model", "lr": 0.1, "model": "Qwen/Qwen2"},
+            "reason": "step-1 at http://gpu7:80/v1, C:\\Users\\me\\w.py:Environment, /home/me",
         }
     )
     assert anonymized == {
@@ -233,6 +234,7 @@ def test_paths_are_shortened_outside_texts_of_models() -> None:
         "error": 'File "x.py", line 3: y.py',
         "events": [{"text": "in a", "data": {"path": "y"}}],
         "config": {"model.path": "model", "lr": 0.1, "model": "Qwen/Qwen2"},
+        "reason": "step-1 at http://…/v1, w.py:Environment, ~",
     }
 
 

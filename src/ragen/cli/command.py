@@ -95,14 +95,7 @@ class Command:
 def parse(
     parser: Parser, arguments: Sequence[str], takes_keys: bool
 ) -> tuple[Namespace, Overrides]:
-    """Read a command's own options and the config keys that were set.
-
-    Example:
-        >>> parser = Parser("ragen train", "")
-        >>> _ = parser.add_argument("recipe")
-        >>> parse(parser, ["--update.lr", "3e-4", "bandit", "--seed=7"], takes_keys=True)
-        (Namespace(recipe='bandit'), {'update.lr': 0.0003, 'seed': 7})
-    """
+    """Read a command's own options and the config keys that were set."""
     from ragen.config.keys import TABLES, expected, keys, parse_value
 
     own: list[str] = []
@@ -181,15 +174,7 @@ def complain(text: str) -> None:
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """The type of an option that takes a whole number of this range.
-
-    Example:
-        >>> whole(1, 8)("7")
-        7
-        >>> whole(1)("0")
-        Traceback (most recent call last):
-        argparse.ArgumentTypeError: expected a whole number ≥ 1
-    """
+    """The type of an option that takes a whole number of this range."""
 
     def parse(text: str) -> int:
         number = int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else None

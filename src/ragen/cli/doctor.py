@@ -1,4 +1,4 @@
-"""The command ``ragen doctor``: the installed packages, and the speed of this machine."""
+"""The command ``ragen doctor``: the installed packages, and two steps of training."""
 
 from __future__ import annotations
 
@@ -51,19 +51,6 @@ def _cuda() -> str:
     return torch.cuda.get_device_name(0) if found else "none found, the CPU is used"
 
 
-def _matrix_product(size: int = 1024, repeats: int = 6) -> str:
-    """Best rate of a float32 product of two square matrices: 2·size³ operations ÷ its time."""
-    import torch
-
-    a, b = torch.rand(size, size), torch.rand(size, size)
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        torch.mm(a, b)
-        seconds.append(time.perf_counter() - start)
-    return f"{2 * size**3 / min(seconds) / 1e9:.0f} GFLOP/s"
-
-
 def _end_to_end() -> str:
     """Two steps of the recipe ``bandit``, from the model to a saved run, which is then removed."""
     from ragen.config.reading import resolve
@@ -82,7 +69,6 @@ CHECKS: Mapping[str, Callable[[], str]] = {
     "sqlite": _sqlite,
     "cpus": _cpus,
     "cuda": _cuda,
-    "float32 matrix product": _matrix_product,
     "end to end": _end_to_end,
 }
 """Each check by its name in the report; it raises if something is missing that RAGEN needs."""

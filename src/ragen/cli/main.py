@@ -63,13 +63,9 @@ def _refused(error: Exception) -> int:
     line = refusal(error)
     if line is None:
         raise error
-    complain("; ".join([line, *_notes(error)]))
+    # Commands add hints to an exception, such as how to resume.
+    complain("; ".join([line, *getattr(error, "__notes__", [])]))
     return RagenError.exit_code
-
-
-def _notes(error: BaseException) -> list[str]:
-    """Hints that commands have added to an exception, such as how to resume."""
-    return getattr(error, "__notes__", [])
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -103,14 +103,7 @@ def ending_signals() -> Iterator[list[int]]:
 
 
 def refusal(error: BaseException) -> str | None:
-    """The limit of the machine behind an exception, in one line; ``None`` for another cause.
-
-    Example:
-        >>> refusal(OSError(errno.EMFILE, "", "a.txt"))
-        'too many files are open; raise the limit (ulimit -n) (a.txt)'
-        >>> refusal(KeyError("a")) is None
-        True
-    """
+    """The limit of the machine behind an exception, in one line; ``None`` for another cause."""
     if isinstance(error, BaseExceptionGroup):
         found = [refusal(each) for each in error.exceptions]
         return found[0] if all(found) else None

@@ -92,7 +92,6 @@ def _base_options(parser: Parser) -> None:
     parser.take("--out", "DIR", "folder of the model", Path, required=True)
     parser.take("--seed", "N", "seed", whole(0), 0)
     parser.take("--steps", "N", "steps per stage; fewer for a trial", whole(1))
-    parser.take("--stages", "DIR", "folder for the model of each stage of a family", Path)
     parser.epilog = (
         "With --env, any environment that can be played at random or by its solver gets a small\n"
         "model of its own, in minutes: it reads the screen and replies in form, and has no plan.\n"
@@ -107,13 +106,12 @@ def _base(options: Namespace, overrides: Overrides) -> int:
         raise RagenError("name a family (ragen base --help), or an environment with --env")
     keys = () if env is None else ("env.", "prompt.window")
     other = [key for key in overrides if not key.startswith(keys) or key == "env.isolate"]
-    if other or (env is not None and options.stages):
-        wrong = other[0] if other else "--stages"
-        raise RagenError(f"{wrong} has no effect on this base; leave it out")
+    if other:
+        raise RagenError(f"{other[0]} has no effect on this base; leave it out")
     if env is None:
         from ragen.finetuning.base import prepare
 
-        prepare(options.family, options.out, options.seed, options.steps, print, options.stages)
+        prepare(options.family, options.out, options.seed, options.steps, print)
         print(f"the base model of {options.family} is in {options.out}")
         return 0
     from ragen.rollout.env_settings import config_of_env

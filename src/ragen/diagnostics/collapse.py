@@ -56,10 +56,6 @@ def regime_of(
 
     Both are in nats per thought; H(Z|X) is high from `HIGH_ENTROPY` on, I(X;Z) from `HIGH_MI` ·
     H(w) on. H(w), in nats, is the entropy of the shares of the `num_prompts` distinct prompts.
-
-    Example:
-        >>> regime_of(mi=0.1, conditional_entropy=3.0, prompt_entropy=2.0, num_prompts=8)
-        'template collapse'
     """
     if num_prompts < MIN_PROMPTS:
         return "undecidable"
@@ -79,12 +75,7 @@ WINDOW = 5
 
 
 def finite(series: Series) -> Series:
-    """The steps whose value is finite: no other counts in a window.
-
-    Example:
-        >>> finite({1: 0.5, 2: math.inf})
-        {1: 0.5}
-    """
+    """The steps whose value is finite: no other counts in a window."""
     return {step: value for step, value in series.items() if math.isfinite(value)}
 
 
@@ -92,11 +83,6 @@ def since_advance(history: Mapping[str, Series]) -> Mapping[str, Series]:
     """The metrics of the curriculum's present stage, for its levels are harder than those before.
 
     Evaluations have the full task in every stage, so all of them stay.
-
-    Example:
-        >>> history = {STAGE: {1: 1.0, 2: 1.0, 3: 2.0}, "reward/mean": {1: 0.4, 2: 0.8, 3: 0.3}}
-        >>> since_advance(history)["reward/mean"]
-        {3: 0.3}
     """
     stages = list(history.get(STAGE, {}).items())
     begins = next((step for step, stage in stages if stage == stages[-1][1]), 0)
@@ -134,12 +120,6 @@ def detect_spike(norms: Sequence[float]) -> float | None:
     An outlier has a modified z-score above 3.5 (Iglewicz and Hoaglin 1993), whose σ is 1.4826 times
     the median absolute deviation. Fewer than two windows of norms before it never give a spike, and
     neither does a norm that is not finite, because its update is skipped.
-
-    Example:
-        >>> usual = [1.0, 1.2, 0.9, 1.1, 1.0] * 2
-        >>> detect_spike([*usual, 5.2]), detect_spike([*usual, 4.8])
-        (1.0, None)
-        >>> detect_spike([0.1, 0.3, 1.0, 3.0, 4.0] * 2 + [5.2])  # the norms spread this widely
     """
     before = [norm for norm in norms[:-1] if 0 < norm < math.inf]
     if len(before) < 2 * WINDOW or not 0 < norms[-1] < math.inf:
@@ -163,12 +143,7 @@ SIGNS = {
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """One sign of the Echo Trap: the step at which it appeared, the value there, and its baseline.
-
-    Example:
-        >>> print(Sign("thoughts_repeat", 21, 0.11, 0.64))
-        thoughts repeat each other, step 21: 0.11 (was 0.64)
-    """
+    """One sign of the Echo Trap: the step where it appeared, the value there, and its baseline."""
 
     name: str
     step: int

@@ -95,12 +95,7 @@ def _cliff(history: History, name: str, share: float) -> Detection | None:
 
 
 def _failures_left(history: History) -> float:
-    """Failures now as a share of those at the start, at most 1.
-
-    Example:
-        >>> _failures_left({SUCCESS: {s: 0.2 if s <= 5 else 0.8 for s in range(1, 11)}})
-        0.25
-    """
+    """Failures now as a share of those at the start, at most 1."""
     success = _windowed(history.get(SUCCESS, {}))
     if success is None or success.baseline >= 1:
         return 1.0
@@ -172,12 +167,7 @@ def mi_drop(history: History) -> Detection | None:
 
 
 def _onset(steps: list[int], holds: Callable[[int], bool]) -> int:
-    """The first step at which a condition that holds at the last step may have begun.
-
-    Example:
-        >>> _onset([0, 5, 10, 15], lambda step: step > 5)
-        6
-    """
+    """The first step at which a condition that holds at the last step may have begun."""
     return 1 + max((step for step in steps if not holds(step)), default=-1)
 
 

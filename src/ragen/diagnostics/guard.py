@@ -61,12 +61,7 @@ MESSAGES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A detector fired: `onset` is the step where the problem began, `step` where it was detected.
-
-    Example:
-        >>> print(Alarm("grad_spike", 33, 33, 30.0, 1.0))
-        step 33, grad_spike: the gradient norm jumped to 30, usual is 1
-    """
+    """A detector fired: the problem began at step `onset` and was detected at `step`."""
 
     detector: str
     step: int

@@ -69,13 +69,6 @@ def prompt_and_thought(turn: Turn) -> tuple[Tokens, Tokens] | None:
 
     If the think tag is not pre-filled, X includes the sampled tokens that open the thought. A
     pre-filled thought without an end, or with a tag inside, is all of the reply.
-
-    Example:
-        >>> from ragen.core.types import Completion, Prompt
-        >>> p = Prompt((), (1, 2), 0, 8, 1.0, 0)
-        >>> c = Completion((5, 8, 9, 6), (-0.1,) * 4, "<think>go up</think>", "stop", 0)
-        >>> prompt_and_thought(Turn("", p, c, "go up", (1, 3), (), (), 0.0, 0.0, True, ""))
-        ((1, 2, 5), (8, 9, 6))
     """
     prompt, sampled, span = turn.prompt.token_ids, turn.completion.token_ids, turn.thought_span
     if prompt is None or not sampled or (span is None and not turn.prompt.num_prefill):
@@ -200,11 +193,6 @@ def retrieval(scores_NM: Tensor, own_N: Tensor, k: int) -> float:
 
     Ties are broken at random, in expectation, so a thought that scores the same under all M prompts
     counts k ÷ M, the value by chance.
-
-    Example:
-        >>> scores = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -1.0, -1.0]])
-        >>> retrieval(scores, torch.tensor([0, 2]), k=1)  # (1 + 1/3) / 2
-        0.6666666666666666
     """
     matched_N1 = scores_NM.gather(1, own_N[:, None])
     higher_N = (scores_NM > matched_N1).sum(dim=1)

@@ -55,7 +55,7 @@ def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
         "reward/std_in_group": stds,
         "reward/flat_group_fraction": [std == 0 for std in stds],
         "actions/per_turn": [len(turn.actions_executed) for turn in turns],
-        "format/valid_fraction": [turn.well_formed for turn in turns],
+        "format/valid_fraction": [turn.valid for turn in turns],
         "length/completion_tokens": [len(token_ids) for token_ids in replies],
         "length/cut_fraction": [turn.completion.finish_reason == "length" for turn in turns],
         "length/thought_tokens": [stop - start for start, stop in spans],
@@ -100,12 +100,7 @@ def summarize_envs(groups: Sequence[Group], kept: Sequence[int], mix: Iterable[s
 
 
 def is_degenerate(token_ids: Sequence[int]) -> bool:
-    """True if one token comes 8 times in a row and makes up half of a completion: "!!!!!!!!".
-
-    Example:
-        >>> is_degenerate([5, 6, *[9] * 8, 2]), is_degenerate([9] * 7)
-        (True, False)
-    """
+    """True if one token comes 8 times in a row and makes up half of a completion: "!!!!!!!!"."""
     longest = max((len(list(run)) for _, run in groupby(token_ids)), default=0)
     return longest >= 8 and 2 * longest >= len(token_ids)
 
@@ -134,12 +129,6 @@ def explained_variance(values_N: Tensor, returns_N: Tensor) -> Metrics:
 
     It is 1 for a perfect critic, 0 for one that predicts the mean, and below 0 for a worse one.
     Empty if all returns are equal, up to rounding.
-
-    Example:
-        >>> from torch import tensor
-        >>> metrics = explained_variance(tensor([0.0, 1.0]), tensor([0.0, 2.0]))
-        >>> metrics["critic/explained_variance"].value
-        0.75
     """
     returns_N, values_N = returns_N.double(), values_N.double()  # squares of large returns
     if len(returns_N) < 2 or all_equal([returns_N.min().item(), returns_N.max().item()]):
@@ -153,10 +142,6 @@ def smooth(averages: Mapping[str, float], metrics: Metrics) -> dict[str, float]:
 
     Only metrics that are means have one, not sums, maxima and last values. A metric that is missing
     from this step, or not finite, keeps its average.
-
-    Example:
-        >>> smooth({"reward/mean": 1.0}, {"reward/mean": mean(0.0), "tokens/sampled": total(9)})
-        {'reward/mean': 0.9}
     """
     new = {name: m.value for name, m in metrics.items() if m.kind == "mean" and isfinite(m.value)}
     return dict(averages) | {
@@ -196,12 +181,7 @@ async def gradients_by_std(engine: Engine, batch: Batch, groups: Sequence[Group]
 
 
 def std_buckets(stds: Sequence[float]) -> list[int]:
-    """The quartile of each group's reward std, from 0. Equal stds share the lowest quartile.
-
-    Example:
-        >>> std_buckets([0.0, 0.0, 0.5, 0.2]), std_buckets([0.5, 0.5])
-        ([0, 0, 3, 2], [0, 0])
-    """
+    """The quartile of each group's reward std, from 0. Equal stds share the lowest quartile."""
     edges = np.quantile(stds, np.arange(1, NUM_BUCKETS) / NUM_BUCKETS)
     buckets: list[int] = np.searchsorted(edges, stds, side="left").tolist()
     return buckets

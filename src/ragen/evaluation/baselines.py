@@ -40,6 +40,9 @@ results change."""
 CALL_S = 60.0
 """Time limit in seconds for the exact baselines of a level, and for an episode."""
 
+DRAWS = 64
+"""Episodes of each player on a level whose baselines are sampled."""
+
 FEW = 4
 """`_most` gives up when failed calls outnumber successful ones by more than this."""
 
@@ -61,13 +64,12 @@ def measure_baselines(
     budget: Budget,
     levels: Sequence[int],
     *,
-    draws: int = 64,
     build: Callable[[], Env] | None = None,
 ) -> Baselines:
     """Mean baselines over `levels`, from the cache if they were computed before.
 
     `Env.baselines` computes them where it can, which for nearly all of RAGEN's environments means
-    exactly. Otherwise, both players play `draws` episodes per level, and episodes in which the
+    exactly. Otherwise, both players play `DRAWS` episodes per level, and episodes in which the
     environment fails are left out. `name` and `params` are the arguments of `make`, and `levels`
     are seeds. `build` builds the environment that is played, for example in a worker process. By
     default, it is built in this process.
@@ -75,10 +77,6 @@ def measure_baselines(
     Raises:
         RagenError: The environment cannot be made, or mostly fails when it is played.
         ValueError: No levels.
-
-    Example:
-        >>> measure_baselines("bandit", {}, Budget(1, 1, 1), [123, 124]).random
-        0.5
     """
     if not levels:
         raise ValueError("baselines need at least one level")
@@ -90,7 +88,7 @@ def measure_baselines(
         "files": files_of(params),
         "budget": asdict(budget),
         "levels": list(levels),
-        "draws": draws,
+        "draws": DRAWS,
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=repr).encode()).hexdigest()
     path = cache_folder() / "baselines" / f"{digest[:32]}.json"
@@ -101,7 +99,7 @@ def measure_baselines(
             return known
     try:
         with closing(build()) if build else closing_env(make(name, **params)) as played:
-            baselines = compute_baselines(played, budget, levels, draws=draws)
+            baselines = compute_baselines(played, budget, levels)
     except UserCodeError as error:
         raise RagenError(
             f"the environment {name!r} failed while it was played for its baselines: "
@@ -118,10 +116,6 @@ def files_of(params: Mapping[str, Any]) -> list[tuple[str, int, int]]:
     """Size and time of change of each file at a parameter such as `path`, or in its folder.
 
     A dangling link, such as the lock file of an editor, has neither and is left out.
-
-    Example:
-        >>> files_of({"observation": "named", "path": ""})
-        []
     """
     found = []
     for name, value in params.items():
@@ -135,7 +129,7 @@ def files_of(params: Mapping[str, Any]) -> list[tuple[str, int, int]]:
 
 
 def compute_baselines(
-    env: Env, budget: Budget, levels: Sequence[int], *, draws: int = 64
+    env: Env, budget: Budget, levels: Sequence[int], *, draws: int = DRAWS
 ) -> Baselines:
     """`measure_baselines` without the cache.
 

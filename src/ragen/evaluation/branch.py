@@ -148,7 +148,7 @@ def stage_of(run: Path, recorded: Recorded) -> int:
         return 0
     stages: dict[int, float] = {}
     for attempt, metrics in read_attempts(run).items():  # an attempt continues those before it
-        if attempt <= recorded.attempt:
+        if attempt.number <= recorded.attempt:
             stages |= metrics.get(STAGE, {})
     return int(stages.get(recorded.step, 0))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -21,7 +21,6 @@ from ragen.evaluation.baselines import Budget, measure_baselines
 from ragen.evaluation.kept_episodes import FOLDER, KeptEpisodes, evaluation_config
 from ragen.evaluation.outcomes import (
     Outcome,
-    OutcomeStore,
     check_sampling,
     outcome_of,
     refuse_unplayable,
@@ -58,7 +57,7 @@ class Options(TypedDict, total=False):
 
 
 def default_out(target: str, server: Server | None = None) -> Path:
-    """Where ``ragen eval`` stores outcomes: the target's run, or `EVALS` for other targets."""
+    """Where ``ragen eval`` stores episodes: the target's run, or `EVALS` for other targets."""
     return (None if server else run_of(target)) or EVALS
 
 
@@ -87,10 +86,10 @@ def evaluate_target(
         temperature: Sampling temperature; 0 is greedy.
         samples: Episodes per level.
         concurrency: Number of concurrent episodes; ``None`` takes the target's default.
-        out: A folder whose database stores each outcome when its episode ends, and below which the
-            episodes are kept (`KeptEpisodes`). The same call then resumes after a kill, plays only
-            new levels and samples, and repeats episodes for which the server failed. ``None`` reads
-            and writes no file.
+        out: A run, or a folder for other targets, below which each episode and its outcome are
+            stored when it ends (`KeptEpisodes`). The same call then resumes after a kill, plays
+            only new levels and samples, and repeats episodes for which the server failed. ``None``
+            reads and writes no file.
         on_outcome: Called with each outcome and the number of episodes still to play; stored
             outcomes come first.
 
@@ -119,19 +118,15 @@ def evaluate_target(
         known[outcome.level_seed, outcome.sample] = outcome
         on_outcome(outcome, len(specs) - len(known))
 
-    with ExitStack() as stack:
-        store = _Store(stack)
-        if out is not None:
-            own = evaluation_config(config, target, episodes, seed, temperature)
-            store.open(out, settings, target, own)
-        for outcome in store.known:
+    own = evaluation_config(config, target, episodes, seed, temperature)
+    with KeptEpisodes(out, target, own, settings) as kept:
+        for outcome in kept.known:
             if outcome.stop_reason != "request" and (outcome.level_seed, outcome.sample) in specs:
                 add(outcome)
 
         def on_episode(episode: Episode, chat: Chat | None) -> None:
-            outcome = outcome_of(episode)
-            store.add(episode, outcome, chat)
-            add(outcome)
+            kept.add(episode, None if chat is None else chat.text_of)
+            add(outcome_of(episode))
 
         slots = concurrency or (CONCURRENCY if server else config.rollout.slots)
         if missing := [spec for place, spec in specs.items() if place not in known]:
@@ -142,51 +137,11 @@ def evaluate_target(
         with closing(make_setup(config, None)) as setup:
             setup = replace(setup, temperature=temperature)
             evaluation = evaluation_of(outcomes, setup, config.env.params, target, start)
-        return store.finished(evaluation, setup.prefill, again=bool(missing)), outcomes
-
-
-class _Store:
-    """The store of an evaluation, if there is one, and one invalid reply, if there was one."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._outcomes: OutcomeStore | None = None
-        self._kept: KeptEpisodes | None = None
-        self._invalid = "", ""
-        self.known: list[Outcome] = []
-
-    def open(self, out: Path, settings: Mapping[str, Any], target: str, config: Config) -> None:
-        """Store in `out`, and read what is stored there."""
-        self._outcomes = self._stack.enter_context(OutcomeStore(out, settings))
-        self.known = self._outcomes.outcomes()
-        kept = KeptEpisodes(out, target, config, self._outcomes.key)
-        self._kept = self._stack.enter_context(kept)
-        self._invalid = kept.invalid_reply()
-
-    def add(self, episode: Episode, outcome: Outcome, chat: Chat | None) -> None:
-        """Store an episode that has ended."""
-        for turn in episode.turns:
-            if turn.problem is not None and not self._invalid[1]:
-                self._invalid = turn.completion.text, turn.problem
-        if self._outcomes is not None and self._kept is not None:
-            self._kept.add(episode, None if chat is None else chat.text_of)
-            self._outcomes.add(outcome)
-
-    def finished(self, evaluation: Evaluation, prefill: str, again: bool) -> Evaluation:
-        """Store the result; `prefill` begins every reply, and `again` is as in `OutcomeStore`.
-
-        Returns:
-            The result with an invalid reply, if most were invalid, and the episodes' folder.
-        """
-        if evaluation.valid_fraction < 0.5:
-            reply, reason = self._invalid
-            shown = (prefill + reply)[:LONGEST_REPLY] if reason else ""
+        if evaluation.valid_fraction < 0.5 and (reason := kept.invalid[1]):
+            shown = (setup.prefill + kept.invalid[0])[:LONGEST_REPLY]
             evaluation = replace(evaluation, invalid_reply=shown, invalid_reason=reason)
-        if self._outcomes is None or self._kept is None:
-            return evaluation
-        self._outcomes.finish(evaluation.record(), again)
-        self._kept.finish(evaluation.record())
-        return replace(evaluation, folder=str(self._kept.folder or ""))
+        kept.finish(evaluation.record())
+        return replace(evaluation, folder=str(kept.folder or "")), outcomes
 
 
 def _refuse_out_of_range(episodes: int, samples: int, concurrency: int | None) -> None:

@@ -101,18 +101,14 @@ class Inspection:
 
     Attributes:
         architecture: The class of transformers that computes it.
-        parameters: The numbers in its weights.
         stored: The dtype of its weights' files.
         decoder: The way in which it decodes (`ragen.models.decoder.PATHS`).
         end, pad, controls: Tokens that end a turn, the padding token if there is one, and all
             tokens that no text becomes, each with its id.
-        prompt: The first prompt of an episode.
-        samples: The training samples of a conversation, from its beginning.
-        turns: Turns of that conversation.
+        samples, turns: The training samples of a conversation, and its turns.
         why: Why its turns are one sample, or one each.
         memory: A row for each method of training; `free` GiB are free on the device.
         tokens_per_s: Tokens a second of `REPLIES` replies at once, and of one alone.
-        reply: A sampled reply to the prompt.
     """
 
     target: str

@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ragen.core.errors import RagenError
 from ragen.core.statistics import Interval, bootstrap_mean, pass_at_k, success_rate
 from ragen.envs.contract import Baselines
 from ragen.evaluation.outcomes import Outcome, how_sampled
@@ -112,11 +111,7 @@ class Evaluation:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Evaluation:
-        """The evaluation that `record` wrote.
-
-        Raises:
-            TypeError: Another version wrote it.
-        """
+        """The evaluation that `record` wrote."""
         return cls(**{**record, "parts": tuple(map(cls.of_record, record.get("parts", ())))})
 
     @property
@@ -171,12 +166,7 @@ def load_evaluations(run: Path) -> list[RunEvaluation]:
         attempt, step = record.pop("attempt"), record.pop("step")
         if not stands(attempt, step):
             continue
-        try:
-            evaluations.append(RunEvaluation(attempt, step, Evaluation.of_record(record)))
-        except TypeError as error:
-            raise RagenError(
-                f"another version of RAGEN evaluated {run} ({error}); use that version"
-            ) from None
+        evaluations.append(RunEvaluation(attempt, step, Evaluation.of_record(record)))
     return evaluations
 
 

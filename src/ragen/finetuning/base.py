@@ -65,21 +65,16 @@ def prepare(
     seed: int = 0,
     steps: int | None = None,
     watch: Callable[[str], None] = lambda line: None,
-    stages_out: Path | None = None,
 ) -> Path:
     """Prepare the embedded model of a family and save it in Hugging Face's layout.
 
-    `out` and `stages_out` are folders that do not exist yet; the latter receives the model after
-    each stage but the last. `seed` decides weights and demonstrations. `steps` is the maximum per
-    stage, for a trial. `watch` receives a line of progress every 50 steps.
+    `out` is a folder that does not exist yet. `seed` decides weights and demonstrations. `steps` is
+    the maximum per stage, for a trial. `watch` receives a line of progress every 50 steps.
     """
     if family not in FAMILIES:
         raise RagenError(f"unknown family {family!r}; choose one of {', '.join(FAMILIES)}")
-    for folder in (out, stages_out):
-        if folder is not None and folder.exists():
-            raise RagenError(f"{folder} exists already; name a folder that does not")
-    if stages_out is not None and stages_out.resolve().is_relative_to(out.resolve()):
-        raise RagenError(f"{stages_out} is in {out}, which is made last; name one outside of it")
+    if out.exists():
+        raise RagenError(f"{out} exists already; name a folder that does not")
     use_threads(1)  # the same weights however many cores are free
     tokenizer, stages = build(), FAMILIES[family]
     model = new_model(tokenizer, LAYERS[family], seed)
@@ -87,10 +82,6 @@ def prepare(
     with new_folder(out) as whole:
         for number, stage in enumerate(stages):
             teach(model, player, stage, number, steps, watch)
-            if stages_out is not None and stage is not stages[-1]:
-                name = stage.name.replace(" ", "-").replace(",", "")
-                with new_folder(stages_out / name) as part:
-                    save(model, tokenizer, part)
         save(model, tokenizer, whole)
     return out
 

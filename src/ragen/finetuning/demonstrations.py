@@ -93,10 +93,6 @@ def plan_in_words(actions: Sequence[str], seed: int = 0) -> str:
     The thought is short, and the answer carries it out. It shows no reasoning, since a solver has
     none to show: it teaches the form of a reply and the plan, and leaves longer thoughts to
     reinforcement learning. The embedded models' tokenizer knows the words.
-
-    Example:
-        >>> plan_in_words(["Right", "Down"])
-        'try Right then Down'
     """
     return f"try {' then '.join(actions)}"
 

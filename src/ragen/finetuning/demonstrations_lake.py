@@ -61,19 +61,7 @@ def lake_turns(turn: CarefulTurn, careful: float, walks_trained: bool = True) ->
 def careful_turn(
     env: FrozenLake, limits: Limits, generator: np.random.Generator, moves: int = CAREFUL_MOVES
 ) -> str:
-    """Up to `moves` moves along a shortest path.
-
-    Example:
-        >>> lake = FrozenLake(success_probability=1.0)
-        >>> print(lake.reset(seed=123)[0])
-        ___P
-        __O_
-        ___O
-        _G_O
-        >>> generator = np.random.Generator(np.random.PCG64(0))
-        >>> careful_turn(lake, Limits(1, 5, 10, 5), generator, moves=1)
-        ' P a3 G d1 : a3 a2 _ a3 b3 _ Left</think><answer>Left</answer>'
-    """
+    """Up to `moves` moves along a shortest path."""
     steps = env.lake.distances()
     most = min(moves, limits.actions_left, limits.actions_per_turn)
     return write_plan(env, plan_moves(env, most, generator, lambda a, b: steps[b] < steps[a]))
@@ -86,14 +74,7 @@ def slippery_turn(env: FrozenLake, limits: Limits, _: np.random.Generator) -> st
 
 
 def random_walk(env: FrozenLake, moves: int, generator: np.random.Generator) -> str:
-    """A walk of random moves, which stops at the goal or a hole and looks only at cells it enters.
-
-    Example:
-        >>> lake = FrozenLake()
-        >>> _ = lake.reset(seed=123)
-        >>> random_walk(lake, 2, np.random.Generator(np.random.PCG64(0)))
-        ' P a3 : a3 b3 _ Down b3 b2 O Left</think><answer>Down || Left</answer>'
-    """
+    """A walk of random moves to the goal or a hole, which looks only at cells that it enters."""
     return write_plan(env, plan_moves(env, moves, generator), careful=False)
 
 
@@ -177,15 +158,10 @@ def name_of(lake: Lake, cell: int) -> str:
     return cell_name(*divmod(cell, lake.size))
 
 
-def straight_line(lake: Lake, cell: int) -> int:
-    """Steps from a cell to the goal if there were no holes."""
-    (row, col), (goal_row, goal_col) = divmod(cell, lake.size), divmod(lake.goal, lake.size)
-    return abs(row - goal_row) + abs(col - goal_col)
-
-
 def hard_level(env: Env) -> bool:
     """True if a level takes four steps or more, or a detour around holes."""
     assert isinstance(env, FrozenLake)
     lake = env.lake
     steps = lake.distances()[lake.start]
-    return steps >= 4 or steps > straight_line(lake, lake.start)
+    (row, col), (goal_row, goal_col) = divmod(lake.start, lake.size), divmod(lake.goal, lake.size)
+    return steps >= 4 or steps > abs(row - goal_row) + abs(col - goal_col)

@@ -29,20 +29,7 @@ STEPS = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 
 
 def wanderer(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
-    """One random move inside the map, after a description of the map; its choice is not trained.
-
-    Example:
-        >>> env = FrozenLake(success_probability=1.0, observation="coord")
-        >>> print(env.reset(seed=123)[0])
-        Size: 4 x 4
-        Player: (0, 3)
-        Goal: (3, 1)
-        Holes: (1, 2), (2, 3), (3, 3)
-        >>> reply = wanderer(env, Limits(1, 5, 10, 1), np.random.Generator(np.random.PCG64(0)))
-        >>> "".join(piece.text for piece in reply)
-        'I am at (0, 3). The goal at (3, 1) is down and left. Left (0, 2) is free, Down (1, 3) is \
-free. I go Down.</think><answer>Down</answer>'
-    """
+    """One random move inside the map, after a description of the map; its choice is not trained."""
     if isinstance(env, FrozenLake):
         (here,), (goal,) = places(env, "Player"), places(env, "Goal")
         holds = dict.fromkeys(places(env, "Holes"), "a hole") | {goal: "the goal"}

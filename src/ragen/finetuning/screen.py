@@ -73,10 +73,6 @@ def pieces(text: str) -> list[str]:
 
     A run of upper-case letters is split into single symbols, and a number into pieces of at most
     three digits.
-
-    Example:
-        >>> pieces("It is over 1024: H_P")
-        ['It', 'is', 'over', '102', '4', ':', 'H', '_', 'P']
     """
     found: list[str] = []
     for run in re.findall(r"[^\W\d_]+|\d{1,3}|\S", text):
@@ -85,12 +81,7 @@ def pieces(text: str) -> list[str]:
 
 
 def items_of(screen: str) -> list[Item]:
-    r"""All pieces of a screen with their places, in order.
-
-    Example:
-        >>> items_of("P _\n_ G")[-1]
-        Item(piece='G', line=2, place=2)
-    """
+    r"""All pieces of a screen with their places, in order."""
     return [
         Item(piece, line, place)
         for line, text in enumerate(screen.splitlines(), 1)
@@ -118,12 +109,7 @@ class Habit(NamedTuple):
 
 
 def habits_for(pieces: Sequence[str], actions: Sequence[str], has_lines: bool) -> list[Habit]:
-    """At most `HABITS` of all habits of these pieces and actions, each together with its opposite.
-
-    Example:
-        >>> habits_for(["P", "G"], ["Left", "Right"], has_lines=False)  # doctest: +ELLIPSIS
-        [Habit(first='P', second='G', by_line=False, before='Left', after='Right'), Habit(...)]
-    """
+    """At most `HABITS` habits of these pieces and actions, each together with its opposite."""
     found = [
         Habit(first, second, by_line, *order)
         for first, second in combinations(pieces, 2)
@@ -328,22 +314,13 @@ class Reader:
         return [*reply, Piece(answer(self.choose(env, limits, generator)))]
 
     def thought(self, screen: str) -> str:
-        """The pieces that tell a screen from others, with their places.
-
-        Example:
-            >>> Reader(["P _ G", "_ P G", "_ _ P"], random_actions).thought("_ P G")
-            ' P 2'
-        """
+        """The pieces that tell a screen from others, with their places."""
         return "".join(f" {item.piece}{self._where(item)}" for item in self.telling(screen))
 
     def telling(self, screen: str) -> list[Item]:
         """The `ITEMS` rarest items of a screen, in order, without `COMMON` ones.
 
         If all are common, it is the rarest item alone.
-
-        Example:
-            >>> Reader(["P _ G", "_ P G", "_ _ P"], random_actions).telling("_ P G")
-            [Item(piece='P', line=1, place=2)]
         """
         items = items_of(screen)
         rarest = sorted(items, key=lambda item: (self.shares.get(item, 0.0), item.line, item.place))

@@ -390,13 +390,7 @@ def _fitting(
 
 
 def split_examples(examples: Sequence[Example], seed: int) -> tuple[list[Example], list[Example]]:
-    """The training examples and the held-out share, at least one of each.
-
-    Example:
-        >>> training, held_out = split_examples([[]] * 50, seed=0)
-        >>> len(training), len(held_out)
-        (45, 5)
-    """
+    """The training examples and the held-out share, at least one of each."""
     order = np.random.Generator(np.random.PCG64(seed)).permutation(len(examples)).tolist()
     held_out = set(order[: max(1, round(HELD_OUT * len(examples)))])
     training = [example for i, example in enumerate(examples) if i not in held_out]

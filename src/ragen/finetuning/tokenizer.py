@@ -55,12 +55,7 @@ def words() -> list[str]:
 
 
 def words_for(pieces: Iterable[str], highest: int) -> list[str]:
-    r"""A vocabulary of these pieces of text, numbers up to `highest` and what prompts are made of.
-
-    Example:
-        >>> words_for(["P", "√"], 2)[-4:]
-        ['max', 'at', '√', '||']
-    """
+    """A vocabulary of pieces of text, numbers up to `highest` and what prompts are made of."""
     found = dict.fromkeys([*PROMPT_WORDS, *pieces])
     numbers = map(str, range(highest + 1))
     spaced = dict.fromkeys(f" {word}" for word in (*found, *PUNCTUATION, *numbers))
@@ -70,15 +65,7 @@ def words_for(pieces: Iterable[str], highest: int) -> list[str]:
 
 
 def build(vocabulary: Iterable[str] | None = None) -> Qwen2Tokenizer:
-    """The tokenizer with its chat template; its words are a `vocabulary`, or RAGEN's own (`words`).
-
-    Example:
-        >>> tokenizer = build()
-        >>> tokenizer.tokenize("a0 P a1 _")
-        ['a0', ' P', ' a1', ' _']
-        >>> tokenizer.decode(tokenizer.encode("Zürich |||", add_special_tokens=False))
-        'Zürich |||'
-    """
+    """The tokenizer with its chat template, for a `vocabulary` or RAGEN's own (`words`)."""
     alphabet = sorted(ByteLevel.alphabet())
     tokenizer = Qwen2Tokenizer(
         vocab={byte: index for index, byte in enumerate(alphabet)},

@@ -35,11 +35,6 @@ class Transcript:
     """A conversation, with its file and line in `where`.
 
     The last message is the assistant's; assistant messages have no surrounding white space.
-
-    Example:
-        >>> messages = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"})
-        >>> Transcript("chats.jsonl, line 1", messages).messages[1]["content"]
-        'Ho'
     """
 
     where: str
@@ -64,14 +59,6 @@ def read_transcripts(path: Path) -> list[Transcript]:
     """All conversations of a file, one per line; empty lines are skipped.
 
     A final message of the user is left out, since it has no reply.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "chats.jsonl"
-        >>> _ = path.write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
-        >>> read_transcripts(path)  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ragen.core.errors.RagenError: .../chats.jsonl, line 1: it has no assistant message
     """
     text = read_text(path, MOST_BYTES, is_stream=True)
     # `splitlines` would also split at characters that JSON allows inside a string.

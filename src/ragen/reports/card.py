@@ -92,12 +92,7 @@ def without_paths(config: Config) -> Config:
 
 
 def origin(model: str) -> str:
-    """The model that training began with, traced back through the runs that were trained further.
-
-    Example:
-        >>> origin("Qwen/Qwen2.5-0.5B-Instruct")
-        'Qwen/Qwen2.5-0.5B-Instruct'
-    """
+    """The model that training began with, traced back through the runs before."""
     while run := run_of(model):
         model = run_config(run).model.path
     return model

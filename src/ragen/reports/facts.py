@@ -15,19 +15,16 @@ from ragen.core.statistics import Interval, gain
 from ragen.evaluation.outcomes import phase_of
 from ragen.evaluation.results import RunEvaluation, load_evaluations
 from ragen.reports.plots import Curve
-from ragen.storage.database import check_run_folder, reading_database
+from ragen.storage.database import check_run_folder
 from ragen.storage.reader import (
     Attempt,
-    attempts_of,
+    Histories,
+    current,
     read_attempts,
     read_events,
     read_successes,
 )
 from ragen.storage.settings import run_config
-
-Histories = Mapping[Attempt, Mapping[str, Series]]
-"""The metrics of every attempt by name, including the steps that were rolled back later."""
-
 
 ALARM = "alarm"
 """The kind of the events that the plots mark."""
@@ -87,11 +84,8 @@ class Facts:
     """The data of a run's folder.
 
     Attributes:
-        run: The folder.
         config: The settings, with those that a resume changed, without those that rollbacks did.
-        metrics: The metrics by name, without what was rolled back.
-        evaluations: The evaluations, without those that were rolled back.
-        events: Alarms, the guard's actions, resumes and errors.
+        metrics, evaluations: Without what was rolled back.
         attempts: The metrics of each attempt, with what was rolled back.
         successes: Success on each level of the recorded evaluations (`read_successes`).
     """
@@ -154,21 +148,9 @@ class Facts:
 def read_facts(run: Path) -> Facts:
     """Read a run, finished or not."""
     check_run_folder(run)
-    config, found = run_config(run), read_attempts(run)
-    with reading_database(run) as connection:
-        attempts = {each: found.get(each.number, {}) for each in attempts_of(connection)}
+    config, attempts = run_config(run), read_attempts(run)
     evaluations, events = tuple(load_evaluations(run)), tuple(read_events(run))
     return Facts(run, config, current(attempts), evaluations, events, attempts, read_successes(run))
-
-
-def current(histories: Histories) -> dict[str, Series]:
-    """The metrics that still count, by name."""
-    course: dict[str, dict[int, float]] = {}
-    for attempt, history in histories.items():
-        for name, series in history.items():
-            kept = {step: value for step, value in series.items() if attempt.counts(step)}
-            course.setdefault(name, {}).update(kept)
-    return {name: series for name, series in course.items() if series}
 
 
 def rolled_back(histories: Histories, name: str) -> dict[Attempt, Series]:

@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One metric of a run: what counts, and the stretches that were rolled back.
-
-    Example:
-        >>> Curve({1: 0.5, 2: 0.75, 3: 0.875}, ({2: 0.75, 3: 0.25},)).standing[3]
-        0.875
-    """
+    """One metric of a run: what counts, and the stretches that were rolled back."""
 
     standing: Series
     rolled_back: tuple[Series, ...] = ()
@@ -64,12 +59,7 @@ RULES: dict[Any, Any] = {  # matplotlib's own type lists every key
 
 
 def smoothed(series: Series, window: int = SMOOTH) -> dict[int, float]:
-    """The mean of the last `window` values at each step.
-
-    Example:
-        >>> smoothed({1: 0.0, 2: 1.0, 3: 2.0}, window=2)
-        {1: 0.0, 2: 0.5, 3: 1.5}
-    """
+    """The mean of the last `window` values at each step."""
     steps, numbers = list(series), list(series.values())
     return {
         step: fmean(numbers[max(0, end - window) : end]) for end, step in enumerate(steps, start=1)

@@ -246,11 +246,7 @@ def plots(facts: Facts) -> dict[str, Figure]:
 
 
 def write_report(facts: Facts, out: Path) -> Path:
-    """Write ``report.md`` and its plots into a folder; an earlier report is overwritten.
-
-    Returns:
-        The page's path.
-    """
+    """Write ``report.md`` and its plots into a folder; an earlier report is overwritten."""
     path, figures = out / "report.md", plots(facts)
     with file_errors("write", path, OTHER_OUT):
         out.mkdir(parents=True, exist_ok=True)

@@ -29,11 +29,6 @@ class RunData:
 
     What the guard rolled back is left out of `metrics` and `evaluations`. Reading raises a
     `RagenError` where a file is missing, damaged, or was written by another version.
-
-    Example:
-        >>> run = RunData(Path("runs/bandit-1"))
-        >>> run.path.name
-        'bandit-1'
     """
 
     path: Path

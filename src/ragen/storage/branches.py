@@ -54,10 +54,6 @@ class Request:
 
     `checkpoint` is a step; 0 may be the model that the run started from. The fields and the run's
     seed determine the branches.
-
-    Example:
-        >>> Request(7, turn=1, checkpoint=40, n=4, temperature=1.0, seed=0).id
-        '2cd444fa8ea1'
     """
 
     episode: int

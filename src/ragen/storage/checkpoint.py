@@ -223,13 +223,9 @@ def sound(folder: Path, patterns: Sequence[str] = ("*",)) -> dict[str, Any]:
         return verified_state(folder, patterns)
     except Damaged as error:
         run = folder.parent.parent
-        intact = [path for path in folders(run) if path != folder and is_intact(path)]
-        remedy = f"no other checkpoint of {run} is intact: restore the file"
-        if intact:
-            steps = ", ".join(str(step_of(path)) for path in intact)
-            remedy = f"those of steps {steps} are intact, the last in {intact[-1]}: take one"
-            if step_of(intact[-1]) < step_of(folder):
-                remedy += f", or train this one again: ragen resume {shlex.quote(str(run))}"
+        remedy = f"restore it, or train this step again: ragen resume {shlex.quote(str(run))}"
+        if others := ", ".join(str(step_of(path)) for path in folders(run) if path != folder):
+            remedy += f"; or take another checkpoint of {run}, of steps {others}"
         raise Damaged(error.path, error.error, remedy) from error
 
 

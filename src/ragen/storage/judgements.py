@@ -19,21 +19,14 @@ _TABLE = """
 CREATE TABLE IF NOT EXISTS judgements (
     question TEXT PRIMARY KEY, step INTEGER NOT NULL, text TEXT NOT NULL,
     prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
-    attempt INTEGER NOT NULL DEFAULT 0
+    attempt INTEGER NOT NULL
 )
 """
-_ATTEMPT = "ALTER TABLE judgements ADD COLUMN attempt INTEGER NOT NULL DEFAULT 0"
-"""For a file of a version that did not keep the attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A judge's answer: who asked first, its text, and the tokens that it took.
-
-    Example:
-        >>> Judgement(0, 3, '{"scores": []}', 900, 40).step
-        3
-    """
+    """A judge's answer: who asked first, its text, and the tokens that it took."""
 
     attempt: int
     step: int
@@ -58,9 +51,6 @@ class Judgements:
                 else connect(file)
             )
             self._connection.execute(_TABLE)
-            columns = self._connection.execute("PRAGMA table_info(judgements)").fetchall()
-            if "attempt" not in {name for _, name, *_ in columns}:
-                self._connection.execute(_ATTEMPT)
         except sqlite3.DatabaseError as error:
             raise unreadable(file, error) from None
 

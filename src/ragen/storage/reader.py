@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.core.files import parse_json
+from ragen.core.metrics import Series
 from ragen.storage.database import DATABASE, read, reading_database
 
 Counts = Callable[[int, int], bool]
@@ -37,6 +38,9 @@ class Attempt:
         """True if a step of this attempt still counts."""
         return step < self.end
 
+
+Histories = Mapping[Attempt, Mapping[str, Series]]
+"""The metrics of every attempt by name, including the steps that were rolled back later."""
 
 _BOUNDS = """
 WITH RECURSIVE attempts(number) AS (
@@ -66,19 +70,9 @@ def still_counts(connection: sqlite3.Connection) -> Counts:
     return lambda attempt, step: all(step < first for number, first in firsts if number > attempt)
 
 
-_METRICS = (
-    "SELECT attempt, step, name, value FROM metrics WHERE value IS NOT NULL AND {}"
-    " ORDER BY attempt, step"
-)
-
-
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
-    """A run's own evaluation records in order, each with its ``step`` and ``attempt``.
-
-    Evaluations of ``ragen eval`` belong to no step; `ragen.evaluation.outcomes` stores them.
-    """
-    query = "SELECT attempt, step, record FROM evaluations WHERE step IS NOT NULL ORDER BY id"
-    rows = read(folder, query)
+    """A run's evaluation records in order, each with its ``step`` and ``attempt``."""
+    rows = read(folder, "SELECT attempt, step, record FROM evaluations ORDER BY id")
     return [
         {**parse_column(folder, record), "attempt": attempt, "step": step}
         for attempt, step, record in rows
@@ -86,10 +80,9 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_successes(folder: Path) -> dict[tuple[str, int], dict[tuple[str, int], float]]:
-    """Success by level in a run's own evaluations that still count, if episodes are recorded.
+    """Success (1.0 or 0.0) in a run's recorded evaluations that still count.
 
-    Returns:
-        By phase (``eval`` or ``eval greedy``) and step: by environment and level, 1.0 or 0.0.
+    By phase (``eval`` or ``eval greedy``) and step, then by environment and level.
     """
     query = (
         "SELECT attempt, step, phase, env, level_seed, success FROM episodes"
@@ -102,19 +95,31 @@ def read_successes(folder: Path) -> dict[tuple[str, int], dict[tuple[str, int], 
     return found
 
 
-def read_metrics(folder: Path, names: Collection[str] | None = None) -> dict[str, dict[int, float]]:
-    """A run's metrics: name, then step, to value, in the order of the steps.
+def read_attempts(folder: Path) -> Histories:
+    """A run's metrics by attempt, in the order of the steps, with those that were rolled back."""
+    query = "SELECT attempt, step, name, value FROM metrics WHERE value IS NOT NULL"
+    with reading_database(folder) as connection:
+        connection.execute("BEGIN")  # so that both queries see the same state of a run in progress
+        attempts = {each.number: each for each in attempts_of(connection)}
+        found: dict[Attempt, dict[str, dict[int, float]]] = {each: {} for each in attempts.values()}
+        for attempt, step, name, value in connection.execute(f"{query} ORDER BY attempt, step"):
+            found[attempts[attempt]].setdefault(name, {})[step] = value
+    return found
 
-    Each attempt replaces earlier ones from its first step on. `names` selects some; ``None`` means
-    all.
-    """
-    condition = "true" if names is None else f"name IN ({','.join('?' * len(names))})"
-    metrics: dict[str, dict[int, float]] = {}
-    counts = standing(folder)
-    for attempt, step, name, value in read(folder, _METRICS.format(condition), [*(names or ())]):
-        if counts(attempt, step):
-            metrics.setdefault(name, {})[step] = value
-    return metrics
+
+def current(histories: Histories) -> dict[str, dict[int, float]]:
+    """The metrics that still count, by name: each attempt replaces earlier ones from its start."""
+    course: dict[str, dict[int, float]] = {}
+    for attempt, history in histories.items():
+        for name, series in history.items():
+            kept = {step: value for step, value in series.items() if attempt.counts(step)}
+            course.setdefault(name, {}).update(kept)
+    return {name: series for name, series in course.items() if series}
+
+
+def read_metrics(folder: Path) -> dict[str, dict[int, float]]:
+    """A run's metrics that still count: name, then step, to value, in the order of the steps."""
+    return current(read_attempts(folder))
 
 
 def standing(folder: Path) -> Counts:
@@ -142,11 +147,3 @@ def parse_column(folder: Path, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RagenError(f"{folder / DATABASE} is damaged: a column of JSON holds no object")
     return value
-
-
-def read_attempts(folder: Path) -> dict[int, dict[str, dict[int, float]]]:
-    """A run's metrics including rolled-back steps: attempt, then name, then step, to value."""
-    metrics: dict[int, dict[str, dict[int, float]]] = {}
-    for attempt, step, name, value in read(folder, _METRICS.format("true")):
-        metrics.setdefault(attempt, {}).setdefault(name, {})[step] = value
-    return metrics

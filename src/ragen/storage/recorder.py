@@ -32,7 +32,7 @@ from ragen.storage.database import (
     transaction,
     unreadable,
 )
-from ragen.storage.schema import ARRAYS, SAMPLE_ARRAYS, Row, as_json, compress, insert
+from ragen.storage.schema import ARRAYS, SAMPLE_ARRAYS, Row, as_json, compress, insert, storable
 from ragen.storage.stored_episodes import (
     delete_episodes,
     episode_rows,
@@ -49,24 +49,8 @@ class Recorder:
     them. With `commit_later`, at most one step is being written while the next one is collected.
     Only events are written at once, after what was committed, and they are never deleted.
 
-    Args:
-        folder: The run's folder.
-        connection: Its database, opened for writing.
-        attempt: The first attempt.
-        text_of: The text of one token, for readers without a tokenizer; ``None`` writes none.
-
-    Attributes:
-        settings_hash: The hash of the text of `config.toml`, for the state of checkpoints.
-
-    Example:
-        >>> import tempfile
-        >>> from ragen.core.metrics import mean
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> with Recorder.create(folder, "seed = 0") as recorder:
-        ...     recorder.log(0, {"loss": mean(1.0, 2)})
-        ...     recorder.log(0, {"loss": mean(4.0, 1)})
-        >>> sqlite3.connect(folder / "run.sqlite").execute("SELECT * FROM metrics").fetchall()
-        [(0, 0, 'loss', 2.0)]
+    `text_of` is the text of one token, for readers without a tokenizer; ``None`` writes none.
+    `settings_hash` is the hash of the text of `config.toml`, for the state of checkpoints.
     """
 
     def __init__(
@@ -197,13 +181,9 @@ class Recorder:
     ) -> None:
         """Record log-probabilities of thoughts, from which metrics of information are computed.
 
-        Args:
-            step: The step.
-            path: The metrics' path: ``first`` or ``any``.
-            scores: log p(thought i | prompt j), (N, M).
-            own: The index of each thought's own prompt, (N,).
-            thoughts: The N thoughts as text.
-            prompts: The observations in the last messages of the M prompts.
+        `path` is that of the metrics: ``first`` or ``any``. `scores` are log p(thought i |
+        prompt j), (N, M), and `own` the index of each thought's own prompt, (N,). `prompts` are the
+        observations in the last messages of the M prompts.
         """
         assert np.shape(scores) == (len(thoughts), len(prompts)), "a score for each pair"
         row = {
@@ -222,6 +202,12 @@ class Recorder:
         row = {name: record.get(name) for name in ("env", "temperature", "episodes", "success")}
         row |= {"time": time.time(), "record": record}
         self._step(step).rows["evaluations"].append(row)
+
+    def outcome(self, row: Row) -> None:
+        """Store an outcome of ``ragen eval``; it replaces one of the same level and sample."""
+        row = {k: storable(v) if isinstance(v, str) else v for k, v in row.items()}
+        with self._transaction():
+            insert(self._connection, "outcomes", [row], "INSERT OR REPLACE")
 
     def commit(self) -> None:
         """Write the collected step in one transaction, before any checkpoint of this step."""
@@ -284,16 +270,11 @@ class Recorder:
             for table in ("metrics", "samples", "cross_scores", "evaluations"):
                 self._connection.execute(f"DELETE FROM {table} WHERE {later}", (attempt, step))
 
-    def forget_episode(self, level_seed: int, member: int) -> int:
-        """Delete the evaluated episodes of a level and member; returns their number."""
+    def forget_episode(self, level_seed: int, member: int) -> None:
+        """Delete the evaluated episodes of a level and member."""
         where = "phase = 'eval' AND level_seed = ? AND member = ?"
-        place = level_seed, member
         with self._transaction():
-            query = f"SELECT count(*) FROM episodes WHERE {where}"
-            ((count,),) = self._connection.execute(query, place)
-            if count:
-                delete_episodes(self._connection, where, place)
-        return int(count)
+            delete_episodes(self._connection, where, (level_seed, member))
 
     def close(self) -> None:
         """Write the collected rows and close the database."""

@@ -121,7 +121,7 @@ EPISODE = _table("""
 
 TURN = _table("""
     turn int32, observation text, picture texts?, reply text, thought text?,
-    actions_asked texts, actions_executed texts, reward float64, penalty float64, well_formed bool,
+    actions_asked texts, actions_executed texts, reward float64, penalty float64, valid bool,
     num_tokens int32?, finish_reason text, policy_version int32, state_key text, snapshot json?,
     prompt_ids int32s?, prompt_joins bool?, completion_ids int32s?, logprobs float32s?,
     thought_start int32?, thought_end int32?, problem text?, completion_s float64?, messages json?,
@@ -205,18 +205,17 @@ CREATE TABLE events (
 CREATE TRIGGER events_are_kept BEFORE DELETE ON events
     BEGIN SELECT RAISE(ABORT, 'events are never deleted'); END;
 CREATE TABLE evaluations (
-    id INTEGER PRIMARY KEY, attempt INTEGER, step INTEGER, time REAL NOT NULL,
-    env TEXT, temperature REAL, episodes INTEGER, success REAL, record TEXT NOT NULL,
-    key TEXT, settings TEXT
+    id INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL,
+    env TEXT, temperature REAL, episodes INTEGER, success REAL, record TEXT NOT NULL
 );
 CREATE TABLE outcomes (
-    key TEXT NOT NULL, env TEXT NOT NULL, level_seed INTEGER NOT NULL, sample INTEGER NOT NULL,
+    env TEXT NOT NULL, level_seed INTEGER NOT NULL, sample INTEGER NOT NULL,
     success INTEGER NOT NULL, total_reward REAL NOT NULL, num_turns INTEGER NOT NULL,
     num_actions INTEGER NOT NULL, effective_actions INTEGER NOT NULL,
     valid_turns INTEGER NOT NULL, thought_words INTEGER NOT NULL,
     prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
     stop_reason TEXT NOT NULL, error TEXT,
-    PRIMARY KEY (key, level_seed, sample)
+    PRIMARY KEY (level_seed, sample)
 ) WITHOUT ROWID;
 PRAGMA user_version = {SCHEMA_VERSION};
 """
@@ -228,12 +227,7 @@ each thought's own prompt. `thoughts`, and `prompts` (the observations in them),
 
 
 def turn_id(episode: int, turn: int) -> int:
-    """The id of a turn, which encodes its episode: a search hit needs no lookup.
-
-    Example:
-        >>> divmod(turn_id(7, 2), TURNS_AN_EPISODE)
-        (7, 2)
-    """
+    """The id of a turn, which encodes its episode: a search hit needs no lookup."""
     assert 0 <= turn < TURNS_AN_EPISODE
     return episode * TURNS_AN_EPISODE + turn
 
@@ -249,12 +243,7 @@ def insert(
 
 
 def compress(name: str, array: npt.ArrayLike) -> bytes:
-    """Compress an array to the bytes of its column, with the type in `ARRAYS`.
-
-    Example:
-        >>> decompress("token_ids", compress("token_ids", [3, 10, 11])).tolist()
-        [3, 10, 11]
-    """
+    """Compress an array to the bytes of its column, with the type in `ARRAYS`."""
     return zlib.compress(np.ascontiguousarray(array, ARRAYS[name]).tobytes(), 1)
 
 

@@ -36,8 +36,6 @@ class Settings:
     """The settings of a run that is to be resumed.
 
     Attributes:
-        run: The run's folder.
-        config: The settings.
         text: As `config.toml` has to say them.
         damage: The damage of `config.toml`, which is then written again; empty if there is none.
         is_kept: The database has the text; otherwise only the file has it.
@@ -64,14 +62,8 @@ class Settings:
         The file is written first, so that the same command has the same result if the process is
         killed in between. A damaged file and changes are recorded as events.
 
-        Args:
-            recorder: The run's recorder.
-            step: The step after which the run continues.
-            config: The settings from here on.
-            changes: The old and the new value of each key that changes, for the event.
-
-        Returns:
-            A line about each event.
+        `changes` are the old and the new value of each key that changes. Returns a line about each
+        event.
         """
         lines = []
         is_new = config != self.config
@@ -101,17 +93,16 @@ class Settings:
 
 
 def find_settings(run: Path, expected: str, overrides: Mapping[str, Any]) -> Settings:
-    """The settings with which a run is resumed, before `overrides` change them.
+    """The settings with which a run is resumed, before `overrides` change them on purpose.
 
-    Args:
-        run: The run's folder.
-        expected: The hash in the state of the checkpoint.
-        overrides: Values that are changed on purpose, by key.
+    `expected` is the hash in the state of the checkpoint.
     """
     texts = _texts(run)
     is_kept = expected in map(hash_text, texts)
     if not is_kept:
-        text = _text_of_file(run)
+        check_run_folder(run)
+        with file_errors("read", run / CONFIG):
+            text = (run / CONFIG).read_text(encoding="utf-8", errors="replace")
         if expected != hash_text(text):
             raise RagenError(
                 f"neither {run / CONFIG} nor {run / DATABASE} has the settings that the run's "
@@ -158,12 +149,6 @@ def _texts(run: Path) -> list[str]:
 def kept_texts(connection: sqlite3.Connection) -> list[str]:
     """Every text that `config.toml` has had, in order."""
     return [str(text) for (text,) in connection.execute("SELECT text FROM settings ORDER BY id")]
-
-
-def _text_of_file(run: Path) -> str:
-    check_run_folder(run)
-    with file_errors("read", run / CONFIG):
-        return (run / CONFIG).read_text(encoding="utf-8", errors="replace")
 
 
 def _compared(run: Path, text: str, config: Config) -> tuple[str, Flat]:

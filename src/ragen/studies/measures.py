@@ -59,12 +59,6 @@ class RunFacts:
     """The data of a run that measures need: success by step, metrics by name and step.
 
     `alarms` are the steps of the guard's alarms.
-
-    Example:
-        >>> success, entropy = {0: 0.5, 5: 0.9, 10: 0.75}, {1: 2.0, 2: 1.0}
-        >>> run = RunFacts(success, {"entropy/mean": entropy}, seconds=12.5, random=0.5)
-        >>> MEASURES["peak"](run), measure_of("last:entropy/mean")(run)
-        (0.9, 1.5)
     """
 
     success: Series

@@ -1,103 +1,26 @@
-"""All studies together: what they cost, and one table and one figure of what they found."""
+"""All studies together: one table and one figure of what they found."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ragen.config.config import Config
-from ragen.config.rules import CRITIC
-from ragen.engines.memory import plan, size
-from ragen.models.names import is_available_offline
 from ragen.reports.plots import BLUE, ORANGE, PALE, figure_of
 from ragen.studies.results import Findings, bounds, outcome_words, written
 from ragen.studies.study import (
-    Cell,
     Decision,
     Place,
-    Scale,
     Study,
-    cells_of,
     claimed,
     env_of,
     is_judged,
-    with_model,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-EPISODE_S = {"bandit": 0.003, "frozen-lake": 0.011, "sokoban": 0.021}
-"""Seconds of one core (an AMD EPYC) that an episode and its update take, by the environment's name
-up to its variant, with the embedded models. Of them `UPDATE_SHARE` are the update's."""
-
-UPDATE_SHARE = 0.35
-CRITIC_FACTOR = 1.5
-"""The factor of an update's time with a critic."""
-
-
-def seconds_of(cell: Cell) -> float:
-    """The seconds that a run takes on one core, estimated; NaN for a model that is not embedded."""
-    config = cell.config
-    names = [name for name in EPISODE_S if config.env.name.startswith(name)]
-    if not names or cell.base != "base":
-        return math.nan
-    each = EPISODE_S[names[0]]
-    critic = CRITIC_FACTOR if config.advantage.name in CRITIC else 1.0
-    collections, trained = collections_of(config)
-    collected = collections * config.rollout.num_groups * config.rollout.group_size
-    evaluations = 3 + (collections // config.eval.every if config.eval.every else 0)
-    evaluated = evaluations * config.eval.episodes * max(1, len(config.env.mix))
-    played = (collected + evaluated) * (1 - UPDATE_SHARE)
-    tuned = cell.fine_tuning.episodes * cell.fine_tuning.epochs if cell.fine_tuning else 0
-    return each * (played + (trained * critic + tuned) * UPDATE_SHARE)
-
-
-def collections_of(config: Config) -> tuple[int, float]:
-    """The collections of a run, and the episodes that its updates see, an epoch counted each."""
-    rule = config.filter
-    kept = rule.value if rule.rule == "top_k" and rule.value <= 1 else 1.0
-    trained = kept * config.rollout.num_groups * config.rollout.group_size * config.update.epochs
-    if config.budget == "steps":
-        return config.steps, config.steps * trained
-    updates = max(1, round(trained / config.update.minibatch_episodes))
-    collections = math.ceil(config.steps / updates)
-    return collections, collections * trained
-
-
-def plans(
-    studies: Sequence[Study], scale: Scale, seeds: int | None, only: str | None = None
-) -> Iterator[str]:
-    """A line for each study: its runs, their seconds on one core and their largest memory."""
-    total = 0.0
-    for study in studies:
-        count = study.seeds if seeds is None else seeds
-        some = cells_of(study, scale, min(count, 2), Path("runs"), only)
-        cells = [cell for cell in some if cell.seed == study.first_seed]
-        seconds = count * sum(map(seconds_of, cells))
-        total += seconds
-        yield f"{study.name:<17} {count * len(cells):>4} runs, {_time(seconds)}, {_memory(cells)}"
-    yield f"together {_time(total)}, divided by the number of runs at once (--jobs)"
-
-
-def _time(seconds: float) -> str:
-    if math.isnan(seconds):
-        return "an unknown time"
-    return f"about {seconds:,.0f} s of one core"
-
-
-def _memory(cells: Sequence[Cell]) -> str:
-    """The memory of the largest run, as far as it is known without a download."""
-    known = [
-        plan(with_model(cell.config, cell.base)).total
-        for cell in cells
-        if cell.base == "base" or is_available_offline(cell.base)
-    ]
-    return f"up to {size(max(known))} a run" if known else "an unknown memory (the model is absent)"
 
 
 def overview(studies: Sequence[Study], found: Mapping[str, Findings]) -> Iterator[str]:

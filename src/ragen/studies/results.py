@@ -206,14 +206,7 @@ def outcome_words(decision: Decision) -> str:
 
 
 def described(name: str, values: Sequence[float]) -> str:
-    """The runs of an arm in words.
-
-    Example:
-        >>> described("final", [0.25, 0.5, 1.0]), described("collapsed", [1.0, 0.0, 1.0])
-        ('0.5 (0.25–1)', '2 of 3')
-        >>> described("final", [])
-        '–'
-    """
+    """The runs of an arm in words."""
     known = finite(values)
     if not known:
         return "–"

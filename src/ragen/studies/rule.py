@@ -50,10 +50,6 @@ def median_interval(differences: Sequence[float], error: float = ERROR) -> Inter
 
     Raises:
         ValueError: There are no numbers.
-
-    Example:
-        >>> median_interval([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7])  # 98.4 %
-        Interval(value=0.4, low=0.1, high=0.7)
     """
     if not differences:
         raise ValueError("there are no numbers to take the median of")
@@ -84,11 +80,6 @@ def share_interval(share: float, other: float | None, runs: int, error: float = 
 
     Raises:
         ValueError: There are no runs.
-
-    Example:
-        >>> found = share_interval(9 / 12, 0 / 12, 12)  # collapsed in 9 of 12, and in none
-        >>> found.value, round(found.low, 3)
-        (0.75, 0.083)
     """
     if other is None:
         return clopper_pearson(round(share * runs), runs, error)
@@ -102,10 +93,6 @@ def clopper_pearson(successes: int, trials: int, error: float) -> Interval:
 
     Raises:
         ValueError: There are no trials.
-
-    Example:
-        >>> clopper_pearson(0, 10, 0.05).high  # 1 − .025^(1/10) # doctest: +ELLIPSIS
-        0.308...
     """
     if trials == 0:
         raise ValueError("a share of no runs")
@@ -119,13 +106,7 @@ def clopper_pearson(successes: int, trials: int, error: float) -> Interval:
 
 
 def outcome_of(interval: Interval, effect: float) -> Outcome:
-    """The verdict in one environment, where the claim is an `effect`; equality if that is 0.
-
-    Example:
-        >>> low, high = Interval(0.02, 0.01, 0.03), Interval(0.3, 0.01, 0.6)
-        >>> outcome_of(low, 0.2), outcome_of(high, 0.2), outcome_of(low, 0.0)
-        ('smaller than claimed', 'holds', 'equal')
-    """
+    """The verdict in one environment, where the claim is an `effect`; equality if that is 0."""
     low, high = interval.low, interval.high
     if effect == 0:
         if low > -MARGIN and high < MARGIN:
@@ -152,12 +133,6 @@ def verdict_of(outcomes: Sequence[Outcome]) -> Verdict:
     It supports the claim if that holds (or the arms are equal, as claimed) everywhere, or finds it
     smaller than claimed everywhere. It contradicts the claim if that fails or is reversed
     everywhere, and goes by environment otherwise.
-
-    Example:
-        >>> verdict_of(["holds", "equal"]), verdict_of(["fails", "reversed"])
-        ('supports', 'contradicts')
-        >>> verdict_of(["holds", "undecided"]), verdict_of([])
-        ('by environment', 'not judged')
     """
     if not outcomes:
         return "not judged"
@@ -198,12 +173,7 @@ def median_after(differences: Sequence[float], runs: int, error: float) -> Inter
 
 
 def sentence(outcomes: Mapping[str, str]) -> str:
-    """The outcome of each environment as one sentence.
-
-    Example:
-        >>> sentence({"bandit": "holds", "lake": "fails", "sokoban": "holds"})
-        'The claim holds on bandit and sokoban; fails on lake.'
-    """
+    """The outcome of each environment as one sentence."""
     places: dict[str, list[str]] = {}
     for place, outcome in outcomes.items():
         places.setdefault(outcome, []).append(place)

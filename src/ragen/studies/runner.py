@@ -120,7 +120,9 @@ def make_run(cell: Cell) -> None:
         KeyboardInterrupt: The run was stopped, and is saved.
     """
     try:
-        fine_tune(cell)
+        if cell.fine_tuning is not None and not cell.tuned_model.exists():
+            config = with_model(cell.config, cell.base)
+            sft(config, cell.tuned_model, **cell.fine_tuning.model_dump())
         if any(cell.folder.glob("checkpoints/step-*")):
             resume(cell.folder)
         else:
@@ -133,13 +135,6 @@ def make_run(cell: Cell) -> None:
         return
     except StopRequested:
         raise KeyboardInterrupt("stopped; the same command continues from here") from None
-
-
-def fine_tune(cell: Cell) -> None:
-    """Make the fine-tuned model that a run begins with, unless there is one."""
-    if cell.fine_tuning is not None and not cell.tuned_model.exists():
-        config = with_model(cell.config, cell.base)
-        sft(config, cell.tuned_model, **cell.fine_tuning.model_dump())
 
 
 def is_finished(cell: Cell) -> bool:

@@ -52,12 +52,7 @@ FIRST_SEED = 1000
 
 
 class Contrast(Section):
-    """A measure of `arm` minus that of `above`.
-
-    Example:
-        >>> Contrast(measure="final", arm="a quarter", above="all").words
-        'final: a quarter − all'
-    """
+    """A measure of `arm` minus that of `above`."""
 
     measure: str
     """A measure (`ragen.studies.measures`)."""
@@ -277,12 +272,7 @@ def _slug(name: str) -> str:
 
 
 def env_of(row: str) -> str:
-    """The environment of a row of a study.
-
-    Example:
-        >>> env_of("sokoban"), env_of("sokoban, PPO")
-        ('sokoban', 'sokoban')
-    """
+    """The environment of a row of a study."""
     return row.partition(",")[0]
 
 

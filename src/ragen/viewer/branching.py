@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ragen.config.extensions import library_of
-from ragen.config.rules import TEMPERATURES
+from pydantic import BaseModel, Field, ValidationError
+
 from ragen.core.errors import RagenError
 from ragen.core.statistics import wilson
-from ragen.envs.registry import registered_envs
-from ragen.models.names import is_available_offline
-from ragen.rollout.setup import by_env
+from ragen.evaluation.outcomes import check_sampling
 from ragen.storage.branches import FILE, MOST, Request, has_branches
 from ragen.storage.checkpoint import folders, step_of
 from ragen.storage.settings import run_config
@@ -28,8 +24,18 @@ from ragen.viewer.episode_page import detail
 from ragen.viewer.job_queue import Job, JobQueue
 from ragen.viewer.reading import Answer, NotFound, Unanswered, reading
 
-MAX_NUMBER = 2**31
-"""Upper limit of the numbers in a request."""
+
+class Wanted(BaseModel, strict=True):
+    """The body of a request for branches.
+
+    Without a checkpoint the newest one plays, and without a temperature that of the run.
+    """
+
+    episode: int = Field(ge=1, lt=2**31)
+    turn: int = Field(ge=0)
+    n: int = Field(ge=1, le=MOST)
+    checkpoint: int | None = None
+    temperature: float | None = None
 
 
 class Branching:
@@ -57,31 +63,32 @@ class Branching:
         }
 
     def start(self, folder: Path, request: Mapping[str, Any]) -> str:
-        """Queue a request; returns its id, under which `branches` lists it.
-
-        Args:
-            folder: The run's folder.
-            request: ``episode``, ``turn`` and ``n``. ``checkpoint`` and ``temperature`` may be
-                missing or ``None``: then the newest checkpoint and the run's temperature.
-        """
-        episode = _whole_number(request, "episode", 1, MAX_NUMBER)
-        turns = _num_turns(folder, episode)
-        reason = _obstacle(folder, turns)
-        if reason is not None:
+        """Queue a request (`Wanted`); returns its id, under which `branches` lists it."""
+        try:
+            wanted = Wanted.model_validate(request)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise Unanswered(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        turns, known = _num_turns(folder, wanted.episode), _checkpoints(folder)
+        if (reason := _obstacle(folder, turns)) is not None:
             raise Unanswered(reason)
-        turn = _whole_number(request, "turn", 0, turns - 1)
-        n = _whole_number(request, "n", 1, MOST)
-        checkpoint = _checkpoint(folder, request)
-        temperature = _temperature(folder, request.get("temperature"))
+        if wanted.turn >= turns:
+            raise Unanswered(f"turn = {wanted.turn}: expected 0 to {turns - 1}")
+        checkpoint = known[-1] if wanted.checkpoint is None else wanted.checkpoint
+        if checkpoint not in known:
+            steps = ", ".join(map(str, known))
+            raise Unanswered(f"checkpoint = {checkpoint}: the run keeps those of steps {steps}")
+        of_run, temperature = run_config(folder).rollout, wanted.temperature
+        temperature = of_run.temperature if temperature is None else temperature
+        check_sampling(0, temperature, of_run.sampler)
         with self._adding:
-            source = {"episode": episode, "turn": turn, "checkpoint": checkpoint}
-            jobs = self.branches(folder, episode)["jobs"]
+            source = {"episode": wanted.episode, "turn": wanted.turn, "checkpoint": checkpoint}
+            jobs = self.branches(folder, wanted.episode)["jobs"]
             seeds = [job["seed"] for job in jobs if source.items() <= job.items()]
             seed = max(seeds, default=-1) + 1  # the same request again gives other branches
-            wanted = Request(**source, n=n, temperature=temperature, seed=seed)
-            job = Job(folder.resolve(), wanted)
-            self._queue.put(job)
-        return job.request.id
+            asked = Request(**source, n=wanted.n, temperature=temperature, seed=seed)
+            self._queue.put(Job(folder.resolve(), asked))
+        return asked.id
 
     def cancel(self, folder: Path, request: Mapping[str, Any]) -> None:
         """End a request that waits or runs, by its ``id``; stored branches stay."""
@@ -90,37 +97,6 @@ class Branching:
     def stop(self) -> None:
         """End all processes and empty the queue."""
         self._queue.stop()
-
-
-def _checkpoint(folder: Path, request: Mapping[str, Any]) -> int:
-    """The step of a request's checkpoint; the newest, if it names none."""
-    known = _checkpoints(folder)
-    if request.get("checkpoint") is None:
-        return known[-1]
-    step = _whole_number(request, "checkpoint", 0, MAX_NUMBER)
-    if step not in known:
-        steps = ", ".join(map(str, known)) or "none"
-        raise Unanswered(f"checkpoint = {step}: the run keeps those of steps {steps}")
-    return step
-
-
-def _temperature(folder: Path, value: Any) -> float:
-    """A request's temperature; the run's, if it gives none."""
-    if value is None:
-        value = run_config(folder).rollout.temperature
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Unanswered("temperature: expected a number")
-    low, high = TEMPERATURES
-    if value != 0 and not low <= value <= high:
-        raise Unanswered(f"temperature = {value}: expected a number from {low:g} to {high:g}, or 0")
-    return float(value)
-
-
-def _whole_number(request: Mapping[str, Any], name: str, least: int, most: int) -> int:
-    number = request.get(name)
-    if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
-        raise Unanswered(f"{name}: expected a whole number from {least} to {most}")
-    return number
 
 
 def _num_turns(folder: Path, episode: int) -> int:
@@ -135,42 +111,17 @@ def _num_turns(folder: Path, episode: int) -> int:
 def _obstacle(folder: Path, turns: int) -> str | None:
     """Why an episode with this number of turns cannot be branched; ``None`` if it can."""
     try:
-        config = run_config(folder)
+        run_config(folder)
     except RagenError as error:
         return str(error)
-    model = config.model.path
     if turns == 0:
         return "the episode ended before its first turn, or its snapshots are not kept"
-    if env := next((name for name in by_env(config) if not _env_is_there(name)), None):
-        return f"the environment {env!r} is not installed here"
-    if not folders(folder) and not _model_is_there(model):
-        return f"the run has no checkpoint, and its model {model!r} is not on this machine"
-    if config.lora.rank and not _model_is_there(model):
-        return f"the model {model!r} below the run's adapter is not on this machine"
-    if config.rollout.sampler == "vllm" and find_spec("vllm") is None:
-        return "the run samples with vLLM, which is not installed here"
     return None
 
 
-def _env_is_there(name: str) -> bool:
-    """True if an environment can be found; its code does not run."""
-    if library := library_of(name):
-        return find_spec(library.module) is not None
-    return Path(name.rpartition(":")[0]).is_file() if ":" in name else name in registered_envs()
-
-
-def _model_is_there(path: str) -> bool:
-    """True if a model is on this machine; the network is not asked."""
-    return path == "base" or is_available_offline(path)
-
-
 def _checkpoints(folder: Path) -> list[int]:
-    """The steps whose weights can play; 0 is the initial model, if it is still there."""
-    steps = {step_of(path) for path in folders(folder)}
-    with suppress(RagenError):
-        if _model_is_there(run_config(folder).model.path):
-            steps.add(0)
-    return sorted(steps)
+    """The steps whose weights can play; 0 is the model that the run began with."""
+    return sorted({0, *(step_of(path) for path in folders(folder))})
 
 
 def _finished(folder: Path, episode: int) -> list[Answer]:

@@ -40,16 +40,11 @@ _SCRIPT = re.compile(r'[ \t]*<script\b(?P<kind>[^>]*)\bsrc="(?P<source>[^"]+)"[^
 
 
 def page(title: str, data: Mapping[str, Any], start: str, pages: str) -> str:
-    """The whole front end with the answers that it needs.
+    """The whole front end with `data`: answers of the API by key (`ragen.viewer.share.key_of`).
 
-    Args:
-        title: The title of the page.
-        data: Answers of the API by their keys (`ragen.viewer.share.key_of`).
-        start: The address (hash) of the first page.
-        pages: The addresses of the pages that `data` supports, separated by spaces.
-
-    Returns:
-        HTML that opens from a file, makes no request and executes nothing in `data`.
+    `start` is the address (hash) of the first page, and `pages` those that `data` supports,
+    separated by spaces. The HTML opens from a file, makes no request and executes nothing in
+    `data`.
     """
     hashes: dict[str, list[str]] = {"script": [], "style": []}
 
@@ -93,22 +88,13 @@ def page(title: str, data: Mapping[str, Any], start: str, pages: str) -> str:
 
 
 def embedded(data: Any) -> str:
-    r"""JSON that is safe inside an HTML script element, whatever texts it contains.
-
-    Example:
-        >>> print(embedded(["</script><!-- & \u2028\u202e"]))
-        ["\u003c/script\u003e\u003c!-- \u0026 \u2028\u202e"]
-    """
+    r"""JSON that is safe inside an HTML script element, whatever texts it contains."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII: no U+2028, no bidi
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def bundle(entry: Path) -> str:
-    """A module and all that it imports as one script.
-
-    Args:
-        entry: The module with which the front end begins.
-    """
+    """A module and all that it imports as one script."""
     order: dict[Path, str] = {}
     for file in _imported(entry.resolve(), ()):
         order.setdefault(file, f"module_{len(order)}")

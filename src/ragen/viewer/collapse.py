@@ -7,7 +7,8 @@ from typing import Any
 
 from ragen.core.metrics import Series
 from ragen.diagnostics.collapse import HIGH_ENTROPY, HIGH_MI, MIN_PROMPTS, REGIMES
-from ragen.reports.facts import GRADIENTS, current
+from ragen.reports.facts import GRADIENTS
+from ragen.storage.reader import current
 from ragen.viewer.reading import Answer, NotFound, Question, RunReader, array_of, loaded
 
 INFORMATION = "information/"

@@ -8,7 +8,6 @@ side by side.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from ragen.core.statistics import (
 from ragen.evaluation.outcomes import how_sampled
 from ragen.evaluation.targets import task_settings
 from ragen.viewer.episode_page import detail
-from ragen.viewer.reading import Answer, Question, RunReader, loaded
+from ragen.viewer.reading import Answer, Question, RunReader
 from ragen.viewer.run_list import evaluations, read_settings, with_parts
 
 MOST_OF_LEVEL = 400
@@ -32,16 +31,10 @@ MOST_OF_LEVEL = 400
 
 
 class EpisodeSet(NamedTuple):
-    """The recorded episodes of one evaluation.
-
-    Attributes:
-        env: The environment's name.
-        step: The training step; ``None`` for an evaluation by ``ragen eval``.
-        levels: By level seed, the share of successes and the number of episodes.
-    """
+    """The recorded episodes of an evaluation: share of successes and number, by level seed."""
 
     env: str
-    step: int | None
+    step: int
     levels: dict[int, tuple[float, int]]
 
 
@@ -111,15 +104,12 @@ class _Evaluated(NamedTuple):
         temperature: The temperature of the run's own evaluations.
         rates: The last evaluation by environment and way of sampling, with its interval.
         recorded: The run's own evaluations that have recorded episodes.
-        stored: Evaluations by ``ragen eval``, by task and way of sampling. Of several agents in one
-            task, the last counts.
     """
 
     task: Mapping[str, Any]
     temperature: float
     rates: Mapping[tuple[str, str], Answer]
     recorded: Recorded
-    stored: Mapping[tuple[str, str], EpisodeSet]
 
     def how(self, phase: str) -> str:
         """How an evaluation of this phase chose its tokens."""
@@ -131,20 +121,9 @@ def _evaluated(run: RunReader) -> _Evaluated:
     return _Evaluated(
         task_settings(settings),
         settings.get("eval.temperature", 1.0),
-        {
-            (each["env"], each["how"]): each
-            for each in with_parts(evaluations(run))
-            if _has_interval(each)
-        },
+        {(each["env"], each["how"]): each for each in with_parts(evaluations(run))},
         _recorded(run),
-        dict(_stored(run)),
     )
-
-
-def _has_interval(evaluation: Answer) -> bool:
-    """True if interval and levels are known; a record of another version may lack them."""
-    known = (*evaluation["success"].values(), evaluation.get("episodes"))
-    return all(isinstance(each, int | float) for each in known)
 
 
 def _recorded(run: RunReader) -> Recorded:
@@ -161,25 +140,6 @@ def _recorded(run: RunReader) -> Recorded:
                 sets.append(EpisodeSet(env, step, {}))
             sets[-1].levels[seed] = share, count
     return found
-
-
-def _stored(run: RunReader) -> Iterator[tuple[tuple[str, str], EpisodeSet]]:
-    """Evaluations by ``ragen eval`` in order, by task and way of sampling."""
-    for key, env, settings in run.rows(
-        "SELECT key, env, settings FROM evaluations WHERE key IS NOT NULL"
-        " AND id IN (SELECT max(id) FROM evaluations GROUP BY key) ORDER BY id"
-    ):
-        every = loaded(settings)
-        more = {name: every[name] for name in ("seed", "temperature", "sources") if name in every}
-        task = json.dumps(task_settings(every) | more, sort_keys=True)
-        how = how_sampled(every.get("temperature", 1.0))
-        played = run.rows(
-            "SELECT level_seed, avg(success), count(*) FROM outcomes WHERE key = ?"
-            " GROUP BY level_seed",
-            key,
-        )
-        levels = {seed: (share, count) for seed, share, count in played}
-        yield (task, how), EpisodeSet(env, None, levels)
 
 
 def _first_and_last(run: _Evaluated) -> Iterator[Answer]:
@@ -203,9 +163,6 @@ def _two_runs(run: _Evaluated, other: _Evaluated) -> Iterator[Answer]:
 
 
 def _two_runs_paired(run: _Evaluated, other: _Evaluated) -> Iterator[Answer]:
-    for key in run.stored.keys() & other.stored.keys():
-        note = "last evaluations by ragen eval"
-        yield from _paired(run.stored[key], other.stored[key], key[1], note)
     if run.task != other.task:
         return
     for key in run.recorded.keys() & other.recorded.keys():

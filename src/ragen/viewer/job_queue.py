@@ -24,9 +24,6 @@ from ragen.viewer.reading import Answer, NotFound, Unanswered
 MOST_WAITING = 16
 """Maximum number of requests that wait or run; a user would not send more by hand."""
 
-MOST_FAILED = 50
-"""Maximum number of failed requests that are kept; then the oldest is dropped."""
-
 LONGEST_S = 3600.0
 """Time limit of a process in seconds. Otherwise, one that hangs would hold up the others."""
 
@@ -89,11 +86,9 @@ class JobQueue:
     def put(self, job: Job) -> None:
         """Add a job."""
         with self._lock:
-            failed = [each for each in self._jobs if each.problem is not None]
-            waiting = [each for each in self._jobs if each.problem is None]
-            if len(waiting) >= MOST_WAITING:
+            if sum(each.problem is None for each in self._jobs) >= MOST_WAITING:
                 raise Unanswered("many branches wait already; cancel some, or wait until they end")
-            self._jobs = [*failed[-MOST_FAILED:], *waiting, job]
+            self._jobs.append(job)
         self._thread.submit(self._work, job)
 
     def cancel(self, folder: Path, request: str) -> None:

@@ -1,7 +1,6 @@
 """News of a run for the pages that show it: a step, an alarm, the end, a restart.
 
-A run is watched through the time stamps of its files, once for all pages, and read only after a
-change.
+A run is watched through the time stamps of its files, and read only after a change.
 """
 
 from __future__ import annotations
@@ -42,12 +41,10 @@ class _Progress(NamedTuple):
     event: int = 0
 
 
-def run_news(runs: Runs, folder: Path) -> Iterator[list[Event]]:
+def run_news(folder: Path) -> Iterator[list[Event]]:
     """News of one run at each look: steps, evaluations, alarms, the start and end of its process.
 
-    Each look gives what happened since the last one; the first look gives nothing. A start or an
-    end is also given if a page was told the opposite meanwhile: a process may end and be resumed
-    between two looks.
+    Each look gives what happened since the last one; the first look gives nothing.
     """
     written, stamps, progress = is_claimed(folder), signature(folder), _Progress()
     with contextlib.suppress(RagenError), reading(folder) as run:
@@ -56,16 +53,13 @@ def run_news(runs: Runs, folder: Path) -> Iterator[list[Event]]:
     while True:
         yield found
         found = []
-        runs.told.add((folder, written))
-        written = is_claimed(folder)  # first, so that what was written before the end is seen
-        outdated = (folder, not written) in runs.told
-        runs.told.difference_update([(folder, True), (folder, False)])
+        before, written = written, is_claimed(folder)  # first: what came before the end is seen
         if (now := signature(folder)) != stamps:
             stamps = now
             changed = max((stamp[2] for stamp in stamps[:2] if stamp), default=0) / 1e9
             with contextlib.suppress(RagenError), reading(folder) as run:
                 found, progress = _since(progress, run, changed)
-        if outdated:  # ``begin`` comes before other news, ``end`` after them
+        if written != before:  # ``begin`` comes before other news, ``end`` after them
             found = [("begin", {}), *found] if written else [*found, ("end", {})]
 
 
@@ -104,50 +98,27 @@ def _stamps(runs: Runs) -> dict[str, object]:
 
 
 class Live:
-    """Streams of news, with one watcher for all pages that show the same run."""
+    """Streams of news."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
-        self._listeners: dict[Path | None, set[asyncio.Queue[Event | None]]] = {}
-        self._tasks: dict[Path | None, asyncio.Task[None]] = {}
         self._ending = False
 
     def end(self) -> None:
-        """End all streams at their next check, because the server ends."""
+        """End all streams at their next look, because the server ends."""
         self._ending = True
 
     async def stream(self, folder: Path | None) -> AsyncIterator[bytes]:
         """News of a run, or of all runs, until the server ends or the page closes."""
-        queue: asyncio.Queue[Event | None] = asyncio.Queue()
-        self._listeners.setdefault(folder, set()).add(queue)
-        if folder not in self._tasks:
-            self._tasks[folder] = asyncio.create_task(self._watch(folder))
-        try:
-            yield b": here\n\n"
-            while True:
-                try:
-                    event = await asyncio.wait_for(queue.get(), HEARTBEAT_S)
-                except TimeoutError:
-                    yield b": still here\n\n"
-                    continue
-                if event is None:
-                    return
-                name, said = event
+        looks = folder_news(self._runs) if folder is None else run_news(folder)
+        yield b": here\n\n"
+        quiet = 0.0
+        while not self._ending:
+            found = await run_in_threadpool(next, looks)
+            for name, said in found:
                 yield f"event: {name}\ndata: {json.dumps(said)}\n\n".encode()
-        finally:
-            self._listeners[folder].discard(queue)
-
-    async def _watch(self, folder: Path | None) -> None:
-        """Check for news while there are listeners."""
-        try:
-            looks = folder_news(self._runs) if folder is None else run_news(self._runs, folder)
-            while self._listeners[folder] and not self._ending:
-                found = await run_in_threadpool(next, looks)
-                for queue in self._listeners[folder]:
-                    for event in found:
-                        queue.put_nowait(event)
-                await asyncio.sleep(LOOK_S)
-        finally:
-            del self._tasks[folder]
-            for queue in self._listeners[folder]:
-                queue.put_nowait(None)
+            quiet = 0.0 if found else quiet + LOOK_S
+            if quiet >= HEARTBEAT_S:
+                yield b": still here\n\n"
+                quiet = 0.0
+            await asyncio.sleep(LOOK_S)

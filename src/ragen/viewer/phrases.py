@@ -36,12 +36,7 @@ def phrases(asked: Question) -> Answer:
 
 
 def spread(items: Sequence[Item], most: int) -> list[Item]:
-    """At most `most` items, evenly spaced, including the first and the last.
-
-    Example:
-        >>> spread([0, 1, 2, 3, 4, 5, 6], 3)
-        [0, 3, 6]
-    """
+    """At most `most` items, evenly spaced, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]

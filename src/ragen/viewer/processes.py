@@ -27,20 +27,8 @@ def engine_of(
 ) -> list[Answer] | None:
     """The engine's processes, each with its state and its last event.
 
-    Args:
-        config: The run's settings by dotted key.
-        names: The names of its metrics.
-        events: Its events, in order.
-
-    Returns:
-        ``None`` if nothing is recorded of the engine, as in a run with one process.
-
-    Example:
-        >>> data = {"process": "sampler 1", "what": "lost"}
-        >>> event = {"kind": "engine", "step": 3, "text": "sampler 1 is lost", "data": data}
-        >>> found = engine_of({}, [], [event])
-        >>> [(each["process"], each["state"], each["step"]) for each in found]
-        [('sampler 1', 'lost', 3)]
+    `names` are those of the run's metrics, and `config` its settings by dotted key. ``None`` if
+    nothing is recorded of the engine, as in a run with one process.
     """
     about_engine = [each for each in events if each["kind"] == ENGINE]
     if not about_engine and not any(name.startswith(f"{ENGINE}/") for name in names):

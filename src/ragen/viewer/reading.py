@@ -24,10 +24,9 @@ from numpy.typing import NDArray
 
 from ragen.core.errors import RagenError
 from ragen.evaluation.kept_episodes import FOLDER as EVALUATIONS
-from ragen.reports.facts import Histories
 from ragen.storage.branches import FILE as BRANCHES
 from ragen.storage.database import CONFIG, DATABASE, check_schema, connect_to_read
-from ragen.storage.reader import Attempt, Counts, attempts_of, still_counts
+from ragen.storage.reader import Attempt, Counts, Histories, attempts_of, still_counts
 from ragen.storage.schema import TURNS_AN_EPISODE, decompress
 
 Answer = dict[str, Any]
@@ -80,15 +79,11 @@ class Unreadable(Unanswered):
 class Runs:
     """The runs below a folder, which may be one run itself.
 
-    Attributes:
-        root: The folder.
-        summaries: The rows of `run_list`, each with the signature of the files it was made from.
-        told: True for a run that a process writes, as pages know it since the last look of `live`.
+    `summaries` are the rows of `run_list`, each with the signature of the files it was made from.
     """
 
     root: Path
     summaries: dict[Path, tuple[Signature, Answer]] = field(default_factory=dict)
-    told: set[tuple[Path, bool]] = field(default_factory=set)
 
     def ids(self) -> list[str]:
         """The runs' paths below the folder, ``.`` for itself; links are not followed.
@@ -110,7 +105,7 @@ class Runs:
         path = PurePosixPath(run)
         # A name that is too long or has a zero byte and a circle of links are errors of the system.
         with contextlib.suppress(OSError, RuntimeError, ValueError):
-            if str(path) == run and ".." not in path.parts and "\\" not in run:
+            if str(path) == run and not ({"/", ".."} & {*path.parts}) and "\\" not in run:
                 folder = (self.root / path).resolve()
                 if folder.is_relative_to(self.root.resolve()) and _is_run(folder):
                     return folder
@@ -221,12 +216,7 @@ class RunReader:
 
 @contextlib.contextmanager
 def reading(folder: Path, name: str = DATABASE) -> Iterator[RunReader]:
-    """A database of a run; nothing is written, and no file is created.
-
-    Args:
-        folder: The run.
-        name: Which of its databases.
-    """
+    """A database of a run; nothing is written, and no file is created."""
     try:
         with contextlib.closing(connect_to_read(folder / name)) as connection:
             check_schema(connection, name)

@@ -19,8 +19,9 @@ from ragen.config.keys import Flat, raw_values
 from ragen.core.errors import RagenError
 from ragen.core.statistics import Interval, gain
 from ragen.evaluation.outcomes import how_sampled, phase_of
-from ragen.reports.facts import ALARM, current
+from ragen.reports.facts import ALARM
 from ragen.storage.database import CONFIG, is_claimed
+from ragen.storage.reader import current
 from ragen.viewer.reading import (
     Answer,
     Question,
@@ -73,9 +74,7 @@ def run_summary(runs: Runs, run: str) -> Answer:
         except RagenError as error:
             return about | {"state": "unreadable", "problem": str(error)}
         runs.summaries[folder] = now, summary
-    claimed = is_claimed(folder)
-    runs.told.add((folder, claimed))
-    return about | summary | ({"state": "running"} if claimed else {})
+    return about | summary | ({"state": "running"} if is_claimed(folder) else {})
 
 
 def _summary(folder: Path) -> Answer:
@@ -113,8 +112,7 @@ def settings_of(text: bytes) -> Flat:
 def _progress(run: RunReader, config: Flat) -> Answer:
     histories = run.histories(("success/mean", "progress/updates"))
     attempts, course = list(histories), current(histories)
-    # Evaluations by `ragen eval` have no step and may be of any environment: they are left out.
-    evaluated = [each for each in evaluations(run) if each["step"] is not None]
+    evaluated = evaluations(run)
     temperature = config.get("eval.temperature")
     trained = [each for each in evaluated if each.get("temperature") == temperature]
     step = attempts[-1].last if attempts else 0
@@ -162,13 +160,13 @@ def _end(
 
 
 def evaluations(run: RunReader) -> list[Answer]:
-    """The evaluations of a run that still count, in order; those of ``ragen eval`` have no step.
+    """The evaluations of a run that still count, in order.
 
     Each is its record, with time, step and way of sampling, and success as an interval.
     """
     found = []
     for row in run.rows("SELECT attempt, step, time, record FROM evaluations ORDER BY id"):
-        if row["step"] is None or run.counts(row["attempt"], row["step"]):
+        if run.counts(row["attempt"], row["step"]):
             when = {name: row[name] for name in ("attempt", "step", "time")}
             found.append(_evaluation(loaded(row["record"])) | when)
     return found

@@ -11,7 +11,8 @@ from typing import Any
 from ragen.config.reading import flatten, resolve
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Series
-from ragen.reports.facts import EXACT, SIGNALS, TERMS, current, rolled_back, seconds_by_phase
+from ragen.reports.facts import EXACT, SIGNALS, TERMS, rolled_back, seconds_by_phase
+from ragen.storage.reader import current
 from ragen.storage.settings import run_config
 from ragen.viewer.processes import engine_of
 from ragen.viewer.reading import Answer, Question, RunReader, Unreadable, loaded
@@ -37,7 +38,7 @@ def about(asked: Question) -> Answer:
         evaluated = evaluations(run)
         steps = run.rows("SELECT DISTINCT attempt, step FROM episodes")
         happened = events(run)
-    own = [each.get("seconds", 0) for each in evaluated if each["step"] is not None]
+    evaluating = math.fsum(each.get("seconds", 0) for each in evaluated)
     config = read_settings(folder)
     return summary | {
         "config": config,
@@ -47,7 +48,7 @@ def about(asked: Question) -> Answer:
         "evaluations": with_parts(evaluated),
         "names": names,
         "labels": SIGNALS | {name: name for name in names if name.startswith(TERMS)},
-        "phases": seconds_by_phase(found, math.fsum(own)),
+        "phases": seconds_by_phase(found, evaluating),
         "exactness": [
             {
                 "name": name,

@@ -26,10 +26,6 @@ def match_of(text: str) -> str | None:
     """A search in the syntax of FTS5: words, and phrases in quotation marks; ``None`` if empty.
 
     Each word is quoted, so that no character is an operator; the last word may be a prefix.
-
-    Example:
-        >>> print(match_of('the "red box" OR wal'))
-        "the" "red box" "OR" "wal"*
     """
     clean = text.encode("utf-8", "replace").decode().replace("\0", " ")
     parts = [phrase or word for phrase, word in re.findall(r'"([^"]*)"|([^\s"]+)', clean)]

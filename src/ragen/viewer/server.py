@@ -101,13 +101,7 @@ class Viewer:
     """
 
     def __init__(self, root: Path, port: int, token: str | None = None) -> None:
-        """Make the application.
-
-        Args:
-            root: The folder, or one run.
-            port: The server's port; a Host header has to name it.
-            token: The token of every request; ``None`` if only this machine has access.
-        """
+        """A Host header has to name the `port`, and every request the `token`, if there is one."""
         self._runs, self.branching = Runs(root), Branching()
         self.live = Live(self._runs)
         answers = {**ROUTES, "/api/branches": self._branches}
@@ -209,14 +203,9 @@ def serve(
     say: Callable[[str], None],
     tls: ssl.SSLContext | None = None,
 ) -> None:
-    """Serve until Ctrl-C.
+    """Serve the runs below a folder until Ctrl-C; beyond this machine requests need a token.
 
-    Args:
-        root: The folder of the runs, or one run.
-        host: The address to listen on; beyond this machine every request needs a token.
-        port: The port; 0 is any free one.
-        say: Called with the address (and its token) once it can be opened.
-        tls: The settings of TLS; ``None`` for plain HTTP.
+    `say` is called with the address (and its token) once it can be opened.
     """
     if not root.is_dir():
         raise RagenError(

@@ -52,17 +52,10 @@ _PLACES = ((_SERVER, r"\1://…"), (_QUOTED, ""), (_HOME, "~"), (_FOLDERS, ""))
 
 
 def share(run: Path, out: Path, *, episode: int | None = None, group: int | None = None) -> Path:
-    """Write an episode, a group or the pages of a run into a file.
+    """Write an episode, a group or the pages of a run into a new file.
 
-    Args:
-        run: The run's folder; the run may be in progress.
-        out: A file that does not exist yet.
-        episode: The id of the episode to share.
-        group: The id of any episode of the group to share. Without either, the run is shared: its
-            curves, evaluations, collapse page and levels then and now.
-
-    Returns:
-        The file.
+    `group` is the id of any episode of the group. Without either, the run is shared: its curves,
+    evaluations, collapse page and levels then and now. The run may be in progress.
     """
     if episode is not None and group is not None:
         raise RagenError("--episode and --group: a file shares one of them; leave the other out")
@@ -159,12 +152,7 @@ def _shorten(found: Answer, name: str, kind: str, most: int) -> None:
 
 
 def key_of(path: str, params: Mapping[str, Any]) -> str:
-    """The key of an answer, as `keyOf` of `static/api.js` makes it.
-
-    Example:
-        >>> key_of("/api/level", {"run": "a b", "phase": "eval", "level_seed": 5})
-        '/api/level?level_seed=5&phase=eval&run=a%20b'
-    """
+    """The key of an answer, as `keyOf` of `static/api.js` makes it."""
     known = {name: params[name] for name in sorted(params) if params[name] not in (None, "")}
     return "?".join(filter(None, (path, _encoded(known))))
 
@@ -197,15 +185,7 @@ class Anonymizer:
         return self.text(value) if ours and isinstance(value, str) else value
 
     def text(self, text: str) -> str:
-        r"""A text without paths, addresses and the machine's name.
-
-        Example:
-            >>> anonymizer = Anonymizer(Path("/data/my runs/a"))
-            >>> anonymizer.text("File '/usr/lib/x.py': /data/my runs/a/step-1 at http://gpu7:80/v1")
-            "File 'x.py': a/step-1 at http://…/v1"
-            >>> anonymizer.text("Qwen/Qwen2.5 reward/mean C:\\Users\\me\\w.py:Environment /home/me")
-            'Qwen/Qwen2.5 reward/mean w.py:Environment ~'
-        """
+        r"""A text without paths, addresses and the machine's name."""
         # A text that is one path may contain spaces; within a sentence, a space ends a path.
         if _WHOLE.fullmatch(text):
             return re.split(r"[/\\]", text.rstrip("/\\"))[-1]

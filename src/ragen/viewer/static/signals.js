@@ -90,8 +90,8 @@ export function baselines({ random, optimal }) {
 /** A run's evaluations with the sampling of its headline; its curves say where steps are. */
 function evaluated(run, answer, axis, colour) {
   if (!answer) return null;
-  const alike = run.evaluations.filter(({ how, step, is_part: isPart }) => (
-    step !== null && !isPart && how === run.success?.how));
+  const alike = run.evaluations.filter(({ how, is_part: isPart }) => (
+    !isPart && how === run.success?.how));
   const dots = dotsOf(alike, (step) => placed(answer.axes, axis, step));
   return { ...dots, name: `${run.run}, evaluated`, colour };
 }
