@@ -11,6 +11,7 @@ import re
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,12 +37,7 @@ from ragen.models.decoder import HFDecoder
 from ragen.models.hub import model_folder
 from ragen.models.lora import has_adapters
 from ragen.models.model import backbone
-from ragen.models.model_files import (
-    check_files,
-    count_weights,
-    refuse_huge,
-    weight_files,
-)
+from ragen.models.model_files import check_files, shapes, weight_files
 from ragen.models.names import WORDS
 from ragen.models.packed import Attending
 from ragen.models.precision import shape_of, widen_products
@@ -75,7 +71,6 @@ def load_policy(
     folder = model_folder(path)
     config = model_config(folder, name, max_length)
     files = weight_files(folder, name)
-    refuse_huge(files)
     _check_size(config, files, name, getattr(torch, dtype).itemsize, free)
     model = _load_weights(folder, name, config, dtype)
     tokenizer = _read_tokenizer(folder, name)
@@ -104,7 +99,7 @@ def _check_size(
 
     transformers fills missing weights of any size with random numbers.
     """
-    held = count_weights(files)
+    held = sum(map(prod, chain.from_iterable(shapes(file).values() for file in files)))
     with load_errors(name, "config.json"), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), trust_remote_code=False

@@ -7,41 +7,14 @@ line which file is at fault. Loads no torch.
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from ragen.core.errors import RagenError
 
-MOST_BYTES = 2**28
-"""Greatest size of a file without weights; the largest tokenizers have a tenth of it."""
-
-LOOPED, MOST_LOOPS = ("layer", "num_labels", "depth", "stage"), 2000
+COUNTS, MOST = ("layer", "num_labels", "depth", "stage"), 2000
 """Parts of the names of counts of objects that a library builds, and their bound."""
-POSITIONS, MOST_POSITIONS = ("position", "seq", "ctx", "context"), 2**24
-"""Parts of the names of lengths that a library builds masks and tables for, and their bound; the
-longest models know 10 million positions."""
-
-KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("model_type", "tokenizer_class"), (str, NoneType)),
-    **dict.fromkeys(("_attn_implementation", "attn_implementation"), (str, dict, NoneType)),
-    **dict.fromkeys(("id2label", "quantization_config", "watermarking_config"), (dict, NoneType)),
-    **dict.fromkeys(("added_tokens_decoder", "per_layer_config"), (dict,)),
-    "auto_map": (dict, list),
-    "model_input_names": (list,),
-    "model_max_length": (int, float, NoneType),
-    "num_labels": (int,),
-    "pad_token_id": (int, NoneType),
-    "return_dict": (bool,),
-    "split_special_tokens": (bool,),
-}
-"""The types of values that libraries use without a check, by key."""
-DTYPE = r"None|auto|(torch\.)?b?float\w+"
-"""Types of weights, as torch names them."""
 INTERNAL = ("attribute_map", "sub_configs", "tokenizer_object", "init_inputs", "gguf_file")
 """Names of a library's own attributes and arguments, which a file must not set."""
 
@@ -53,7 +26,7 @@ OBJECTS = ("generation_config.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a folder with an entry that is no regular file, is malformed JSON, or far too large.
+    """Refuse a folder with an entry that is no regular file or malformed JSON.
 
     A symbolic link to a file is a file, as in the cache of the Hub.
 
@@ -64,14 +37,9 @@ def check_files(folder: Path) -> None:
         expected = path.suffix in (".json", ".jinja", ".txt", ".model", ".safetensors")
         if (expected and not path.is_file()) or not (path.is_file() or path.is_dir()):
             raise RagenError(f"{path} is no regular file: copy or download the model again")
-        if expected and path.suffix != ".safetensors" and path.stat().st_size > MOST_BYTES:
-            raise RagenError(
-                f"{path} is larger than {MOST_BYTES >> 20} MiB, which no such file has to be: "
-                "copy or download the model again"
-            )
     for name in OBJECTS:
         if (folder / name).exists():
-            _check_kinds(read_object(folder / name), folder / name)
+            _refuse_internal(read_object(folder / name), folder / name)
 
 
 def read_config(folder: Path, name: str | Path) -> dict[str, Any]:
@@ -127,58 +95,32 @@ def check_config(raw: dict[str, Any], path: Path) -> None:
     Raises:
         RagenError: It does.
     """
-    _check_kinds(raw, path)
-    if raw.get("return_dict") is False:
-        raise RagenError(
-            f"{path}: return_dict = false, but a model's outputs are read by name; remove this key"
-        )
+    _refuse_internal(raw, path)
     for key, value in _entries(raw):
-        if key in ("dtype", "torch_dtype") and not re.fullmatch(DTYPE, str(value)):
+        is_weights = key == "transformers_weights" and value is not None
+        if is_weights or (key.endswith("_implementation") and "/" in json.dumps(value)):
             raise RagenError(
-                f"{path}: {key} = {shown(value)} is no type of weights; use one such as bfloat16"
+                f"{path}: {key} names weights or code elsewhere, which are never used here; remove "
+                "this key"
             )
-        if key == "transformers_weights" and value is not None:
+        # A vocabulary is a tensor, even if it is one "per layer" (as in Gemma 3n).
+        is_counted = any(part in key for part in COUNTS) and "vocab" not in key
+        if is_counted and isinstance(value, int | float) and not abs(value) <= MOST:
             raise RagenError(
-                f"{path}: transformers_weights names the file of the weights, which is not "
-                "supported; name it model.safetensors and remove this key"
+                f"{path}: {key} = {shown(value)}, but at most {MOST} make sense; use the model's "
+                "own config.json"
             )
-        if key.endswith("_implementation") and "/" in json.dumps(value):
-            raise RagenError(
-                f"{path}: {key} names code on the Hub, which is never run here; remove this key"
-            )
-        for parts, most in ((LOOPED, MOST_LOOPS), (POSITIONS, MOST_POSITIONS)):
-            # A vocabulary is a tensor, even if it is one "per layer" (as in Gemma 3n).
-            is_counted = any(part in key for part in parts) and "vocab" not in key
-            if is_counted and isinstance(value, int | float) and not abs(value) <= most:
-                raise RagenError(
-                    f"{path}: {key} = {shown(value)}, but at most {most} make sense; use the "
-                    "model's own config.json"
-                )
 
 
-def _check_kinds(raw: dict[str, Any], path: Path) -> None:
-    """Refuse values of a wrong kind, for which a library's message would not name the key."""
-    for key, value in raw.items():
-        if key in INTERNAL:
+def _refuse_internal(raw: dict[str, Any], path: Path) -> None:
+    for key in INTERNAL:
+        if key in raw:
             raise RagenError(f"{path}: {key} is no setting of a model; remove this key")
-        if key in KINDS and not isinstance(value, KINDS[key]):
-            names = {
-                **{bool: "true or false", dict: "an object", float: "a number"},
-                **{int: "a whole number", list: "a list", str: "text"},
-            }
-            expected = " or ".join(names[kind] for kind in KINDS[key] if kind in names)
-            raise RagenError(
-                f"{path}: {key} = {shown(value)}, but it must be {expected}; use the model's own "
-                f"{path.name}"
-            )
 
 
 def shown(value: Any) -> str:
     """A value in a message, cut if it is long."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer with more digits than Python writes
-        text = "a number of thousands of digits"
+    text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
 
 
@@ -204,11 +146,9 @@ def weight_files(folder: Path, name: str | Path) -> list[Path]:
             "pickles can run code when they are read: where you trust them, convert them once with "
             "transformers (from_pretrained, then save_pretrained)"
         )
-    content = read_object(index)
-    for key in ("weight_map", "metadata"):
-        if not isinstance(content.get(key), dict) or not content["weight_map"]:
-            raise RagenError(f"{index} has no table {key}: copy or download the model again")
-    places = content["weight_map"]
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise RagenError(f"{index} has no table weight_map: copy or download the model again")
     for shard in places.values():
         is_name = isinstance(shard, str) and shard == Path(shard).name
         if not is_name or not shard.endswith(".safetensors"):
@@ -233,41 +173,6 @@ def _begins_with(file: Path, start: bytes) -> bool:
             return opened.read(len(start)) == start
     except OSError as error:
         raise RagenError(f"cannot read {file}: {error.strerror}") from error
-
-
-def refuse_huge(files: list[Path]) -> None:
-    """Refuse weights that cannot be loaded here, before they are read: a sparse file takes no disk.
-
-    Raises:
-        RagenError: They take more than twice the machine's memory (bfloat16 halves float32).
-    """
-    size = sum(file.stat().st_size for file in files)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if size > 2 * memory:
-        raise RagenError(
-            f"{files[0]}: the weights take {size / 2**30:.0f} GiB, and this machine has "
-            f"{memory / 2**30:.0f} GiB of memory: use a smaller model"
-        )
-
-
-def count_weights(files: list[Path]) -> int:
-    """How many numbers files of weights hold, by their headers.
-
-    Raises:
-        RagenError: A file is damaged, or two files hold a tensor of the same name.
-    """
-    place: dict[str, Path] = {}
-    total = 0
-    for file in files:
-        for tensor, shape in shapes(file).items():
-            if tensor in place:
-                raise RagenError(
-                    f"{file} and {place[tensor].name} both hold {tensor[:80]}: copy or download "
-                    "the model again"
-                )
-            place[tensor] = file
-            total += prod(shape)
-    return total
 
 
 def shapes(file: Path) -> dict[str, list[int]]:

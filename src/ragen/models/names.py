@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen.core.errors import RagenError
-from ragen.models.model_files import check_files, read_object, refuse_huge
+from ragen.models.model_files import check_files, read_object
 from ragen.storage.checkpoint import STATE, hash_file, newest
 
 EMBEDDED = {
@@ -209,16 +209,14 @@ def hash_model_folder(folder: Path) -> str:
     An adapter's base counts if it is a folder. RAGEN's own adapters have a hash of its weights.
 
     Raises:
-        RagenError: An entry is not a regular file, the weights are far larger than memory, or the
-            base of an adapter is gone.
+        RagenError: An entry is not a regular file, or the base of an adapter is gone.
     """
     check_files(folder)
     digest = hashlib.blake2b(digest_size=16)
     paths = sorted(chain.from_iterable(map(folder.glob, POLICY_FILES)))
-    files = [path for path in paths if path.is_file() and path.name != STATE]
-    refuse_huge(files)
-    for path in files:
-        digest.update(f"{path.name} {hash_file(path)}\n".encode())
+    for path in paths:
+        if path.is_file() and path.name != STATE:
+            digest.update(f"{path.name} {hash_file(path)}\n".encode())
     if is_adapter(folder) and not (folder / BASE).exists():
         base = Path(base_of(folder))
         if base.is_dir() and not is_adapter(base):
