@@ -12,7 +12,6 @@ No compression, charset, redirect or cookie of the server is accepted, and its m
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import json
 import math
 import os
@@ -61,8 +60,6 @@ MAX_SHOWN = 300
 """Maximum number of characters that are shown of a server's error message."""
 MAX_TOKENS = 2**31
 """Token counts of a server are ignored if they are this large or larger."""
-MAX_DIGITS = 9
-"""Maximum number of digits of an error's code that is read as a number."""
 MIN_KEY = 8
 """Minimum length of a secret key; shorter keys are dummies for local servers."""
 SECRET = re.compile(r"[^@]*//[^/]*@|[^/]*@|.*[?#]", re.DOTALL)
@@ -207,16 +204,15 @@ class ChatEndpoint:
                 break
             await asyncio.sleep(wait)
         self._lost += 1
+        url, reason = self._server.url, self._server.shown(str(failure))
         if not self._answered:
             said = "gave no completion" if failure.remedy else "answered no request"
-            remedy = failure.remedy or "is it running?"
-            raise RagenError(f"{self._server.url} {said}: {failure}; {remedy}")
+            raise RagenError(f"{url} {said}: {reason}; {failure.remedy or 'is it running?'}")
         if self._lost >= MAX_LOST or failure.is_gone:
             raise RagenError(
-                f"{self._server.url} no longer answers: {failure}; "
-                "what was played is kept: continue once it does"
+                f"{url} no longer answers: {reason}; what was played is kept: continue once it does"
             )
-        raise NoCompletion(f"{self._server.url} gave no completion: {failure}")
+        raise NoCompletion(f"{url} gave no completion: {reason}")
 
     async def _ask(self, prompt: Prompt) -> Completion:
         sent = self._body(prompt)
@@ -234,11 +230,7 @@ class ChatEndpoint:
             raise self._unheard(error) from None
         if response.status_code != 200:
             return await self._refused(prompt, sent, response, body)
-        try:
-            completion = read_reply(body, self._think, bool(self._tools))
-        except _RequestFailed as error:
-            shown = self._server.shown(str(error))
-            raise _RequestFailed(shown, 0.0, error.repeat_s, remedy=error.remedy) from None
+        completion = read_reply(body, self._think, bool(self._tools))
         return replace(completion, text=self._server.hide(completion.text))
 
     def _unheard(self, error: Exception) -> _RequestFailed:
@@ -247,8 +239,7 @@ class ChatEndpoint:
         Before the first answer, the address is wrong or the server does not run. Later on, a broken
         connection concerns one request, and a server that takes no connection is gone.
         """
-        reason, name = self._server.shown(str(error)), type(error).__name__
-        what = f"{name} ({reason})" if reason else name
+        what = f"{type(error).__name__} ({error})".removesuffix(" ()")
         is_gone = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.ProxyError)
         if self._answered:
             return _RequestFailed(what, repeat_s=SOON_S if is_gone else GIVE_UP_S, is_gone=is_gone)
@@ -263,7 +254,7 @@ class ChatEndpoint:
         if code == "insufficient_quota":  # OpenAI's 429 for which waiting does not help
             raise RagenError(f"{self._server.url} has no quota left ({what})")
         if status in TEMPORARY or status >= 500:
-            after_s = retry_after(response.headers.get("Retry-After", ""), time.time())
+            after_s = retry_after(response.headers.get("Retry-After", ""))
             if after_s <= GIVE_UP_S:
                 self._pace.hold(after_s)
             raise _RequestFailed(what, after_s, remedy="try again later")
@@ -385,15 +376,12 @@ def backoff(number: int, chance: float) -> float:
     return longest * (0.5 + 0.5 * chance)
 
 
-def retry_after(header: str, now: float) -> float:
-    """Seconds of a ``Retry-After`` header, a number or a date (RFC 9110, 10.2.3); 0 if invalid."""
+def retry_after(header: str) -> float:
+    """Seconds of a ``Retry-After`` header (RFC 9110, 10.2.3); 0 for a date or anything else."""
     try:
         seconds = float(header)
     except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(header).timestamp() - now
-        except (ValueError, OverflowError):
-            return 0.0
+        return 0.0
     return max(0.0, seconds) if math.isfinite(seconds) else 0.0
 
 
@@ -451,10 +439,9 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
         raise _wrong("an answer that is not JSON", text) from None
     if not isinstance(answer, dict) or answer.get("error"):
         words, code = error_message(data)
-        number = int(code) if code.isdecimal() and len(code) <= MAX_DIGITS else 0
-        is_temporary = number in TEMPORARY or number >= 500
-        said, repeat_s = "an error in place of an answer", GIVE_UP_S if is_temporary else SOON_S
-        raise _wrong(said, words, repeat_s)
+        is_temporary = re.fullmatch(r"5\d\d", code) or code in map(str, TEMPORARY)
+        repeat_s = GIVE_UP_S if is_temporary else SOON_S
+        raise _wrong("an error in place of an answer", words, repeat_s)
     match answer.get("choices"):
         case [{"finish_reason": "error"}, *_]:  # the model behind the server failed
             raise _wrong("a reply that broke off", repeat_s=GIVE_UP_S)
