@@ -213,8 +213,14 @@ def _lengths(config: Config, model: str, given: int | None) -> Flat:
     reply = given or reply
     turns = config.env.max_turns
     shown = min(prompt.window or turns, turns)
-    needed = 1.1 * (sizes.prompt(shown, turns - shown, reply, prompt.summary) + reply)
-    longest = max(256, min(64 * ceil(needed / 64), LONGEST, positions(model)))
+    needed = sizes.first + (shown - 1) * (sizes.following + reply) + reply
+    if turns > shown and prompt.summary != "none":
+        line = sizes.action + TAGS
+        if prompt.summary == "observations":
+            needed += sizes.observation
+            line += min(sizes.observation, SHORT // 4)
+        needed += (turns - shown) * line
+    longest = max(256, min(64 * ceil(1.1 * needed / 64), LONGEST, positions(model)))
     return {"rollout.max_tokens": min(reply, longest // 2), "model.max_length": longest}
 
 
@@ -230,24 +236,6 @@ class _Sizes(NamedTuple):
     following: int
     answer: int
     action: int
-
-    def prompt(self, shown: int, hidden: int, reply: int, summary: str) -> int:
-        """A prompt with `shown` turns, the present one included, and a summary of `hidden` ones."""
-        return (
-            self.first
-            + (shown - 1) * (self.following + reply)
-            + (self.summary(hidden, summary) if hidden else 0)
-        )
-
-    def summary(self, hidden: int, kind: str) -> int:
-        """The summary of `hidden` turns."""
-        match kind:
-            case "none":
-                return 0
-            case "actions":
-                return hidden * (self.action + TAGS)
-        news = min(self.observation, SHORT // 4)
-        return self.observation + hidden * (self.action + TAGS + news)
 
 
 def _sizes_of(config: Config) -> _Sizes:
