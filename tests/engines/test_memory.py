@@ -278,7 +278,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_smallest_change(
 
 
 def test_free_memory_of_control_groups(tmp_path: Path) -> None:
-    """In version 2 the smallest limit above the process counts; version 1 has other file names."""
+    """The smallest limit above the process counts."""
 
     def group(place: str, **files: str) -> None:
         (tmp_path / place).mkdir(parents=True, exist_ok=True)
@@ -287,17 +287,11 @@ def test_free_memory_of_control_groups(tmp_path: Path) -> None:
 
     group("a", memory__max="1000\n", memory__current="700\n", memory__stat="inactive_file 200\n")
     group("a/b", memory__max="max\n", memory__current="600\n", memory__stat="inactive_file 0\n")
-    group(
-        "memory/c",
-        memory__limit_in_bytes="50",
-        memory__usage_in_bytes="90",
-        memory__stat="total_inactive_file 10",
-    )
     membership = tmp_path / "membership"
     membership.write_text("1:cpu:/c\n0::/a/b\n")
     assert list(container_rooms(membership, tmp_path)) == [1000 - (700 - 200)]
-    membership.write_text("4:memory:/c\n0::/not/to/be/seen\n")
-    assert list(container_rooms(membership, tmp_path)) == [0]
+    membership.write_text("0::/not/to/be/seen\n")
+    assert list(container_rooms(membership, tmp_path)) == []
     assert list(container_rooms(tmp_path / "nowhere", tmp_path)) == []
     free = memory.available("cpu")
     assert free is None or 0 < free < 2**50

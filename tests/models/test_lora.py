@@ -464,7 +464,7 @@ def test_an_adapter_of_the_embedding_or_the_output_layer_is_refused(
 def test_base_of_finds_a_relinked_or_embedded_base(saved: tuple[Path, Any], base: Path) -> None:
     folder, _ = saved
     base.rename(base.with_name("moved"))
-    assert "which is gone: put it back, or put a link" in message(base_of, folder)
+    assert "which is gone: put it back, or set base_model" in message(base_of, folder)
     base.symlink_to(base.with_name("moved"))
     put_on(loaded(base_of(folder)), folder)
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
@@ -475,7 +475,7 @@ def test_base_of_finds_a_relinked_or_embedded_base(saved: tuple[Path, Any], base
         text = json.dumps(config | {"base_model_name_or_path": name})
         (folder / ADAPTER_CONFIG).write_text(text)
         assert base_of(folder).endswith(ending)
-    for name, complaint in ((None, "names no base"), ("../gone", "leads nowhere from the working")):
+    for name, complaint in ((None, "names no base"), ("../gone", "which is gone: put it back")):
         (folder / ADAPTER_CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": name}))
         assert complaint in message(base_of, folder)
     name = os.path.relpath(base, folder)  # relative to the adapter

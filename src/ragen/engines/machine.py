@@ -22,13 +22,6 @@ CLEARLY_SLOWER = 1.5
 DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")))
 """Device files of GPUs that torch can use on Linux: of NVIDIA, of AMD, within Windows."""
 
-GROUP_FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-"""Files of a control group: its limit, its usage, and the line of ``memory.stat`` that counts the
-reclaimable cache; in version 2 (empty controller name) and version 1."""
-
 
 def usable_device() -> str:
     """``cuda`` where torch finds a GPU, else ``cpu``; ``CUDA_VISIBLE_DEVICES=`` hides it."""
@@ -135,32 +128,29 @@ def available(device: str) -> int | None:
 
 
 def container_rooms(membership: Path, root: Path) -> Iterator[int]:
-    """Bytes left in each control group around this process; cached files count as free.
+    """Bytes left in each control group (version 2) around this process; cached files are free.
 
-    `membership` is a file with lines like ``0::/a/b`` (version 2) or ``4:memory:/a/b`` (version 1),
-    `root` is where the groups are mounted; in a container often only the innermost is visible.
+    `membership` is a file with a line like ``0::/a/b``, `root` is where the groups are mounted; in
+    a container often only the innermost is visible.
     """
     lines = membership.read_text().splitlines() if membership.is_file() else []
     for line in lines:
-        _, controller, place = line.split(":", 2)
-        if controller not in GROUP_FILES:
-            continue
-        mount = root / controller
-        inner = mount / place.strip("/")
-        for group in (inner, *inner.parents):
-            room = _room(group, *GROUP_FILES[controller])
-            if room is not None:
-                yield room
-            if group == mount:
-                break
+        if line.startswith("0::"):
+            inner = root / line[3:].strip("/")
+            for group in (inner, *inner.parents):
+                room = _room(group)
+                if room is not None:
+                    yield room
+                if group == root:
+                    break
 
 
-def _room(group: Path, limit: str, usage: str, files: str) -> int | None:
+def _room(group: Path) -> int | None:
     """Bytes left in one group; ``None`` if it has no limit or does not report it."""
     try:
-        most = int((group / limit).read_text())
+        most = int((group / "memory.max").read_text())
         stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
-        used = int((group / usage).read_text()) - int(stat.get(files, 0))
+        used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
     except (OSError, ValueError):  # missing, or "max"
         return None
     return max(0, most - used)

@@ -104,7 +104,8 @@ class Plan:
     @property
     def total(self) -> int:
         """Bytes at the peak."""
-        return self.certain + sum(getattr(self, name) for name in ESTIMATED)
+        estimated: int = sum(getattr(self, name) for name in ESTIMATED)
+        return self.certain + estimated
 
     @property
     def needed(self) -> int:

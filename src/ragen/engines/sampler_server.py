@@ -158,17 +158,16 @@ class VllmServer(WeightedPolicy):
         answer = self._json(response)
         try:
             (choice,) = answer["choices"]
-            ids = tuple(int(token) for token in choice["token_ids"])
-            logprobs = tuple(float(logprob) for logprob in choice["logprobs"]["token_logprobs"])
+            ids = tuple(map(int, choice["token_ids"]))
+            logprobs = tuple(map(float, choice["logprobs"]["token_logprobs"]))
             details = answer["usage"].get("prompt_tokens_details")
             num_cached = None if details is None else int(details["cached_tokens"] or 0)
             exact = choice["prompt_token_ids"] == list(self._checked_ids(prompt))
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise self._strange(f"a completion without {error}") from error
-        if not exact or not ids or len(ids) != len(logprobs):
+        fits = len(ids) == len(logprobs) > 0 and all(map(math.isfinite, logprobs))
+        if not (exact and fits and all(0 <= token < 2**31 for token in ids)):
             raise self._strange("a completion of other tokens")
-        if not all(0 <= token < 2**31 for token in ids) or not all(map(math.isfinite, logprobs)):
-            raise self._strange("an impossible token or logprob")
         return self._completion(ids, logprobs), num_cached
 
     def _model_of(self) -> str:

@@ -267,15 +267,9 @@ def base_of(path: str | Path) -> str:
         return str(embedded)
     if (folder / base).is_dir():
         return str(folder / base)
-    if base.is_absolute():
+    if base.is_absolute() or name[0] in ".~" or len(base.parts) > 2:  # a hub id is owner/name
         raise RagenError(
-            f"the adapter {folder} belongs to the model {name}, which is gone: put it back, or "
-            "put a link there to its new place"
-        )
-    if name[0] in ".~" or len(base.parts) > 2:  # a hub id is a name, or owner/name
-        raise RagenError(
-            f"the adapter {folder} belongs to the model {name}, a path that leads nowhere from the "
-            "working directory and from the adapter's folder: set base_model_name_or_path in "
-            f"{ADAPTER_CONFIG} to the full path"
+            f"the adapter {folder} belongs to the model {name}, which is gone: put it back, or set "
+            f"base_model_name_or_path in {ADAPTER_CONFIG} to the full path of its new place"
         )
     return name
