@@ -18,7 +18,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from importlib.util import find_spec
-from typing import Any, ClassVar, NamedTuple, TextIO, cast
+from typing import Any, ClassVar, TextIO, cast
 
 import httpx
 from anyio import BrokenResourceError, ClosedResourceError
@@ -48,14 +48,6 @@ class Address:
 
     def __str__(self) -> str:
         return f"the MCP server {self.url or shlex.join(self.command)}"
-
-
-class Listed(NamedTuple):
-    """A tool as a server lists it."""
-
-    name: str
-    description: str
-    parameters: Schema
 
 
 class McpServer:
@@ -95,8 +87,7 @@ class McpServer:
         Raises:
             RagenError: The server cannot be started or reached, or it has no tools.
         """
-        listed = _listed(self.address)
-        return [Tool(*about, partial(self._call, about.name)) for about in listed]
+        return [Tool(*about, partial(self._call, about[0])) for about in _listed(self.address)]
 
     def close(self) -> None:
         """End the session, if there is one; the next call begins a new session."""
@@ -174,9 +165,9 @@ class _Session:
             self.close()
             raise
 
-    def list_tools(self) -> list[Listed]:
+    def list_tools(self) -> list[tuple[str, str, Schema]]:
         """The server's tools."""
-        found: list[Listed] = self._run(self._list())
+        found: list[tuple[str, str, Schema]] = self._run(self._list())
         return found
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -251,11 +242,11 @@ class _Session:
                 reads, writes = await stack.enter_async_context(streams)
             yield reads, writes
 
-    async def _list(self) -> list[Listed]:
+    async def _list(self) -> list[tuple[str, str, Schema]]:
         found, cursor = [], None
         while True:
             page = await self._client.list_tools(cursor)
-            found += [Listed(t.name, t.description or "", t.inputSchema) for t in page.tools]
+            found += [(t.name, t.description or "", t.inputSchema) for t in page.tools]
             cursor = page.nextCursor
             if not cursor:
                 return found
@@ -296,7 +287,7 @@ class _Session:
 
 
 @lru_cache(maxsize=16)
-def _listed(address: Address) -> tuple[Listed, ...]:
+def _listed(address: Address) -> tuple[tuple[str, str, Schema], ...]:
     """The tools of a server. It is asked for them in a separate session."""
     try:
         with boundary("listing the tools of an MCP server"):

@@ -215,12 +215,7 @@ def _masked(text: str, token: str | None) -> str:
 
 
 def _read(text: str | bytes, token: str | None) -> Any:
-    r"""The JSON that a server sends, with the token masked: answers are shown and recorded.
-
-    Example:
-        >>> _read(r'{"text": "\u0073ecret-8"}', "secret-8")
-        {'text': '***'}
-    """
+    """The JSON that a server sends, with the token masked: answers are shown and recorded."""
     found = json.loads(text)
     if token is None:
         return found
@@ -286,26 +281,13 @@ def _about_of(target: str, metadata: dict[str, Any], schema: dict[str, Any]) -> 
 
 
 def _whole(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a field, even if it is defined elsewhere in the whole schema, as enums are.
-
-    Example:
-        >>> whole = {"$defs": {"Move": {"enum": ["left", "right"]}}}
-        >>> _whole({"$ref": "#/$defs/Move"}, whole)
-        {'enum': ['left', 'right']}
-    """
+    """The schema of a field, even if it is defined elsewhere in the whole schema, as enums are."""
     found = schema.get("$defs", {}).get(str(field.get("$ref")).removeprefix("#/$defs/"))
     return field if found is None else dict(found)
 
 
 def _takes_calls(fields: dict[str, Any]) -> bool:
-    """True if these fields of an action are those of a call of a tool, or none.
-
-    Example:
-        >>> _takes_calls({"metadata": {}, "type": {}, "tool_name": {}, "arguments": {}})
-        True
-        >>> _takes_calls({"metadata": {}, "text": {}})
-        False
-    """
+    """True if these fields of an action are those of a call of a tool, or none."""
     return fields.keys() - {"metadata"} in ({"type", "tool_name", "arguments"}, set())
 
 
@@ -325,12 +307,7 @@ def _fetch(url: str, part: str, message: dict[str, Any] | None = None) -> dict[s
 
 
 def _budget(schema: Any, otherwise: int) -> int:
-    """The default of a state's field, if it can be a budget.
-
-    Example:
-        >>> _budget({"type": "integer", "default": 5}, 20), _budget({"type": "integer"}, 20)
-        (5, 20)
-    """
+    """The default of a state's field, if it can be a budget."""
     found = schema.get("default")
     return found if isinstance(found, int) and found >= 1 else otherwise
 
@@ -361,12 +338,7 @@ def _field(name: str, fields: dict[str, Any], chosen: str | None) -> str:
 
 
 def _shown(observation: Any) -> str:
-    r"""An observation as text; if it has no field, its metadata as text.
-
-    Example:
-        >>> _shown({"text": "You win.", "metadata": {}}), _shown({"row": 1, "legal": [0, 2]})
-        ('You win.', 'row: 1\nlegal: [0, 2]')
-    """
+    """An observation as text; if it has no field, its metadata as text."""
     if not isinstance(observation, dict):
         return str(observation)
     if "tool_name" in observation:
@@ -384,15 +356,7 @@ def _shown(observation: Any) -> str:
 
 
 def _result(observation: dict[str, Any]) -> str:
-    """The result of a call of a tool, as text.
-
-    Example:
-        >>> content = [{"type": "text", "text": "4"}]
-        >>> _result({"tool_name": "add", "result": {"content": content}, "error": None})
-        '4'
-        >>> _result({"tool_name": "add", "error": {"message": "unknown tool"}})
-        'Error: unknown tool'
-    """
+    """The result of a call of a tool, as text."""
     if error := observation.get("error"):
         return f"Error: {error['message']}"
     result = observation.get("result")
