@@ -146,14 +146,6 @@ def test_pruning_dominated_plans_leaves_the_values_unchanged():
     np.testing.assert_allclose(planner.values(1, 5, 6), planner.values(1, 5, 5), atol=1e-11)
 
 
-def test_more_turns_never_lower_the_value():
-    lake = generate(3, 4, 0.8)
-    planner = Planner(lake, 1 / 3)
-    one_turn, five_turns = planner.values(1, 10, 5), planner.values(5, 10, 5)
-    every_action = planner.values(10, 10, 1)
-    assert (one_turn <= five_turns + 1e-12).all() and (five_turns <= every_action + 1e-12).all()
-
-
 def test_solve_returns_a_shortest_path_without_slipping():
     env = make("frozen-lake-still")
     for level in (123, 124):

@@ -25,11 +25,10 @@ from ragen.envs import registry
 from ragen.envs.isolation import Workers
 from ragen.envs.registry import make
 from ragen.evaluation.evaluation import evaluate_target
-from ragen.rollout.episode import play_episode
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import random_player
 from ragen.rollout.policies import ScriptedPolicy
-from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
+from ragen.rollout.setup import Setup, make_setup
 
 ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
 FREE = ROGUE.replace("rogue.py:Rogue", "free_text.py:Echo")
@@ -95,28 +94,6 @@ def test_isolated_episodes_are_equal_and_workers_are_reused(start_workers: Any) 
     assert len(workers._all) <= 2
 
 
-@pytest.mark.parametrize(
-    ("misdeed", "stop_reason", "message"),
-    [
-        ("hang", "timeout", "longer than 1 s in step"),
-        ("die", "error", "process ended (signal 11) in step"),
-        ("exit", "error", "SystemExit: 3"),
-        ("raise in init", "error", "KeyError"),
-        ("nan", "error", "nan as reward"),
-    ],
-)
-def test_a_misbehaving_environment_is_stopped(
-    start_workers: Any, misdeed: str, stop_reason: str, message: str
-) -> None:
-    workers = start_workers(timeout_s=1.0, misdeed=misdeed)
-    policy, spec = ScriptedPolicy(lambda prompt: RIGHT), EpisodeSpec(0, 0, 0, (0, "t"))
-    start = time.monotonic()
-    episode = asyncio.run(play_episode(policy, setup(workers), spec))
-    assert time.monotonic() - start < 10
-    assert episode.stop_reason == stop_reason
-    assert message in (episode.error or "")
-
-
 def test_a_reset_makes_the_environment_again_after_its_worker_ended(start_workers: Any) -> None:
     env = start_workers(misdeed="die", every=2).make()
     for level in range(3):
@@ -140,14 +117,6 @@ def test_baselines_after_a_worker_s_crash_equal_those_after_an_exception() -> No
     isolated, _ = evaluate_target("random", crashing, episodes=7)
     assert (isolated.random, isolated.optimal) == (in_process.random, in_process.optimal)
     assert (isolated.random_return, isolated.failed) == (in_process.random_return, 3)
-
-
-@pytest.mark.slow
-def test_a_crash_on_most_levels_is_the_reason_that_there_are_no_baselines() -> None:
-    values = {"env": ROGUE, "env.params": {"misdeed": "die", "every": 2}, "env.isolate": True}
-    with pytest.raises(RagenError, match=r"baselines: .* ended \(signal 11\) in step"):
-        evaluate_target("random", values, episodes=4)
-    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("isolate", [False, True])

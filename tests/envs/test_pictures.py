@@ -86,12 +86,6 @@ def test_the_picture_of_sokoban_is_the_same_for_any_observation(
     assert symbols_seen == set("#_OXPS")
 
 
-def test_bandit_has_no_picture() -> None:
-    env = make("bandit")
-    assert not env.draws and env.picture() is None
-    assert make("sokoban").draws
-
-
 # The contract.
 
 

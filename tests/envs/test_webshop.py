@@ -284,11 +284,6 @@ def test_the_published_splits_share_no_goal(env):
     assert min(goals("auto", [2**31, 2**31 + 5])) >= 1500
 
 
-def test_budgets_are_the_papers(env):
-    assert (env.max_turns, env.actions_per_turn, env.max_actions) == (9, 1, 9)
-    assert env.prompt_style == "paper" and env.actions is None
-
-
 def test_the_solver_succeeds_on_test_goals_in_five_turns(env):
     for level in range(0, 500, 10):
         env.reset(seed=level)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import re
-import sys
 
 import gymnasium
 import pytest
@@ -224,12 +223,6 @@ def test_what_cannot_be_played_is_refused_in_one_line(target, message):
     with pytest.raises(RagenError, match=re.escape(message)) as error:
         make(f"gymnasium:{target}")
     assert "\n" not in str(error.value) and target.partition("-")[0] in str(error.value)
-
-
-def test_minigrid_without_its_package_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "minigrid", None)
-    with pytest.raises(RagenError, match=re.escape("pip install 'ragen-rl[minigrid]'")):
-        make("gymnasium:MiniGrid-Nothing-v0")
 
 
 def test_versions_of_the_packages_identify_the_code():

@@ -1,13 +1,10 @@
 """Tasks of reasoning-gym through RAGEN: its questions and its scores."""
 
 import re
-import sys
 
 import pytest
 
-from ragen.config.extensions import ENV, load
 from ragen.core.errors import RagenError
-from ragen.envs.adapters.adapted import version_of
 from ragen.envs.checker import check
 from ragen.envs.registry import make
 from ragen.evaluation.baselines import Budget, compute_baselines
@@ -82,13 +79,3 @@ def test_unknown_tasks_and_parameters_are_refused_in_one_line(task, params, mess
     with pytest.raises(RagenError, match=re.escape(message)) as error:
         make(f"reasoning-gym:{task}", **params)
     assert "\n" not in str(error.value)
-
-
-def test_without_the_package_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(RagenError, match=re.escape("pip install 'ragen-rl[reasoning-gym]'")):
-        make("reasoning-gym:no_such_task")
-
-
-def test_the_version_of_the_package_identifies_the_code():
-    assert load("reasoning-gym:gcd", ENV).source == version_of("reasoning_gym")

@@ -2,16 +2,13 @@
 
 import random
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ragen.config.extensions import ENV, load
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
-from ragen.envs.adapters.adapted import version_of
 from ragen.envs.checker import check
 from ragen.envs.registry import make
 from tests.adapted import measured_floor, noise_of, random_episodes
@@ -125,13 +122,3 @@ def test_what_cannot_be_played_is_refused_in_one_line(target, params, message):
     with pytest.raises(RagenError, match=re.escape(message)) as error:
         make(f"textarena:{target}", **params)
     assert "\n" not in str(error.value)
-
-
-def test_without_the_package_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "textarena", None)
-    with pytest.raises(RagenError, match=re.escape("pip install 'ragen-rl[textarena]'")):
-        make("textarena:NoSuchGame-v0")
-
-
-def test_the_version_of_the_package_identifies_the_code():
-    assert load("textarena:TicTacToe-v0", ENV).source == version_of("textarena")

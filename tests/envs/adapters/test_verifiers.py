@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import sys
 import threading
 from pathlib import Path
 
@@ -230,12 +229,6 @@ def test_what_is_unknown_or_cannot_be_played_is_refused_in_one_line():
         with pytest.raises(RagenError, match=re.escape(message)) as error:
             make(name, **params)
         assert "\n" not in str(error.value)
-
-
-def test_without_the_package_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "verifiers", None)
-    with pytest.raises(RagenError, match=re.escape("pip install 'ragen-rl[verifiers]'")):
-        make("verifiers:no_such_env")
 
 
 def test_package_and_code_identify_the_environment():
