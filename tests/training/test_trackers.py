@@ -1,10 +1,9 @@
-"""Trackers (TensorBoard, W&B, trackio): equal names and values, imported only if configured."""
+"""Trackers (TensorBoard, W&B): equal names and values, imported only if configured."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import sqlite3
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ from ragen.core.errors import RagenError
 from ragen.storage.reader import read_evaluations, read_metrics
 from ragen.training import trackers
 from ragen.training.progress import Watcher, Watchers
-from ragen.training.trackers import ID, Tracker, with_trackers
+from ragen.training.trackers import Tracker, with_trackers
 from ragen.training.trainer import resume, train
 from tests.bandit_model import settings
 
@@ -34,17 +33,11 @@ def needs(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not there, reason=f"needs the extra {name}")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def local_trackers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Keeps all trackers local; trackio reads its folder only once per process."""
-    home = tmp_path_factory.mktemp("trackers")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WANDB_MODE", "offline")
-        patch.setenv("WANDB_SILENT", "true")
-        patch.setenv("TRACKIO_DIR", str(home))
-        for name in ("WANDB_PROJECT", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
-            patch.delenv(name, raising=False)
-        yield home
+@pytest.fixture(autouse=True)
+def local_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
 
 
 # What each tracker holds, read back with its own library.
@@ -92,24 +85,6 @@ def log_records(data: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-def in_trackio(run: Path) -> Points:
-    from trackio.utils import TRACKIO_DIR
-
-    name = f"{run.name}-{(run / ID).read_text()}"
-    connection = sqlite3.connect(Path(TRACKIO_DIR) / "ragen.db")
-    rows = connection.execute(
-        "SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id", (name,)
-    ).fetchall()
-    connection.close()
-    found: Points = {}
-    for _, text in rows:
-        add_row(found, json.loads(text))
-    steps = [step for step, _ in rows]
-    # trackio's own step counter continues, whatever the run's step.
-    assert steps == list(range(len(rows)))
-    return found
-
-
 def add_row(found: Points, row: Mapping[str, Any]) -> None:
     step = row.get(trackers.STEP)
     for name, value in row.items():
@@ -117,7 +92,7 @@ def add_row(found: Points, row: Mapping[str, Any]) -> None:
             found.setdefault(name, {}).setdefault(int(step), []).append(value)
 
 
-READERS = {"tensorboard": in_tensorboard, "wandb": in_wandb, "trackio": in_trackio}
+READERS = {"tensorboard": in_tensorboard, "wandb": in_wandb}
 TRACKER_PARAMS = [pytest.param(name, marks=needs(name)) for name in TRACKERS]
 EACH_TRACKER = pytest.mark.parametrize("name", TRACKER_PARAMS)
 
@@ -176,16 +151,6 @@ def test_tensorboard_shows_each_step_once_after_a_kill_before_the_first_checkpoi
             watcher.step(step, {"loss/policy": loss})
         watcher.end()
     assert in_tensorboard(tmp_path)["loss/policy"] == {1: [0.5], 2: [0.5]}
-
-
-@needs("trackio")
-def test_trackio_that_does_not_start_gives_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRACKIO_SERVER_URL", "localhost:8000")
-    words = r"trackio does not start \(.*full URL.*\); .*unset .*, and then: ragen resume "
-    with pytest.raises(RagenError, match=words):
-        with_trackers(Watcher(), "trackio").begin(tmp_path, resolve("bandit"), 0)
 
 
 # Tests that need no tracker installed.
@@ -284,7 +249,7 @@ def test_unknown_tracker_names_are_refused() -> None:
         with pytest.raises(RagenError, match=r"record.trackers = .*: expected nothing, or names"):
             resolve("bandit", {"record.trackers": wrong})
     assert resolve("bandit").record.trackers == ""
-    assert resolve("bandit", {"record.trackers": "wandb, trackio"}).record.trackers
+    assert resolve("bandit", {"record.trackers": "wandb, tensorboard"}).record.trackers
 
 
 def test_tracker_names_equal_those_of_the_config() -> None:

@@ -26,7 +26,7 @@ from ragen.config.extensions import (
 )
 from ragen.core.errors import nearest
 
-TRACKERS = ("tensorboard", "wandb", "trackio")
+TRACKERS = ("tensorboard", "wandb")
 """The names that `RecordConfig.trackers` accepts; `trackers.TRACKERS` defines them."""
 
 Response = Literal["off", "log", "stop", "rollback"]
@@ -419,7 +419,7 @@ class RecordConfig(Section):
     tokens_every: Steps = 10
     """Steps between recorded samples (ids, masks, logprobs, advantages); 0 records none."""
     trackers: str = ""
-    """Trackers that also get the metrics: tensorboard, wandb, trackio, or none."""
+    """Trackers that also get the metrics: tensorboard, wandb, both, or none."""
 
 
 class DiagnoseConfig(Section):

@@ -1,9 +1,9 @@
-"""Experiment trackers: TensorBoard, Weights & Biases, trackio.
+"""Experiment trackers: TensorBoard and Weights & Biases.
 
 Each is written through its own library, which is imported only if `record.trackers` names it. The
 metrics have the names of the run's database. A resumed run continues the same tracker run. After a
-kill or a rollback, steps are logged again. TensorBoard hides the replaced ones. The other two can
-only append: their own step counter continues, and curves are drawn against the metric
+kill or a rollback, steps are logged again. TensorBoard hides the replaced ones. Weights & Biases
+can only append: its own step counter continues, and curves are drawn against the metric
 ``progress/step``.
 """
 
@@ -19,7 +19,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 from typing_extensions import override
 
 from ragen.config.config import Config
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from ragen.evaluation.results import Evaluation
 
 PROJECT = "ragen"
-"""The project of all runs, unless the library's own variable (``WANDB_PROJECT``) names another."""
+"""The project of all runs, unless ``WANDB_PROJECT`` names another."""
 
 STEP = "progress/step"
 
@@ -130,37 +129,9 @@ class Wandb(Tracker):
         self._run.define_metric("*", step_metric=STEP)
 
 
-class Trackio(Tracker):
-    """A run of trackio, in its folder on this machine or where its own variables say."""
-
-    @override
-    def begin(self, run: Path, config: Config, step: int) -> None:
-        name = f"{run.name}-{_id(run)}"
-        with redirect_stdout(sys.stderr):
-            import trackio
-
-            try:
-                self._run = trackio.init(
-                    project=PROJECT,
-                    name=name,
-                    resume="allow",
-                    config=flatten(config),
-                    embed=False,
-                    auto_log_gpu=False,
-                    auto_log_cpu=False,
-                )
-            except (ValueError, OSError, RuntimeError, httpx.HTTPError) as error:
-                raise RagenError(
-                    f"record.trackers: trackio does not start ({error}); correct its variables, "
-                    "or unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to log on this machine, "
-                    f"and then: ragen resume {shlex.quote(str(run))}"
-                ) from error
-
-
 TRACKERS: Mapping[str, Callable[[], Watcher]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
-    "trackio": Trackio,
 }
 """Trackers by name, which is that of the library."""
 
