@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import shutil
 import signal
 import sqlite3
-import time
 from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
@@ -212,24 +209,3 @@ def train_and_kill(
         resume(run) if run.exists() else train(config, run)
 
     assert exit_code(fork(work)) == -signal.SIGKILL
-
-
-def kill_and_resume(
-    tmp_path: Path, config: Config, seconds: float, chooser: random.Random, most: int
-) -> int:
-    """Kill and resume a run at random moments until it finishes; returns the number of kills."""
-    run, kills = tmp_path / "run", 0
-    while True:
-        try:
-            checkpoint.newest(run)
-            work: Callable[[], object] = lambda: resume(run)  # noqa: E731
-        except RagenError:  # killed before its first checkpoint: start again
-            shutil.rmtree(run, ignore_errors=True)
-            work = lambda: train(config, run)  # noqa: E731
-        pid = fork(work)
-        if kills < most:
-            time.sleep(chooser.uniform(0.02, seconds))
-            os.kill(pid, signal.SIGKILL)
-        if exit_code(pid) == 0:
-            return kills
-        kills += 1

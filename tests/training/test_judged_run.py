@@ -122,15 +122,6 @@ def test_the_command_of_the_page_without_a_server(
     assert "in every episode: the judge judge gave no score" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_training_learns_from_a_judge_alone(tmp_path: Path, env: str, judge: FaultyServer) -> None:
-    config = judged(env, judge, steps=8, update__lr=3e-3, eval__episodes=0)
-    metrics = read_metrics(train(config, tmp_path / "run").run)
-    scores = list(metrics["reward_terms/judge"].values())
-    assert sum(scores[-2:]) / 2 > sum(scores[:2]) / 2 + 0.2
-    assert any(metrics["reward/std_in_group"].values()) and any(metrics["gradient/policy_norm"])
-
-
 def test_a_resumed_run_repeats_the_judges_numbers_and_asks_nothing_twice(
     tmp_path: Path, env: str, judge: FaultyServer
 ) -> None:
@@ -162,13 +153,6 @@ def test_a_judge_that_cannot_be_read_ends_the_run_in_one_line(tmp_path: Path, en
         pytest.raises(RagenError, match="in every episode: the judge scripted gave no score"),
     ):
         train(judged(env, server, eval__episodes=0), tmp_path / "run")
-
-
-def test_a_judge_that_is_not_there_is_one_line(tmp_path: Path, env: str) -> None:
-    with scripted_judge(lambda turns, place: 1.0) as server:
-        config = judged(env, server, eval__episodes=0)
-    with pytest.raises(RagenError, match="answered no request: ConnectError"):
-        train(config, tmp_path / "run")
 
 
 def test_the_settings_of_a_judge_belong_together() -> None:

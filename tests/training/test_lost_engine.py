@@ -21,13 +21,11 @@ from ragen.training import recovery, running
 from ragen.training.trainer import resume, train
 from tests.shared import own
 from tests.training.runs import (
-    GAE,
     SendSignal,
     assert_same_results,
     make_config,
     recorded_results,
     rows,
-    uninterrupted,
 )
 
 TEXT = "learner 1 of 2 was killed"
@@ -149,19 +147,6 @@ def test_a_lost_engine_changes_no_result(
     assert_same_results(tmp_path / "run", recorded_results(bandit_run))
     assert_survives(tmp_path / "run", losses, MOMENTS)
     assert len(made) == len(MOMENTS) + 1 and set(map(id, closed)) == set(map(id, made))
-
-
-@pytest.mark.slow
-def test_a_lost_engine_changes_no_result_of_ppo(tmp_path: Path, losing: Losing) -> None:
-    """A critic and a KL reference are lost with it; a step has several updates."""
-    config = make_config(**SAME | GAE | {"diagnose__gradients_every": 1, "steps": 2})
-    expected = uninterrupted(config)
-    names = ("gradient_norms", "score", "update")
-    moments = tuple(Moment(name, call, late=True) for call, name in enumerate(names, 1))
-    losses = losing(*moments)
-    train(config, tmp_path / "run")
-    assert_same_results(tmp_path / "run", expected)
-    assert_survives(tmp_path / "run", losses, moments)
 
 
 def test_losses_without_a_new_checkpoint_end_the_run(

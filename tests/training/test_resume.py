@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import resource
 import shlex
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,6 @@ from ragen.core.stopping import SIGNALS, StopRequested
 from ragen.engines import saving
 from ragen.engines.learner import Learner
 from ragen.engines.sampler import Sampler
-from ragen.reports.facts import read_facts
-from ragen.reports.report import page
 from ragen.storage import checkpoint, recorder
 from ragen.storage.database import DATABASE
 from ragen.storage.recorder import Recorder
@@ -41,7 +37,6 @@ from tests.training.runs import (
     assert_same_results,
     exit_code,
     fork,
-    kill_and_resume,
     make_config,
     recorded_results,
     rows,
@@ -144,35 +139,6 @@ def test_a_step_whose_episodes_all_fail_stops_the_run_saved(
     assert_same_results(run, uninterrupted(config))
 
 
-YEARS = 10 * 365 * 86_400.0
-
-
-@pytest.mark.slow
-def test_a_clock_that_jumps_changes_no_result_and_no_duration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By ten years, forwards and back, from one look to the next; then it runs backwards."""
-    real, looks = time.time, [0]
-
-    def jumps() -> float:
-        looks[0] += 1
-        return real() + (YEARS, -YEARS)[looks[0] % 2] - 100.0 * looks[0]
-
-    config, run = make_config(**UPDATES), tmp_path / "run"
-    expected = uninterrupted(config)
-    monkeypatch.setattr(time, "time", jumps)
-    with pytest.raises(StopRequested):
-        train(config, run, watcher=SendSignal("step", 1, signal.SIGINT))
-    result = resume(run)
-    assert looks[0] > 4
-    assert_same_results(run, expected)
-    times = "SELECT value FROM metrics WHERE name GLOB 'time/*_s' AND name != 'time/tokens_per_s'"
-    durations = [seconds for (seconds,) in rows(run, times)]
-    durations += [each.seconds for each in (result, *result.evaluations.values())]
-    assert len(durations) > 20 and all(0 <= seconds < 60 for seconds in durations)
-    assert page(read_facts(run))
-
-
 # Kills: the run goes on from its last checkpoint.
 
 PHASES: dict[str, tuple[tuple[Any, str], int]] = {  # a call in each, and which one since step 1
@@ -213,14 +179,6 @@ def test_a_run_that_is_killed_in_each_phase_equals_the_uninterrupted_run(
     resume(run)
     assert_same_results(run, uninterrupted(config))
     assert not list((run / "checkpoints").glob(".*"))
-
-
-@pytest.mark.slow
-def test_resume_after_many_kills_equals_the_uninterrupted_run(tmp_path: Path) -> None:
-    """At random moments."""
-    config = make_config(**SMALL | GAE | {"steps": 4}, checkpoint__every=2)
-    assert kill_and_resume(tmp_path, config, 1.5, random.Random(0), most=4) > 0
-    assert_same_results(tmp_path / "run", uninterrupted(config))
 
 
 @pytest.mark.slow

@@ -137,27 +137,6 @@ def test_a_damaged_config_is_never_taken_for_the_run_s_settings(own_bandit_run: 
         assert settings.damage or read_config(path) == own.config
 
 
-def test_a_config_with_one_flipped_bit_is_never_taken_for_the_run_s_settings(
-    own_bandit_run: Path,
-) -> None:
-    """Each flip is harmless, damage, or an edit that is refused by its key."""
-    path, data = own_bandit_run / CONFIG, (own_bandit_run / CONFIG).read_bytes()
-    own = own_settings(own_bandit_run).config
-    outcomes = set()
-    for place in range(3, len(data), 53):
-        flipped = bytes([data[place] ^ (1 << place % 7)])
-        path.write_bytes(data[:place] + flipped + data[place + 1 :])
-        try:
-            settings = own_settings(own_bandit_run)
-        except RagenError as error:
-            assert re.search(r"has other values than the run: [\w.]+ = ", str(error)), error
-            outcomes.add("edit")
-            continue
-        assert settings.config == own
-        outcomes.add("damage" if settings.damage else "harmless")
-    assert {"edit", "damage"} <= outcomes
-
-
 def test_an_edited_config_is_refused_until_the_change_is_given(
     own_bandit_run: Path, capsys: Capture
 ) -> None:

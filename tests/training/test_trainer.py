@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import statistics
 import time
@@ -21,9 +20,6 @@ import pytest
 from ragen.algorithms.advantages import ADVANTAGES
 from ragen.algorithms.batch import Batch
 from ragen.algorithms.estimator import needs_values
-from ragen.config.config import Config
-from ragen.config.keys import nest
-from ragen.config.reading import read_config
 from ragen.core.errors import RagenError
 from ragen.core.types import Role
 from ragen.engines.local import LocalEngine
@@ -33,7 +29,6 @@ from ragen.storage.recorder import Recorder
 from ragen.training import running
 from ragen.training.collection import needs_scores
 from ragen.training.trainer import Result, resume, train
-from tests.bandit_model import settings
 from tests.tolerance import LOGPROB
 from tests.training.runs import (
     SMALL,
@@ -227,25 +222,6 @@ def test_isolated_environments_give_identical_results(tmp_path: Path) -> None:
     for results in (found, expected):
         results["state"] = results["state"] | {checkpoint.SETTINGS_HASH: ""}
     assert found == expected
-
-
-def test_train_works_inside_a_running_event_loop(tmp_path: Path) -> None:
-    async def notebook() -> Result:
-        return train(make_config(steps=0, eval__episodes=0), tmp_path / "run")
-
-    assert asyncio.run(notebook()).run == tmp_path / "run"
-
-
-def test_a_config_built_in_python_applies_its_preset(tmp_path: Path) -> None:
-    """`Config(algorithm="dapo")` trains by DAPO, and the saved config holds its values."""
-    values = settings(steps=0, eval__episodes=0, algorithm="dapo")
-    chosen = {key: values[key] for key in ("model.path", "steps", "eval.episodes")}
-    train(
-        Config.model_validate(nest({"algorithm": "dapo", "env.name": "bandit", **chosen})),
-        tmp_path / "run",
-    )
-    saved = read_config(tmp_path / "run" / "config.toml")
-    assert (saved.advantage.name, saved.loss.clip_high, saved.rollout.refill) == ("grpo", 0.28, 3)
 
 
 # Algorithms.
