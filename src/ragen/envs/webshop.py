@@ -90,7 +90,6 @@ class WebShop(Env):
             (1,000) and train (the rest). ``auto`` takes test in evaluations and train in training,
             by the level; ``all`` takes all goals.
         path: The folder with the original files, or one ``items_shuffle*.json`` in it.
-        goals: With `path`, the human instructions or the synthetic ones.
         on_page: Products on a page of results; fewer make shorter prompts for small models.
         numbered: A page calls its products, or the values of its options, 1, 2, 3 and so on, since
             a small model cannot copy codes and values.
@@ -116,13 +115,12 @@ class WebShop(Env):
         catalogue_seed: Annotated[int, Field(ge=0)] = 0,
         split: Literal["auto", "train", "validation", "test", "all"] = "auto",
         path: str = "",
-        goals: Literal["human", "synthetic"] = "human",
         on_page: Annotated[int, Field(ge=1, le=ON_PAGE)] = ON_PAGE,
         numbered: bool = False,
     ) -> None:
         self.name = "webshop"
         self._on_page, self._numbered = on_page, numbered
-        self._source = (products, catalogue_seed, path, goals)
+        self._source = (products, catalogue_seed, path)
         self._split = split
         if products or path:  # the default shop takes half a second: the first episode makes it
             if len(self.catalogue.products) > SMALL:
@@ -407,7 +405,7 @@ def _keywords(catalogue: Catalogue, index: int, on_page: int) -> str:
 
 
 @lru_cache(maxsize=4)
-def _open_catalogue(products: int | None, seed: int, path: str, goals: str) -> Catalogue:
+def _open_catalogue(products: int | None, seed: int, path: str) -> Catalogue:
     if path:
-        return load_catalogue(path, products, seed, human=goals == "human")
+        return load_catalogue(path, products, seed)
     return make_catalogue(products or SMALL, seed)

@@ -6,7 +6,6 @@ import json
 import random
 import re
 from collections.abc import Iterator, Mapping
-from itertools import product as combinations
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,11 @@ NO_PRICE = 100.0
 """The price of a product whose record has none."""
 
 
-def load_catalogue(path: str, num_products: int | None, seed: int, *, human: bool) -> Catalogue:
+def load_catalogue(path: str, num_products: int | None, seed: int) -> Catalogue:
     """The products and goals of the original files.
 
     `path` is a folder or one ``items_shuffle*.json`` in it; of several, the smallest file is taken.
-    Its attributes are in the ``items_ins_v2*.json`` of the same ending, and human goals in
+    Its attributes are in the ``items_ins_v2*.json`` of the same ending, and the goals in
     ``items_human_ins.json``. The first `num_products` records are read, or all. A price within a
     range and the limits follow from `seed`; the original draws them anew each time.
 
@@ -37,7 +36,7 @@ def load_catalogue(path: str, num_products: int | None, seed: int, *, human: boo
     generator = np.random.Generator(np.random.PCG64([2, seed]))
     records = _read(shop, list)[:num_products]
     attributes = _read(shop.with_name(shop.name.replace("shuffle", "ins_v2")), dict)
-    texts = _read(shop.with_name(HUMAN), dict) if human else attributes
+    texts = _read(shop.with_name(HUMAN), dict)
     products: dict[str, Product] = {}
     goals: list[Goal] = []
     for number, record in enumerate(records):
@@ -47,9 +46,8 @@ def load_catalogue(path: str, num_products: int | None, seed: int, *, human: boo
                 continue
             product = _product(record, attributes.get(key, {}), generator)
             products[key] = product
-            written = texts.get(key, [] if human else {})
-            find = _human_goals if human else _synthetic_goals
-            goals += find(product, written, price_limit(product.price, generator))
+            limit = price_limit(product.price, generator)
+            goals += _human_goals(product, texts.get(key, []), limit)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RagenError(
                 f"{shop} is not in WebShop's format: product {number} of it, or what is written "
@@ -139,22 +137,6 @@ def _human_goals(
                 tuple(each["instruction_options"]),
                 limit,
             )
-
-
-def _synthetic_goals(product: Product, about: Mapping[str, Any], limit: float) -> Iterator[Goal]:
-    """One goal for each combination of a product's options."""
-    if not about.get("instruction"):
-        return
-    names = sorted(product.options)
-    for values in combinations(*(product.options[name] for name in names)):
-        chosen = ", and ".join(f"{n}: {v}" for n, v in zip(names, values, strict=True))
-        yield Goal(
-            about["instruction"] + (f" with {chosen}" if chosen else "") + _limit_text(limit),
-            product,
-            tuple(about["instruction_attributes"]),
-            values,
-            limit,
-        )
 
 
 def _limit_text(limit: float) -> str:
