@@ -213,7 +213,6 @@ def scalar_of(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON can write, for one that it does not know."""
     number = scalar_of(value)
     if isinstance(number, bool | int | str):
         return number

@@ -91,7 +91,6 @@ def _unchanged(env: Env, cause: str) -> Iterator[None]:
 
 
 def _check_level(env: Env, level: int, steps: int) -> None:
-    """Check a level: its seeds, copies, snapshots, baselines and random play."""
     first = _play_level(env, level, 1, steps)
     again = _play_level(env, level, 1, steps)
     _require(first == again, "the same seeds must give the same episode")
@@ -123,7 +122,6 @@ def _chooser(level: int) -> np.random.Generator:
 
 
 def _play(env: Env, chooser: np.random.Generator, steps: int) -> list[Played]:
-    """Play random actions until the episode ends, at most `steps`."""
     played: list[Played] = []
     while len(played) < steps and not (played and _ended(played[-1])):
         action = _choose(env, chooser)

@@ -170,7 +170,6 @@ class Planner:
         return self._known[key]
 
     def _plans(self, turns_after: int, actions_after: int, per_turn: int) -> Iterator[Plans]:
-        """The plans of each length, the shortest first, that leave these turns and actions."""
         after = self.values(turns_after, actions_after, per_turn)
         after[~self._ended] *= self._discount  # the cost of another turn
         plans = Plans(after[None], np.zeros(1, dtype=np.int64))

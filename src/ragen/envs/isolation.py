@@ -141,8 +141,6 @@ def _start_fork_server() -> None:
 
 
 class _Worker:
-    """One process and the connection to it."""
-
     def __init__(self, context: Any, job: tuple[str, dict[str, Any], float, float]) -> None:
         self.alive = True
         self.episodes = 0
@@ -210,8 +208,6 @@ class _Worker:
 
 
 def _forward(call: str, read: Callable[[Any], Any] = lambda answer: answer) -> Any:
-    """A method of `IsolatedEnv`: one call over the connection."""
-
     def method(env: IsolatedEnv, *arguments: Any) -> Any:
         return read(env._worker.ask(call, *arguments))
 
@@ -358,7 +354,6 @@ def _confine(memory_gb: float) -> None:
 
 
 def _call(env: Any, call: str, arguments: list[Any]) -> Any:
-    """The result of one call, as JSON values."""
     if call == "texts":
         return {name: getattr(env, name) for name in TEXTS}
     if call == "reset":

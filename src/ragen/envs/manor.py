@@ -145,12 +145,10 @@ class House:
         return lines
 
     def _doors_of(self, room: int) -> str:
-        """Where the doors of a room lead."""
         pairs = zip(WAYS, self.doors[room], strict=True)
         return ", ".join(f"{way} to {self.rooms[to]}" for way, to in pairs if to != NO_DOOR)
 
     def _is_free(self, at: Position) -> bool:
-        """True if all levers are down, so that no grille covers the vault."""
         return at.levers == (1 << len(self.levers)) - 1
 
 
@@ -196,7 +194,6 @@ def _turns_after_the_key(house: House) -> int:
 
 
 def _steps_from(house: House, start: int) -> dict[int, int]:
-    """The number of doors on a shortest way from a room to every other."""
     steps, frontier = {start: 0}, [start]
     for room in frontier:
         for other in house.doors[room]:

@@ -237,7 +237,6 @@ def parameter_names(name: str) -> list[str]:
 
 
 def _has_init(cls: type[Env]) -> bool:
-    """True if an environment's class, or one of its base classes, defines ``__init__``."""
     return any("__init__" in vars(base) for base in cls.__mro__ if issubclass(base, Env))
 
 

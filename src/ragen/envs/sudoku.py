@@ -255,7 +255,6 @@ class Sudoku(Env):
         return [self._moves({cell: right for cell, (digit, right) in pairs if digit == BLANK})]
 
     def _moves(self, digits: dict[int, int] | dict[int, str]) -> str:
-        """An answer that writes digits into cells."""
         size = self._size
         return "; ".join(f"{cell // size + 1} {cell % size + 1} {d}" for cell, d in digits.items())
 

@@ -79,7 +79,6 @@ def read_call(action: str) -> Call | None:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """True if more than `levels` lists and objects are nested."""
     if not isinstance(value, dict | list):
         return False
     inside = value.values() if isinstance(value, dict) else value

@@ -261,7 +261,6 @@ class WebShop(Env):
         return named
 
     def _goal_index(self, seed: int) -> int:
-        """The goal of a level."""
         split, number = self._split, len(self.catalogue.goals)
         if split == "auto":
             split = "test" if seed < TRAIN_LEVELS else "train"
@@ -279,7 +278,6 @@ class WebShop(Env):
         return first + seed % (last - first)
 
     def _enter(self, place: Place, reward: float) -> None:
-        """Open a page, with its text and its links."""
         self._place, self._reward = place, reward
         self._elements = self._links()
         lines = [f"Instruction: {self._wanted.instruction}", *self._lines()]
@@ -320,7 +318,6 @@ class WebShop(Env):
         return found
 
     def _lines(self) -> list[str]:
-        """The text of the page, between the instruction and the elements."""
         place = self._place
         if place.page == SEARCH:
             return ["Page: search"]

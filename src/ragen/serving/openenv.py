@@ -123,7 +123,6 @@ class EnvServer:
 
 
 async def _called(thread: ThreadPoolExecutor | None, call: Callable[[], Result]) -> Result:
-    """The result of a call. It runs in the thread of the session, if the session has one."""
     if thread is None:
         return call()
     return await asyncio.get_running_loop().run_in_executor(thread, call)

@@ -127,7 +127,6 @@ class GymnasiumEnv(Adapted):
 
 
 def _about(name: str, env: Any, view: str) -> About:
-    """RAGEN's description of an environment, or that of its spaces and its docstring."""
     space = env.action_space
     if not isinstance(space, spaces.Discrete) or space.start != 0:
         raise RagenError(f"{name} has actions {space}: RAGEN plays discrete ones from 0")
@@ -156,7 +155,6 @@ def _about(name: str, env: Any, view: str) -> About:
 
 
 def _names(env: Any, count: int) -> tuple[str, ...]:
-    """The names of an enumeration that the environment has, else numbers."""
     listed = getattr(env, "actions", None)
     if not isinstance(listed, EnumType):
         return tuple(map(str, range(count)))

@@ -272,7 +272,6 @@ class _Session:
                 self._holder.exception()  # marks it as seen, so that asyncio does not report it
 
     def _reason(self) -> str:
-        """Why the session has ended, in one line."""
         holder = self._holder
         assert holder is not None
         error = holder.exception() if holder.done() and not holder.cancelled() else None
@@ -288,7 +287,6 @@ class _Session:
 
 @lru_cache(maxsize=16)
 def _listed(address: Address) -> tuple[tuple[str, str, Schema], ...]:
-    """The tools of a server. It is asked for them in a separate session."""
     try:
         with boundary("listing the tools of an MCP server"):
             session = _Session(address)

@@ -141,7 +141,6 @@ class OpenEnvEnv(Adapted):
         return {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
 
     def _message(self, action: str) -> dict[str, Any]:
-        """The action as the server reads it."""
         if self.actions is not None:
             return {self._field: self._schema["enum"][self.action_index(action)]}
         try:
@@ -281,7 +280,6 @@ def _about_of(target: str, metadata: dict[str, Any], schema: dict[str, Any]) -> 
 
 
 def _whole(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a field, even if it is defined elsewhere in the whole schema, as enums are."""
     found = schema.get("$defs", {}).get(str(field.get("$ref")).removeprefix("#/$defs/"))
     return field if found is None else dict(found)
 
@@ -307,7 +305,6 @@ def _fetch(url: str, part: str, message: dict[str, Any] | None = None) -> dict[s
 
 
 def _budget(schema: Any, otherwise: int) -> int:
-    """The default of a state's field, if it can be a budget."""
     found = schema.get("default")
     return found if isinstance(found, int) and found >= 1 else otherwise
 
@@ -326,7 +323,6 @@ def _metadata(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _field(name: str, fields: dict[str, Any], chosen: str | None) -> str:
-    """The field of an action that holds the answer."""
     if chosen is None and len(fields) == 1:
         return next(iter(fields))
     if chosen in fields:
@@ -356,7 +352,6 @@ def _shown(observation: Any) -> str:
 
 
 def _result(observation: dict[str, Any]) -> str:
-    """The result of a call of a tool, as text."""
     if error := observation.get("error"):
         return f"Error: {error['message']}"
     result = observation.get("result")

@@ -102,7 +102,6 @@ def _is_application(target: str) -> bool:
 
 
 def _serve(target: str) -> Running:
-    """Start the application of a module or a file in a process of this Python."""
     if not _is_application(target):
         raise RagenError(
             f"openenv:{target}: expected the URL of a server, as in openenv:http://host:8000, or "

@@ -95,7 +95,6 @@ class Table:
     def _values(
         self, turns: int, actions: int, per_turn: int
     ) -> tuple[Floats, list[tuple[int, ...]]]:
-        """The values of optimal play, and its plan in each state."""
         if turns == 0 or actions == 0:
             return self._none, [()] * self._none.shape[1]
         key = turns, actions, per_turn

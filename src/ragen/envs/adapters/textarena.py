@@ -182,7 +182,6 @@ def _game(name: str, target: str, params: dict[str, Any]) -> tuple[Any, bool]:
 
 
 def _seats(name: str, game: Any) -> int:
-    """How many players a game has."""
     import textarena
 
     for seats, state in ((1, textarena.SinglePlayerState), (2, textarena.TwoPlayerState)):

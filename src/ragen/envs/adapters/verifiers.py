@@ -181,7 +181,6 @@ class VerifiersEnv(Adapted):
         return True
 
     async def _score(self) -> float:
-        """Close the episode and return the rubric's score."""
         state, rubric = self._state, self._loaded.environment.rubric
         self._state = None
         await self._loaded.environment.cleanup(state)  # which first puts its completion together
@@ -223,7 +222,6 @@ class _Loaded(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _loaded(target: str, versions: tuple[str, ...], params: str) -> _Loaded:
-    """Load an environment, once for the same code and parameters."""
     import datasets
     import verifiers
 
@@ -257,12 +255,10 @@ def _loaded(target: str, versions: tuple[str, ...], params: str) -> _Loaded:
 
 
 def _schemas(tools: Sequence[Any] | None) -> tuple[Schema, ...]:
-    """The tools of verifiers as `Env.tools` describes them."""
     return tuple(tool_schema(each.name, each.description, each.parameters) for each in tools or ())
 
 
 def _no_client() -> Any:
-    """The client of an environment that gets its replies from RAGEN."""
     from verifiers.clients import Client
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -343,7 +339,6 @@ def _called(message: Any) -> list[tuple[str, str]]:
 
 
 def _text(message: Any) -> str:
-    """The text of a message."""
     content = message["content"] or ""
     if isinstance(content, str):
         return content
