@@ -13,7 +13,6 @@ from ragen.evaluation.inspection import REPLIES, Inspection, Piece
 from ragen.rollout.prompt import prefill as prefill_of
 
 MOST_TOKENS = 8
-"""Control tokens that are named."""
 
 
 def show_model(console: Console, found: Inspection) -> None:

@@ -18,7 +18,6 @@ FIRST_KEYS = (
     *("filter.value", "loss.kl", "update.lr", "update.critic_lr", "update.minibatch_episodes"),
     *("eval.every", "eval.episodes", "checkpoint.every"),
 )
-"""The common config keys; ``ragen train --help`` shows them."""
 
 SHELLS = ("bash", "zsh", "fish")
 TOPICS = ("recipes", "algorithms", "keys")

@@ -37,7 +37,6 @@ REFUSALS = {
     errno.ENAMETOOLONG: "a name is too long",
     errno.ELOOP: "a link leads to itself",
 }
-"""The line for each error number of the system."""
 
 PHRASES = {
     "can't allocate memory": MEMORY,
@@ -109,11 +108,6 @@ def refusal(error: BaseException) -> str | None:
         return found[0] if all(found) else None
     if isinstance(error, MemoryError):
         return MEMORY
-    if isinstance(error, FileNotFoundError):
-        try:
-            os.getcwd()
-        except FileNotFoundError:
-            return "the working directory was removed"
     if isinstance(error, OSError) and error.errno in REFUSALS:
         place = f" ({error.filename})" if error.filename else ""
         return REFUSALS[error.errno] + place

@@ -16,7 +16,6 @@ from ragen.core.errors import RagenError
 PORT = 7246
 """RAGN on a telephone keypad."""
 OPENENV_PORT = 8000
-"""The port of OpenEnv's own servers."""
 
 
 def _listening_options(parser: Parser, port: int, token: str) -> None:

@@ -65,7 +65,6 @@ EVALUATED, LEVELS = "evaluation/success", "evaluation/episodes"
 MISMATCH, MISMATCH_BOUND = "mismatch/max_abs", "mismatch/bound"
 
 EMPTY_STEPS = 5
-"""Steps in a row without a kept group."""
 
 
 def reward_std_cliff(history: History) -> Detection | None:
@@ -245,7 +244,6 @@ DETECTORS: dict[str, Detector] = {
     "empty_filter": empty_filter,
     "mismatch": mismatch,
 }
-"""RAGEN's own detectors by their name in the config."""
 
 
 def find_detector(name: str) -> Detector:

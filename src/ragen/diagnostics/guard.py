@@ -56,7 +56,6 @@ MESSAGES: dict[str, str] = {
     "token's logprob, of which {baseline:.3g} may be rounding",
     "stalled": "no phase made progress for {value:.0f} s",
 }
-"""The message of each alarm."""
 
 
 @dataclass(frozen=True, slots=True)

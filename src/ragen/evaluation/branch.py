@@ -109,15 +109,10 @@ def branch(
 
     The run's own database is only read, so that the run may continue meanwhile.
 
-    Args:
-        run: The run's folder.
-        episode: The episode's id in the run's database.
-        turn: The first turn to play again, counted from 0.
-        n: Number of branches.
-        checkpoint: The step whose weights play; ``None`` takes the newest. Without a checkpoint of
-            step 0, or without any checkpoint, step 0 is the model that the run started from.
-        temperature: Sampling temperature; ``None`` takes the run's.
-        seed: Seed of the branches' sampling.
+    `episode` is the id in that database, and `turn` the first turn to play again, from 0.
+    `checkpoint` is the step whose weights play, the newest by default. Without a checkpoint of step
+    0, or without any checkpoint, step 0 is the model that the run started from. The default
+    `temperature` is the run's, and `seed` is that of the branches' sampling.
     """
     check_run_folder(run)
     recorded, config = read_episode(run, episode), run_config(run)

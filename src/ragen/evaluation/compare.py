@@ -42,7 +42,6 @@ from ragen.storage.checkpoint import run_of
 from ragen.storage.settings import run_config
 
 Measure = Callable[[str, Overrides], tuple[Evaluation, list[Outcome]]]
-"""Evaluates a target under settings, as `evaluate_target` does."""
 
 HELD_OUT = {"env": "bandit", "env.params.split": "test"}
 

@@ -33,7 +33,6 @@ EVENT = "evaluation"
 """The kind of the first event. Its data hold the settings of the evaluation and their key."""
 
 COLUMNS = ", ".join(field.name for field in fields(Outcome))
-"""The columns of the table of outcomes."""
 
 
 class KeptEpisodes:
@@ -48,11 +47,9 @@ class KeptEpisodes:
     Args:
         out: A run, or a folder for all other targets; ``None`` stores nothing.
         target: The name of the agent.
-        config: The settings of the evaluation.
         settings: Everything that determines its outcomes (`targets.outcome_settings`).
 
     Attributes:
-        folder: The folder, once there is one.
         known: The outcomes that are stored there already, in the order of (level, sample).
         invalid: A reply that was not valid, and what was wrong with it; empty if there is none.
     """

@@ -15,7 +15,6 @@ from ragen.evaluation.outcomes import Outcome, describe_failures
 from ragen.evaluation.results import Evaluation
 
 PLAYER_COLUMNS = ("player", "success", "95 %", "mean return")
-"""The columns of `Evaluation.row`."""
 
 
 def cost_of(evaluation: Evaluation, prices: tuple[float, float]) -> float:

@@ -42,23 +42,6 @@ from ragen.rollout.setup import Setup
 from ragen.storage.checkpoint import new_folder
 
 
-def model_config(
-    vocabulary: int, layers: int, longest: int = 2048, theta: float = 300.0
-) -> Qwen2Config:
-    """The embedded models' architecture. Models with one key-value head do not learn to look up."""
-    return Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=256,
-        max_position_embeddings=longest,
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
-        tie_word_embeddings=True,
-    )
-
-
 def prepare(
     family: str,
     out: Path,
@@ -93,9 +76,22 @@ def new_model(
     longest: int = 2048,
     theta: float = 300.0,
 ) -> PreTrainedModel:
-    """A model with random weights for this tokenizer and sequences of up to `longest` tokens."""
+    """A model with random weights for this tokenizer and sequences of up to `longest` tokens.
+
+    Models with one key-value head do not learn to look up.
+    """
     torch.manual_seed(seed)
-    config = model_config(len(tokenizer), layers, longest, theta)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=256,
+        max_position_embeddings=longest,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        tie_word_embeddings=True,
+    )
     model: PreTrainedModel = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
     model.train(False)
     model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id

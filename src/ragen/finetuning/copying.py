@@ -28,11 +28,8 @@ from ragen.finetuning.screen import Choose
 from ragen.rollout.prompt import Limits
 
 REPEATED = 24
-"""Number of words that a lesson repeats."""
 NOTHING = " -"
-"""The thought of random play."""
 EMBEDDING = 0.1
-"""Standard deviation of embeddings."""
 NEAR, BEFORE, MATCH, COPY = 6.0, 3.0, 4.0, 60.0
 """Strengths of induction heads: of looking at earlier tokens, writing, finding and copying them."""
 SPELLING = 0.5

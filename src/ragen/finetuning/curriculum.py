@@ -153,7 +153,6 @@ LAYERS = {
     **{"bandit": 2, "frozen-lake-still": 3, "frozen-lake": 3, "sokoban": 3},
     "frozen-lake-no-skill": 3,
 }
-"""Number of layers of each embedded model."""
 
 FAMILIES: dict[str, tuple[Stage, ...]] = {
     "bandit": (
@@ -181,4 +180,3 @@ FAMILIES: dict[str, tuple[Stage, ...]] = {
         Stage("wandering", 400, WANDERING, context_weight=0.1, lr_end=0.02),
     ),
 }
-"""The stages of each embedded model, in order."""

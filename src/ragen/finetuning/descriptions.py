@@ -25,7 +25,6 @@ from ragen.finetuning.demonstrations import Piece, Reply, answer
 from ragen.rollout.prompt import Limits
 
 STEPS = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
-"""The change of row and column by each action."""
 
 
 def wanderer(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:

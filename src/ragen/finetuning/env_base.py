@@ -53,7 +53,6 @@ words are kept; others are spelled in bytes."""
 STEP_TOKENS = 2000
 """Approximate number of tokens in the demonstrations of one step."""
 FEWEST, MOST = 4, 32
-"""Smallest and greatest number of demonstrations of one step."""
 LONGEST = 2048
 """Greatest number of tokens of a prompt and its reply; a longer episode drops its oldest turns."""
 
@@ -68,7 +67,6 @@ class EnvBase:
     seconds: float
 
     def __str__(self) -> str:
-        """One line."""
         return (
             f"{self.parameters / 1e6:.2f} million parameters, {self.demonstrations:,} "
             f"demonstrations, {self.seconds:.0f} s; the base model is in {self.model}"

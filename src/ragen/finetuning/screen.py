@@ -46,18 +46,14 @@ from ragen.rollout.setup import Setup
 EPISODES = 256
 """Episodes of the survey, each on a level of its own."""
 QUERIES = 12
-"""Pieces or places that one look-up names."""
 ITEMS = 4
-"""Greatest number of pieces that a thought states."""
 HABITS = 12
-"""Greatest number of habits."""
 HABIT_SHARE = 0.5
 """Share of thoughts in which a habit decides."""
 COMMON = 0.6
 """A thought leaves out an item that more than this share of the screens show."""
 
 Choose = Callable[[Env, Limits, np.random.Generator], list[str]]
-"""Chooses the actions of a demonstration."""
 
 
 class Item(NamedTuple):

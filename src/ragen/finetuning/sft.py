@@ -69,7 +69,6 @@ gradients of returns. Llama 2 (arXiv:2307.09288) uses 2e-5 for examples and 1e-6
 embedded models use 3e-3 in preparation and 2.5e-4 to 1e-3 in the recipes."""
 
 LINES = 10
-"""Number of progress lines."""
 
 KEYS = (
     *("seed", "threads", "env.", "prompt.", "lora.", "rollout.max_tokens", "model.path"),
@@ -80,7 +79,6 @@ KEYS = (
 """How the keys begin that `sft` reads, besides `update.lr` (`LR_FACTOR`)."""
 
 Keep = Literal["solved", "all"]
-"""Which episodes are learnt from."""
 
 UNSKILLED = {
     "random": "lean to no action",
@@ -110,7 +108,6 @@ class Examples:
     trained: Mapping[int, Sequence[bool]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """One line."""
         return (
             f"{len(self.kept)} {self.source} (left out: {self.unsolved} unsolved, "
             f"{self.too_long} too long)"
@@ -136,7 +133,6 @@ class SftResult:
     seconds: float
 
     def __str__(self) -> str:
-        """One line."""
         return (
             f"nll {self.nll_before:.4f} → {self.nll_after:.4f} on {self.held_out} held-out "
             f"examples, after {self.steps} steps on {self.examples}"

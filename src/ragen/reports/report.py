@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SPARKLINE = 10
-"""Width of a signal's sparkline, in characters."""
 
 BUCKET = ("groups", "reward_std", "task_per_token", "entropy_per_token", "kl_per_token")
 """The columns of a bucket; the database also has the norms per sample."""

@@ -26,7 +26,6 @@ from ragen.storage.stored_episodes import (
 )
 
 FILE = "branches.sqlite"
-"""The branches' database in a run's folder."""
 
 PHASE = "branch"
 """The phase of branches. Their ``group`` is the request's `number`, their ``step`` the

@@ -98,10 +98,9 @@ def choose(run: Path, step: int | None = None, best: bool = False) -> Path:
 
 
 def newest_intact(run: Path) -> tuple[Path, dict[str, Any], dict[Path, str]]:
-    """The run's last checkpoint whose files are unchanged since they were written.
+    """The run's last checkpoint whose files are unchanged since they were written, and its state.
 
-    Returns:
-        The checkpoint, its state, and for each later checkpoint what is wrong with it.
+    With them comes, for each later checkpoint, what is wrong with it.
     """
     wrong: dict[Path, str] = {}
     for folder in reversed(folders(run, complete=False)):
@@ -133,11 +132,7 @@ def run_of(name: str | Path) -> Path | None:
 def hold(folder: Path) -> Callable[[], None]:
     """Keep a checkpoint for another run, for good.
 
-    Returns:
-        What takes this back, unless another run held the checkpoint before, or holds it since.
-
-    Raises:
-        OSError: The checkpoint is gone or cannot be written.
+    Returns a function that takes this back, unless another run held it before, or holds it since.
     """
     mark = folder / IN_USE
     was_held = mark.exists()
@@ -286,13 +281,9 @@ def writing(
 ) -> Iterator[Path]:
     """A folder to fill with the checkpoint of `step`; it gets its name once it is complete.
 
-    Args:
-        run: The run folder.
-        step: Finished steps.
-        keep: Number of the newest regular checkpoints to keep.
-        best: The step of the best evaluation, whose checkpoint is kept too.
-        every: Steps between regular checkpoints. An irregular one, written when a run was stopped,
-            is kept while it is the newest and does not count towards `keep`.
+    The `keep` newest regular checkpoints are kept, and that of the best evaluation's step. Regular
+    ones are `every` so many steps; an irregular one, written when a run was stopped, is kept while
+    it is the newest and does not count.
     """
     target = run / CHECKPOINTS / f"step-{step}"
     shutil.rmtree(target, ignore_errors=True)  # at most an incomplete one

@@ -21,7 +21,6 @@ ROWS_AT_ONCE = 256
 """Episodes of one Parquet row group: a few megabytes, and enough to compress well."""
 
 COLUMNS = {"id": "int64", **EPISODE}
-"""The columns of an episode, apart from ``turns``."""
 
 TURN_COLUMNS = {name: kind for name, kind in TURN.items() if name != "prompt_joins"}
 """The columns of a turn; its prompt is whole."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from ragen.storage.database import cannot_write, close_database, connect, unreadable
 
 FILE = "judgements.sqlite"
-"""The database of answers in a run's folder."""
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS judgements (

@@ -28,7 +28,6 @@ from ragen.storage.database import CONFIG, DATABASE, check_run_folder, reading_d
 from ragen.storage.recorder import Recorder
 
 MOST_NAMED = 4
-"""Maximum number of keys that a message names."""
 
 
 @dataclass(frozen=True, slots=True)

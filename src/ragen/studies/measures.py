@@ -210,7 +210,6 @@ MEASURES: Mapping[str, Callable[[RunFacts], float]] = MappingProxyType(
         "seconds": lambda run: run.seconds,
     }
 )
-"""Measures of a whole run."""
 
 TRANSFER = "transfer"
 """The kind of measure that is another evaluation's success."""

@@ -41,10 +41,8 @@ VERDICT_WORDS: Mapping[Verdict, str] = {
     "by environment": "It depends on the environment, or is undecided",
     "not judged": "The claim was not tested",
 }
-"""A verdict as a sentence."""
 
 ALWAYS = ("before", "peak", "final", "collapsed", "seconds")
-"""Measures that every study reports, beside its own."""
 
 
 RUNS = "runs.csv"

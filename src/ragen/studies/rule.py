@@ -193,7 +193,6 @@ OUTCOME_WORDS: Mapping[str, str] = {
     "withdrawn": "was withdrawn by the authors on",
     "not run": "was not tested yet on",
 }
-"""The meaning of each outcome for the claim."""
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -47,9 +47,6 @@ def compare(asked: Question) -> Answer:
 
     Without ``other``, these are the first and the last evaluation of a run. With it, they are the
     last evaluations of the run and of the other one, in each environment and way of sampling.
-
-    Raises:
-        Unanswered: There is no such run, or it cannot be read.
     """
     with asked.reading() as reader:
         run = _evaluated(reader)
@@ -99,11 +96,8 @@ def level(asked: Question) -> Answer:
 class _Evaluated(NamedTuple):
     """The evaluations of one run.
 
-    Attributes:
-        task: The settings that determine what is played (`task_settings`).
-        temperature: The temperature of the run's own evaluations.
-        rates: The last evaluation by environment and way of sampling, with its interval.
-        recorded: The run's own evaluations that have recorded episodes.
+    `task` are the settings that determine what is played (`task_settings`), and `rates` the last
+    evaluation by environment and way of sampling.
     """
 
     task: Mapping[str, Any]

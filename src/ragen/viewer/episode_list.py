@@ -39,10 +39,8 @@ COLUMNS = (
     *("level_seed", "noise_seed", "stop_reason", "terminated", "truncated", "success", "reward"),
     *("penalty", "num_turns", "num_tokens", "thought_tokens", "entropy", "error"),
 )
-"""The columns of an episode in a list."""
 
 BOOLEANS = ("kept", "terminated", "truncated", "success", "valid")
-"""Boolean columns."""
 
 NAMED = ", ".join(f'"{column}"' for column in COLUMNS)
 

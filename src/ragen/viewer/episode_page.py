@@ -14,7 +14,6 @@ from ragen.viewer.reading import Answer, NotFound, Question, RunReader, array_of
 from ragen.viewer.run_list import settings_of
 
 FULL = f"{NAMED}, final_observation, final_picture"
-"""The columns of a whole episode."""
 
 TURN = (
     "turn, observation, picture, reply, thought, actions_asked, actions_executed, reward, penalty,"

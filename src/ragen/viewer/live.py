@@ -20,7 +20,6 @@ from ragen.viewer.reading import Answer, RunReader, Runs, reading, signature
 from ragen.viewer.run_page import events
 
 Event = tuple[str, Answer]
-"""The name and the data of a server-sent event."""
 
 LOOK_S = 0.5
 """Seconds between two checks; a page then shows a step well within two seconds."""

@@ -14,7 +14,6 @@ MOST_STEPS, MOST_EPISODES = 40, 128
 change no share visibly."""
 
 MOST_PHRASES = 30
-"""Maximum number of phrases in an answer."""
 
 LONGEST = 12
 """Maximum number of words in a phrase; longer phrases hardly occur twice."""

@@ -34,7 +34,6 @@ from ragen.viewer.reading import (
 )
 
 SPARK = 40
-"""Points of a run's small curve."""
 
 SETTINGS = {
     **{"env": "env.name", "model": "model.path"},
@@ -47,7 +46,6 @@ UNKNOWN: Answer = {
     **dict.fromkeys(("random", "optimal", "last_event", "problem")),
     **{"spark": [], "alarms": 0, "parts": []},
 }
-"""The values of a run that cannot be read."""
 
 
 def runs(asked: Question) -> Answer:

@@ -19,7 +19,6 @@ PREFIX = 3
 """Shortest last word of a search that may be a prefix."""
 
 SNIPPET = 160
-"""Characters of a thought in a list."""
 
 
 def match_of(text: str) -> str | None:

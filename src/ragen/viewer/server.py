@@ -63,7 +63,6 @@ ROUTES: Mapping[str, Callable[[Question], Answer]] = MappingProxyType(
 STATIC = Path(__file__).parent / "static"
 
 COMPRESSED = 2000
-"""Answers of this many bytes or more are compressed."""
 
 LARGEST_BODY = 10_000
 """Largest body of a POST request, in bytes; it holds a few numbers."""
@@ -93,11 +92,9 @@ def finite(value: Any) -> Any:
 
 
 class Viewer:
-    """The viewer of the runs below a folder.
+    """The viewer of the runs below a folder: `app` is the application that a server runs.
 
-    Attributes:
-        app: The application that a server runs.
-        live: The streams of news, and `branching` the processes, which end with the server.
+    The streams of news and the processes of branches end with the server.
     """
 
     def __init__(self, root: Path, port: int, token: str | None = None) -> None:
