@@ -117,7 +117,7 @@ class Bandit(Env):
         self._arms = (pair.low, pair.high) if level.random() < 0.5 else (pair.high, pair.low)
         self._pulled: str | None = None
         self._paid = 0.0
-        return self._observation(), {}
+        return self.state_key(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         self.action_index(action)
@@ -126,7 +126,7 @@ class Bandit(Env):
         self._pulled = action
         self._paid = self._safe_reward if action == self._safe else float(wins)
         info = {"success": action == self._better, "effective": True}
-        return self._observation(), self._paid, True, False, info
+        return self.state_key(), self._paid, True, False, info
 
     def get_state(self) -> State:
         return {
@@ -145,9 +145,6 @@ class Bandit(Env):
         self._pulled, self._paid = state["pulled"], state["paid"]
         self._noise.bit_generator.state = state["noise"]
 
-    def state_key(self) -> str:
-        return self._observation()
-
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
         return [self._better]
 
@@ -159,7 +156,7 @@ class Bandit(Env):
     def _better(self) -> str:
         return self._risky if self._risky_probability > self._safe_reward else self._safe
 
-    def _observation(self) -> str:
+    def state_key(self) -> str:
         if self._pulled is None:
             return f"Arms: {', '.join(self._arms)}"
         return f"{self._pulled} paid {self._paid:g}."

@@ -209,7 +209,8 @@ def _floor_plan(level: np.random.Generator, rooms: int) -> tuple[tuple[int, ...]
     doors = [[NO_DOOR] * len(WAYS)]
     while len(cells) < rooms:
         room, way = pick(level, range(len(cells))), pick(level, range(len(WAYS)))
-        beyond = _beyond(cells[room], way)
+        (row, column), (down, right) = cells[room], COMPASS[WAYS[way]]
+        beyond = row + down, column + right
         if beyond not in cells:
             cells.append(beyond)
             doors.append([NO_DOOR] * len(WAYS))
@@ -218,11 +219,6 @@ def _floor_plan(level: np.random.Generator, rooms: int) -> tuple[tuple[int, ...]
         other = cells.index(beyond)
         doors[room][way], doors[other][(way + 2) % len(WAYS)] = other, room
     return tuple(map(tuple, doors))
-
-
-def _beyond(cell: tuple[int, int], way: int) -> tuple[int, int]:
-    down, right = COMPASS[WAYS[way]]
-    return cell[0] + down, cell[1] + right
 
 
 @lru_cache(maxsize=4096)

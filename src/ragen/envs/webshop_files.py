@@ -94,7 +94,9 @@ def _product(
         price=price,
         attributes=tuple(about.get("attributes", ())),
         options={
-            name.lower(): tuple(_option(each["value"]) for each in values)
+            name.lower(): tuple(
+                each["value"].strip().replace("/", " | ").lower() for each in values
+            )
             for name, values in (record["customization_options"] or {}).items()
             if values
         },
@@ -102,10 +104,6 @@ def _product(
         features=tuple(point for point in points if point),
         price_text=price_text,
     )
-
-
-def _option(value: str) -> str:
-    return value.strip().replace("/", " | ").lower()
 
 
 def _price(text: str, generator: np.random.Generator) -> tuple[float, str]:
@@ -128,16 +126,13 @@ def _human_goals(
     product: Product, written: list[Mapping[str, Any]], limit: float
 ) -> Iterator[Goal]:
     """The goals of a product that people wrote, except those without attributes."""
+    limited = "" if limit == NO_LIMIT else f", and price lower than {limit:.2f} dollars"
     for each in written:
         if each["instruction_attributes"]:
             yield Goal(
-                each["instruction"].strip(".") + _limit_text(limit),
+                each["instruction"].strip(".") + limited,
                 product,
                 tuple(each["instruction_attributes"]),
                 tuple(each["instruction_options"]),
                 limit,
             )
-
-
-def _limit_text(limit: float) -> str:
-    return "" if limit == NO_LIMIT else f", and price lower than {limit:.2f} dollars"

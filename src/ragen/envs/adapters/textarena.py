@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
+from string import ascii_uppercase
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,9 @@ class TextArenaEnv(Adapted):
         with self._randomness.placed():
             self._game, self._brackets = _game(self.name, self.target, params)
             self._seats = _seats(self.name, self._game)
-        self._rival = _rival(opponent) if opponent != "random" else None
+        self._rival: Opponent | None = None
+        if opponent != "random":
+            self._rival = load_object(opponent, kind="opponent", accepts=callable).object
         self.goal = f"Play {self.target}"
         self.reset(seed=0, options={"noise_seed": 0})
         limit = getattr(self._game.state, "max_turns", None) or MOST_TURNS * self._seats
@@ -194,11 +197,6 @@ def _seats(name: str, game: Any) -> int:
     raise RagenError(f"{name} is neither for one nor for two players: RAGEN does not play it")
 
 
-def _rival(reference: str) -> Opponent:
-    function: Opponent = load_object(reference, kind="opponent", accepts=callable).object
-    return function
-
-
 def _guess_number(game: Any, generator: np.random.Generator) -> str:
     numbers = range(game.min_number, game.max_number + 1)
     return f"[{pick(generator, [n for n in numbers if n not in game.guessed_numbers] or numbers)}]"
@@ -213,18 +211,10 @@ def _guess_code(game: Any, generator: np.random.Generator) -> str:
     return f"[{' '.join(map(str, code))}]"
 
 
-def _guess_word(game: Any, generator: np.random.Generator) -> str:
-    return f"[{pick(generator, game.word_list)}]"
-
-
-def _guess_letter(_: Any, generator: np.random.Generator) -> str:
-    return f"[{pick(generator, 'ABCDEFGHIJKLMNOPQRSTUVWXYZ')}]"
-
-
 GUESSES: dict[str, Callable[[Any, np.random.Generator], str]] = {
     "GuessTheNumberEnv": _guess_number,
     "MastermindEnv": _guess_code,
-    "WordleEnv": _guess_word,
-    "HangmanEnv": _guess_letter,
+    "WordleEnv": lambda game, generator: f"[{pick(generator, game.word_list)}]",
+    "HangmanEnv": lambda _, generator: f"[{pick(generator, ascii_uppercase)}]",
 }
 """Random play of games that list no moves: uniform over the guesses that the rules allow."""
