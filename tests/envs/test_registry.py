@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -278,50 +279,6 @@ class Forgetful(Coin):
         super().set_state(state | {"noise": self.noise.bit_generator.state})
 
 
-class Arrays(Coin):
-    breaks = "get_state must return JSON values only"
-
-    def get_state(self):
-        return super().get_state() | {"limit": np.int64(self.limit)}
-
-
-class Ineffective(Coin):
-    breaks = "'effective'] must be true where state_key changed"
-
-    def step(self, action):
-        *rest, info = super().step(action)
-        return (*rest, info | {"effective": False})
-
-
-class NoFlag(Coin):
-    breaks = "bool info['success']"
-
-    def step(self, action):
-        return (*super().step(action)[:4], {})
-
-
-class BestIsWorse(Coin):
-    breaks = "random ≤ optimal"
-
-    def baselines(self, turns, actions_per_turn, actions):
-        return Baselines(0.5, 0.25, 0.0, 0.0)
-
-
-class NotFinite(Coin):
-    breaks = "a finite number"
-
-    def step(self, action):
-        observation, _, *rest = super().step(action)
-        return (observation, float("nan"), *rest)
-
-
-class Lenient(Coin):
-    breaks = "must raise ValueError for an unknown action"
-
-    def action_index(self, action):
-        return 1
-
-
 class Shared(Coin):
     breaks = "must not share anything"
 
@@ -335,32 +292,6 @@ class Shared(Coin):
         return (observation, float(Shared.shared), *rest)
 
 
-class TwinNames(Coin):
-    breaks = "differ by more than case"
-    actions = ("Flip", "flip ")
-
-
-class Silent(Coin):
-    breaks = "NoneType as rules: text is expected"
-    rules = None
-
-
-class Cheat(Coin):
-    breaks = "solve must return 1 to 2 legal actions"
-
-    def solve(self, turns_left, actions_left, actions_per_turn):
-        return ["Flip"] * 3
-
-
-class Babbling(Coin):
-    breaks = "random_action must follow from its generator"
-    actions, action_index, said = None, len, 0
-
-    def random_action(self, generator):
-        Babbling.said += 1
-        return "x" * Babbling.said
-
-
 class Meddling(Coin):
     breaks = "solve and baselines must not change the environment"
 
@@ -369,12 +300,46 @@ class Meddling(Coin):
         return ["Flip"]
 
 
+def step_with(**changes):
+    """A step with other results."""
+    names = ("observation", "reward", "terminated", "truncated", "info")
+
+    def step(env, action):
+        return tuple((dict(zip(names, Coin.step(env, action), strict=True)) | changes).values())
+
+    return step
+
+
+SAID = count(1)
+CHANGES = {
+    "get_state must return JSON values only": {"get_state": lambda env: {"limit": np.int64(1)}},
+    "'effective'] must be true where state_key changed": {
+        "step": step_with(terminated=False, info={"success": False, "effective": False})
+    },
+    "bool info['success']": {"step": step_with(info={})},
+    "random ≤ optimal": {"baselines": lambda *_: Baselines(0.5, 0.25, 0.0, 0.0)},
+    "a finite number": {"step": step_with(reward=float("nan"))},
+    "must raise ValueError for an unknown action": {"action_index": lambda *_: 1},
+    "differ by more than case": {"actions": ("Flip", "flip ")},
+    "NoneType as rules: text is expected": {"rules": None},
+    "solve must return 1 to 2 legal actions": {"solve": lambda *_: ["Flip"] * 3},
+    "random_action must follow from its generator": {
+        **{"actions": None, "action_index": len},
+        "random_action": lambda *_: "x" * next(SAID),
+    },
+}
+BROKEN = [
+    *Coin.__subclasses__(),
+    *(type("Broken", (Coin,), {**each, "breaks": rule}) for rule, each in CHANGES.items()),
+]
+
+
 def test_a_correct_environment_passes_the_checker():
     for env in (Coin(), Echo(), Mute()):
         check(env)
 
 
-@pytest.mark.parametrize("cls", Coin.__subclasses__(), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("cls", BROKEN, ids=lambda c: c.breaks)
 def test_a_broken_rule_is_named_and_the_environment_closed(cls, monkeypatch):
     closed = []
     monkeypatch.setattr(cls, "close", lambda env: closed.append(env))
