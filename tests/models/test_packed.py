@@ -74,6 +74,14 @@ def rows() -> tuple[Tensor, Tensor, Tensor]:
     return token_ids_BT, lengths_B, wanted_BT
 
 
+def test_the_private_names_of_transformers_that_are_used_are_there() -> None:
+    remedy = "adapt their users in ragen.models, or lower the bound of transformers in pyproject"
+    model = build("Llama")
+    assert model.config._attn_implementation == "sdpa", remedy
+    assert model._supports_attention_backend is True, remedy
+    assert callable(transformers.masking_utils.find_packed_sequence_indices), remedy
+
+
 def states_and_gradients(
     path: Any, model: PreTrainedModel, *inputs: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -51,6 +51,30 @@ def fused_layers(model: PreTrainedModel) -> list[tuple[Tensor, Tensor, Tensor, T
     return fused
 
 
+def project(
+    x_FD: Tensor, weights: Sequence[Tensor], rope_F1R: Tensor, epsilon: float, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, already scaled, keys and values of a fused layer, (F, H, width of a head)."""
+    qkv, bias, *_ = weights
+    qkv_FE = torch.addmm(bias, x_FD * inverse_rms(x_FD, epsilon), qkv)
+    qkv_FHD = qkv_FE.unflatten(1, (-1, 2 * rope_F1R.shape[2]))
+    heads = qkv_FHD.shape[1] - 2 * kv_heads
+    as_complex(qkv_FHD[:, : heads + kv_heads]).mul_(rope_F1R)
+    q_FHD, k_FHD, v_FHD = qkv_FHD.split((heads, kv_heads, kv_heads), dim=1)
+    return q_FHD, k_FHD, v_FHD
+
+
+def finish(x_FD: Tensor, mixed_FE: Tensor, weights: Sequence[Tensor], epsilon: float) -> Tensor:
+    """The states behind a fused layer, from those before it and what attention gave."""
+    _, _, mix, gate_up, down = weights
+    x_FD = torch.addmm(x_FD, mixed_FE, mix)
+    for part in chunks(x_FD):
+        x = x_FD[part]
+        gate, up = ((x * inverse_rms(x, epsilon)) @ gate_up).chunk(2, dim=1)
+        x.addmm_(functional.silu(gate).mul_(up), down)
+    return x_FD
+
+
 class Qwen2Decoder:
     """Key–value slots for a model that `ragen.models.fast_qwen2.supports` accepts.
 
@@ -61,7 +85,6 @@ class Qwen2Decoder:
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
         self.model = model
         attn = model.model.layers[0].self_attn
-        self.heads = attn.q_proj.out_features // attn.head_dim
         self.kv_heads = attn.k_proj.out_features // attn.head_dim
         self.max_length = max_length
         self.store = KeyStore(num_slots, max_length)
@@ -111,22 +134,14 @@ class Qwen2Decoder:
         """Logits (N, V). `last_N` are the flat rows that are needed after the last layer's keys."""
         epsilon = self.model.config.rms_norm_eps
         rope_F1R = self.rope_T1R[every.places[1]]
-        heads, all_heads = self.heads, self.heads + self.kv_heads
         x_FD = self.embedding[tokens_F]
-        for layer, (qkv, bias, mix, gate_up, down) in enumerate(self.weights):
-            qkv_FE = torch.addmm(bias, x_FD * inverse_rms(x_FD, epsilon), qkv)
-            qkv_FHD = qkv_FE.view(len(x_FD), all_heads + self.kv_heads, -1)
-            as_complex(qkv_FHD[:, :all_heads]).mul_(rope_F1R)
-            q_FHD, k_FHD, v_FHD = qkv_FHD.split((heads, self.kv_heads, self.kv_heads), dim=1)
+        for layer, weights in enumerate(self.weights):
+            q_FHD, k_FHD, v_FHD = project(x_FD, weights, rope_F1R, epsilon, self.kv_heads)
             stored, reach = self.store.write(layer, every.places, k_FHD, v_FHD), every
             if layer == len(self.weights) - 1:
                 reach = last
                 if last_N is not None:
                     x_FD, q_FHD = x_FD[last_N], q_FHD[last_N]
-            x_FD = torch.addmm(x_FD, reach.attend(q_FHD, stored), mix)
-            for part in chunks(x_FD):
-                x = x_FD[part]
-                gate, up = ((x * inverse_rms(x, epsilon)) @ gate_up).chunk(2, dim=1)
-                x.addmm_(functional.silu(gate).mul_(up), down)
+            x_FD = finish(x_FD, reach.attend(q_FHD, stored), weights, epsilon)
         logits_NV: Tensor = (x_FD * inverse_rms(x_FD, epsilon)) @ self.head
         return logits_NV

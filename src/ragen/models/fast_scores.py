@@ -21,8 +21,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ragen.models.beginnings import Beginnings
-from ragen.models.fast_decoder import fused_layers
-from ragen.models.fast_qwen2 import as_complex, chunks, inverse_rms, rope_table
+from ragen.models.fast_decoder import finish, fused_layers, project
+from ragen.models.fast_qwen2 import rope_table
 from ragen.models.key_store import SCORES, matmul
 
 
@@ -49,7 +49,7 @@ class PrefixReader:
         rope_P1R = rope_table(self._model, len(prompt))
         x_PD = self._model.embed_tokens(torch.tensor(prompt, device=device))
         for layer, weights in enumerate(self._layers):
-            q_PHE, k_PKE, v_PKE = self._project(x_PD, weights, rope_P1R)
+            q_PHE, k_PKE, v_PKE = project(x_PD, weights, rope_P1R, self._epsilon, self.key_heads)
             self._keys[layer] = k_PKE.permute(1, 2, 0).contiguous()  # (K, E, P)
             self._values[layer] = v_PKE.transpose(0, 1).contiguous()  # (K, P, E)
             is_last = layer == len(self._layers) - 1
@@ -59,14 +59,15 @@ class PrefixReader:
             mixed_1HPE = functional.scaled_dot_product_attention(
                 q_1HPE, k_1KPE, v_1KPE, is_causal=not is_last, scale=1.0, enable_gqa=True
             )
-            x_PD = self._finish(x_PD, mixed_1HPE[0].transpose(0, 1), weights)
-        self._last_D = self._normed(x_PD)[0]
+            mixed_PHE = mixed_1HPE[0].transpose(0, 1)
+            x_PD = finish(x_PD, mixed_PHE.flatten(1), weights, self._epsilon)
+        self._last_D = self._model.norm(x_PD)[0]
 
     @torch.no_grad()
     def follow(self, beginnings: Beginnings) -> Tensor:
         """The states after the prompt alone and after each beginning behind it, (1 + F, D)."""
         num_prompt, depths_F = self._keys[0].shape[2], beginnings.depths_F
-        states_1D = self._last_D[None]
+        states_1D: Tensor = self._last_D[None]
         if not len(depths_F):
             return states_1D
         longest = num_prompt + int(depths_F.max()) + 1
@@ -76,12 +77,12 @@ class PrefixReader:
         mask_UQW = mask_UQW.repeat_interleave(self.heads // self.key_heads, dim=1)
         x_FD = self._model.embed_tokens(beginnings.ids_F)
         for keys, values, weights in zip(self._keys, self._values, self._layers, strict=True):
-            q_FHE, k_FKE, v_FKE = self._project(x_FD, weights, rope_F1R)
+            q_FHE, k_FKE, v_FKE = project(x_FD, weights, rope_F1R, self._epsilon, self.key_heads)
             k_UWKE, v_UWKE = k_FKE[beginnings.seen_UW], v_FKE[beginnings.seen_UW]
             own = k_UWKE.permute(2, 0, 3, 1), v_UWKE.permute(2, 0, 1, 3)
             mixed_FHE = self._attend(q_FHE, (keys, values), own, mask_UQW)
-            x_FD = self._finish(x_FD, mixed_FHE, weights)
-        return torch.cat((states_1D, self._normed(x_FD)))
+            x_FD = finish(x_FD, mixed_FHE.flatten(1), weights, self._epsilon)
+        return torch.cat((states_1D, self._model.norm(x_FD)))
 
     def _attend(
         self,
@@ -109,27 +110,3 @@ class PrefixReader:
             mixed_KUQE[:, part] = mixed.add_((of_all @ v_KPE).view(q.shape))
         mixed_KFGE = mixed_KUQE.view(self.key_heads, len(q_FHE), -1, self.head_width)
         return mixed_KFGE.transpose(0, 1).flatten(1, 2)
-
-    def _project(
-        self, x_FD: Tensor, weights: Sequence[Tensor], rope_F1R: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, already scaled, keys and values."""
-        qkv, bias, *_ = weights
-        normed_FD = x_FD * inverse_rms(x_FD, self._epsilon)
-        qkv_FHE = torch.addmm(bias, normed_FD, qkv).unflatten(1, (-1, self.head_width))
-        as_complex(qkv_FHE[:, : self.heads + self.key_heads]).mul_(rope_F1R)
-        q_FHE, k_FKE, v_FKE = qkv_FHE.split((self.heads, self.key_heads, self.key_heads), dim=1)
-        return q_FHE, k_FKE, v_FKE
-
-    def _finish(self, x_FD: Tensor, mixed_FHE: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        _, _, mix, gate_up, down = weights
-        x_FD = torch.addmm(x_FD, mixed_FHE.flatten(1), mix)
-        for part in chunks(x_FD):
-            x = x_FD[part]
-            gate, up = ((x * inverse_rms(x, self._epsilon)) @ gate_up).chunk(2, dim=1)
-            x.addmm_(functional.silu(gate).mul_(up), down)
-        return x_FD
-
-    def _normed(self, x_FD: Tensor) -> Tensor:
-        normed_FD: Tensor = self._model.norm(x_FD)
-        return normed_FD

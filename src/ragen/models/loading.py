@@ -354,26 +354,27 @@ def _check_output_layer(model: PreTrainedModel, name: str) -> None:
     These are models whose states depend on later tokens, models that do not take the sampler's
     masks and cache, and models that transform their logits in a way that `shape_of` does not know.
     """
+
+    def check(agrees: bool, problem: str) -> None:
+        if not agrees:
+            raise RagenError(
+                f"the model '{name}' {problem}; use a Qwen, Llama, Mistral, Gemma, Granite or "
+                "similar model"
+            )
+
     head = model.get_output_embeddings()
-    if head is None:
-        raise RagenError(f"the model '{name}' has no output layer over a vocabulary")
+    check(head is not None, "has no output layer over a vocabulary")
     probe_BT = torch.arange(1, 5, device=model.device)[None] % head.weight.shape[0]
     logits = model(input_ids=probe_BT, use_cache=False).logits.float()
     if not bool(logits.isfinite().all()):
         raise NotFiniteError(f"the logits of '{name}'")
     before = model(input_ids=probe_BT[:, :2], use_cache=False).logits.float()
-    if not _agree(before, logits[:, :2], model.dtype):
-        raise RagenError(
-            f"the model '{name}' is not causal: its logits for a token depend on later tokens; "
-            "use a causal language model"
-        )
+    is_causal = _agree(before, logits[:, :2], model.dtype)
+    check(is_causal, "is not causal: its logits for a token depend on later tokens")
     with load_errors(name, "its architecture does not take the masks of the sampler"):
         decoded = HFDecoder(model, 1, probe_BT.shape[1]).prefill([0], [0], probe_BT.tolist())
-    if not _agree(decoded, logits[:, -1], model.dtype):
-        raise RagenError(
-            f"the model '{name}' computes other logits with a cache of keys and values, which is "
-            "not supported; use a Qwen, Llama, Mistral, Gemma, Granite or similar model"
-        )
+    is_same = _agree(decoded, logits[:, -1], model.dtype)
+    check(is_same, "computes other logits with a cache of keys and values")
     states = backbone(model)(input_ids=probe_BT, use_cache=False).last_hidden_state
     # A cap hardly changes the small logits of a probe, so the layer is also made to return large
     # ones.
@@ -384,14 +385,9 @@ def _check_output_layer(model: PreTrainedModel, name: str) -> None:
     finally:
         hook.remove()
     shape = shape_of(model)
-    if not (
-        _agree(logits, shape.of(head(states).float()), model.dtype)
-        and _agree(capped, shape.of(large_V).expand_as(capped), model.dtype)
-    ):
-        raise RagenError(
-            f"the model '{name}' transforms its logits after the output layer in an unknown way; "
-            "use a Qwen, Llama, Mistral, Gemma, Granite or similar model"
-        )
+    is_known = _agree(logits, shape.of(head(states).float()), model.dtype)
+    is_known = is_known and _agree(capped, shape.of(large_V).expand_as(capped), model.dtype)
+    check(is_known, "transforms its logits after the output layer in an unknown way")
 
 
 def _agree(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
