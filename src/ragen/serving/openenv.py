@@ -158,17 +158,11 @@ def serve(
     """Serve an environment until Ctrl-C.
 
     The token is that of the environment variable ``OPENENV_TOKEN``. Without one, an address beyond
-    this machine gets a new token.
+    this machine gets a new token. `most` is the limit of sessions at the same time.
 
-    Args:
-        setup: Makes and calls environments; it is closed at the end.
-        host: The address to listen on.
-        port: The port; 0 is any free one.
-        most: The limit of sessions at the same time.
-        say: Called once clients can connect, with the URL and what they set as the token: a new
-            token, or the name of the variable that has the user's own token.
-        report: Called with a line about each session whose environment failed.
-        tls: The settings of TLS; ``None`` for plain HTTP.
+    `say` is called once clients can connect, with the URL and what they set as the token: a new
+    token, or the name of the variable that has the user's own token. `report` is called with a line
+    about each session whose environment failed.
 
     Raises:
         RagenError: The package for WebSockets is not installed, the token is not valid, the

@@ -13,8 +13,10 @@ import tempfile
 from abc import abstractmethod
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.util import find_spec
 from typing import IO, Any, ClassVar, NamedTuple
 
+from ragen.config.extensions import LIBRARIES
 from ragen.core.errors import RagenError, last_line, printable
 from ragen.envs.contract import Env, Info, Options, State, fresh_seed
 
@@ -118,7 +120,7 @@ class Adapted(Replayed):
         """The `versions` of a target.
 
         Raises:
-            RagenError: The library is not installed, or has no such environment.
+            RagenError: The library has no such environment.
         """
 
     @property
@@ -132,7 +134,10 @@ class Adapted(Replayed):
 
 @cache
 def _named(adapter: type[Adapted], name: str) -> type[Adapted]:
-    target = name.partition(":")[2]
+    library, _, target = name.partition(":")
+    module = LIBRARIES[library].module
+    if find_spec(module) is None:
+        raise missing(name, module, library)
     about = {"name": name, "target": target, "versions": adapter.find(target)}
     return type(adapter.__name__, (adapter,), {**about, "__module__": adapter.__module__})
 

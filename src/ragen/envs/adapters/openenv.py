@@ -23,7 +23,7 @@ import httpx
 
 from ragen.config.keys import BUDGETS
 from ragen.core.errors import RagenError
-from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
+from ragen.envs.adapters.adapted import Adapted, Played, version_of
 from ragen.envs.adapters.mcp import text_of
 from ragen.envs.adapters.openenv_servers import address_of, code_of, is_url
 from ragen.envs.contract import Schema
@@ -88,15 +88,11 @@ class OpenEnvEnv(Adapted):
 
     @classmethod
     def find(cls, target: str) -> tuple[str, ...]:
-        try:
-            import websockets
-        except ModuleNotFoundError:
-            raise missing(f"openenv:{target}", "websockets", "openenv") from None
         if is_url(target):
             _check_url(target)
         about = _about(address_of(target), target)
         code = (f"{about.name} {about.digest}", *code_of(target))
-        return version_of(websockets.__name__), *code
+        return version_of("websockets"), *code
 
     @property
     def tools(self) -> tuple[Schema, ...]:

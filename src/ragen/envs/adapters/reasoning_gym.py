@@ -13,7 +13,7 @@ from typing import Any
 
 from ragen.core.errors import RagenError, nearest
 from ragen.core.user_code import UserCodeError, boundary
-from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
+from ragen.envs.adapters.adapted import Adapted, Played, version_of
 
 SIZE = 500
 """Items of one dataset. Some datasets make all of them at once."""
@@ -49,11 +49,8 @@ class ReasoningGymEnv(Adapted):
 
     @classmethod
     def find(cls, target: str) -> tuple[str, ...]:
-        try:
-            import reasoning_gym
-        except ModuleNotFoundError:
-            name = f"reasoning-gym:{target}"
-            raise missing(name, "reasoning-gym", "reasoning-gym") from None
+        import reasoning_gym
+
         known = set(reasoning_gym.factory.DATASETS) - {"composite"}
         if target not in known:
             raise RagenError(f"reasoning-gym has no task {target!r}{nearest(target, known)}")

@@ -16,7 +16,7 @@ import numpy as np
 
 from ragen.core.errors import RagenError, nearest
 from ragen.core.plugins import load_object
-from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
+from ragen.envs.adapters.adapted import Adapted, Played, version_of
 from ragen.envs.adapters.randomness import GlobalRandomness
 from ragen.envs.contract import generators, pick
 
@@ -68,10 +68,8 @@ class TextArenaEnv(Adapted):
 
     @classmethod
     def find(cls, target: str) -> tuple[str, ...]:
-        try:
-            import textarena
-        except ModuleNotFoundError:
-            raise missing(f"textarena:{target}", "textarena", "textarena") from None
+        import textarena
+
         known = textarena.envs.registration.ENV_REGISTRY
         if target not in known:
             raise RagenError(f"textarena has no game {target!r}{nearest(target, known)}")

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ragen.core.errors import RagenError
 from ragen.core.plugins import load_object
 from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
-from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
+from ragen.envs.adapters.adapted import Adapted, Played, version_of
 from ragen.envs.adapters.own_loop import OwnLoop
 from ragen.envs.adapters.randomness import GlobalRandomness
 from ragen.envs.contract import Schema
@@ -85,10 +85,8 @@ class VerifiersEnv(Adapted):
 
     @classmethod
     def find(cls, target: str) -> tuple[str, ...]:
-        try:
-            import verifiers
-        except ModuleNotFoundError:
-            raise missing(f"verifiers:{target}", "verifiers", "verifiers") from None
+        import verifiers
+
         if not hasattr(verifiers, "MultiTurnEnv"):
             raise RagenError(
                 f"verifiers:{target}: {version_of('verifiers')} has no load_environment any more: "
