@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
-from ragen.core.stopping import run_async
+from ragen.core.user_code import UserCodeError
 from ragen.engines.factory import load_model
 from ragen.models import lora
 from ragen.models.adapter_folder import ADAPTER_WEIGHTS
@@ -26,8 +26,7 @@ from ragen.models.names import ADAPTER_CONFIG, BASE, is_adapter
 from ragen.reports.card import Usage, card
 from ragen.reports.facts import read_facts
 from ragen.rollout.chat import Chat
-from ragen.rollout.episode import play_episode
-from ragen.rollout.policies import ScriptedPolicy
+from ragen.rollout.episode import opening
 from ragen.rollout.setup import EpisodeSpec, by_env, make_chat, make_setup
 from ragen.rollout.template import DAY
 from ragen.storage.checkpoint import choose, new_folder, sound, step_of
@@ -98,13 +97,13 @@ def usage_of(config: Config, chat: Chat, template: str, adapter: bool) -> Usage:
     """
     alone, *_ = by_env(config).values()
     with closing(make_setup(alone, None)) as setup:
-        silent = ScriptedPolicy(lambda _: "")
-        episode = run_async(
-            play_episode(silent, setup, EpisodeSpec(EVAL_LEVELS, 0, 0, (config.seed, "play")))
-        )
-    if not episode.turns:
-        raise RagenError(f"the environment {alone.env.name!r} failed; run `ragen check` on it")
-    messages = chat.taken(episode.turns[0].prompt.messages)
+        try:
+            prompt, _ = opening(setup, EpisodeSpec(EVAL_LEVELS, 0, 0, (config.seed, "play")))
+        except UserCodeError as failure:
+            raise RagenError(
+                f"the environment {alone.env.name!r} failed; run `ragen check` on it"
+            ) from failure
+    messages = chat.taken(prompt.messages)
     begun, _ = chat.open(messages, setup.prefill)
     in_template = begun == chat.open(messages)[0]  # the template writes the prefill itself
     options = {"tools": repr(list(setup.tools))} if setup.tools else {}

@@ -6,21 +6,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ragen.config.config import Config
-from ragen.core.errors import RagenError
 from ragen.evaluation.results import RunEvaluation, load_evaluations
 from ragen.storage.database import check_run_folder
 from ragen.storage.reader import read_events, read_metrics
 from ragen.storage.settings import run_config
 from ragen.storage.stored_episodes import Recorded, read_episodes
-
-if TYPE_CHECKING:
-    import pandas
 
 
 @dataclass(frozen=True)
@@ -48,21 +44,6 @@ class RunData:
             for name, values in sorted(series.items())
         }
         return {"step": np.array(steps, dtype=np.float64), **columns}
-
-    def frame(self) -> pandas.DataFrame:
-        """The metrics as a pandas table with the step as its index.
-
-        Raises:
-            RagenError: pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError:
-            raise RagenError(
-                "RunData.frame needs pandas: pip install pandas, or use RunData.metrics"
-            ) from None
-        table = pandas.DataFrame(dict(self.metrics))
-        return table.astype({"step": int}).set_index("step")
 
     @cached_property
     def evaluations(self) -> tuple[RunEvaluation, ...]:
