@@ -26,11 +26,11 @@ from ragen.config.config import Config
 from ragen.config.reading import dump, resolve
 from ragen.core.metrics import Metrics, last, mean
 from ragen.core.seeding import EVAL_LEVELS, train_level
-from ragen.core.types import Episode, Group, Prompt, Turn
+from ragen.core.types import Completion, Episode, Group, Prompt, Turn
 from ragen.evaluation.results import Evaluation
 from ragen.reports.facts import SIGNALS
 from ragen.rollout.groups import run_groups
-from ragen.rollout.policies import ScriptedPolicy
+from ragen.rollout.policies import written_completion
 from ragen.rollout.setup import make_setup
 from ragen.storage.recorder import Recorder
 
@@ -75,14 +75,13 @@ def thought(source: random.Random) -> str:
 def played(config: Config, source: random.Random) -> list[Group]:
     """Groups that were really played, by chance."""
 
-    def reply(_: Prompt) -> str:
-        action = source.choice(("Up", "Down", "Left", "Right"))
-        return f"{thought(source)}</think><answer>{action}</answer>"
+    class Chance:
+        async def complete(self, _: Prompt) -> Completion:
+            action = source.choice(("Up", "Down", "Left", "Right"))
+            return written_completion(f"{thought(source)}</think><answer>{action}</answer>")
 
     levels = [train_level(group) for group in range(PROMPTS)]
-    work = run_groups(
-        ScriptedPolicy(reply), make_setup(config, None), levels, MEMBERS, (0, "train", 0)
-    )
+    work = run_groups(Chance(), make_setup(config, None), levels, MEMBERS, (0, "train", 0))
     return asyncio.run(work)
 
 

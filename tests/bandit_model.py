@@ -60,8 +60,8 @@ def _prepare(folder: Path) -> None:
     from ragen.models.loading import save_model
     from ragen.rollout.chat import Chat
     from ragen.rollout.groups import run_groups
-    from ragen.rollout.policies import ScriptedPolicy
     from ragen.rollout.setup import make_setup
+    from tests.scripted_policy import ScriptedPolicy
 
     torch.set_num_threads(1)
     tokenizer = tiny_tokenizer("chatml")

@@ -18,10 +18,10 @@ from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group, Sample
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
-from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import Setup
 from tests import records
 from tests.rogue import Rogue
+from tests.scripted_policy import ScriptedPolicy
 from tests.tiny import tiny_tokenizer
 
 

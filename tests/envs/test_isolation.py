@@ -27,8 +27,8 @@ from ragen.envs.registry import make
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import random_player
-from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import Setup, make_setup
+from tests.scripted_policy import ScriptedPolicy
 
 ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
 FREE = ROGUE.replace("rogue.py:Rogue", "free_text.py:Echo")

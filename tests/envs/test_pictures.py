@@ -17,9 +17,9 @@ from ragen.envs.contract import Env, Info
 from ragen.envs.registry import make
 from ragen.rollout.episode import play_episode
 from ragen.rollout.guarded import GuardedEnv
-from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import EpisodeSpec, Setup
 from tests.rogue import Rogue
+from tests.scripted_policy import ScriptedPolicy
 
 
 def reply(*actions: str) -> str:

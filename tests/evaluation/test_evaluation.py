@@ -23,13 +23,13 @@ from ragen.evaluation.evaluation import (
 )
 from ragen.evaluation.targets import config_for
 from ragen.models.names import resolve_model
-from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import make_setup
 from ragen.storage.database import new_run_folder
 from ragen.storage.reader import read_evaluations
 from ragen.storage.recorder import Recorder
 from ragen.storage.settings import run_config
 from tests.bandit_model import bandit_model, settings
+from tests.scripted_policy import ScriptedPolicy
 
 ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
 

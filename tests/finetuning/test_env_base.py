@@ -35,10 +35,10 @@ from ragen.models.names import is_embedded, taught_style
 from ragen.rollout.chat import Chat
 from ragen.rollout.env_settings import resolve_run
 from ragen.rollout.groups import run_groups
-from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.prompt import Limits
 from ragen.rollout.setup import Setup
 from tests.free_text import Echo
+from tests.scripted_policy import ScriptedPolicy
 
 FILES = Path(__file__).parents[1]
 ECHO = f"{FILES / 'free_text.py'}:Echo"

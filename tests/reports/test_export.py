@@ -35,7 +35,6 @@ from ragen.reports.export import export, usage_of
 from ragen.reports.facts import Facts, read_facts
 from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode
-from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import EpisodeSpec, make_setup
 from ragen.storage.checkpoint import checkpoint_of, newest, read_state, write_state
 from ragen.storage.database import DATABASE
@@ -43,6 +42,7 @@ from ragen.training.trainer import train
 from tests.bandit_model import settings
 from tests.cli.test_cli import evaluation
 from tests.records import edit_settings
+from tests.scripted_policy import ScriptedPolicy
 from tests.tiny import TEMPLATES, tiny_tokenizer
 from tests.tolerance import assert_close
 

@@ -14,9 +14,9 @@ from ragen.rollout.chat import Chat
 from ragen.rollout.context import Conversation, View
 from ragen.rollout.env_settings import resolve_run
 from ragen.rollout.episode import play_episode, require_unchanged
-from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.prompt import Limits
 from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
+from tests.scripted_policy import ScriptedPolicy
 from tests.tiny import tiny_tokenizer
 
 SPEC = EpisodeSpec(123, 0, 0, (0, "test"))

@@ -22,9 +22,9 @@ from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, solver
-from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
 from tests.rogue import Rogue
+from tests.scripted_policy import ScriptedPolicy
 from tests.tiny import TEMPLATES, tiny_tokenizer
 
 RIGHT = "t</think><answer>Right</answer>"

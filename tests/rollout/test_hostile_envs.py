@@ -22,10 +22,10 @@ from ragen.core.types import Episode
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs.isolation import Workers
 from ragen.rollout.groups import run_groups
-from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import Setup
 from tests.hostile_envs import ANSWERS, HOSTILE, RAISED, TABLE, TAKEN, WORKER, Hostile
 from tests.rogue import Rogue
+from tests.scripted_policy import ScriptedPolicy
 
 POLICY = ScriptedPolicy(lambda prompt: "t</think><answer>Right</answer>")
 BY_DEFAULT = ("os._exit", "segmentation fault", "stopped", "memory", "endless bytes")

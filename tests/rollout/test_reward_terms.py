@@ -26,7 +26,6 @@ from ragen.finetuning.demonstrations_lake import careful_turn, lake_turns, slipp
 from ragen.finetuning.demonstrations_sokoban import sokoban_plan
 from ragen.rollout.actions import parse
 from ragen.rollout.episode import play_episode
-from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.prompt import Limits
 from ragen.rollout.reward_terms import (
     TERMS,
@@ -41,6 +40,7 @@ from ragen.rollout.reward_terms import (
 )
 from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
 from ragen.storage.reader import read_metrics
+from tests.scripted_policy import ScriptedPolicy
 
 FULL = Limits(turn=1, turns_left=5, actions_left=10, actions_per_turn=5)
 

@@ -28,7 +28,7 @@ from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode, read_reply
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, solver
-from ragen.rollout.policies import ScriptedPolicy, written_completion
+from ragen.rollout.policies import written_completion
 from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup, make_chat, make_setup
 from ragen.rollout.template import Template
 from ragen.rollout.tool_calls import hermes, parse_tools
@@ -36,6 +36,7 @@ from ragen.rollout.tool_template import call_message
 from ragen.storage.schema import SCHEMA
 from ragen.storage.stored_episodes import episode_rows, read_episode, write_episodes
 from tests.rollout.test_histories import FEW, ROOMY, TIGHT, CyclingPolicy, check
+from tests.scripted_policy import ScriptedPolicy
 from tests.tiny import tiny_tokenizer
 from tests.tool_templates import TOOL_TEMPLATES, tool_tokenizer
 

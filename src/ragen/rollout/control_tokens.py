@@ -105,10 +105,6 @@ class ControlTokens:
         """The control tokens that a text spells."""
         return frozenset(self._tokens[each] for each in self._control.findall(text))
 
-    def encode_text(self, text: str) -> Ids:
-        """Ids that spell a text, without a control token."""
-        return self.encode_rendering(self.mark(text))
-
     def _only_verified(self, ids: Iterable[int]) -> list[int]:
         return [token for token in ids if token in self._verified]
 

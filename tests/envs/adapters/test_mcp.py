@@ -22,8 +22,8 @@ from ragen.envs.registry import make
 from ragen.envs.tools import tool, write_call
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
-from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import Setup
+from tests.scripted_policy import ScriptedPolicy
 from tests.tool_templates import tool_tokenizer
 
 pytest.importorskip("mcp", reason="needs the extra mcp")

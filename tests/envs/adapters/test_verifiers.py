@@ -17,9 +17,9 @@ from ragen.envs.registry import make
 from ragen.envs.tools import write_call
 from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
-from ragen.rollout.policies import ScriptedPolicy
 from ragen.rollout.setup import Setup
 from tests.rollout.test_histories import check as check_samples
+from tests.scripted_policy import ScriptedPolicy
 from tests.tool_templates import tool_tokenizer
 
 vf = pytest.importorskip("verifiers", reason="needs the extra verifiers")
