@@ -9,6 +9,7 @@ from ragen.models import model as ragen_model
 from ragen.models.decoder import HFDecoder, make_decoder
 from ragen.models.model import Critic, cross_scores, padded_hidden_states
 from tests.models.test_model import ragged, tiny
+from tests.models.test_packed import assert_equals_the_general_decoder
 from tests.tolerance import GRADIENT, assert_close
 
 
@@ -58,14 +59,6 @@ def test_samples_with_a_shared_prefix_equal_the_general_path(
     assert_equal_to_the_general_path(model, token_ids_BT, lengths_B, wanted_BT)
 
 
-def test_no_wanted_position_gives_no_states() -> None:
-    token_ids_BT, lengths_B, wanted_BT = ragged()
-    nothing = torch.zeros_like(wanted_BT)
-    states = fast_qwen2.hidden_states(tiny(), token_ids_BT, lengths_B, nothing)
-    assert states.shape == (0, 16)
-    states.sum().backward()
-
-
 def test_other_architectures_dtypes_and_layers_are_not_supported() -> None:
     assert not fast_qwen2.supports(tiny("llama"))
     assert not fast_qwen2.supports(tiny("gpt2"))
@@ -77,29 +70,10 @@ def test_other_architectures_dtypes_and_layers_are_not_supported() -> None:
     assert not fast_qwen2.supports(adapted)
 
 
-def test_decoder_equals_the_general_one_for_ragged_slots() -> None:
-    model = tiny()
-    decoders = [HFDecoder(model, 6, 32), make_decoder(model, 6, 32)]
-    assert isinstance(decoders[1], fast_decoder.Qwen2Decoder)
-    generator = torch.Generator().manual_seed(4)
-
-    def ids(count: int) -> list[int]:
-        return torch.randint(0, 40, (count,), generator=generator).tolist()
-
-    def both(method: str, *args: object) -> None:
-        expected, got = (getattr(decoder, method)(*args) for decoder in decoders)
-        assert_close(got, expected)
-
-    both("prefill", [0, 1, 2, 5], [0, 0, 0, 0], [ids(5), ids(1), ids(11), ids(3)])
-    both("prefill", [5, 1], [3, 1], [ids(4), ids(9)])  # continued, with slots out of order
-    slots = torch.tensor([0, 1, 2, 5])  # in order, with idle slots in between
-    both("decode", slots, torch.tensor([5, 10, 11, 7]), torch.tensor(ids(4)))
-    both("decode", torch.tensor([2]), torch.tensor([12]), torch.tensor(ids(1)))
-    both("decode", torch.tensor([5, 0]), torch.tensor([8, 6]), torch.tensor(ids(2)))
-    for decoder in decoders:
-        decoder.copy(2, 3, 12)
-    both("decode", torch.tensor([3]), torch.tensor([12]), torch.tensor(ids(1)))
-    both("prefill", [2], [0], [ids(3)])  # a reused slot: its old contents are masked
+def test_the_fast_decoder_equals_the_general_one() -> None:
+    decoder = make_decoder(tiny(), 8, 48)
+    assert isinstance(decoder, fast_decoder.Qwen2Decoder)
+    assert_equals_the_general_decoder(decoder)
 
 
 def test_attention_scores_in_several_parts_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -468,18 +468,20 @@ def test_base_of_finds_a_relinked_or_embedded_base(saved: tuple[Path, Any], base
     base.symlink_to(base.with_name("moved"))
     put_on(loaded(base_of(folder)), folder)
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
+
+    def rename(name: str | None) -> None:
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": name}))
+
     for name, ending in (
         ("/elsewhere/site-packages/ragen/models/bases/bandit", "bases/bandit"),
         ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
     ):
-        text = json.dumps(config | {"base_model_name_or_path": name})
-        (folder / ADAPTER_CONFIG).write_text(text)
+        rename(name)
         assert base_of(folder).endswith(ending)
-    for name, complaint in ((None, "names no base"), ("../gone", "which is gone: put it back")):
-        (folder / ADAPTER_CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": name}))
+    for gone, complaint in ((None, "names no base"), ("../gone", "which is gone: put it back")):
+        rename(gone)
         assert complaint in message(base_of, folder)
-    name = os.path.relpath(base, folder)  # relative to the adapter
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": name}))
+    rename(os.path.relpath(base, folder))  # relative to the adapter
     assert Path(base_of(folder)).samefile(base)
 
 

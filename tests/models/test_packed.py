@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ragen.core.errors import RagenError
 from ragen.models import decoder as decoder_module
 from ragen.models import key_store, packed
-from ragen.models import model as ragen_model
 from ragen.models import packing as packing_module
 from ragen.models.decoder import FlatDecoder, HFDecoder, make_decoder
 from ragen.models.key_store import KeyStore
 from ragen.models.loading import recompute_layers
-from ragen.models.model import backbone, cross_scores, hidden_states, padded_hidden_states
+from ragen.models.model import backbone, hidden_states, padded_hidden_states
 from tests.tolerance import GRADIENT, assert_close, rounding
 
 SIZE: dict[str, Any] = {
@@ -245,17 +244,6 @@ def test_sequences_of_various_lengths_see_what_blocks_see(
     expected = packed._learning(packing, cpu)(0, query, key, value, 0.5)
     got = packed._Lengths.of(packing, cpu)(0, query, key, value, 0.5)
     assert_close(got, expected)
-
-
-def test_scores_of_thoughts_equal_the_padded_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, generator = build("Llama"), torch.Generator().manual_seed(5)
-    prompts, thoughts = (
-        [torch.randint(0, 40, (count,), generator=generator).tolist() for count in counts]
-        for counts in ((1, 20, 31), (4, 1, 7, 7, 2))
-    )
-    got = cross_scores(model, prompts, thoughts, 0.7, 16)
-    monkeypatch.setattr(ragen_model.packed, "longest", lambda _: 0)
-    assert_close(got, cross_scores(model, prompts, thoughts, 0.7, 16))
 
 
 # Sampling.

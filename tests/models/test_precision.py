@@ -23,7 +23,6 @@ from ragen.models import precision
 from ragen.models.loading import load_policy
 from ragen.models.precision import (
     WIDENED,
-    Masters,
     WideLinear,
     add_product,
     output_logits,
@@ -129,18 +128,6 @@ def test_a_closed_engine_holds_no_weights() -> None:
 
 
 # Gradients.
-
-
-def test_gradients_are_accumulated_in_float32() -> None:
-    """512 gradients of 1/3: in bfloat16, their sum would stop growing at 64 or 128."""
-    weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    masters = Masters([("w", weight)])
-    third = torch.tensor(1 / 3, dtype=torch.bfloat16)
-    for _ in range(512):
-        (third * weight).sum().backward()
-    grad = masters.trained["w"].grad
-    assert grad is not None and grad.item() == 512 * third.item()
-    assert weight.grad is None
 
 
 def gradient(one: Learner, part: Batch, monkeypatch: pytest.MonkeyPatch) -> Tensor:

@@ -55,8 +55,7 @@ def refusal(path: str | Path, **options: Any) -> str:
 def save_with_config(folder: Path, **values: Any) -> Path:
     """A saved model whose config.json has other values."""
     save_model(tiny_model(WORDS), WORDS, folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    set_field(folder, "config.json", **values)
     return folder
 
 
@@ -177,10 +176,7 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(tmp_path: Path) ->
 def test_a_tokenizer_that_names_another_class_is_read_from_its_own_file(tmp_path: Path) -> None:
     """transformers would build a Llama tokenizer from the vocabulary alone, as for DeepSeek."""
     WORDS.save_pretrained(tmp_path)
-    file = tmp_path / "tokenizer_config.json"
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizer"})
-    )
+    set_field(tmp_path, "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
     built, text = AutoTokenizer.from_pretrained(tmp_path), "Go up, P _ G\n"
     loaded = load_tokenizer(tmp_path, "a model")
     expected = WORDS.encode(text, add_special_tokens=False)
