@@ -151,20 +151,13 @@ ANSWERS: dict[str, tuple[list[bytes] | Callable[[], Iterator[bytes]], str]] = {
     "silence": (lambda: wait(b""), LATE),
     "a body in drops": (lambda: drops(head() + GO * 99), LATE),
     "a head in drops": (lambda: drops(head(X="y" * 999)), LATE),
-    "an error in drops": (lambda: drops(head("400 Bad") + b"no" * 999), LATE),
     "a body that never ends": (lambda: wait(head() + GO), LATE),
     # Compression.
     "a gzip bomb": (answer(BOMB, Content_Encoding="gzip"), COMPRESSED),
-    "two encodings, unknown": (answer(GO, Content_Encoding="gzip, lol"), COMPRESSED),
     "a bomb as an error": (answer(BOMB, "400 Bad", Content_Encoding="gzip"), "(HTTP 400);"),
     "the identity": (answer(GO, Content_Encoding="Identity"), "=go"),
     # Charsets and JSON.
     "charset=idna": (answer(GO, Content_Type="application/json; charset=idna"), "=go"),
-    "charset=utf-16": (answer(GO, Content_Type="application/json; charset=utf-16"), "=go"),
-    "an error in charset=idna": (
-        error("no", Content_Type="text/html; charset=idna"),
-        "(HTTP 400: no)",
-    ),
     "invalid UTF-8": (answer(b'{"choices": "\xff\xfe"}'), NO_JSON),
     "an error in invalid UTF-8": (answer(b"\xff\xfe!", "400 Bad"), "HTTP 400: ��!"),
     "UTF-16": (answer(GO.decode().encode("utf-16")), NO_JSON),
@@ -176,7 +169,6 @@ ANSWERS: dict[str, tuple[list[bytes] | Callable[[], Iterator[bytes]], str]] = {
         "an error in place of an answer: no",
     ),
     "NaN": (answer(b"NaN"), "an error in place of an answer: NaN"),
-    "NaN beside a reply": (answer(GO[:-1] + b', "usage": NaN, "x": 1e999}'), "=go"),
     "nothing": (answer(b""), NO_JSON),
     "two values": (answer(GO + GO), NO_JSON),
     # Shapes.
@@ -214,9 +206,6 @@ ANSWERS: dict[str, tuple[list[bytes] | Callable[[], Iterator[bytes]], str]] = {
     ),
     "the key in the status line": ([f"HTTP/1.1 {KEY}\r\n\r\n".encode()], BROKEN),
     # Statuses and headers.
-    "a redirect": (answer(b"", "307 Go", Location="file:///etc/passwd"), "(HTTP 307)"),
-    "no content": ([head("204 No Content")], "(HTTP 204)"),
-    "a part": (answer(GO, "206 Partial"), "(HTTP 206"),
     "another protocol": ([head("101 Switch", Upgrade="x", Connection="upgrade")], BROKEN),
     "status 999": (answer(GO, "999 Lol"), "HTTP 999"),
     "a wait of 10**9 s": (error("no", "429 No", Retry_After="1000000000"), "HTTP 429"),
@@ -234,7 +223,6 @@ ANSWERS: dict[str, tuple[list[bytes] | Callable[[], Iterator[bytes]], str]] = {
         "=go",
     ),
     "another server": ([b"SSH-2.0-OpenSSH_9.6\r\n"], BROKEN),
-    "nothing at all": ([], BROKEN),
 }
 
 
@@ -266,7 +254,7 @@ def test_any_answer_gives_a_reply_or_one_clean_line_in_bounded_time(name: str) -
     assert text == printable(text) and "\n" not in text and len(text) < 600
 
 
-@pytest.mark.parametrize("name", ["an endless body", "an error in drops"])
+@pytest.mark.parametrize("name", ["an endless body", "a head in drops"])
 def test_one_lost_completion_does_not_end_a_run(name: str) -> None:
     with serving(ANSWERS[name][0]) as server:
         result = ask(server.url, lambda policy: setattr(policy, "_answered", True), TIMEOUT_S)
