@@ -98,13 +98,13 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", ["cut at [update]", "missing"])
-def test_resume_writes_a_damaged_config_again_and_removes_what_a_killed_writer_left(
+def test_resume_writes_a_damaged_config_again_whatever_a_killed_writer_left(
     run: Path, expected: dict[str, Any], damage: str
 ) -> None:
     original, config = (run / CONFIG).read_bytes(), run_config(run)
     DAMAGES[damage](run / CONFIG)
     left = [run / f".99.{CONFIG}", *(path / ".99.state.json" for path in checkpoint.folders(run))]
-    for path in (*left, run / ".99.report.md"):  # another process may be writing the report
+    for path in left:
         path.write_text("half")
     with pytest.raises(RagenError, match=r"to write it again: ragen resume|is not a run folder"):
         run_config(run)
@@ -116,7 +116,6 @@ def test_resume_writes_a_damaged_config_again_and_removes_what_a_killed_writer_l
     assert CONFIG in line and "written again" in line and "\n" not in line
     assert os.path.lexists(run / f"damaged-{CONFIG}") == (damage != "missing")
     assert [event["kind"] for event in read_events(run)] == ["damaged config", "resume"]
-    assert not any(path.exists() for path in left) and (run / ".99.report.md").exists()
 
 
 def test_a_damaged_config_is_never_taken_for_the_run_s_settings(own_bandit_run: Path) -> None:

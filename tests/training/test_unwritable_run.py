@@ -16,9 +16,7 @@ import pytest
 
 from ragen.cli.main import main
 from ragen.core.files import system_errors
-from ragen.reports.export import export
 from ragen.storage import checkpoint
-from ragen.storage.database import claim
 from ragen.training.trainer import resume
 from tests.tiny import tiny_tokenizer
 from tests.training.runs import (
@@ -151,20 +149,6 @@ def test_advice_about_a_damaged_checkpoint_names_the_others(run: Path, capsys: C
         assert f"or take another checkpoint of {run}, of steps 0, 1" in error
     assert main([*map(str, branch), "--checkpoint", "1"]) == 0
     assert main(["play", "bandit", "--player", str(good)]) == 0
-
-
-def test_export_removes_what_a_killed_export_has_left(run: Path) -> None:
-    left, used = run / ".export-step-2.99999", run / ".export-step-2.99998"
-    for folder in (left, used):
-        folder.mkdir()
-        (folder / "model.safetensors").write_bytes(b"half")
-    others = run / ".export-step-2.old"
-    others.mkdir()
-    handle = claim(used)
-    assert handle is not None
-    export(run)
-    os.close(handle)
-    assert not left.exists() and used.exists() and others.exists()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -18,13 +18,12 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
-from glob import escape
 from pathlib import Path
 from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.core.files import cannot, file_errors, parse_json, whole_file, whole_folder
-from ragen.storage.database import CHECKPOINTS, CONFIG, claim, free_run, is_claimed
+from ragen.storage.database import CHECKPOINTS, CONFIG, free_run
 
 STATE = "state.json"
 """The loop's state inside a checkpoint; written last."""
@@ -297,26 +296,15 @@ def writing(
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill; it gets its name once it is complete, and is removed if that fails.
-
-    If a killed process left a part of this folder, that is removed, too.
-    """
-    remedy = "free space there or name a folder that can be written"
-    handle: int | None = None
+    """A folder to fill; it gets its name once it is complete, and is removed if that fails."""
+    if target.exists():  # renaming would replace an empty folder
+        raise RagenError(f"{target} exists already; name a folder that does not")
     try:
-        if target.exists():  # renaming would replace an empty folder
-            raise RagenError(f"{target} exists already; name a folder that does not")
-        for left in target.parent.glob(f".{escape(target.name)}.*"):
-            if left.suffix[1:].isdecimal() and not is_claimed(left):  # its process was killed
-                shutil.rmtree(left, ignore_errors=True)
         with whole_folder(target) as folder:
-            handle = claim(folder)
             yield folder
     except OSError as error:
+        remedy = "free space there or name a folder that can be written"
         raise cannot("write", target, error, remedy) from error
-    finally:
-        if handle is not None:
-            os.close(handle)
 
 
 def _unwritten(folder: Path, error: Exception) -> RagenError:
@@ -360,16 +348,6 @@ def drop_after(run: Path, step: int) -> None:
             hidden = path.with_name(f".{path.name}.{os.getpid()}")
             path.rename(hidden)  # atomic: a half-deleted checkpoint would pass for a damaged one
             shutil.rmtree(hidden)
-
-
-def remove_leftovers(run: Path) -> None:
-    """Remove the temporary files that a killed writer of this run left; only a new writer may.
-
-    Other temporary files, such as those of a report, may belong to a process at work.
-    """
-    for name, folder in ((CONFIG, run), *((STATE, path) for path in folders(run, complete=False))):
-        for path in folder.glob(f".*.{name}"):
-            path.unlink()
 
 
 def set_aside(path: Path) -> Path:

@@ -42,7 +42,6 @@ from ragen.storage.checkpoint import (
     is_intact,
     newest_intact,
     regular,
-    remove_leftovers,
     replace_state,
     set_aside,
     step_of,
@@ -50,12 +49,7 @@ from ragen.storage.checkpoint import (
 )
 from ragen.storage.recorder import Recorder
 from ragen.training.progress import Watcher
-from ragen.training.running import (
-    LoopState,
-    Run,
-    make_engine,
-    save,
-)
+from ragen.training.running import LoopState, Run, make_engine, progress_of, save, spacing
 
 MOST_LOSSES = 3
 """How many engines a run may lose without a new checkpoint in between."""
@@ -141,7 +135,7 @@ async def update(run: Run, minibatch: Batch) -> Metrics:
             it was after the last step.
     """
     try:
-        return await run.engine.update(minibatch, run.progress)
+        return await run.engine.update(minibatch, progress_of(run.state, run.config))
     except MismatchError as failure:
         run.recorder.discard()
         step = run.state.step + 1
@@ -186,7 +180,8 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
     alarm again. If the policy `is_broken` and no rollback is possible, its weights are not saved.
     """
     # Only regular ones: a run that was stopped in between must return to the same checkpoint.
-    before = [path for path in regular(run.folder, run.spacing) if step_of(path) < alarm.onset]
+    every = spacing(run.config)
+    before = [path for path in regular(run.folder, every) if step_of(path) < alarm.onset]
     good = [path for path in before if is_intact(path)]
     if not good or run.guard.rollbacks >= ROLLBACKS:
         why = "no rollback is left" if good else f"no checkpoint before step {alarm.onset} is left"
@@ -299,7 +294,6 @@ def forget_later(
 
     `damaged` says for each of these what is wrong with it.
     """
-    remove_leftovers(recorder.folder)
     recorder.forget_after(state.attempt, state.step)
     for later, reason in damaged.items():
         aside = set_aside(later)

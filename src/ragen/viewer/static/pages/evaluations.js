@@ -35,8 +35,8 @@ export default function Page({ params, query, setQuery }) {
 function Nothing() {
   return html`<section class="panel">
     <p>This run has no evaluation yet. A run is evaluated before its first step and after its last,
-      unless <code>eval.episodes</code> is 0. For more, train with <code>--eval.every 10</code>, or
-      evaluate a checkpoint with <code>ragen eval</code>.</p>
+      unless <code>eval.episodes</code> is 0. For more, train with <code>--eval.every 10</code>.
+      What <code>ragen eval</code> plays is listed among the runs.</p>
   </section>`;
 }
 
@@ -64,7 +64,7 @@ function kindsOf(evaluations) {
 
 /** Success over steps, with both baselines. */
 function Course({ rows }) {
-  const inOrder = useMemo(() => rows.filter(({ step }) => step !== null).reverse(), [rows]);
+  const inOrder = useMemo(() => rows.toReversed(), [rows]);
   const series = useMemo(() => [{ name: "success", colour: 0, ...dotsOf(inOrder) }], [inOrder]);
   if (inOrder.length < 3) return null;
   return html`<${Curves} title="success" series=${series} lines=${baselines(rows[0])}
