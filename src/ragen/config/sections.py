@@ -106,33 +106,31 @@ def check_text(text: str) -> None:
         raise ValueError("expected text without control characters, in UTF-8")
 
 
-def check_entry(name: str, entry: Any) -> None:
+def check_entry(name: str, entry: Any, level: int = 1) -> None:
     """Refuse an entry of a table that TOML cannot hold and every reader take back.
 
     Raises:
         ValueError: It is nested too deeply, or holds NaN, infinity, a whole number of more than 64
             bits, or text that is not UTF-8.
     """
-    level: list[Any] = [entry]
-    for _ in range(DEEPEST):
-        if reason := next(filter(None, map(_unfit, level)), None):
-            raise ValueError(f"{name} is or holds {reason}")
-        tables = [each for each in level if isinstance(each, Mapping)]
-        lists = [each for each in level if isinstance(each, list | tuple)]
-        level = [value for each in tables for pair in each.items() for value in pair]
-        level += [value for each in lists for value in each]
-    if level:
+    if level > DEEPEST:
         raise ValueError(f"{name} holds more than {DEEPEST} levels of lists and tables")
-
-
-def _unfit(value: Any) -> str | None:
-    if isinstance(value, str) and any("\ud800" <= each <= "\udfff" for each in value):
-        return "text that is not UTF-8"
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return "a whole number of more than 64 bits"
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"{value}, which is not a finite number"
-    return None
+    reason = ""
+    match entry:
+        case Mapping():
+            for value in (value for pair in entry.items() for value in pair):
+                check_entry(name, value, level + 1)
+        case list() | tuple():
+            for value in entry:
+                check_entry(name, value, level + 1)
+        case str() if any("\ud800" <= each <= "\udfff" for each in entry):
+            reason = "text that is not UTF-8"
+        case int() if not -(2**63) <= entry < 2**63:
+            reason = "a whole number of more than 64 bits"
+        case float() if not math.isfinite(entry):
+            reason = f"{entry}, which is not a finite number"
+    if reason:
+        raise ValueError(f"{name} is or holds {reason}")
 
 
 class MixedEnv(Section):

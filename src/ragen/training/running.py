@@ -114,7 +114,11 @@ class LoopState:
 
 
 def progress_of(state: LoopState, config: Config) -> int:
-    """How much of ``config.steps`` is used up, in the unit of ``config.budget``."""
+    """How much of ``config.steps`` is used up, in the unit of ``config.budget``.
+
+    The budget ``"steps"`` counts collections. A filter changes how many updates a collection makes,
+    so runs that are compared at equal work on the weights count ``"updates"``.
+    """
     return state.updates if config.budget == "updates" else state.step
 
 
@@ -160,15 +164,6 @@ class Run:
     stalled: str = ""
 
     @property
-    def progress(self) -> int:
-        """How much of ``config.steps`` is used up, in the unit of ``config.budget``.
-
-        The budget ``"steps"`` counts collections. A filter changes how many updates a collection
-        makes, so runs that are compared at equal work on the weights count ``"updates"``.
-        """
-        return progress_of(self.state, self.config)
-
-    @property
     def playing(self) -> Mapping[str, Setup]:
         """The environments that training plays, in the present stage of the curriculum."""
         return in_stage(self.setups, self.stages, self.state.stage)
@@ -187,12 +182,7 @@ class Run:
     @property
     def is_complete(self) -> bool:
         """True if the budget is used up."""
-        return self.progress >= self.config.steps
-
-    @property
-    def spacing(self) -> int:
-        """Steps between regular checkpoints: those that do not depend on when a run is stopped."""
-        return spacing(self.config)
+        return progress_of(self.state, self.config) >= self.config.steps
 
 
 def in_stage(
@@ -336,7 +326,7 @@ async def save(run: Run) -> None:
     If that step has a checkpoint already, its weights are the same, so only the states of loop and
     guard are written.
     """
-    state, keep, every = run.state, kept_checkpoints(run), run.spacing
+    state, keep, every = run.state, kept_checkpoints(run), spacing(run.config)
     own: dict[str, Any] = {"loop": asdict(state), "guard": asdict(run.guard)}
     own[SETTINGS_HASH] = run.recorder.settings_hash
     existing = checkpoint_of(run.folder, state.step)
@@ -361,7 +351,7 @@ def kept_checkpoints(run: Run) -> int:
     if "rollback" in responses.values():
         # A drop of success shows in two evaluations in a row, and its onset lies before both.
         evaluations = 2 * run.config.eval.every * (responses.get("reward_drop") == "rollback")
-        keep = max(keep, 1 + math.ceil(max(ROLLBACK_REACH, evaluations) / run.spacing))
+        keep = max(keep, 1 + math.ceil(max(ROLLBACK_REACH, evaluations) / spacing(run.config)))
     # A run may stop before the guard has checked the step: its checkpoint must push no other out.
     return keep + (run.guard.checked_step < run.state.step)
 
