@@ -36,10 +36,6 @@ class Baselines:
     expected returns. Optimal play has the highest probability of success. `optimal` and
     `optimal_return` are ``None`` if no solver is known. `draws` is the number of random episodes
     from which `random` was estimated, or ``None`` if `random` is exact.
-
-    Example:
-        >>> Baselines(0.5, 1.0, 0.2, 0.25).optimal
-        1.0
     """
 
     random: float
@@ -55,10 +51,6 @@ class Reading:
 
     `stated` is the number of facts, and `true` the number of those that hold in the environment's
     state. `plan` is ``None`` if the thought has no plan.
-
-    Example:
-        >>> Reading(stated=3, true=2, plan=("Right", "Down")).plan
-        ('Right', 'Down')
     """
 
     stated: int

@@ -66,13 +66,6 @@ def evaluate(text: str, numbers: Sequence[int]) -> Value:
     Raises:
         ValueError: The text is not such an expression, or divides by zero. The message does not
             quote the text.
-
-    Example:
-        >>> evaluate("(3 + 25) × 7 / 2", [2, 3, 7, 25]), evaluate("3 / 2", [2, 3])
-        (98, Fraction(3, 2))
-        >>> evaluate("3 * 3", [2, 3, 7])
-        Traceback (most recent call last):
-        ValueError: it uses a number that is not given, or one more often than given
     """
     if len(text) > LONGEST:
         raise ValueError(f"it is longer than {LONGEST} characters")

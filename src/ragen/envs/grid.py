@@ -94,22 +94,12 @@ def cells_of(rows: Sequence[str]) -> dict[Cell, str]:
 
 
 def cell_name(row: int, col: int) -> str:
-    """Row letter and column number.
-
-    Example:
-        >>> cell_name(1, 3)
-        'b3'
-    """
+    """Row letter and column number."""
     return f"{chr(ord('a') + row)}{col}"
 
 
 def cell_named(word: str) -> Cell | None:
-    """The cell that a word names, on a map of any size; ``None`` where it names none.
-
-    Example:
-        >>> cell_named("b3"), cell_named("Right")
-        ((1, 3), None)
-    """
+    """The cell that a word names, on a map of any size; ``None`` where it names none."""
     if not re.fullmatch(r"[a-z][0-9]{1,2}", word):
         return None
     return ord(word[0]) - ord("a"), int(word[1:])

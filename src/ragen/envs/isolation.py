@@ -56,14 +56,6 @@ class Workers:
     `env` and `params` are those of `ragen.envs.registry.make`. A worker is killed if a call takes
     longer than `timeout_s` seconds. On Linux, a worker may use `memory_gb` GiB of memory of its
     own; if it needs more, Python raises `MemoryError` in it.
-
-    Example:
-        >>> workers = Workers("bandit", {}, timeout_s=30.0)
-        >>> env = workers.make()
-        >>> env.reset(seed=123, options={"noise_seed": 0})[0]
-        'Arms: Dragon, Phoenix'
-        >>> env.close()
-        >>> workers.close()
     """
 
     def __init__(

@@ -28,12 +28,7 @@ GROUP = "ragen.envs"
 
 @dataclass(frozen=True, slots=True)
 class EnvSpec:
-    """A registered environment: where its class is, its parameters, and a description.
-
-    Example:
-        >>> EnvSpec("ragen.envs.frozen_lake:FrozenLake", {"success_probability": 1.0}).params
-        {'success_probability': 1.0}
-    """
+    """A registered environment: where its class is, its parameters, and a description."""
 
     entry: str
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -140,13 +135,7 @@ def build_env(build: Callable[[], Built], name: str) -> Built:
 
 @contextmanager
 def closing_env(env: Env) -> Iterator[Env]:
-    """Close an environment after the body, behind the boundary; a failure to close is ignored.
-
-    Example:
-        >>> with closing_env(make("bandit")) as env:
-        ...     env.name
-        'bandit'
-    """
+    """Close an environment after the body, behind the boundary; a failure to close is ignored."""
     try:
         yield env
     finally:
@@ -226,10 +215,6 @@ def parameter_names(name: str) -> list[str]:
 
     Raises:
         RagenError: There is no such environment.
-
-    Example:
-        >>> parameter_names("frozen-lake")
-        ['size', 'p_frozen', 'success_probability', 'observation', 'min_distance', 'max_distance']
     """
     cls = env_class(name)
     signature = build_env(partial(inspect.signature, cls), name).parameters.values()

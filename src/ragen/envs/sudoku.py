@@ -53,11 +53,6 @@ def solutions(
 
     The cell with the fewest possible digits is filled first. Digits are tried in ascending order,
     or in the order that `generator` draws.
-
-    Example:
-        >>> board = [1, 2, 3, 4, 3, 4, 1, 2, 2, 1, 4, 3, 4, 3, 0, 0]
-        >>> [solution[-2:] for solution in solutions(board, 4)]
-        [(2, 1)]
     """
     cells, units = list(board), _units(size)
     used = [0] * (3 * size)  # by row, column and box, a bit for each digit

@@ -42,12 +42,7 @@ class Call(NamedTuple):
 
 
 def write_call(name: str, /, **arguments: Any) -> str:
-    """The action that calls a tool.
-
-    Example:
-        >>> write_call("compare", first="A", second="B")
-        '{"name": "compare", "arguments": {"first": "A", "second": "B"}}'
-    """
+    """The action that calls a tool."""
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
@@ -56,12 +51,6 @@ def read_call(action: str) -> Call | None:
 
     The key may be ``parameters`` in place of ``arguments``, because some models write that. Numbers
     must be finite, and at most `MOST_LEVELS` lists and objects may be nested.
-
-    Example:
-        >>> read_call('{"name": "add", "parameters": {"a": 1}}')
-        Call(name='add', arguments={'a': 1})
-        >>> read_call("B A C") is read_call('{"name": "add"}') is None
-        True
     """
     try:
         found = json.loads(action, parse_constant=_no_number)

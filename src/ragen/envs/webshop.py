@@ -357,12 +357,7 @@ class WebShop(Env):
 
 
 def parse_action(action: str) -> tuple[str, str]:
-    """The name and the argument of an action, in lower case; both are empty for any other text.
-
-    Example:
-        >>> parse_action(" Click[ Size [US] 9 ] "), parse_action("buy it")
-        (('click', 'size [us] 9'), ('', ''))
-    """
+    """The name and the argument of an action, in lower case; both are empty for any other text."""
     match = ACTION.fullmatch(action)
     return (match[1].lower(), plain(match[2])) if match else ("", "")
 

@@ -35,12 +35,7 @@ COLORS = WORD.findall(
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product on sale. `attributes` are what the score asks for; no page lists them as such.
-
-    Example:
-        >>> Product("B1", ("home", "bedding"), "pillow", "Soft Pillow", 9.99).title
-        'Soft Pillow'
-    """
+    """A product on sale. `attributes` are what the score asks for; no page lists them as such."""
 
     key: str
     path: tuple[str, ...]
@@ -60,11 +55,6 @@ class Goal:
     """A goal: an instruction in words, and the demands of the score.
 
     `product` is the one that the goal was written for. `options` are values, whatever their names.
-
-    Example:
-        >>> pillow = Product("B1", ("home", "bedding"), "pillow", "Soft Pillow", 9.99, ("soft",))
-        >>> Goal("Find me a soft pillow for under 20 dollars.", pillow, ("soft",), (), 20).options
-        ()
     """
 
     instruction: str
@@ -127,12 +117,7 @@ def title_words(title: str) -> frozenset[str]:
 
 
 def content_words(text: str) -> tuple[str, ...]:
-    """The words of a text, in lower case, without function words and repetitions.
-
-    Example:
-        >>> content_words("The box with the Red box")
-        ('box', 'red')
-    """
+    """The words of a text, in lower case, without function words and repetitions."""
     words = dict.fromkeys(WORD.findall(text.lower()))
     return tuple(word for word in words if word not in FUNCTION_WORDS)
 
@@ -197,10 +182,6 @@ def price_limit(price: float, generator: np.random.Generator) -> float:
     """A round price limit above a price; `NO_LIMIT` for a price of 980 or more.
 
     Two of the next four multiples of ten are drawn, and the higher one is taken.
-
-    Example:
-        >>> price_limit(25.0, np.random.Generator(np.random.PCG64(0))) in (40, 50, 60)
-        True
     """
     steps = [10.0 * step for step in range(1, 100) if 10 * step > price][:4]
     if len(steps) < 2:
@@ -214,11 +195,6 @@ class Catalogue:
 
     Raises:
         RagenError: This Python's SQLite has no full-text search.
-
-    Example:
-        >>> pillow = Product("B1", ("home", "bedding"), "pillow", "Soft Pillow", 9.99)
-        >>> Catalogue([pillow], []).search("soft pillows")
-        (0,)
     """
 
     def __init__(self, products: Sequence[Product], goals: Sequence[Goal]) -> None:

@@ -241,11 +241,6 @@ def make_catalogue(num_products: int, seed: int) -> Catalogue:
 
     Raises:
         RagenError: `num_products` is above `MOST_PRODUCTS`.
-
-    Example:
-        >>> goals = make_catalogue(1000, 0).goals
-        >>> len(goals) > 2400
-        True
     """
     if num_products > MOST_PRODUCTS:
         raise RagenError(

@@ -43,12 +43,6 @@ def read_number(text: str) -> Fraction | None:
 
     It may have a sign, a dollar sign, commas between thousands, and decimals or a denominator; a
     point or a percent sign may follow.
-
-    Example:
-        >>> read_number("$1,234.50"), read_number("−3/4"), read_number("42.") == 42
-        (Fraction(2469, 2), Fraction(-3, 4), True)
-        >>> read_number("12,34"), read_number("about 5"), read_number("1/0")
-        (None, None, None)
     """
     match = NUMBER.fullmatch(text.strip(" \t\r\n")) if len(text) <= LONGEST else None
     if match is None:
@@ -77,13 +71,6 @@ def read_problems(path: Path) -> tuple[Problem, ...]:
 
     Raises:
         RagenError: The file cannot be read or holds no problem, or a line is not a problem.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "problems.jsonl"
-        >>> _ = path.write_text('{"question": "1 + 1?", "answer": "Count.\\n#### 2"}')
-        >>> read_problems(path)
-        (Problem(question='1 + 1?', answer=Fraction(2, 1)),)
     """
     with file_errors("read", path):
         known = path.stat()
@@ -247,10 +234,6 @@ def guesses(question: str) -> Sequence[Fraction]:
 
     They are the numbers of the question, and each two of them added, subtracted, multiplied and
     divided. If the question has no number, the only answer is 0.
-
-    Example:
-        >>> [str(guess) for guess in guesses("Ann has 6 of the 12 pens.")]
-        ['6', '12', '18', '-6', '72', '1/2', '18', '6', '72', '2']
     """
     numbers = [*_numbers(question)][:MOST_NUMBERS]
     pairs = list(permutations(numbers, 2))

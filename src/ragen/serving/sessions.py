@@ -87,12 +87,6 @@ def describe(setup: Setup) -> Description:
 
     Raises:
         UserCodeError: The environment fails.
-
-    Example:
-        >>> from ragen.envs.frozen_lake import FrozenLake
-        >>> about = describe(Setup("frozen-lake", FrozenLake))
-        >>> about.schema["action"]["properties"]["text"]["enum"]
-        ['Left', 'Down', 'Right', 'Up']
     """
     action, observation, state = (kind.model_json_schema() for kind in (Step, Observation, State))
     found = set()

@@ -143,12 +143,7 @@ def _named(adapter: type[Adapted], name: str) -> type[Adapted]:
 
 
 def version_of(module: str) -> str:
-    """The package that a module belongs to, and its version.
-
-    Example:
-        >>> version_of("gymnasium.spaces").partition(" ")[0]
-        'gymnasium'
-    """
+    """The package that a module belongs to, and its version."""
     root = module.partition(".")[0]
     try:
         return f"{root} {version(root)}"

@@ -267,12 +267,7 @@ def _no_client() -> Any:
 
 
 def _entry(target: str) -> str:
-    """The function that makes an environment, by the name of its package or the path of its file.
-
-    Example:
-        >>> _entry("primeintellect/math-python"), _entry("path/to/file.py")
-        ('math_python:load_environment', 'path/to/file.py:load_environment')
-    """
+    """The function that makes an environment, named by its package or its file."""
     if target.endswith(".py"):
         return f"{target}:load_environment"
     return f"{target.rpartition('/')[2].replace('-', '_')}:load_environment"
