@@ -6,8 +6,6 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ragen.core.errors import RagenError
 from ragen.envs.checker import check
@@ -250,11 +248,6 @@ def test_any_text_is_a_search(env):
         assert reward == 0 and not terminated and len(observation) < 2000
         found = any(word in keywords for word in ("boots", "tent"))
         assert (len(clickable(observation)) > 1) == found
-
-
-@given(st.text(max_size=40))
-def test_no_search_raises(keywords):
-    make("webshop").catalogue.search(keywords)
 
 
 def test_search_finds_word_forms_and_ranks_full_matches_first(env):

@@ -38,13 +38,6 @@ def test_a_level_asks_the_question_of_its_item_and_has_its_score(task):
             assert terminated and not truncated
 
 
-def test_levels_differ_and_follow_from_their_seed():
-    env = make("reasoning-gym:chain_sum")
-    first = [env.reset(seed=level)[0] for level in range(10_490, 10_510)]
-    again = [env.reset(seed=level)[0] for level in reversed(range(10_490, 10_510))]
-    assert first == again[::-1] and len(set(first)) > 15
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_task_keeps_the_contract(task):
     check(make(f"reasoning-gym:{task}"), levels=2)
@@ -53,12 +46,6 @@ def test_task_keeps_the_contract(task):
 def test_there_is_no_random_play():
     floor = compute_baselines(make("reasoning-gym:gcd"), Budget(1, 1, 1), [123], draws=2)
     assert (floor.random, floor.random_return, floor.optimal) == (0.0, 0.0, None)
-
-
-def test_an_answer_that_the_scorer_cannot_read_is_wrong():
-    env = make("reasoning-gym:prime_factorization")
-    env.reset(seed=123)
-    assert env.step("no number at all")[1:4] == (0.0, True, False)
 
 
 def test_parameters_reach_the_dataset():
