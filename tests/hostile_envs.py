@@ -168,7 +168,7 @@ WORKER: dict[str, tuple[Callable[[], object], str]] = {
     "C exit": (lambda: ctypes.CDLL(None)._exit(0), "exit code 0"),
     "stopped": (stop, "longer than"),
     "hangs in C": (lambda: sum(range(10**12)), "longer than"),
-    "memory": (lambda: [bytearray(2**26) for _ in range(10**4)], "MemoryError"),
+    "memory": (lambda: bytearray(2**33), "MemoryError"),
     "connection closed": (close_connection, "closed its connection|ended|longer than"),
     "endless bytes": (lambda: write_to_sockets(b"x" * 2**20, 100), "more than"),
     "exit in a thread": (

@@ -38,9 +38,9 @@ def play(setup: Setup, *levels: int) -> list[Episode]:
 
 
 def play_isolated(
-    deed: str, *levels: int, every: int = 1, timeout_s: float = 20.0, memory_gb: float = 0.5
+    deed: str, *levels: int, every: int = 1, timeout_s: float = 20.0
 ) -> list[Episode]:
-    workers = Workers(HOSTILE, {"deed": deed, "every": every}, timeout_s, memory_gb)
+    workers = Workers(HOSTILE, {"deed": deed, "every": every}, timeout_s)
     try:
         return play(Setup("corridor", workers.make, workers=workers), *levels)
     finally:

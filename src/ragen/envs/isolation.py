@@ -54,7 +54,7 @@ class Workers:
     point with ``if __name__ == "__main__":``.
 
     `env` and `params` are those of `ragen.envs.registry.make`. A worker is killed if a call takes
-    longer than `timeout_s` seconds. On Linux, a worker may use `memory_gb` GiB of memory of its
+    longer than `timeout_s` seconds. On Linux, a worker may use `MEMORY_GB` GiB of memory of its
     own; if it needs more, Python raises `MemoryError` in it.
     """
 
@@ -63,13 +63,12 @@ class Workers:
         env: str,
         params: Mapping[str, Any],
         timeout_s: float,
-        memory_gb: float = MEMORY_GB,
     ) -> None:
         forks = "forkserver" in multiprocessing.get_all_start_methods()
         self._context = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             self._context.set_forkserver_preload([__name__])
-        self._job = (env, dict(params), timeout_s, memory_gb)
+        self._job = (env, dict(params), timeout_s)
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
         self.can_close = True  # until an environment hangs in `close`
@@ -133,7 +132,7 @@ def _start_fork_server() -> None:
 
 
 class _Worker:
-    def __init__(self, context: Any, job: tuple[str, dict[str, Any], float, float]) -> None:
+    def __init__(self, context: Any, job: tuple[str, dict[str, Any], float]) -> None:
         self.alive = True
         self.episodes = 0
         self._timeout_s = job[2]
@@ -297,10 +296,9 @@ def _serve(
     name: str,
     params: dict[str, Any],
     timeout_s: float,
-    memory_gb: float,
 ) -> None:
     """Answer calls until the connection closes; the main function of a worker."""
-    _confine(memory_gb)
+    _confine()
     try:
         answer, env = '["answer", null]', None
         while True:
@@ -323,7 +321,7 @@ def _serve(
             os.killpg(0, signal.SIGKILL)
 
 
-def _confine(memory_gb: float) -> None:
+def _confine() -> None:
     """Keep this process from harming the run: its prints, its children, its memory."""
     multiprocessing.current_process().daemon = False  # it may start processes; they end with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C and stops its workers
@@ -338,7 +336,7 @@ def _confine(memory_gb: float) -> None:
         import resource
 
         # Not the address space: libraries reserve far more of it than they use.
-        most = int(memory_gb * 2**30)
+        most = int(MEMORY_GB * 2**30)
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         # Kill this process when its parent ends: code in C does not see that the caller is gone.
