@@ -143,15 +143,6 @@ def normalise(rewards_ES: Tensor, mask_ES: Tensor, class_E: Tensor, method: str)
     With γ = 1 this shift changes the return of every token of the episode equally. `rewards_ES` are
     penalised rewards in either placement, 0 off the mask; episodes of one class in `class_E` share
     a mean and a std.
-
-    Example:
-        >>> paid = torch.tensor([[1.0, 3.0], [0.0, 2.0]])  # totals 4 and 2: m = 3, s = √2
-        >>> normalise(paid, paid >= 0, torch.tensor([0, 0]), "mean")
-        tensor([[ 1.,  0.],
-                [ 0., -1.]])
-        >>> normalise(paid, paid >= 0, torch.tensor([0, 0]), "mean_std")  # sums ±1 / √2
-        tensor([[ 0.7071,  0.0000],
-                [ 0.0000, -0.7071]])
     """
     if method == "identity":
         return rewards_ES

@@ -52,15 +52,7 @@ def keys() -> Mapping[str, FieldInfo]:
 
 
 def canonical_key(key: str, where: str = "") -> str:
-    """The full dotted name of a key or of its short name.
-
-    Example:
-        >>> canonical_key("model")
-        'model.path'
-        >>> canonical_key("update.lrr")
-        Traceback (most recent call last):
-        ragen.core.errors.RagenError: unknown key 'update.lrr'; did you mean 'update.lr'?
-    """
+    """The full dotted name of a key or of its short name."""
     key = SHORT.get(key, key)
     if key in keys() or table_of(key):
         return key
@@ -77,12 +69,6 @@ def parse_value(key: str, text: str) -> Any:
     Keys of type text take it unchanged. For all others it is read as TOML (``3e-4``, ``true``,
     ``[1, 2]``). A value that is not TOML stays text, which the validation may refuse or an
     environment may accept.
-
-    Example:
-        >>> parse_value("update.lr", "3e-4"), parse_value("model.path", "7")
-        (0.0003, '7')
-        >>> parse_value("env.params.names", "pairs"), parse_value("env.params.slip", "-.5")
-        ('pairs', -0.5)
     """
     if not key.startswith(TABLES) and _holds_text(keys()[key].annotation):
         return text
@@ -131,12 +117,7 @@ def _written(bound: float) -> str:
 
 
 def dotted(tree: Mapping[Any, Any], where: str = "") -> Flat:
-    """Nested tables as values by dotted key; a class or function becomes its reference.
-
-    Example:
-        >>> dotted({"update": {"lr": 0.5}, "seed": 3})
-        {'update.lr': 0.5, 'seed': 3}
-    """
+    """Nested tables as values by dotted key; a class or function becomes its reference."""
     return {canonical_key(key, where): value for key, value in raw_values(tree).items()}
 
 

@@ -24,10 +24,6 @@ def inputs_of(
     """The inputs that a function names, after its positional parameters.
 
     A parameter with a default that is no input keeps its default.
-
-    Example:
-        >>> inputs_of(lambda x, *, scale, power=2: x, {"scale", "shift"}, num_positional=1)
-        ['scale']
     """
     parameters = list(signature(function).parameters.values())[num_positional:]
     parameters = [p for p in parameters if p.kind is not Parameter.VAR_KEYWORD]

@@ -87,15 +87,6 @@ class boundary:  # noqa: N801 - it is used like a function
     Raises:
         UserCodeError: The code raised or took too long.
         KeyboardInterrupt: The user pressed Ctrl-C.
-
-    Example:
-        >>> try:
-        ...     with boundary("step", timeout_s=0.01):
-        ...         while True:
-        ...             pass
-        ... except UserCodeError as failure:
-        ...     print(failure)
-        user code took longer than 0.01 s in step
     """
 
     __slots__ = ("_around", "_before", "_began", "_call", "_stopwatch", "_timeout_s", "deadline")

@@ -386,14 +386,7 @@ def retry_after(header: str) -> float:
 
 
 def error_message(data: bytes) -> tuple[str, str]:
-    """The message of an error's body and its code, in any of the usual formats.
-
-    Example:
-        >>> error_message(b'{"error": {"message": "No such model.", "code": "model_not_found"}}')
-        ('No such model.', 'model_not_found')
-        >>> error_message(b'{"error": "slow down"}'), error_message(b"Bad Gateway")
-        (('slow down', ''), ('Bad Gateway', ''))
-    """
+    """The message of an error's body and its code, in any of the usual formats."""
     text = data.decode("utf-8-sig", "replace")
     body: Any = text
     code: Any = ""
@@ -423,14 +416,6 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
 
     Raises:
         _RequestFailed: The answer is not JSON in UTF-8, is an error, or has no choice or message.
-
-    Example:
-        >>> read_reply(
-        ...     b'{"choices": [{"message": {"content": "<answer>Up</answer>", "reasoning": "go"},'
-        ...     b' "finish_reason": "stop"}]}',
-        ...     think=True,
-        ... ).text
-        '<think>go</think><answer>Up</answer>'
     """
     text = data.decode("utf-8-sig", "replace")
     try:

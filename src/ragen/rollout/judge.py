@@ -260,14 +260,6 @@ def read_scores(text: str, number: int) -> list[float]:
 
     Raises:
         UnreadableAnswer: It is not the JSON that was asked for, with each id from 1 to `number`.
-
-    Example:
-        >>> read_scores('{"scores": [{"id": 2, "why": "", "score": 1}, '
-        ...             '{"id": 1, "why": "", "score": 0.5}]}', 2)
-        [0.5, 1.0]
-        >>> read_scores('{"scores": []}', 1)
-        Traceback (most recent call last):
-        ragen.rollout.judge.UnreadableAnswer: scores has the ids [], and not each from 1 to 1 once
     """
     text = text.rpartition("</think>")[2].strip()
     if text.startswith("```"):

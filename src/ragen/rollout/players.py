@@ -96,12 +96,6 @@ def human(
 
     `ask` shows a text and returns the typed line; the person is asked until the line is valid. If
     actions are free text, the line is the action.
-
-    Example:
-        >>> from ragen.envs.registry import make
-        >>> lines = iter(["fly", "r, d", "right d"])
-        >>> human(make("sokoban"), 5, 10, 5, lambda text: next(lines))
-        ['Right', 'Down']
     """
     names, _ = _about(env)
     if names is None:

@@ -196,14 +196,7 @@ def reward_term_metrics(episodes: Sequence[Episode]) -> Metrics:
 
 
 def thought_info(reading: Reading | None, actions_asked: Sequence[str]) -> dict[str, Any]:
-    """The entries of `Turn.info` about a thought, from the environment's reading of it.
-
-    Example:
-        >>> thought_info(Reading(3, 2, ("Down",)), ("Down", "Left"))
-        {'thought_read': True, 'facts_stated': 3, 'facts_true': 2, 'plan_kept': False}
-        >>> thought_info(None, ("Down",))
-        {'thought_read': False}
-    """
+    """The entries of `Turn.info` about a thought, from the environment's reading of it."""
     if reading is None:
         return {"thought_read": False}
     info = {"thought_read": True, "facts_stated": reading.stated, "facts_true": reading.true}

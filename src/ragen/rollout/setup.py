@@ -132,14 +132,6 @@ def at_stage(config: Config, stage: int) -> Config:
     """The config with the parameters and budgets in a stage of the curriculum, counted from 1.
 
     The stage after all others has the full task.
-
-    Example:
-        >>> config = Config(curriculum={"stages": [{"max_distance": 1, "max_turns": 2}]})
-        >>> for stage in (1, 2):
-        ...     env = at_stage(config, stage).env
-        ...     print(env.params, env.max_turns)
-        {'max_distance': 1} 2
-        {} 5
     """
     values = dict(enumerate(config.curriculum.stages, 1)).get(stage, {})
     keys = {name: f"env.{name}" if name in BUDGETS else f"{PARAMS}.{name}" for name in values}

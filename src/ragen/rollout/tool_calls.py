@@ -135,12 +135,7 @@ class ToolForm:
     write: Callable[[Sequence[str]], str] = write_hermes
 
     def reply(self, actions: Sequence[str]) -> str:
-        """The reply of a player, without a thought: calls, or one answer.
-
-        Example:
-            >>> ToolForm().reply(["B A C"])
-            'B A C'
-        """
+        """The reply of a player, without a thought: calls, or one answer."""
         if read_call(actions[0]) is None:
             return actions[0]
         return self.write(actions)
@@ -152,14 +147,6 @@ def parse_tools(reply: str, parser: ToolParser, *, think: bool, max_actions: int
     A reply that is not well formed carries out nothing. In a well-formed one every call has a
     result. A call that cannot be read is refused and costs the format penalty; calls beyond
     `max_actions` are refused without a penalty.
-
-    Example:
-        >>> called = "<tool_call>\n{}\n</tool_call>"
-        >>> parsed = parse_tools(called, hermes, think=False, max_actions=1)
-        >>> parsed.actions, parsed.calls[0].refusal
-        ((), 'This call is not a JSON object with a name and arguments.')
-        >>> parse_tools("B A C", hermes, think=False, max_actions=1).actions
-        ('B A C',)
     """
     thought_chars = find_thought(reply) if think else None
     thought = None if thought_chars is None else reply[slice(*thought_chars)]

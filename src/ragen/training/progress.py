@@ -244,14 +244,7 @@ def shown(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def summary(metrics: Mapping[str, float]) -> str:
-    """A step in one line.
-
-    Example:
-        >>> summary({"success/mean": 0.5, "time/tokens_per_s": 12345.0})
-        'success 50%  tokens/s 12.3k'
-        >>> summary({"success/mean": 0.5, "episodes/failed": 3.0})
-        'success 50%  failed episodes 3'
-    """
+    """A step in one line."""
     parts = [f"{SHOWN[name][0]} {SHOWN[name][1](x)}" for name, x in shown(metrics).items()]
     if metrics.get(FAILED):
         parts.append(f"failed episodes {metrics[FAILED]:.0f}")
