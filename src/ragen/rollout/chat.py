@@ -218,11 +218,7 @@ class Chat:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled ids, without the end-of-turn token; other special tokens are kept."""
-        return self._text(self._without_end(ids))
-
-    def spell(self, ids: Sequence[int]) -> str:
-        """Text of ids, with every special token spelled out."""
-        return self._text(ids)
+        return self.spell(self._without_end(ids))
 
     def text_of(self, token: int) -> str:
         """The text of a token that follows another; a first token may lose its leading space.
@@ -230,7 +226,7 @@ class Chat:
         It is U+FFFD if the token spells only part of a character.
         """
         if token not in self._pieces:
-            self._pieces[token] = self._text((token, token))[len(self._text((token,))) :]
+            self._pieces[token] = self.spell((token, token))[len(self.spell((token,))) :]
         return self._pieces[token]
 
     def token_span(self, ids: Sequence[int], text: str, start: int, end: int) -> tuple[int, int]:
@@ -254,7 +250,8 @@ class Chat:
             return tuple(self._backend.encode(text, add_special_tokens=False).ids)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def spell(self, ids: Sequence[int]) -> str:
+        """Text of ids, with every special token spelled out."""
         text = self._tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -268,11 +265,11 @@ class Chat:
 
     def _reach(self, ids: Sequence[int], text: str) -> Callable[[int], int]:
         """A function of k: the number of characters of `text` that the first k ids spell."""
-        pieces = [self._text(ids[:1]), *map(self.text_of, ids[1:])]
+        pieces = [self.spell(ids[:1]), *map(self.text_of, ids[1:])]
         if "".join(pieces) == text:
             return list(accumulate(map(len, pieces), initial=0)).__getitem__
         # The bytes of some character are spread over tokens that cannot be decoded alone.
-        return lambda k: len(commonprefix((self._text(ids[:k]), text)))  # noqa: RUF071 (characters)
+        return lambda k: len(commonprefix((self.spell(ids[:k]), text)))  # noqa: RUF071 (characters)
 
     def _prefilled(self, ids: Ids, prefill: str) -> tuple[Ids, int]:
         if self.opening and prefill.strip() in ("", self.opening.strip()):
