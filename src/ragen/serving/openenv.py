@@ -17,11 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -63,7 +62,7 @@ class EnvServer:
         self.num_sessions = 0
         answers: dict[str, Answer] = {"/health": {"status": "healthy"}}
         answers |= {f"/{name}": answer for name, answer in about._asdict().items()}
-        routes = [Route(path, _endpoint(answer)) for path, answer in answers.items()]
+        routes = [Route(path, JSONResponse(answer)) for path, answer in answers.items()]
         app = Starlette(routes=[*routes, WebSocketRoute("/ws", self._session)])
         self.app = AccessControl(app, port, token)
 
@@ -126,13 +125,6 @@ async def _called(thread: ThreadPoolExecutor | None, call: Callable[[], Result])
     if thread is None:
         return call()
     return await asyncio.get_running_loop().run_in_executor(thread, call)
-
-
-def _endpoint(answer: Answer) -> Callable[[Request], Any]:
-    async def endpoint(request: Request) -> Response:
-        return JSONResponse(answer)
-
-    return endpoint
 
 
 def _error(code: str, text: str) -> Answer:

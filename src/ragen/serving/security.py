@@ -37,12 +37,8 @@ def is_loopback(host: str) -> bool:
 class AccessControl:
     """An application behind the checks.
 
-    A token is presented as a bearer token (RFC 6750). A server of pages overrides this.
-
-    Attributes:
-        app: The application that answers permitted requests.
-        port: The server's port.
-        token: The token of every request; ``None`` if only this machine has access.
+    A token is presented as a bearer token (RFC 6750). A server of pages overrides this. Without a
+    token, only this machine has access.
     """
 
     app: ASGIApp

@@ -141,11 +141,13 @@ def _about(name: str, env: Any, view: str) -> About:
             lambda observation: minigrid.show(env, observation, view),
             actions_per_turn=3,
         )
-    if obstacle := _unshowable(env.observation_space):
+    try:
+        shown(env.observation_space, env.observation_space.sample())
+    except TypeError as error:
         raise RagenError(
-            f"{name} has observations in a {obstacle}: RAGEN plays environments that show texts or "
+            f"{name} has observations in a {error}: RAGEN plays environments that show texts or "
             "discrete values; wrap it in an environment of your own (docs/environments.md)"
-        )
+        ) from None
     return About(
         goal,
         _documented(env) or f"Play {goal}.",
@@ -175,16 +177,6 @@ def _documented(env: Any) -> str:
     return plain[:DOCS_CHARS].rpartition(". ")[0] + "."
 
 
-def _unshowable(space: Any) -> str:
-    """The kind of the first part of a space that cannot be shown as text; empty if all can be."""
-    if isinstance(space, spaces.Dict):
-        return next(filter(None, map(_unshowable, space.values())), "")
-    if isinstance(space, spaces.Tuple):
-        return next(filter(None, map(_unshowable, space)), "")
-    few = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Text)
-    return "" if isinstance(space, few) else type(space).__name__
-
-
 def shown(space: Any, value: Any) -> str:
     """An observation as text: named parts on lines of their own.
 
@@ -200,4 +192,6 @@ def shown(space: Any, value: Any) -> str:
         return str(value)
     if isinstance(space, spaces.Discrete):
         return str(int(value))
-    return str(value.tolist() if hasattr(value, "tolist") else value)
+    if isinstance(space, (spaces.MultiDiscrete, spaces.MultiBinary)):
+        return str(value.tolist() if hasattr(value, "tolist") else value)
+    raise TypeError(type(space).__name__)
