@@ -18,7 +18,7 @@ from gymnasium import spaces
 from ragen.core.errors import RagenError, nearest
 from ragen.envs.adapters import minigrid, toy_text
 from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
-from ragen.envs.adapters.tabular import table_of
+from ragen.envs.adapters.tabular import Table
 from ragen.envs.adapters.toy_text import About
 from ragen.envs.contract import Baselines, generators
 
@@ -68,8 +68,10 @@ class GymnasiumEnv(Adapted):
         most = self.max_turns * self.actions_per_turn
         self.max_actions = min(most, limit or most)
         self._limit = limit
-        known = toy_text.find(bare) is not None
-        self._table = table_of(bare, self._success == "end") if known else None
+        self._table: Table | None = None
+        steps_are_listed = hasattr(bare, "P") and not getattr(bare, "fickle_passenger", False)
+        if toy_text.find(bare) and steps_are_listed:
+            self._table = Table(bare.P, self._success == "end")
 
     @classmethod
     def find(cls, target: str) -> tuple[str, ...]:

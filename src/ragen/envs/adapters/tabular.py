@@ -7,7 +7,7 @@ Values are pairs of arrays over states: the probability of success, and the expe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,10 +120,3 @@ class Table:
         after = values_N2S[:, :, self._following]  # N, 2, A, S, K
         value = (after * self._going_on).sum(axis=-1) + self._gained
         return np.moveaxis(value, 2, 0)
-
-
-def table_of(env: Any, every_end_solves: bool) -> Table | None:
-    """The table of a bare environment, if its steps only draw from its transitions."""
-    if getattr(env, "P", None) is None or getattr(env, "fickle_passenger", False):
-        return None
-    return Table(env.P, every_end_solves)
