@@ -110,37 +110,22 @@ HOSTILE: dict[str, Change] = {
     "weights of a terabyte": instead("model.safetensors", terabyte),
     **{f"a pipe: {name}": instead(name, os.mkfifo) for name in ("config.json", "tokenizer.json")},
     "an endless header": header(b"{", 2**62),
-    "a header of another length": header(b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'),
-    "a header that overlaps": header(
-        b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},'
-        b'"b":{"dtype":"F32","shape":[4],"data_offsets":[8,24]}}'
-    ),
-    "a header of a huge shape": header(
-        b'{"a":{"dtype":"F32","shape":[9223372036854775807,9],"data_offsets":[0,4]}}'
-    ),
-    "another encoding": text("config.json", '{"model_type": "qwen2é"}'.encode("latin1")),
     "a deep config": text("config.json", "[" * 100_000),
-    "a long number": text("config.json", '{"vocab_size": ' + "1" * 4301 + "}"),
     "a generation config of text": text("generation_config.json", "[]"),
     "a surrogate": text("tokenizer_config.json", '{"tokenizer_class": "\\ud800"}'),
     **{
         f"config.json: {values}": fields("config.json", **values)
         for values in (
             *({"num_hidden_layers": BIG}, {"num_labels": BIG}, {"hidden_size": 65_536}),
-            *({"vocab_size": BIG}, {"num_attention_heads": 0}, {"num_key_value_heads": -2}),
-            *({"num_attention_heads": 32}, {"pad_token_id": BIG}),
-            *({"return_dict": False}, {"text_config": {"a": 1}}, {"to_dict": {}}, {"dtype": "x"}),
-            *({"sub_configs": {"a": 1}}, {"id2label": "x"}, {"hidden_act": "theirs"}),
-            *({"_attn_implementation": 1}, {"_attn_implementation": "evil/kernel"}),
+            *({"vocab_size": BIG}, {"num_attention_heads": 0}, {"text_config": {"a": 1}}),
+            *({"return_dict": False}, {"sub_configs": {"a": 1}}, {"hidden_act": "theirs"}),
+            *({"_attn_implementation": "evil/kernel"}, {"dtype": "x"}),
             {"model_type": "theirs", "auto_map": THEIRS},
         )
     },
     **{
         f"tokenizer_config.json: {values}": fields("tokenizer_config.json", **values)
-        for values in (
-            *({"model_max_length": "x"}, {"tokenizer_class": 0}, {"tokenizer_object": "x"}),
-            {"added_tokens_decoder": [1]},
-        )
+        for values in ({"tokenizer_class": 0}, {"tokenizer_object": "x"})
     },
     "an added token far away": fields(
         "tokenizer_config.json",
