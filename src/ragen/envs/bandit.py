@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, validate_call
+from pydantic import Field
 
 from ragen.core.errors import RagenError
 from ragen.envs.contract import Baselines, Env, Info, Options, Probability, State, generators, pick
@@ -74,7 +74,6 @@ class Bandit(Env):
     goal = "Bandit"
     max_turns = actions_per_turn = max_actions = 1
 
-    @validate_call(config={"strict": True})
     def __init__(
         self,
         name_set: Literal["dragon_phoenix", "professions", "pairs"] = "dragon_phoenix",

@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import Annotated, NamedTuple, TypeAlias
 
 import numpy as np
-from pydantic import Field, validate_call
+from pydantic import Field
 
 from ragen.core.errors import RagenError
 from ragen.envs.contract import (
@@ -280,7 +280,6 @@ class Countdown(Env):
     prompt_style = "paper"
     actions = None
 
-    @validate_call(config={"strict": True})
     def __init__(
         self,
         min_numbers: Annotated[int, Field(ge=2, le=8)] = 3,

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, validate_call
+from pydantic import Field
 
 from ragen.core.errors import RagenError
 from ragen.envs.contract import (
@@ -261,7 +261,6 @@ class FrozenLake(GridEnv):
     letters = "PGO"
     actions = ACTIONS
 
-    @validate_call(config={"strict": True})
     def __init__(
         self,
         size: Annotated[int, Field(ge=2, le=26)] = 4,

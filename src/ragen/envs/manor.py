@@ -13,7 +13,7 @@ from itertools import pairwise, permutations
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from pydantic import Field, validate_call
+from pydantic import Field
 
 from ragen.core.errors import RagenError
 from ragen.envs.contract import (
@@ -295,7 +295,6 @@ class Manor(Env):
     actions_per_turn = 1
     prompt_style = "paper"
 
-    @validate_call(config={"strict": True})
     def __init__(
         self,
         rooms: Annotated[int, Field(ge=4, le=16)] = 10,

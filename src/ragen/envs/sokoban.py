@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from pydantic import Field, validate_call
+from pydantic import Field
 
 from ragen.core.errors import RagenError
 from ragen.envs.contract import Baselines, Info, Options, State, fresh_seed, generators, pick
@@ -293,7 +293,6 @@ class Sokoban(GridEnv):
     border = 1
     actions = ACTIONS
 
-    @validate_call(config={"strict": True})
     def __init__(
         self,
         rows: Annotated[int, Field(ge=4, le=26)] = 6,

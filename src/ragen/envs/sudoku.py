@@ -13,7 +13,7 @@ from math import isqrt
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field, validate_call
+from pydantic import Field
 
 from ragen.core.errors import RagenError
 from ragen.envs.contract import (
@@ -163,7 +163,6 @@ class Sudoku(Env):
     prompt_style = "paper"
     actions = None
 
-    @validate_call(config={"strict": True})
     def __init__(self, size: Literal[4, 9] = 4, blanks: Annotated[int, Field(ge=1)] = 6) -> None:
         if blanks > MOST_BLANKS[size]:
             raise RagenError(

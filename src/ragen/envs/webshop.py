@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field, validate_call
+from pydantic import Field
 
 from ragen.core.errors import RagenError
 from ragen.core.seeding import TRAIN_LEVELS
@@ -108,7 +108,6 @@ class WebShop(Env):
     prompt_style = "paper"
     actions = None
 
-    @validate_call(config={"strict": True})
     def __init__(
         self,
         products: Annotated[int, Field(ge=1, le=2_000_000)] | None = None,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, Field, ValidationError, validate_call
+from pydantic import BaseModel, Field, ValidationError
 
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors, read_text
@@ -151,7 +151,6 @@ class WordProblems(Env):
     prompt_style = "paper"
     actions = None
 
-    @validate_call(config={"strict": True})
     def __init__(
         self, path: str = "", test_path: str = "", attempts: Annotated[int, Field(ge=1, le=30)] = 1
     ) -> None:
