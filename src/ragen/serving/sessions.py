@@ -125,13 +125,6 @@ class Session:
         Raises:
             Refused: The message cannot be followed.
             UserCodeError: The environment fails, and the session ends.
-
-        Example:
-            >>> from ragen.envs.bandit import Bandit
-            >>> session = Session(Setup("bandit", Bandit))
-            >>> session.answer('{"type": "reset", "data": {"seed": 123}}')["data"]["reward"]
-            >>> session.answer('{"type": "step", "data": {"text": "Phoenix"}}')["data"]["reward"]
-            0.15
         """
         asked = _read(message)
         kind, data = asked.get("type"), asked.get("data")

@@ -13,14 +13,7 @@ from typing import Any, NoReturn
 
 
 class OwnLoop:
-    """A loop that is kept from call to call, since connections belong to one loop.
-
-    Example:
-        >>> loop = OwnLoop()
-        >>> loop.run(asyncio.sleep(0, "slept"))
-        'slept'
-        >>> loop.close()
-    """
+    """A loop that is kept from call to call, since connections belong to one loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

@@ -14,15 +14,6 @@ class GlobalRandomness:
 
     They are in place in the body of `placed` and nowhere else, so that episodes that take turns
     draw from streams of their own.
-
-    Example:
-        >>> draws = []
-        >>> for _ in range(2):
-        ...     own = GlobalRandomness(seed=7)
-        ...     with own.placed():
-        ...         draws.append(random.random())
-        >>> draws[0] == draws[1]
-        True
     """
 
     def __init__(self, seed: int) -> None:

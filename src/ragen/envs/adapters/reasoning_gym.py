@@ -27,11 +27,6 @@ class ReasoningGymEnv(Adapted):
     answered. Success is the score 1. There is no random play.
 
     Parameters: those of the task's dataset, except its seed and size.
-
-    Example:
-        >>> from ragen.envs.registry import make  # doctest: +SKIP
-        >>> make("reasoning-gym:chain_sum").reset(seed=123)[0]  # doctest: +SKIP
-        'State the final answer to the following arithmetic problem: 4 + 3 ='
     """
 
     max_turns = actions_per_turn = max_actions = 1
