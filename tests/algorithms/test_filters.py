@@ -48,13 +48,6 @@ def test_reward_scores_golden() -> None:
     assert SCORES["variance"](group(0.0, 3.0)) == pytest.approx(4.5)
 
 
-def test_reward_std_uses_raw_rewards_of_episodes_that_did_not_fail() -> None:
-    penalised = episode(turn(1.0, penalty=-9.0))
-    broken = episode(turn(50.0), stop="error")
-    assert reward_std(Group((episode(turn(0.0)), penalised, broken))) == pytest.approx(0.5**0.5)
-    assert reward_std(Group((penalised, broken))) == 0
-
-
 @pytest.mark.parametrize("name", sorted(SCORES))
 def test_scores_ignore_failed_episodes_rows_and_penalties(name: str) -> None:
     def episodes(penalty: float) -> tuple[Episode, ...]:

@@ -49,15 +49,6 @@ def test_invalid_counts_are_refused(successes, trials):
         wilson(successes, trials)
 
 
-def test_bootstrap_agrees_with_the_normal_interval_for_single_episodes():
-    values = [float(i % 2) for i in range(400)]
-    interval = bootstrap_mean(values, range(400))
-    # Standard error √(¼/400) = .025; 1.96 of them are .049.
-    assert interval.value == 0.5
-    assert interval.low == pytest.approx(0.451, abs=0.006)
-    assert interval.high == pytest.approx(0.549, abs=0.006)
-
-
 def test_copies_of_an_episode_do_not_narrow_the_interval():
     values, levels = [0.0, 1.0, 2.0, 5.0, 7.0], [1, 2, 3, 4, 5]
     copied, once = bootstrap_mean(values * 50, levels * 50), bootstrap_mean(values, levels)

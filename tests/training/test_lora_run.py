@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ragen.config.config import Config
-from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
 from ragen.engines.factory import load_model
@@ -172,20 +171,3 @@ def test_resume_after_a_stop_equals_the_uninterrupted_run(tmp_path: Path) -> Non
         train(config, run, watcher=SendSignal("episode", 6, signal.SIGINT))
     resume(run)
     assert_same_results(run, uninterrupted(config))
-
-
-@pytest.mark.slow
-def test_lora_learns_the_bandit(tmp_path: Path) -> None:
-    """Adapters of rank 8 take the embedded model from even odds to the better arm."""
-    values = {
-        "steps": 12,
-        "threads": 1,
-        "lora.rank": 8,
-        "lora.alpha": 16,
-        "update.lr": 5e-3,
-        "eval.episodes": 64,
-        "record.episodes_every": 0,
-    }
-    result = train(resolve("bandit", values), tmp_path / "run")
-    assert result.before is not None and result.after is not None
-    assert result.before.success < 0.75 and result.after.success > 0.9
