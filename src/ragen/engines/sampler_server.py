@@ -31,7 +31,7 @@ from ragen.engines.sampling import Decode, WeightedPolicy
 from ragen.engines.vllm_engine import ADAPTER, TESTED
 from ragen.models.adapter_folder import save_adapter
 from ragen.models.lora import has_adapters
-from ragen.rollout.endpoint import MAX_SHOWN, check_address
+from ragen.rollout.endpoint import MAX_SHOWN, check_address, error_message
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 """Seconds before the server counts as lost; a completion may wait in its queue for minutes."""
@@ -213,9 +213,8 @@ class VllmServer(WeightedPolicy):
         if not isinstance(answer, dict):
             raise self._strange(f"HTTP {response.status_code} and no JSON object")
         if response.is_error:
-            problem = answer.get("error", answer)
-            reason = str(problem.get("message", problem) if isinstance(problem, dict) else problem)
-            first = reason.strip().partition("\n")[0][:MAX_SHOWN] or f"HTTP {response.status_code}"
+            first = error_message(response.content)[0].strip().partition("\n")[0][:MAX_SHOWN]
+            first = first or f"HTTP {response.status_code}"
             raise RagenError(
                 f"the vLLM server at {self.url} refuses: {first}; "
                 "does it serve the model that is trained? If so, restart it"

@@ -66,6 +66,13 @@ def window_of(config: Any) -> float:
     return inf if layer_types == {"full_attention"} else window or 0
 
 
+def logits_of(model: PreTrainedModel, states_ND: Tensor) -> Tensor:
+    """A model's logits (N, V) in float32, from its last hidden states."""
+    head = model.get_output_embeddings()
+    logits_NV = output_logits(states_ND, head.weight, getattr(head, "bias", None))
+    return shape_of(model).of(logits_NV)
+
+
 class FlatDecoder:
     """Slots for a model on a CPU that reads flat tokens (`ragen.models.packed.longest`).
 
@@ -137,10 +144,7 @@ class FlatDecoder:
 
         decoder = self.model.get_decoder()
         states_FD = packed.read(decoder, token_ids_F, reach.places[1], attention)
-        head = self.model.get_output_embeddings()
-        last_ND = states_FD[counts_N.cumsum(0) - 1]
-        logits_NV = output_logits(last_ND, head.weight, getattr(head, "bias", None))
-        return shape_of(self.model).of(logits_NV)
+        return logits_of(self.model, states_FD[counts_N.cumsum(0) - 1])
 
 
 class HFDecoder:
@@ -186,13 +190,15 @@ class HFDecoder:
         tokens_NT[is_real_NT] = torch.tensor(list(chain.from_iterable(tokens)))
         states_NTD = self._read(torch.tensor(slots), torch.tensor(starts), tokens_NT, is_real_NT)
         last_N1 = to_device((counts_N - 1)[:, None], states_NTD.device)
-        return self._logits(torch.take_along_dim(states_NTD, last_N1[:, :, None], 1)[:, 0])
+        last_ND = torch.take_along_dim(states_NTD, last_N1[:, :, None], 1)[:, 0]
+        return logits_of(self.model, last_ND)
 
     @torch.no_grad()
     def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
         """Read one new token in each of several slots, given in ascending order."""
         is_real_N1 = torch.ones(len(slots_N), 1, dtype=torch.bool)
-        return self._logits(self._read(slots_N, starts_N, tokens_N[:, None], is_real_N1)[:, 0])
+        states_N1D = self._read(slots_N, starts_N, tokens_N[:, None], is_real_N1)
+        return logits_of(self.model, states_N1D[:, 0])
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Give `target` the first `length` keys and values of `source`."""
@@ -213,11 +219,6 @@ class HFDecoder:
         """
         for stored in chain.from_iterable(self.cache.stored):
             stored.zero_()
-
-    def _logits(self, states_ND: Tensor) -> Tensor:
-        head = self.model.get_output_embeddings()
-        logits_NV = output_logits(states_ND, head.weight, getattr(head, "bias", None))
-        return shape_of(self.model).of(logits_NV)
 
     def _read(
         self, slots_N: Tensor, starts_N: Tensor, tokens_NT: Tensor, is_real_NT: Tensor

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from ragen.models.decoder import HFDecoder
+from ragen.models.decoder import HFDecoder, logits_of
 from ragen.models.device import to_device
 
 LEAST_ROWS, LEAST_WIDTH = 8, 256
@@ -121,7 +121,7 @@ class GraphDecoder(HFDecoder):
                 self._can_record = False
                 return super().decode(slots_N, starts_N, tokens_N)
         states_RD = self._graphs[rows, width][1]()
-        return self._logits(states_RD[inputs_4R[3, :count]])
+        return logits_of(self.model, states_RD[inputs_4R[3, :count]])
 
     @override
     def refresh(self, is_idle: bool = True) -> None:
