@@ -151,11 +151,6 @@ class _Worker:
         self._answer("starting", START_S)
 
     def ask(self, call: str, *arguments: Any) -> Any:
-        """The result of one call.
-
-        Raises:
-            UserCodeError: The environment raised, the call took too long, or the process died.
-        """
         if not self.alive:
             raise UserCodeError(f"the environment's process had ended before {call}")
         try:

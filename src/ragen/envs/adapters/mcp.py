@@ -147,11 +147,7 @@ class McpEnv(Replayed, ToolEnv):
 
 
 class _Session:
-    """An open session. A task holds it, in its own event loop, which runs only during calls.
-
-    Raises:
-        RuntimeError: The server cannot be started or reached.
-    """
+    """An open session. A task holds it, in its own event loop, which runs only during calls."""
 
     def __init__(self, address: Address) -> None:
         self._address, self._loop = address, OwnLoop()
