@@ -7,7 +7,6 @@ other libraries are named ``LIBRARY:NAME``.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -129,8 +128,8 @@ def short_name(name: str) -> str:
     Example:
         >>> short_name("/home/me/terms.py:brevity"), short_name("grounding")
         ('brevity', 'grounding')
-        >>> short_name("openenv:http://host:8000"), short_name("openenv:registry/echo:latest")
-        ('openenv-host', 'echo')
+        >>> short_name("openenv:http://host:8000"), short_name("verifiers:owner/math-python")
+        ('openenv-host', 'math-python')
         >>> short_name("maze.v2"), short_name("python:my_env.Maze"), short_name("verifiers:a/b.py")
         ('maze.v2', 'Maze', 'b')
     """
@@ -139,8 +138,8 @@ def short_name(name: str) -> str:
         return f"{library}-{urlsplit(target).hostname}"
     if target.endswith(".py"):
         return target.rpartition("/")[2].removesuffix(".py")
-    if "/" in target and ".py:" not in target:  # an image, with a tag or a digest
-        return re.split("[:@]", target.rpartition("/")[2])[0]
+    if "/" in target and ".py:" not in target:  # a package with its owner
+        return target.rpartition("/")[2]
     return target.rpartition(":")[2].rpartition(".")[2] if target else name
 
 
