@@ -160,8 +160,8 @@ def _file_name(name: str) -> str:
     Example:
         >>> _file_name("models/smollm2/"), _file_name("my envs/maze.py:Maze"), _file_name("..")
         ('smollm2', 'Maze', 'eval')
-        >>> _file_name("openenv:http://host:8000"), _file_name("openenv:registry/echo:latest")
-        ('openenv-host', 'echo')
+        >>> _file_name("openenv:http://host:8000")
+        'openenv-host'
     """
     last = short_name(name) if name.count(":") > 1 else re.split(r"[/\\:]", name.rstrip("/\\"))[-1]
     return re.sub(r"[^A-Za-z0-9_.]+", "-", last).strip("-.")[:60] or "eval"
