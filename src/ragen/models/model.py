@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 
 from ragen.models import fast_qwen2, packed
+from ragen.models.beginnings import Beginnings, find_beginnings
 from ragen.models.device import to_device
-from ragen.models.fast_scores import PrefixReader, find_beginnings
+from ragen.models.fast_scores import PrefixReader
 from ragen.models.lora import adapter_of, has_adapters
 from ragen.models.precision import Shape, add_product, output_logits, product, shape_of
 from ragen.models.sizes import KEPT_LOGITS, KEPT_LOGITS_GPU
@@ -251,11 +252,11 @@ def cross_scores(
     matrices of all ranks add up to S.
     """
     scores_NM = torch.zeros(len(thoughts), len(prompts), dtype=torch.float64)
-    lengths, shares = [len(thought) for thought in thoughts], shares_prompts(model)
     reader = PrefixReader(model) if is_fast(model) else None
     if reader is not None:
-        parts = rectangles(lengths, 0, max_tokens)
+        parts = neighbours(thoughts, max_tokens)
         known = [find_beginnings([thoughts[row] for row in rows]) for rows in parts]
+    lengths, shares = [len(thought) for thought in thoughts], shares_prompts(model)
     for column, prompt in enumerate(prompts):
         if reader is not None:
             reader.read(prompt)
@@ -263,17 +264,49 @@ def cross_scores(
             parts = rectangles(lengths, 0 if shares else len(prompt), max_tokens)
         for first in range(0, len(parts), num_ranks):
             number = min(first + rank, len(parts) - 1)
-            part = [thoughts[row] for row in parts[number]]
-            targets_N = torch.tensor(list(chain.from_iterable(part)), device=model.device)
+            rows = parts[number]
             if reader is not None:
-                states_ND = reader.follow(known[number])
+                logprobs_N = _after_beginnings(model, reader, known[number], temperature)
             else:
+                part = [thoughts[row] for row in rows]
+                targets_N = torch.tensor(list(chain.from_iterable(part)), device=model.device)
                 states_ND = _states_before(model, prompt, part)
-            logprobs_N, _ = token_logprobs(model, states_ND, targets_N, temperature)
-            if first + rank < len(parts):
-                row_N = torch.tensor([row for row in parts[number] for _ in range(lengths[row])])
-                scores_NM[:, column].index_add_(0, row_N, logprobs_N.double().cpu())
+                logprobs_N, _ = token_logprobs(model, states_ND, targets_N, temperature)
+            if first + rank >= len(parts):
+                continue
+            counts_R = torch.tensor([lengths[row] for row in rows])
+            row_N = torch.repeat_interleave(torch.tensor(rows), counts_R)
+            scores_NM[:, column].index_add_(0, row_N, logprobs_N.double().cpu())
     return scores_NM
+
+
+def _after_beginnings(
+    model: PreTrainedModel, reader: PrefixReader, known: Beginnings, temperature: float
+) -> Tensor:
+    """The logprob of each token of the thoughts after the prompt that was read.
+
+    The output layer is computed once for each beginning, however many tokens continue it.
+    """
+    states_FD, head = reader.follow(known), model.get_output_embeddings()
+    logprobs_P = torch.empty(len(known.targets_P))
+    chunk = max(1, KEPT_LOGITS // head.weight.shape[0])
+    for start, states_ND in zip(count(0, chunk), states_FD.split(chunk), strict=False):
+        log_p_NV = _log_softmax(output_logits(states_ND, head.weight, head.bias), temperature)
+        here_P = (known.before_P >= start) & (known.before_P < start + chunk)
+        logprobs_P[here_P] = log_p_NV[known.before_P[here_P] - start, known.targets_P[here_P]]
+    return logprobs_P[known.pairs_N]
+
+
+def neighbours(thoughts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """Parts of at most `max_tokens`; what begins alike is together. A single one may be longer."""
+    parts, room = list[list[int]](), 0
+    for row in sorted(range(len(thoughts)), key=lambda row: tuple(thoughts[row])):
+        room -= len(thoughts[row])
+        if room < 0 or not parts:
+            parts.append([])
+            room = max_tokens - len(thoughts[row])
+        parts[-1].append(row)
+    return parts
 
 
 def rectangles(lengths: Sequence[int], prefix: int, max_tokens: int) -> list[list[int]]:
