@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count, islice
 from types import MappingProxyType
@@ -39,12 +39,13 @@ MOST_DRAWS = 10_000
 
 @dataclass(frozen=True)
 class Lake:
-    """A level; its cells are numbered row by row."""
+    """A level; its cells are numbered row by row. `views` are its observations, by format."""
 
     size: int
     holes: frozenset[int]
     start: int
     goal: int
+    views: dict[str, dict[Hashable, str]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def neighbours(self) -> list[list[int]]:
@@ -344,11 +345,16 @@ class FrozenLake(GridEnv):
         return [row.translate(DRAWN) for row in self.rows()]
 
     @property
+    def moving(self) -> int:
+        return self.player
+
+    @property
     def _ended(self) -> bool:
         return self.player == self.lake.goal or self.player in self.lake.holes
 
     def _set_lake(self, lake: Lake) -> None:
         self.lake = lake
+        self.views = lake.views.setdefault(self.observation, {})
         self._planner = Planner(lake, self._success_probability, discount=1 - 1e-6)
 
     def rows(self) -> list[str]:

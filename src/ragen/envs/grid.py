@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
@@ -22,17 +22,29 @@ Cell: TypeAlias = tuple[int, int]
 """Row and column, from 0 at the top left."""
 
 
+MOST_VIEWS = 256
+"""Maximum number of observations kept for a level."""
+
+
 class GridEnv(Env):
     """An environment whose state is a map.
 
     `marks` has three entries, and `letters` has their names in thoughts, in the same order. `named`
     observations leave out the outer wall, which is `border` cells wide, because it never changes.
+    `views` holds the observations of the present level so far, by `moving`. All environments that
+    play the level in the same format share it.
     """
 
     marks: Mapping[str, str]
     letters: str
     observation: Observation
     border = 0
+    views: dict[Hashable, str]
+
+    @property
+    @abstractmethod
+    def moving(self) -> Hashable:
+        """The part of the state that actions change."""
 
     @abstractmethod
     def rows(self) -> list[str]:
@@ -48,7 +60,13 @@ class GridEnv(Env):
 
     def observe(self) -> str:
         """The observation of the present state."""
-        return observe(self.rows(), self.marks, self.observation, self.border)
+        views, moving = self.views, self.moving
+        shown = views.get(moving)
+        if shown is None:
+            shown = observe(self.rows(), self.marks, self.observation, self.border)
+            if len(views) < MOST_VIEWS:
+                views[moving] = shown
+        return shown
 
     @override
     def read_thought(self, thought: str) -> Reading | None:

@@ -7,8 +7,8 @@ cells are always wall, so a step from the inside never leaves the board.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
@@ -59,12 +59,16 @@ class Board(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The fixed parts of a level: size, floor (targets included) and targets."""
+    """The fixed parts of a level: size, floor (targets included) and targets.
+
+    `views` are its observations, by format.
+    """
 
     rows: int
     cols: int
     floor: Cells
     targets: Cells
+    views: dict[str, dict[Hashable, str]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def steps(self) -> tuple[int, int, int, int]:
@@ -332,7 +336,8 @@ class Sokoban(GridEnv):
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         seed = fresh_seed() if seed is None else seed
-        self.room, self.board = generate(seed, *self._levels)
+        room, self.board = generate(seed, *self._levels)
+        self._set_room(room)
         return self.observe(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
@@ -352,7 +357,7 @@ class Sokoban(GridEnv):
         }
 
     def set_state(self, state: State) -> None:
-        self.room = Room(*self._size, _to_bits(state["floor"]), _to_bits(state["targets"]))
+        self._set_room(Room(*self._size, _to_bits(state["floor"]), _to_bits(state["targets"])))
         self.board = Board(state["player"], _to_bits(state["boxes"]))
 
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
@@ -376,6 +381,14 @@ class Sokoban(GridEnv):
     def picture(self) -> list[str]:
         drawn = str.maketrans(dict(zip(self._symbols, SYMBOLS["standard"], strict=True)))
         return [row.translate(drawn) for row in self.rows()]
+
+    @property
+    def moving(self) -> Board:
+        return self.board
+
+    def _set_room(self, room: Room) -> None:
+        self.room = room
+        self.views = room.views.setdefault(f"{self.observation} {self._symbols.wall}", {})
 
     def rows(self) -> list[str]:
         """The map."""
