@@ -48,4 +48,5 @@ assert present() == before
 
 
 def test_a_boundary_puts_back_the_timer_its_handler_and_standard_output() -> None:
+    """In a new process, since an open environment of another test would hold the timer."""
     subprocess.run([sys.executable, "-c", PUTS_BACK], check=True)

@@ -8,6 +8,7 @@ does so. `env.isolate` gives an environment a process of its own.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -23,7 +24,7 @@ from ragen.core.errors import last_line, printable
 
 # The functions of `signal` look up enums, which takes 2 µs each.
 _signal: Any = sys.modules["_signal"]
-_set_handler = _signal.signal
+_getsignal, _set_handler = _signal.getsignal, _signal.signal
 _set_timer: Any = getattr(_signal, "setitimer", None)
 SIGALRM = getattr(signal, "SIGALRM", signal.SIGINT)
 
@@ -89,7 +90,7 @@ class boundary:  # noqa: N801 - it is used like a function
         KeyboardInterrupt: The user pressed Ctrl-C.
     """
 
-    __slots__ = ("_around", "_before", "_began", "_call", "_stopwatch", "_timeout_s", "deadline")
+    __slots__ = ("_around", "_began", "_call", "_stopwatch", "_timeout_s", "deadline")
     deadline: float
 
     def __init__(
@@ -98,7 +99,6 @@ class boundary:  # noqa: N801 - it is used like a function
         self._call = call
         self._timeout_s = inf if timeout_s is None else timeout_s
         self._stopwatch = stopwatch
-        self._before: Any = None  # the handler of SIGALRM, where a time limit is set
 
     def __enter__(self) -> None:
         # A step of a small environment takes 6 µs, so this looks at little.
@@ -110,9 +110,8 @@ class boundary:  # noqa: N801 - it is used like a function
         deadline = self._began + self._timeout_s
         self.deadline = deadline if around is None else min(deadline, around.deadline)
         _INNERMOST[thread] = self
-        if self.deadline < inf and can_interrupt():
-            self._before = _set_handler(SIGALRM, _on_alarm)
-            _fire_at(self.deadline)
+        if self.deadline < _TIMER.fires_at or _getsignal(SIGALRM) is not _ON_ALARM:
+            _TIMER.set(self.deadline)
 
     def __exit__(
         self,
@@ -126,12 +125,12 @@ class boundary:  # noqa: N801 - it is used like a function
         if around is None:
             del _INNERMOST[get_ident()]
             _PRINTS.put_back()
+            if not _TIMER.num_holders:
+                _TIMER.remove()
         else:
             _INNERMOST[get_ident()] = around
-        if self._before is not None:
-            _fire_at(inf if around is None else around.deadline)
-            _set_handler(SIGALRM, self._before)
-            self._before = None
+            if around.deadline < _TIMER.fires_at:
+                _TIMER.set(around.deadline)
         if self._stopwatch is not None:
             self._stopwatch.seconds += seconds
         if error is not None or seconds > self._timeout_s:
@@ -212,23 +211,70 @@ class _Prints:
                 sys.stdout = self._before
 
 
-def _fire_at(deadline: float) -> None:
-    """Set the process's timer, or clear it."""
-    seconds = 0.0 if deadline == inf else max(deadline - perf_counter(), 1e-6)
-    _set_timer(signal.ITIMER_REAL, seconds)
+class _Timer:
+    """The process's timer, which is set for the deadline of the call in progress.
+
+    It is not cleared after a call: it is set once per time limit, not once per call, and does
+    nothing where no deadline has passed. That is why its handler has to stay, as long as there are
+    `num_holders` (`hold_timer`).
+    """
+
+    def __init__(self) -> None:
+        self.fires_at = inf
+        self.num_holders = 0
+        self._before: Any = None
+
+    def set(self, deadline: float) -> None:
+        """Fire at `deadline`, where this thread can be interrupted."""
+        if deadline == inf or not can_interrupt():
+            return
+        if _getsignal(SIGALRM) is not _ON_ALARM:
+            self._before = _set_handler(SIGALRM, _ON_ALARM)
+        self.fires_at = deadline
+        _set_timer(signal.ITIMER_REAL, max(deadline - perf_counter(), 1e-6))
+
+    def remove(self) -> None:
+        """Clear the timer and put back the handler that was there before it."""
+        if self._before is not None and can_interrupt():
+            _set_timer(signal.ITIMER_REAL, 0)
+            _set_handler(SIGALRM, self._before)
+            self.fires_at, self._before = inf, None
+
+    def on_alarm(self, _number: int, frame: FrameType | None) -> None:
+        self.fires_at = inf
+        inside = _INNERMOST.get(get_ident())
+        if inside is None or inside.deadline == inf:
+            return
+        if inside.deadline > perf_counter():
+            self.set(inside.deadline)
+        elif frame is not None and frame.f_code in _OWN_CODE:
+            self.set(perf_counter() + 1e-3)  # raised here, it would leave the boundary
+        else:
+            raise _TimedOutError
 
 
-def _on_alarm(_number: int, frame: FrameType | None) -> None:
-    inside = _INNERMOST.get(get_ident())
-    if inside is None or inside.deadline == inf:
-        return
-    if inside.deadline > perf_counter():
-        _fire_at(inside.deadline)
-    elif frame is not None and frame.f_code in _OWN_CODE:
-        _fire_at(perf_counter() + 1e-3)  # raised here, it would leave the boundary
-    else:
-        raise _TimedOutError
-
-
-_OWN_CODE = tuple(each.__code__ for each in (boundary.__enter__, boundary.__exit__, _fire_at))
+_OWN_CODE = tuple(each.__code__ for each in (boundary.__enter__, boundary.__exit__, _Timer.set))
 _PRINTS = _Prints()
+_TIMER = _Timer()
+_ON_ALARM = _TIMER.on_alarm
+
+
+def hold_timer() -> None:
+    """Keep the timer's handler between calls, until as many calls of `release_timer`."""
+    _TIMER.num_holders += 1
+
+
+def release_timer() -> None:
+    """Put the handler back that was there before, where nobody else holds the timer."""
+    _TIMER.num_holders -= 1
+    if not _TIMER.num_holders:
+        _TIMER.remove()
+
+
+def _forget_timer() -> None:
+    """A forked process has no timer."""
+    _TIMER.fires_at = inf
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_timer)

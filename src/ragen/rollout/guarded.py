@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ragen.core.user_code import Stopwatch, UserCodeError, boundary
+from ragen.core.user_code import Stopwatch, UserCodeError, boundary, hold_timer, release_timer
 from ragen.envs import answers
 from ragen.envs.contract import Env, Reading
 from ragen.envs.registry import close_env
@@ -50,6 +50,8 @@ class GuardedEnv:
         except BaseException:
             close_env(self.env, timeout_s, self._stopwatch)
             raise
+        hold_timer()
+        self._release: Callable[[], None] = release_timer
 
     def reset(self, level_seed: int, noise_seed: int) -> str:
         """Begin an episode and return the first observation."""
@@ -117,6 +119,8 @@ class GuardedEnv:
     def close(self) -> None:
         """Let the environment free its resources; a failure here does not fail the episode."""
         close_env(self.env, self._timeout_s, self._stopwatch)
+        self._release()
+        self._release = lambda: None
 
 
 def _parts(answer: Any, call: str, number: int) -> tuple[Any, ...]:
