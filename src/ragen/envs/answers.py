@@ -138,6 +138,10 @@ def flag(value: Any, call: str, what: str) -> bool:
 
 def info(value: Any, call: str) -> dict[str, Any]:
     """An info as JSON values. ``success`` and ``effective`` must be bools if it has them."""
+    if type(value) is dict and all(
+        type(key) is str and type(each) is bool and key.isascii() for key, each in value.items()
+    ):
+        return dict(value)  # as in most environments; the checks take 10 µs, a step of a grid 5
     if not isinstance(value, dict):
         raise _unfit(call, value, "info", "a dict is expected")
     plain: dict[str, Any] = json_copy(value, call, "info")
