@@ -119,7 +119,8 @@ def test_the_command_of_the_page_without_a_server(
     (command,) = re.findall(r"^ragen (train support.toml --judge.url ''.*)$", PAGE, re.MULTILINE)
     words = shlex.split(command.replace("Qwen/Qwen2.5-0.5B-Instruct", "judge"))
     assert main([*words, *flags, "--out", "run"]) == 2
-    assert "in every episode: the judge judge gave no score" in capsys.readouterr().err
+    reason = f"a request failed in every episode: the judge {Path('judge').resolve()} gave no score"
+    assert reason in capsys.readouterr().err
 
 
 def test_a_resumed_run_repeats_the_judges_numbers_and_asks_nothing_twice(
