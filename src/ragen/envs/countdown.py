@@ -47,7 +47,7 @@ OPERATIONS: dict[str, Callable[[Value, Value], Value]] = {
     "/": lambda a, b: a // b if a % b == 0 else Fraction(a) / b,  # whole numbers are fast
 }
 RANKS = {"+": 1, "-": 1, "*": 2, "/": 2}
-"""An operator is carried out before those of a lower rank."""
+"""Precedence of the operators: a higher rank is carried out first."""
 OTHER_SIGNS = str.maketrans("×÷−", "*/-")
 TOKEN = re.compile(r"[0-9]+|[^ \t\r\n]")
 LONGEST = 1000

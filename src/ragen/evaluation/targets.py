@@ -90,7 +90,7 @@ def config_for(target: str, overrides: Overrides, server: Server | None = None) 
 
 
 def resolve_target(target: str, overrides: Overrides, server: Server | None = None) -> Resolved:
-    """The settings under which a target plays: those of its run, or of the environment's recipe.
+    """The settings under which a target plays: its run's, or the environment's recipe.
 
     The environment may be given as a recipe, which then sets budgets and prompts as well: `sokoban`
     and `paper/sokoban` are one environment with different prompts.

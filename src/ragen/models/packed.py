@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 from math import inf
 from typing import Any
@@ -108,6 +109,11 @@ def _has_kernel(model: PreTrainedModel) -> bool:
     except ImportError:  # before torch 2.10
         return False
     return "window_size" in signature(varlen_attn).parameters  # since torch 2.11
+
+
+@cache  # every layer asks
+def _takes_groups(kernel: Callable[..., Any]) -> bool:
+    return "enable_gqa" in signature(kernel).parameters
 
 
 def hidden_states(
@@ -253,7 +259,7 @@ class _Lengths:
         k_SKD, v_SKD = (x.index_select(0, self.keys_S) for x in (k_FKD, v_FKD))
         grouped = q_FHD.shape[1] // k_FKD.shape[1]
         about: dict[str, Any] = {}
-        if grouped > 1 and "enable_gqa" in signature(varlen_attn).parameters:
+        if grouped > 1 and _takes_groups(varlen_attn):
             about["enable_gqa"] = True
         elif grouped > 1:  # torch 2.11
             k_SKD, v_SKD = (x.repeat_interleave(grouped, 1) for x in (k_SKD, v_SKD))

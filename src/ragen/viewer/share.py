@@ -92,7 +92,7 @@ class _Held:
     def ask(self, question: str, /, **params: Any) -> Any:
         """The answer to a request about the run, which is added to the file.
 
-        Its texts are still those of the run: a later request may need them.
+        It still has the run's texts, because a later request may need them.
         """
         query = {"run": self.run} | {name: str(value) for name, value in params.items()}
         found = finite(ROUTES[question](Question(self.runs, query)))
