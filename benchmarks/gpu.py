@@ -49,11 +49,11 @@ from ragen.config.sections import UpdateConfig
 from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import derive
 from ragen.engines.local import LocalEngine
-from ragen.engines.memory import plan
-from ragen.engines.sampler import Sampler, draw
-from ragen.models.decoder import HFDecoder
-from ragen.models.graphs import GraphDecoder, recorder
+from ragen.models.memory import plan
+from ragen.networks.decoder import HFDecoder
+from ragen.networks.graphs import GraphDecoder, recorder
 from ragen.rollout.setup import make_setup
+from ragen.sampling.local_sampler import Sampler, draw
 from ragen.training.collection import collect_groups, make_batch, split_batch
 from ragen.training.mixture import first_starts
 from ragen.training.running import LoopState

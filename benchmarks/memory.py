@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from ragen.config.config import Config
 from ragen.config.reading import changed
-from ragen.engines import memory
+from ragen.models import memory
 from ragen.training import trainer
 
 MODELS: dict[str, Any] = {

@@ -33,7 +33,7 @@ from ragen.config.reading import changed, resolve
 from ragen.core.statistics import Interval
 from ragen.core.types import Episode, Sample
 from ragen.engines.local import LocalEngine
-from ragen.engines.optimizers import optimizer_tensors
+from ragen.learning.optimizers import optimizer_tensors
 from ragen.models.names import resolve_model
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import make_setup

@@ -53,9 +53,9 @@ from ragen.config.config import Config
 from ragen.core import user_code
 from ragen.core.types import Episode
 from ragen.engines import factory
-from ragen.engines.machine import use_threads
-from ragen.engines.sampler import Sampler
-from ragen.envs.frozen_lake import FrozenLake
+from ragen.envs.worlds.frozen_lake import FrozenLake
+from ragen.networks.machine import use_threads
+from ragen.sampling.local_sampler import Sampler
 from ragen.training import running, trainer
 from ragen.training.progress import Watcher
 

@@ -1,4 +1,4 @@
-"""Write RAGEN's own sample of word problems: `src/ragen/envs/word_problems.jsonl`.
+"""Write RAGEN's own sample of word problems: `src/ragen/envs/worlds/word_problems.jsonl`.
 
 Every problem comes from one of the templates below, with numbers and names from one seed. So the
 same file is written on every machine.
@@ -16,7 +16,7 @@ import numpy as np
 
 from ragen.envs.contract import generators, pick
 
-FILE = Path(__file__).parents[1] / "src" / "ragen" / "envs" / "word_problems.jsonl"
+FILE = Path(__file__).parents[1] / "src" / "ragen" / "envs" / "worlds" / "word_problems.jsonl"
 PROBLEMS = 1024
 SEED = 2504
 NAMES = (

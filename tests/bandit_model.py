@@ -54,11 +54,11 @@ def _prepare(folder: Path) -> None:
 
     from ragen.algorithms.batch import collate
     from ragen.algorithms.samples import to_samples
+    from ragen.chat.chat import Chat
     from ragen.config.reading import resolve
     from ragen.config.sections import LossConfig, UpdateConfig
-    from ragen.engines.learner import Learner
+    from ragen.learning.learner import Learner
     from ragen.models.loading import save_model
-    from ragen.rollout.chat import Chat
     from ragen.rollout.groups import run_groups
     from ragen.rollout.setup import make_setup
     from tests.scripted_policy import ScriptedPolicy

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from ragen.engines.machine import use_threads
+from ragen.networks.machine import use_threads
 from tests import shared
 
 # Programs that tests start, with extras.
@@ -29,7 +29,7 @@ def one_thread() -> Iterator[None]:
     """
     use_threads(int(os.environ.get("RAGEN_TEST_THREADS", "1")))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ragen.engines.machine._probe", lambda: 1)
+        patch.setattr("ragen.networks.machine._probe", lambda: 1)
         yield
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ragen.core.types import Prompt
-from ragen.engines.vllm_engine import Sampled
+from ragen.sampling.vllm_engine import Sampled
 
 REQUESTS_PER_STEP = 4
 

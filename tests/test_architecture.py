@@ -31,12 +31,19 @@ FOLDERS = {  # Top to bottom, with the use of torch that each folder may make.
     "reports": "torch",
     "training": "torch",
     "finetuning": "torch",
+    "bases": "torch",
     "evaluation": "no torch at import",
     "diagnostics": "torch",
+    "cluster": "torch",
     "engines": "torch",
+    "learning": "torch",
+    "sampling": "torch",
+    "settings": "no torch",
     "rollout": "no torch",
+    "chat": "no torch",
     "algorithms": "torch",
     "models": "torch",
+    "networks": "torch",
     "envs": "no torch",
     "storage": "no torch",
     "config": "no torch",
@@ -46,17 +53,16 @@ PLACE = {folder: place for place, folder in enumerate(FOLDERS)}
 LIGHT_MODULES = {
     *("reports.report", "reports.facts", "reports.plots", "reports.card", "diagnostics.collapse"),
     *("studies.study", "studies.rule", "studies.measures", "studies.results", "studies.overview"),
-    *("models.names", "models.model_files", "models.hub", "models.sizes"),
-    "models.prompting",
-    *("engines.machine", "engines.memory", "engines.hosts"),
+    *("models.names", "models.model_files", "models.hub", "models.sizes", "models.memory"),
+    *("networks.sizes", "networks.machine", "cluster.hosts"),
 }
 """Modules in folders with torch that do not load it themselves."""
 HEAVY_MODULES = {"evaluation.branch"}
 """Modules that load torch at import, in folders that otherwise do not."""
 ONLY_IN = {
-    "ray": {"engines.ray_engine", "engines.ray_process", "engines.ray_cluster"},
-    "vllm": {"engines.vllm_engine"},
-    "peft": {"models.lora"},
+    "ray": {"cluster.ray_engine", "cluster.ray_process", "cluster.ray_cluster"},
+    "vllm": {"sampling.vllm_engine"},
+    "peft": {"networks.lora"},
     "minigrid": {"envs.adapters.minigrid"},
     "reasoning_gym": {"envs.adapters.reasoning_gym"},
     "textarena": {"envs.adapters.textarena"},
@@ -277,10 +283,10 @@ def test_wrong_imports_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The rules applied to a package with one wrong module."""
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
     monkeypatch.setattr(sys.modules[__name__], "module_of", module_of.__wrapped__)
-    for name in ("rollout/chat", "rollout/prompt", "cli/main", "core/errors"):
+    for name in ("chat/chat", "chat/prompt", "cli/main", "core/errors"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.py").write_text("")
-    wrong = tmp_path / "rollout" / "chat.py"
+    wrong = tmp_path / "chat" / "chat.py"
     for text in (
         "from ragen.cli import main",
         "from ragen.cli.main import run",
@@ -292,11 +298,11 @@ def test_wrong_imports_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         wrong.write_text(text)
         with pytest.raises(AssertionError):
             check_imports(wrong)
-    wrong.write_text("from ragen.rollout.prompt import Limits\nimport json\n")
+    wrong.write_text("from ragen.chat.prompt import Limits\nimport json\n")
     check_imports(wrong)
-    (tmp_path / "rollout" / "prompt.py").write_text("from ragen.rollout.chat import Chat")
+    (tmp_path / "chat" / "prompt.py").write_text("from ragen.chat.chat import Chat")
     with pytest.raises(AssertionError, match="in a cycle"):
-        check_cycles("rollout")
+        check_cycles("chat")
     unknown = tmp_path / "elsewhere" / "new.py"
     unknown.parent.mkdir()
     unknown.write_text("")

@@ -219,7 +219,9 @@ def test_nothing_is_sent_anywhere_and_what_reads_a_run_loads_no_code_that_it_nam
 
     def work() -> None:
         file, marker = Path("their_env.py"), Path("executed")
-        file.write_text("from ragen.envs.bandit import Bandit\n\nclass Theirs(Bandit):\n    pass\n")
+        file.write_text(
+            "from ragen.envs.worlds.bandit import Bandit\n\nclass Theirs(Bandit):\n    pass\n"
+        )
         keys = FEW | {"steps": 1, "env.name": "their_env.py:Theirs"}
         keys["model.path"] = str(base_folder("bandit"))
         options = [word for key, value in keys.items() for word in (f"--{key}", str(value))]

@@ -142,7 +142,7 @@ def tiny_tokenizer(template: str = "chatml") -> Any:
     """A tokenizer of about 400 tokens with the named chat template.
 
     Its end-of-sequence and padding token is ``<|endoftext|>`` (id 0), which no template writes;
-    `ragen.rollout.chat` finds the template's own end-of-turn token. The tokenizer is cached, so do
+    `ragen.chat.chat` finds the template's own end-of-turn token. The tokenizer is cached, so do
     not change it.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -197,6 +197,6 @@ def merged(model: Any) -> Any:
     """A copy of a model with the policy's adapter merged into its weights."""
     import copy
 
-    from ragen.models.lora import merge
+    from ragen.networks.lora import merge
 
     return merge(copy.deepcopy(model))

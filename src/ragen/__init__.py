@@ -82,8 +82,8 @@ def train(
     """
     from ragen.config.config import Config
     from ragen.config.keys import dotted
-    from ragen.models.prompting import resolve_for_model
-    from ragen.rollout.env_settings import resolve_run
+    from ragen.settings.environment import resolve_run
+    from ragen.settings.model import resolve_for_model
     from ragen.training.trainer import train
 
     named = {

@@ -14,9 +14,9 @@ from ragen.algorithms.advantages import gae
 from ragen.algorithms.batch import collate, episode_index
 from ragen.algorithms.credit import token_rewards
 from ragen.algorithms.samples import to_samples
+from ragen.chat.chat import Chat
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group, Sample
-from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import Setup
 from tests import records

@@ -14,7 +14,7 @@ from records import turn as make_turn
 
 from ragen.config.reading import dump, resolve
 from ragen.core.types import Completion, Episode, Group, Prompt, Turn, Usage
-from ragen.envs.grid import observe
+from ragen.envs.worlds.grid import observe
 from ragen.storage.recorder import Recorder
 from tests.browser.visitor import Visitor
 

@@ -244,7 +244,7 @@ def test_weights_with_nan_or_infinity_are_refused(tmp_path: Path) -> None:
 def test_run_that_exceeds_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragen.engines.memory.available", lambda _: 4 * 2**20)
+    monkeypatch.setattr("ragen.models.memory.available", lambda _: 4 * 2**20)
     line = error_line(tmp_path, "train", "bandit")
     assert "MiB, and 4 MiB are free on the cpu; no setting makes them fit" in line
 

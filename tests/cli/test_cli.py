@@ -349,7 +349,7 @@ def test_play_cuts_the_turn_of_a_solver_that_asks_for_too_much(
     tmp_path: Path, capsys: Capture
 ) -> None:
     hasty = "    def solve(self, *budgets):\n        return ['Left'] * 4\n"
-    text = f"from ragen.envs.sokoban import Sokoban\nclass Hasty(Sokoban):\n{hasty}"
+    text = f"from ragen.envs.worlds.sokoban import Sokoban\nclass Hasty(Sokoban):\n{hasty}"
     (tmp_path / "hasty.py").write_text(text)
     name, budgets = f"{tmp_path / 'hasty.py'}:Hasty", ["--env.actions_per_turn", "3"]
     assert main(["play", name, "--player", "solver", *budgets, "--env.max_actions", "5"]) == 0
@@ -493,6 +493,6 @@ def test_printed_commands_quote_a_folder_with_a_space(
     monkeypatch.setattr("ragen.training.trainer.train", stopped)
     assert main(["train", "bandit", "--quiet"]) == 128 + signal.SIGTERM
     assert f"resume '{run}'" in capsys.readouterr().err
-    monkeypatch.setattr("ragen.finetuning.env_base.prepare_env", lambda *_: "made")
+    monkeypatch.setattr("ragen.bases.env_base.prepare_env", lambda *_: "made")
     assert main(["base", "--env", "bandit", "--out", str(model)]) == 0
     assert f"--env bandit --model '{model}'" in capsys.readouterr().out

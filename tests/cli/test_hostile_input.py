@@ -48,7 +48,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for work in (
         *("ragen.training.trainer.make_engine", "ragen.evaluation.evaluation.run_async"),
-        *("ragen.finetuning.sft.load_model", "ragen.finetuning.base.build"),
+        *("ragen.finetuning.sft.load_model", "ragen.bases.base.build"),
         *("ragen.studies.runner.make_runs", "ragen.viewer.server.serve"),
         "ragen.serving.openenv.serve",
         *("ragen.evaluation.baselines.measure_baselines", "ragen.cli.play.play_env"),

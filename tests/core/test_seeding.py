@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragen.bases.curriculum import FAMILIES, LEVELS_PER_LESSON
 from ragen.config.keys import expected
 from ragen.core.seeding import (
     BASE_LEVELS,
@@ -16,7 +17,6 @@ from ragen.core.seeding import (
     refill_level,
     train_level,
 )
-from ragen.finetuning.curriculum import FAMILIES, LEVELS_PER_LESSON
 
 
 @given(st.integers(1, 512), st.integers(0, 300_000))

@@ -17,7 +17,7 @@ from ragen.cli.main import main
 from ragen.config.reading import dump
 from ragen.core.errors import GuardStop, NotFiniteError
 from ragen.core.metrics import Metrics
-from ragen.engines.learner import Learner
+from ragen.learning.learner import Learner
 from ragen.models.loading import load_policy
 from ragen.storage.checkpoint import (
     folders,

@@ -25,14 +25,14 @@ from ragen.diagnostics import detectors
 from ragen.diagnostics.collapse import REGIMES
 from ragen.diagnostics.information import measure
 from ragen.diagnostics.step_metrics import averaged, gradients_by_std, smooth, std_buckets
-from ragen.engines.learner import Learner
-from ragen.engines.optimizers import optimizer_tensors
+from ragen.learning.learner import Learner
+from ragen.learning.optimizers import optimizer_tensors
 from ragen.storage import checkpoint
 from ragen.storage.database import DATABASE, read
 from ragen.storage.schema import decompress
 from ragen.training.running import is_due
 from ragen.training.trainer import examine, resume, train
-from tests.engines.test_learner import batch, equal, learner, model, weights
+from tests.learning.test_learner import batch, equal, learner, model, weights
 from tests.shared import once, own
 from tests.tolerance import GRADIENT, LOGPROB, rounding
 

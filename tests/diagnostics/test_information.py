@@ -30,8 +30,8 @@ from ragen.diagnostics.information import (
     prompt_and_thought,
     retrieval,
 )
-from ragen.models.model import cross_scores, rectangles
-from tests.models.test_model import tiny
+from ragen.networks.model import cross_scores, rectangles
+from tests.networks.test_model import tiny
 from tests.tolerance import LOGPROB, assert_close, rounding
 
 NEVER = -math.inf

@@ -24,18 +24,18 @@ from ragen.config.reading import resolve
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.types import Completion, Prompt, Sample
 from ragen.engines.factory import make_learner
-from ragen.engines.learner import Learner
-from ragen.engines.sampler import Sampler
-from ragen.models import packed
-from ragen.models.decoder import HFDecoder, make_decoder
+from ragen.learning.learner import Learner
 from ragen.models.loading import load_policy, recompute_layers
+from ragen.networks import packed
+from ragen.networks.decoder import HFDecoder, make_decoder
+from ragen.sampling.local_sampler import Sampler
 from ragen.storage.checkpoint import newest
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import resume, train
 from tests.bandit_model import bandit_model, settings
-from tests.engines.recorded import batch_for, config_of, gradients, relative
-from tests.engines.test_learner import PLAIN, batch
-from tests.models.test_packed import build
+from tests.learning.recorded import batch_for, config_of, gradients, relative
+from tests.learning.test_learner import PLAIN, batch
+from tests.networks.test_packed import build
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tolerance import LOGPROB
 
@@ -232,7 +232,7 @@ def test_graphs_sample_the_same_tokens(name: str, device: str) -> None:
 
 @DEVICES
 def test_an_update_waits_for_the_gpu_once(device: str) -> None:
-    """As `tests/engines/test_waits.py` counts on a device without numbers."""
+    """As `tests/networks/test_waits.py` counts on a device without numbers."""
     one = learner(device, torch.bfloat16, microbatch_tokens=20)
     part = batch(one)
     one.update(part, 0)
@@ -286,8 +286,8 @@ def test_decoding_never_waits_for_the_device() -> None:
 def test_only_the_padded_path_reports_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     one = learner("cpu", torch.float32)
     assert "update/padding_fraction" not in one.update(batch(one), 0)
-    monkeypatch.setattr("ragen.models.model.is_fast", lambda _: False)
-    monkeypatch.setattr("ragen.models.packed.longest", lambda _: 0)
+    monkeypatch.setattr("ragen.networks.model.is_fast", lambda _: False)
+    monkeypatch.setattr("ragen.networks.packed.longest", lambda _: 0)
     one = learner("cpu", torch.float32)
     part = batch(one)
     wide = part.num_rows * int(part.lengths_B.max())

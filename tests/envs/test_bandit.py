@@ -2,8 +2,8 @@
 
 from itertools import product
 
-from ragen.envs.bandit import NAMES
 from ragen.envs.registry import make
+from ragen.envs.worlds.bandit import NAMES
 
 
 def pull_rewards(env, arm, count=500):

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen.envs.countdown import chances, evaluate, generate
 from ragen.envs.registry import make
+from ragen.envs.worlds.countdown import chances, evaluate, generate
 
 GIVEN = [2, 3, 7, 25, 25]
 

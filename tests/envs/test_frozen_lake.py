@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen.envs.frozen_lake import (
+from ragen.envs.registry import make
+from ragen.envs.worlds.frozen_lake import (
     FrozenLake,
     Lake,
     Planner,
@@ -16,7 +17,6 @@ from ragen.envs.frozen_lake import (
     transition_matrices,
     undominated,
 )
-from ragen.envs.registry import make
 
 CORRIDOR = Lake(2, frozenset({2}), 0, 3)  # P _ / O G: Right, then Down
 

@@ -171,7 +171,7 @@ def test_a_signal_to_the_group_interrupts_an_evaluation_and_fails_no_episode(
     path.write_text(
         """
 import time
-from ragen.envs.frozen_lake import FrozenLake
+from ragen.envs.worlds.frozen_lake import FrozenLake
 
 class Slow(FrozenLake):
     def step(self, action):

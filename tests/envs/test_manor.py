@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ragen.envs.manor import NO_DOOR, SLACK, WAYS, Position, generate, shortest_solution
 from ragen.envs.registry import make
+from ragen.envs.worlds.manor import NO_DOOR, SLACK, WAYS, Position, generate, shortest_solution
 
 SMALL = {"rooms": 5, "levers": 1, "delay": 5}
 """Level 123: the vault is west of the hall, the lever west of the vault, and iron is right."""

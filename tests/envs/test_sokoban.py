@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen.envs.registry import make
-from ragen.envs.sokoban import (
+from ragen.envs.worlds.sokoban import (
     Board,
     Room,
     generate,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen.envs.registry import make
-from ragen.envs.sudoku import LONGEST, generate, solutions
+from ragen.envs.worlds.sudoku import LONGEST, generate, solutions
 
 START = {"puzzle": ".32.241..24141..", "solution": "1324241332414132"}
 

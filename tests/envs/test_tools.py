@@ -14,8 +14,8 @@ from ragen.core.user_code import UserCodeError
 from ragen.envs.checker import check
 from ragen.envs.isolation import Workers
 from ragen.envs.registry import make
-from ragen.envs.sorting import Sorting, best
 from ragen.envs.tools import read_call, write_call
+from ragen.envs.worlds.sorting import Sorting, best
 from ragen.rollout.guarded import GuardedEnv
 
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"

@@ -10,8 +10,7 @@ import pytest
 from ragen.core.errors import RagenError
 from ragen.envs.checker import check
 from ragen.envs.registry import make
-from ragen.envs.webshop import parse_action
-from ragen.envs.webshop_catalogue import (
+from ragen.envs.worlds.webshop.catalogue import (
     NO_LIMIT,
     SIMILAR,
     Goal,
@@ -23,7 +22,8 @@ from ragen.envs.webshop_catalogue import (
     similarity,
     type_factor,
 )
-from ragen.envs.webshop_generator import DEPARTMENTS
+from ragen.envs.worlds.webshop.generator import DEPARTMENTS
+from ragen.envs.worlds.webshop.shop import parse_action
 from ragen.evaluation.baselines import Budget, compute_baselines
 
 PHRASES = sorted({each for place in DEPARTMENTS for each in (*place.adjectives, *place.parts)})

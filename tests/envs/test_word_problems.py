@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS, REFILL_LEVELS, SFT_LEVELS, TRAIN_LEVELS
-from ragen.envs import word_problems
 from ragen.envs.registry import make
-from ragen.envs.word_problems import SAMPLE, guesses, read_number, read_problems
+from ragen.envs.worlds import word_problems
+from ragen.envs.worlds.word_problems import SAMPLE, guesses, read_number, read_problems
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "word_problems.py"
 OWN = Path(word_problems.__file__).with_name(SAMPLE)

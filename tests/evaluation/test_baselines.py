@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ragen.core.user_code import UserCodeError
-from ragen.envs.bandit import Bandit
 from ragen.envs.contract import Baselines
 from ragen.envs.registry import make
-from ragen.envs.webshop import WebShop
+from ragen.envs.worlds.bandit import Bandit
+from ragen.envs.worlds.webshop.shop import WebShop
 from ragen.evaluation import baselines
 from ragen.evaluation.baselines import (
     Budget,
@@ -256,7 +256,7 @@ def test_baselines_that_are_no_chances_or_finite_returns_are_refused(monkeypatch
 
 
 def test_what_an_environment_of_ragen_imports_belongs_to_its_cache(tmp_path, monkeypatch):
-    module = sys.modules["ragen.envs.webshop_generator"]
+    module = sys.modules["ragen.envs.worlds.webshop.generator"]
     before = sources(WebShop), sources(Bandit)
     other = tmp_path / "webshop_generator.py"
     other.write_bytes(Path(module.__file__).read_bytes() + b"# other products\n")

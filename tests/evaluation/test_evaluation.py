@@ -24,10 +24,10 @@ from ragen.evaluation.evaluation import (
 from ragen.evaluation.targets import config_for
 from ragen.models.names import resolve_model
 from ragen.rollout.setup import make_setup
+from ragen.settings.saved import run_config
 from ragen.storage.database import new_run_folder
 from ragen.storage.reader import read_evaluations
 from ragen.storage.recorder import Recorder
-from ragen.storage.settings import run_config
 from tests.bandit_model import bandit_model, settings
 from tests.scripted_policy import ScriptedPolicy
 
@@ -164,7 +164,7 @@ def test_a_recipe_as_env_sets_budgets_and_the_prompts_of_models(
 def test_a_run_knows_its_own_environment_by_a_relative_path_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = "from ragen.envs.bandit import Bandit\n\n\nclass Mine(Bandit):\n    pass\n"
+    own = "from ragen.envs.worlds.bandit import Bandit\n\n\nclass Mine(Bandit):\n    pass\n"
     (tmp_path / "mine.py").write_text(own)
     budgets = {"env.max_turns": 7, "env.max_actions": 7, "env.params.slip": 0.25}
     trained = {"env.name": f"{tmp_path}/mine.py:Mine", **budgets}

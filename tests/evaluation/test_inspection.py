@@ -42,7 +42,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampled reply has as few tokens as the short decode, and memory is scarce."""
     for name, value in {"REPLY_S": 0.0, "REPLIES": 2, "TOKENS": 8}.items():
         monkeypatch.setattr(inspection, name, value)
-    monkeypatch.setattr("ragen.engines.memory.available", lambda device: 2**21)
+    monkeypatch.setattr("ragen.models.memory.available", lambda device: 2**21)
 
 
 @cache
@@ -74,7 +74,7 @@ def test_a_parser_that_fails_on_the_sampled_reply_is_one_line(
 
 
 def test_an_environment_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragen.envs.bandit.Bandit.step", lambda env, action: 1 / 0)
+    monkeypatch.setattr("ragen.envs.worlds.bandit.Bandit.step", lambda env, action: 1 / 0)
     line = r"^the environment 'bandit' failed: ZeroDivisionError: division by zero; run `ragen ch"
     with pytest.raises(RagenError, match=line):
         inspect("chatml", env="bandit")

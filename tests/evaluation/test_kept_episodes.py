@@ -19,8 +19,8 @@ from ragen.evaluation.kept_episodes import KeptEpisodes
 from ragen.evaluation.targets import config_for
 from ragen.rollout import endpoint
 from ragen.rollout.endpoint import Server
+from ragen.settings.saved import run_config
 from ragen.storage.database import DATABASE
-from ragen.storage.settings import run_config
 from ragen.storage.stored_episodes import read_episodes
 from ragen.storage.stored_episodes import records as records_of
 from ragen.viewer.reading import Question, Runs

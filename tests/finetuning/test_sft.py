@@ -16,6 +16,10 @@ from transformers import AutoModelForCausalLM
 
 import ragen.finetuning.sft as sft_module
 from ragen import evaluate, train
+from ragen.bases.demonstrations import NEUTRAL, plan_in_words
+from ragen.bases.tokenizer import build
+from ragen.chat.chat import Chat
+from ragen.chat.prompt import Limits
 from ragen.cli.main import main
 from ragen.config.config import Config
 from ragen.config.reading import changed, resolve
@@ -23,10 +27,7 @@ from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import RagenError
 from ragen.core.seeding import SFT_LEVELS
 from ragen.core.types import Prompt
-from ragen.engines.learner import Learner
-from ragen.engines.sampler import Sampler
 from ragen.envs.registry import make
-from ragen.finetuning.demonstrations import NEUTRAL, plan_in_words
 from ragen.finetuning.sft import (
     Examples,
     card,
@@ -37,14 +38,13 @@ from ragen.finetuning.sft import (
     sft,
     split_examples,
 )
-from ragen.finetuning.tokenizer import build
+from ragen.learning.learner import Learner
 from ragen.models.adapter_folder import hash_tensors
 from ragen.models.loading import load_policy
 from ragen.models.names import is_adapter, resolve_model
-from ragen.rollout.chat import Chat
 from ragen.rollout.players import PlayerPolicy, solver
-from ragen.rollout.prompt import Limits
 from ragen.rollout.setup import Setup, make_chat
+from ragen.sampling.local_sampler import Sampler
 from tests.bandit_model import SETTINGS, bandit_model, settings
 from tests.cli.test_bad_input import ROGUE, error_line
 from tests.tiny import tiny_tokenizer

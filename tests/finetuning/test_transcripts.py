@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen.algorithms.samples import join
+from ragen.chat.chat import Chat
 from ragen.core.errors import RagenError
 from ragen.core.types import Sample
 from ragen.finetuning.transcripts import Transcript, is_file, read_transcripts, to_exchanges
-from ragen.rollout.chat import Chat
 from tests.tiny import TEMPLATES, tiny_tokenizer
 
 CONVERSATION = (

@@ -26,9 +26,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from ragen.core.errors import RagenError
 from ragen.models.adapter_folder import put_on, save_adapter
 from ragen.models.loading import load_policy, load_tokenizer, save_model
-from ragen.models.lora import attach
 from ragen.models.model_files import check_config
 from ragen.models.names import base_of
+from ragen.networks.lora import attach
 from tests.tiny import tiny_model, tiny_tokenizer
 
 WORDS = tiny_tokenizer("chatml")

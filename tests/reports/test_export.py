@@ -21,6 +21,7 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from ragen.chat.chat import Chat
 from ragen.cli.main import main
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
@@ -33,7 +34,6 @@ from ragen.models.loading import load_policy
 from ragen.reports.card import Usage, card, until
 from ragen.reports.export import export, usage_of
 from ragen.reports.facts import Facts, read_facts
-from ragen.rollout.chat import Chat
 from ragen.rollout.episode import play_episode
 from ragen.rollout.setup import EpisodeSpec, make_setup
 from ragen.storage.checkpoint import checkpoint_of, newest, read_state, write_state

@@ -7,15 +7,15 @@ from typing import Any, Literal, get_args
 
 import pytest
 
+from ragen.chat.chat import Chat
+from ragen.chat.prompt import Limits
 from ragen.core.types import Completion, Episode
-from ragen.envs.manor import Manor
-from ragen.models.prompting import resolve_for_model
-from ragen.rollout.chat import Chat
+from ragen.envs.worlds.manor import Manor
 from ragen.rollout.context import Conversation, View
-from ragen.rollout.env_settings import resolve_run
 from ragen.rollout.episode import play_episode, require_unchanged
-from ragen.rollout.prompt import Limits
 from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
+from ragen.settings.environment import resolve_run
+from ragen.settings.model import resolve_for_model
 from tests.scripted_policy import ScriptedPolicy
 from tests.tiny import tiny_tokenizer
 

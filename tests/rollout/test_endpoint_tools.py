@@ -14,7 +14,7 @@ import pytest
 from ragen.cli.main import main
 from ragen.core.types import Episode
 from ragen.envs.registry import make
-from ragen.envs.sorting import BALLS, Sorting, best
+from ragen.envs.worlds.sorting import BALLS, Sorting, best
 from ragen.rollout.endpoint import ChatEndpoint, Server
 from ragen.rollout.episode import play_episode
 from ragen.rollout.setup import EpisodeSpec, Setup

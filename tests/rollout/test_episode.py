@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragen.chat.chat import Chat
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, Prompt, StopReason
-from ragen.envs.bandit import Bandit
 from ragen.envs.registry import make
-from ragen.rollout.chat import Chat
+from ragen.envs.worlds.bandit import Bandit
 from ragen.rollout.episode import play_episode
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, solver

@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 from records import episode, group, turn
 
+from ragen.bases.demonstrations_lake import careful_turn, lake_turns, slippery_turn
+from ragen.bases.demonstrations_sokoban import sokoban_plan
+from ragen.chat.actions import parse
+from ragen.chat.prompt import Limits
 from ragen.config.extensions import THOUGHT_TERMS
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
@@ -19,14 +23,10 @@ from ragen.core.types import Episode, Group, Turn
 from ragen.diagnostics.step_metrics import summarize
 from ragen.envs.checker import check
 from ragen.envs.contract import Env, Reading
-from ragen.envs.frozen_lake import FrozenLake
 from ragen.envs.isolation import Workers
 from ragen.envs.registry import make
-from ragen.finetuning.demonstrations_lake import careful_turn, lake_turns, slippery_turn
-from ragen.finetuning.demonstrations_sokoban import sokoban_plan
-from ragen.rollout.actions import parse
+from ragen.envs.worlds.frozen_lake import FrozenLake
 from ragen.rollout.episode import play_episode
-from ragen.rollout.prompt import Limits
 from ragen.rollout.reward_terms import (
     TERMS,
     apply_reward_terms,

@@ -15,8 +15,8 @@ from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
 from ragen.finetuning.sft import sft
 from ragen.reports.card import origin
+from ragen.settings.saved import run_config
 from ragen.storage import checkpoint
-from ragen.storage.settings import run_config
 from ragen.training.trainer import resume, train
 from tests.training.runs import (
     SMALL,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ragen
-from ragen.envs.bandit import Bandit
+from ragen.envs.worlds.bandit import Bandit
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import CANNOT_INTERRUPT, Result
 from tests.bandit_model import settings

@@ -35,7 +35,7 @@ from tests.training.runs import assert_same_results, recorded_results, train_and
 
 PAGE = (Path(__file__).parents[2] / "docs" / "judge.md").read_text("utf-8")
 CODE = """
-from ragen.envs.bandit import Bandit
+from ragen.envs.worlds.bandit import Bandit
 
 
 class Taste(Bandit):

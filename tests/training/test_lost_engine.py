@@ -14,7 +14,7 @@ import pytest
 from ragen.core.errors import EngineLost, MachineAway, RagenError
 from ragen.core.stopping import StopRequested
 from ragen.engines.local import LocalEngine
-from ragen.engines.sampler import Sampler
+from ragen.sampling.local_sampler import Sampler
 from ragen.storage import checkpoint
 from ragen.storage.reader import read_events
 from ragen.training import recovery, running

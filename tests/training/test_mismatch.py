@@ -17,9 +17,10 @@ from ragen.config.sections import RolloutConfig
 from ragen.core.errors import GuardStop
 from ragen.core.metrics import Metrics
 from ragen.diagnostics.detectors import MISMATCH, MISMATCH_BOUND, mismatch
-from ragen.engines import learner, sampler
 from ragen.engines.local import LocalEngine
+from ragen.learning import learner
 from ragen.models.loading import save_model
+from ragen.sampling import local_sampler as sampler
 from ragen.storage.checkpoint import newest
 from ragen.storage.reader import read_events, read_metrics
 from ragen.training.trainer import resume, train

@@ -27,8 +27,8 @@ from ragen.evaluation.results import load_evaluations
 from ragen.evaluation.targets import envs_of, resolve_target
 from ragen.reports.facts import read_facts
 from ragen.reports.report import page
-from ragen.rollout.env_settings import resolve_run
 from ragen.rollout.setup import Setup
+from ragen.settings.environment import resolve_run
 from ragen.storage.reader import read_metrics
 from ragen.training.mixture import first_starts, share_out
 from ragen.training.running import LoopState, Result

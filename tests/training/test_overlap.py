@@ -18,7 +18,7 @@ from ragen.config.reading import resolve
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.stopping import StopRequested
 from ragen.core.types import Completion, Group, Prompt
-from ragen.engines.sampler import Sampler
+from ragen.sampling.local_sampler import Sampler
 from ragen.storage.reader import read_events, read_metrics
 from ragen.training import experience
 from ragen.training.ahead import Ahead

@@ -8,7 +8,7 @@ import pytest
 
 from ragen.config.reading import recipes, resolve
 from ragen.core.errors import RagenError
-from ragen.engines.learner import MAX_GRAD_NORM, VALUE_CLIP, WEIGHT_DECAY
+from ragen.learning.learner import MAX_GRAD_NORM, VALUE_CLIP, WEIGHT_DECAY
 from ragen.models.loading import save_model
 from ragen.storage.database import new_run_folder
 from ragen.storage.reader import read_metrics

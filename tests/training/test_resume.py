@@ -19,9 +19,9 @@ import torch
 from ragen.core import files
 from ragen.core.errors import RagenError
 from ragen.core.stopping import SIGNALS, StopRequested
-from ragen.engines import saving
-from ragen.engines.learner import Learner
-from ragen.engines.sampler import Sampler
+from ragen.learning import saving
+from ragen.learning.learner import Learner
+from ragen.sampling.local_sampler import Sampler
 from ragen.storage import checkpoint, recorder
 from ragen.storage.database import DATABASE
 from ragen.storage.recorder import Recorder
@@ -124,7 +124,9 @@ def test_a_step_whose_episodes_all_fail_stops_the_run_saved(
     class Unplugs(Watcher):
         def step(self, step: int, metrics: Any) -> None:
             if step == 1:
-                monkeypatch.setattr("ragen.envs.bandit.Bandit.step", lambda env, action: 1 / 0)
+                monkeypatch.setattr(
+                    "ragen.envs.worlds.bandit.Bandit.step", lambda env, action: 1 / 0
+                )
 
     run = tmp_path / "my run"
     said = (

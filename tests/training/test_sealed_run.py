@@ -21,11 +21,11 @@ from ragen.config.reading import dump, read_config, resolve
 from ragen.core.errors import RagenError
 from ragen.diagnostics.guard import GuardState
 from ragen.evaluation.targets import EPISODE_KEYS, is_measured
+from ragen.settings.saved import Settings, find_settings, run_config
 from ragen.storage import checkpoint
 from ragen.storage.database import CONFIG, DATABASE
 from ragen.storage.reader import read_events
 from ragen.storage.recorder import Recorder
-from ragen.storage.settings import Settings, find_settings, run_config
 from ragen.training.trainer import resume, train
 from tests.diagnostics.test_guard_run import Plan, alarms_at
 from tests.shared import own

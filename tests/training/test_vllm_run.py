@@ -11,9 +11,9 @@ import pytest
 from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.engines.local import LocalEngine
-from ragen.engines.vllm_engine import Vllm
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.models.names import resolve_model
+from ragen.sampling.vllm_engine import Vllm
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import resume, train
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ragen.core.metrics import Metrics, mean
 from ragen.core.types import Sample
-from ragen.models.device import to_device
+from ragen.networks.device import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def _sqlite() -> str:
 def _cpus() -> str:
     import torch
 
-    from ragen.engines.machine import usable_cpus
+    from ragen.networks.machine import usable_cpus
 
     return f"{usable_cpus()}, of which torch uses {torch.get_num_threads()}"
 

@@ -8,9 +8,9 @@ from itertools import groupby, takewhile
 from rich.console import Console
 from rich.text import Text
 
+from ragen.chat.prompt import prefill as prefill_of
 from ragen.core.tables import Section, show
 from ragen.evaluation.inspection import REPLIES, Inspection, Piece
-from ragen.rollout.prompt import prefill as prefill_of
 
 MOST_TOKENS = 8
 

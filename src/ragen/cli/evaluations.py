@@ -31,8 +31,8 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
     from ragen.envs.registry import try_env
     from ragen.evaluation.tables import evaluation_record, evaluation_table
     from ragen.evaluation.targets import envs_of, resolve_target
-    from ragen.models.prompting import advice
     from ragen.rollout.players import PLAYERS
+    from ragen.settings.model import advice
 
     server = _server(options)
     prices = options.price_in, options.price_out

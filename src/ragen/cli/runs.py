@@ -38,9 +38,9 @@ def _train_options(parser: Parser) -> None:
 def _train(options: Namespace, overrides: Overrides) -> int:
     from ragen.config.sources import sources
     from ragen.envs.registry import try_env
-    from ragen.models.prompting import advice
-    from ragen.rollout.env_settings import resolve_run
     from ragen.rollout.setup import at_stage, by_env
+    from ragen.settings.environment import resolve_run
+    from ragen.settings.model import advice
 
     config, note = resolve_run(options.recipe, overrides)
     if note:
@@ -123,7 +123,7 @@ def _advice(watcher: Watcher) -> str:
 def _show_config(config: Config) -> None:
     """Print a config, its changes to its preset, and the memory that it needs."""
     from ragen.config.reading import differences, dump
-    from ragen.engines.memory import plans
+    from ragen.models.memory import plans
     from ragen.models.names import is_available_offline
 
     changes = differences(config)

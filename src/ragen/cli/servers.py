@@ -80,9 +80,9 @@ def _serve_options(parser: Parser) -> None:
 
 def _serve(options: Namespace, overrides: Overrides) -> int:
     from ragen.config.reading import resolve
-    from ragen.rollout.env_settings import budgets_of
     from ragen.rollout.setup import make_setup
     from ragen.serving.openenv import serve
+    from ragen.settings.environment import budgets_of
 
     others = [key for key in overrides if not key.startswith("env.") or key == "env.name"]
     if others:

@@ -37,8 +37,8 @@ def _sft_options(parser: Parser) -> None:
 
 def _sft(options: Namespace, overrides: Overrides) -> int:
     from ragen.envs.registry import try_env
-    from ragen.rollout.env_settings import resolve_run
     from ragen.rollout.setup import refuse_mixture
+    from ragen.settings.environment import resolve_run
 
     def watch(line: str) -> None:
         if not options.quiet:
@@ -80,7 +80,7 @@ def _typed(overrides: Overrides, prefixes: tuple[str, ...], but: Container[str] 
         >>> _typed({"prompt.think": False, "env.params.names": "two words"}, ("prompt.", "env."))
         " --prompt.think false --env.params.names 'two words'"
     """
-    from ragen.storage.settings import typed
+    from ragen.settings.saved import typed
 
     asked = {k: v for k, v in overrides.items() if k.startswith(prefixes) and k not in but}
     return "".join(f" --{key} {shlex.quote(typed(key, value))}" for key, value in asked.items())
@@ -109,15 +109,15 @@ def _base(options: Namespace, overrides: Overrides) -> int:
     if other:
         raise RagenError(f"{other[0]} has no effect on this base; leave it out")
     if env is None:
-        from ragen.finetuning.base import prepare
+        from ragen.bases.base import prepare
 
         prepare(options.family, options.out, options.seed, options.steps, print)
         print(f"the base model of {options.family} is in {options.out}")
         return 0
-    from ragen.rollout.env_settings import config_of_env
+    from ragen.settings.environment import config_of_env
 
     config = config_of_env(overrides)
-    from ragen.finetuning.env_base import prepare_env
+    from ragen.bases.env_base import prepare_env
 
     window = config.prompt.window
     print(prepare_env(config.env, options.out, options.seed, options.steps, print, window))

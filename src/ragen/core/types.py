@@ -73,8 +73,8 @@ class Completion:
     `text`; another control token is the last, too, and `text` spells it. If a server gives no
     tokens, both are ``None``, and the completion cannot be trained on. `fingerprint` is the hash of
     ids and logprobs at sampling (`ragen.rollout.policies.fingerprint`), ``None`` without ids. The
-    learner compares it with the hash of its batch (`ragen.engines.exactness`). `usage` is the count
-    of a server that gives no ids.
+    learner compares it with the hash of its batch (`ragen.learning.exactness`). `usage` is the
+    count of a server that gives no ids.
     """
 
     token_ids: tuple[int, ...] | None

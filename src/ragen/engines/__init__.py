@@ -1,5 +1,5 @@
-"""Where a policy samples and learns.
+"""The engine: the loop's one view of the machine, and how its parts are made.
 
-The engine, samplers, the learner, checkpoints, exactness checks and the memory plan. It may import
-`rollout` and the folders below.
+The protocol, the local engine, sharded learners, and models made from a config. It may import
+`learning`, `sampling` and the folders below.
 """

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ragen.algorithms.batch import Batch
+from ragen.chat.chat import Chat
 from ragen.core.metrics import Metrics
 from ragen.core.types import Role
-from ragen.rollout.chat import Chat
 from ragen.rollout.policies import Policy
 
 

@@ -8,23 +8,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.estimator import needs_values
+from ragen.chat.chat import Chat
 from ragen.config.config import Config
 from ragen.config.sections import most_turns
 from ragen.core.errors import RagenError
-from ragen.engines.learner import Learner
-from ragen.engines.machine import available, usable_device
-from ragen.engines.ranks import ALONE, Ranks
-from ragen.engines.sampler import Sampler
-from ragen.engines.sampler_server import VllmServer
-from ragen.engines.sampler_vllm import VllmSampler
-from ragen.engines.sampling import WeightedPolicy
-from ragen.engines.vllm_engine import Vllm
-from ragen.models import lora
+from ragen.learning.learner import Learner
+from ragen.learning.ranks import ALONE, Ranks
 from ragen.models.adapter_folder import put_on
 from ragen.models.loading import load_policy, load_tokenizer, recompute_layers
 from ragen.models.names import POLICY_FILES, base_of, is_adapter
-from ragen.rollout.chat import Chat
+from ragen.networks import lora
+from ragen.networks.machine import available, usable_device
 from ragen.rollout.setup import make_chat
+from ragen.sampling.local_sampler import Sampler
+from ragen.sampling.sampler import WeightedPolicy
+from ragen.sampling.server import VllmServer
+from ragen.sampling.vllm import VllmSampler
+from ragen.sampling.vllm_engine import Vllm
 from ragen.storage.checkpoint import STATE, is_checkpoint, sound
 
 TOLERANCES = {"float32": 1e-2, "bfloat16": 0.5}

@@ -8,20 +8,20 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from ragen.chat.chat import Chat
 from ragen.config.config import Config
 from ragen.config.extensions import JUDGE
 from ragen.config.reading import changed
 from ragen.core.types import Completion, Prompt, Usage
 from ragen.engines.factory import load_model
-from ragen.engines.sampler import Sampler
-from ragen.models.decoder import window_of
 from ragen.models.hub import model_folder
 from ragen.models.names import base_of, resolve_model
 from ragen.models.pretrained import model_config
-from ragen.rollout.chat import Chat
+from ragen.networks.decoder import window_of
 from ragen.rollout.endpoint import ChatEndpoint
 from ragen.rollout.judge import Judge, server_of
 from ragen.rollout.policies import NoCompletion
+from ragen.sampling.local_sampler import Sampler
 
 MAX_LENGTH = 8192
 """Maximum number of tokens of a question and its answer for a model on this machine."""

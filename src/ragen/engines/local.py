@@ -10,21 +10,21 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ragen.algorithms.batch import Batch, collate
+from ragen.chat.chat import Chat
 from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, largest
 from ragen.core.types import Prompt, Role, Sample
 from ragen.engines.engine import Engine
 from ragen.engines.factory import TOLERANCES, make_sampler
-from ragen.engines.learner import Learner
-from ragen.engines.sampler import Sampler
-from ragen.engines.sampler_server import VllmServer
-from ragen.engines.sampler_vllm import VllmSampler
-from ragen.engines.sampling import Stats
-from ragen.engines.saving import QUESTION
 from ragen.engines.sharded import Rank
-from ragen.models.precision import Masters
-from ragen.rollout.chat import Chat
+from ragen.learning.learner import Learner
+from ragen.learning.saving import QUESTION
+from ragen.networks.precision import Masters
+from ragen.sampling.local_sampler import Sampler
+from ragen.sampling.sampler import Stats
+from ragen.sampling.server import VllmServer
+from ragen.sampling.vllm import VllmSampler
 
 NUM_TOKENS = 16
 """Maximum number of tokens that `check_parity` samples and compares."""

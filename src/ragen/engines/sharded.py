@@ -19,11 +19,11 @@ from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics
 from ragen.core.types import Role
 from ragen.engines.factory import load_for_training, make_learner
-from ragen.engines.ranks import ALONE, join, leave
-from ragen.engines.saving import load_learner, refuse_another_first, save_learner
-from ragen.models import lora
+from ragen.learning.ranks import ALONE, join, leave
+from ragen.learning.saving import load_learner, refuse_another_first, save_learner
 from ragen.models.adapter_folder import fingerprint_of_base, hash_tensors
-from ragen.models.sharding import whole
+from ragen.networks import lora
+from ragen.networks.sharding import whole
 from ragen.rollout.setup import make_chat
 
 

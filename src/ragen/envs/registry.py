@@ -35,15 +35,15 @@ class EnvSpec:
     description: str = ""
 
 
-BANDIT = "ragen.envs.bandit:Bandit"
-COUNTDOWN = "ragen.envs.countdown:Countdown"
-FROZEN_LAKE = "ragen.envs.frozen_lake:FrozenLake"
-MANOR = "ragen.envs.manor:Manor"
-SOKOBAN = "ragen.envs.sokoban:Sokoban"
-SORTING = "ragen.envs.sorting:Sorting"
-SUDOKU = "ragen.envs.sudoku:Sudoku"
-WEBSHOP = "ragen.envs.webshop:WebShop"
-WORD_PROBLEMS = "ragen.envs.word_problems:WordProblems"
+BANDIT = "ragen.envs.worlds.bandit:Bandit"
+COUNTDOWN = "ragen.envs.worlds.countdown:Countdown"
+FROZEN_LAKE = "ragen.envs.worlds.frozen_lake:FrozenLake"
+MANOR = "ragen.envs.worlds.manor:Manor"
+SOKOBAN = "ragen.envs.worlds.sokoban:Sokoban"
+SORTING = "ragen.envs.worlds.sorting:Sorting"
+SUDOKU = "ragen.envs.worlds.sudoku:Sudoku"
+WEBSHOP = "ragen.envs.worlds.webshop.shop:WebShop"
+WORD_PROBLEMS = "ragen.envs.worlds.word_problems:WordProblems"
 ENVS: dict[str, EnvSpec] = {
     "bandit": EnvSpec(BANDIT, {}, "Two named arms, one pull: tell from the names which pays more."),
     "bandit-rev": EnvSpec(

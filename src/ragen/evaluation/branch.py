@@ -21,13 +21,14 @@ from ragen.core.tables import Section
 from ragen.core.types import Episode
 from ragen.diagnostics.collapse import STAGE
 from ragen.engines.factory import make_policy
-from ragen.engines.machine import use_threads
-from ragen.engines.sampling import WeightedPolicy
 from ragen.evaluation.outcomes import check_sampling, how_sampled
 from ragen.models.names import resolve_model
+from ragen.networks.machine import use_threads
 from ragen.rollout.episode import require_unchanged
 from ragen.rollout.groups import run_episodes
 from ragen.rollout.setup import BranchSpec, Setup, at_stage, by_env, make_setup
+from ragen.sampling.sampler import WeightedPolicy
+from ragen.settings.saved import run_config
 from ragen.storage.branches import MOST, Request, write_branches
 from ragen.storage.checkpoint import (
     checkpoint_of,
@@ -38,7 +39,6 @@ from ragen.storage.checkpoint import (
 )
 from ragen.storage.database import check_run_folder
 from ragen.storage.reader import read_attempts
-from ragen.storage.settings import run_config
 from ragen.storage.stored_episodes import Recorded, read_episode
 
 

@@ -38,8 +38,8 @@ from ragen.evaluation.targets import (
 )
 from ragen.models.names import base_folder
 from ragen.rollout.endpoint import Server
+from ragen.settings.saved import run_config
 from ragen.storage.checkpoint import run_of
-from ragen.storage.settings import run_config
 
 Measure = Callable[[str, Overrides], tuple[Evaluation, list[Outcome]]]
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
 
+from ragen.chat.chat import Chat
 from ragen.config.config import Config
 from ragen.config.extensions import load
 from ragen.config.sections import MOST_EPISODES
@@ -27,7 +28,6 @@ from ragen.evaluation.outcomes import (
 )
 from ragen.evaluation.results import Evaluation, summarize, together
 from ragen.evaluation.targets import config_for, load_target, outcome_settings
-from ragen.rollout.chat import Chat
 from ragen.rollout.endpoint import Server
 from ragen.rollout.groups import run_episodes, run_groups
 from ragen.rollout.players import PlayerPolicy

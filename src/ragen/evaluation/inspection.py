@@ -21,10 +21,10 @@ from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.stopping import run_async
 from ragen.core.types import Completion, Prompt, Turn
 from ragen.core.user_code import UserCodeError
-from ragen.engines.memory import GIB, plan
 from ragen.envs.registry import try_env
 from ragen.evaluation.outcomes import outcome_of
 from ragen.evaluation.targets import Overrides, config_for
+from ragen.models.memory import GIB, plan
 from ragen.models.names import base_of, local_config, resolve_model
 from ragen.models.sizes import read_sizes
 from ragen.rollout.episode import opening, play_episode, read_reply, require_room
@@ -33,8 +33,8 @@ from ragen.rollout.setup import EpisodeSpec, Setup, make_chat, make_setup
 from ragen.storage.checkpoint import run_of
 
 if TYPE_CHECKING:
-    from ragen.engines.sampling import WeightedPolicy
-    from ragen.rollout.chat import Chat
+    from ragen.chat.chat import Chat
+    from ragen.sampling.sampler import WeightedPolicy
 
 ENV = "sokoban"
 """Where a model plays if no environment is named: its episodes last several turns."""
@@ -102,7 +102,7 @@ class Inspection:
     Attributes:
         architecture: The class of transformers that computes it.
         stored: The dtype of its weights' files.
-        decoder: The way in which it decodes (`ragen.models.decoder.PATHS`).
+        decoder: The way in which it decodes (`ragen.networks.decoder.PATHS`).
         end, pad, controls: Tokens that end a turn, the padding token if there is one, and all
             tokens that no text becomes, each with its id.
         samples, turns: The training samples of a conversation, and its turns.
@@ -149,8 +149,8 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
     memory, free = memory_table(config, path)  # while no weights take any
     sizes = read_sizes(base_of(path))
     from ragen.engines.factory import load_model, make_sampler
-    from ragen.engines.machine import use_threads
-    from ragen.engines.sampler import Sampler
+    from ragen.networks.machine import use_threads
+    from ragen.sampling.local_sampler import Sampler
 
     use_threads(config.threads)
     model, tokenizer = load_model(config, path)

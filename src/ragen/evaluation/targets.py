@@ -15,14 +15,14 @@ from ragen.core.errors import RagenError
 from ragen.envs.registry import parameter_names, try_env
 from ragen.evaluation.baselines import files_of, sources
 from ragen.models.names import base_of, hash_model_folder, is_embedded, resolve_model
-from ragen.models.prompting import with_prompts
 from ragen.rollout.endpoint import ChatEndpoint, Server
-from ragen.rollout.env_settings import Resolved, brought_by, budgets_of, note_of
 from ragen.rollout.players import PLAYERS, PlayerPolicy
 from ragen.rollout.policies import Policy
 from ragen.rollout.setup import Setup, by_env, make_setup, refuse_mixture
+from ragen.settings.environment import Resolved, brought_by, budgets_of, note_of
+from ragen.settings.model import with_prompts
+from ragen.settings.saved import run_config
 from ragen.storage.checkpoint import run_of
-from ragen.storage.settings import run_config
 
 Overrides = Mapping[str, Any]
 """Values by config key."""
@@ -232,7 +232,7 @@ def load_target(
         return PlayerPolicy(make, setup.think, setup.prefill, write=setup.write), setup
     path = resolve_model(target, config.env.name, TARGETS)
     from ragen.engines.factory import make_policy
-    from ragen.engines.machine import use_threads
+    from ragen.networks.machine import use_threads
 
     use_threads(config.threads)
     policy, chat = make_policy(config, path)

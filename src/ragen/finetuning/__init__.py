@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: demonstrations, transcripts and the preparation of the embedded models.
+"""Supervised fine-tuning on demonstrations or transcripts.
 
-It may import `evaluation` and the folders below.
+It may import `bases` and the folders below.
 """

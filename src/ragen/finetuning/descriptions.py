@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from ragen.bases.demonstrations import Piece, Reply, answer
+from ragen.chat.prompt import Limits
 from ragen.core.errors import RagenError
 from ragen.envs.contract import Env, pick
-from ragen.envs.frozen_lake import FrozenLake
-from ragen.envs.grid import Cell, GridEnv, cells_of
-from ragen.envs.sokoban import Sokoban
-from ragen.finetuning.demonstrations import Piece, Reply, answer
-from ragen.rollout.prompt import Limits
+from ragen.envs.worlds.frozen_lake import FrozenLake
+from ragen.envs.worlds.grid import Cell, GridEnv, cells_of
+from ragen.envs.worlds.sokoban import Sokoban
 
 STEPS = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 

@@ -21,6 +21,15 @@ import numpy as np
 
 from ragen.algorithms.batch import Batch, collate, minibatches
 from ragen.algorithms.samples import Exchange, join
+from ragen.bases.curriculum import TEACHERS
+from ragen.bases.demonstrations import (
+    Demonstrator,
+    mask_untrained,
+    neutral_thought,
+    plan_in_words,
+)
+from ragen.chat.chat import Chat
+from ragen.chat.prompt import prefill
 from ragen.config.config import Config
 from ragen.config.sections import LossConfig
 from ragen.core.errors import NotFiniteError, RagenError
@@ -30,17 +39,8 @@ from ragen.core.stopping import run_async
 from ragen.core.types import Group
 from ragen.engines.factory import load_model, prepare_model
 from ragen.engines.first_model import hold_first
-from ragen.engines.learner import Learner
-from ragen.engines.machine import use_threads
 from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.evaluation.targets import load_target, refuse_absent
-from ragen.finetuning.curriculum import TEACHERS
-from ragen.finetuning.demonstrations import (
-    Demonstrator,
-    mask_untrained,
-    neutral_thought,
-    plan_in_words,
-)
 from ragen.finetuning.descriptions import wanderer
 from ragen.finetuning.transcripts import (
     OWN_PLAYERS,
@@ -49,15 +49,15 @@ from ragen.finetuning.transcripts import (
     read_transcripts,
     to_exchanges,
 )
+from ragen.learning.learner import Learner
 from ragen.models.loading import save_model
 from ragen.models.names import is_adapter, resolve_model
-from ragen.models.prompting import advice
-from ragen.rollout.chat import Chat
+from ragen.networks.machine import use_threads
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import Player, PlayerPolicy, random_player, solver
 from ragen.rollout.policies import Closable, Policy
-from ragen.rollout.prompt import prefill
 from ragen.rollout.setup import Setup, make_chat, make_setup
+from ragen.settings.model import advice
 from ragen.storage.checkpoint import new_folder
 
 HELD_OUT = 0.1

@@ -20,10 +20,10 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from ragen.algorithms.samples import Exchange
+from ragen.chat.chat import Chat, without_thought
 from ragen.core.errors import RagenError
 from ragen.core.files import read_text
 from ragen.core.types import Message, Prompt
-from ragen.rollout.chat import Chat, without_thought
 from ragen.rollout.policies import written_completion
 
 MOST_BYTES = 2**30

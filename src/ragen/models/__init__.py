@@ -1,5 +1,5 @@
-"""Language models.
+"""Where weights come from.
 
-Finding and loading them, fast paths for known architectures, precision and LoRA adapters. It may
-import `envs` and the folders below. torch starts here.
+Names, the Hub, files and folders, loading, adapters on disk, and the plan of memory. It may import
+`networks` and the folders below.
 """

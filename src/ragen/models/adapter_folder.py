@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ragen.core.errors import RagenError
-from ragen.models.lora import adapter_tensors, attach_saved, is_adapter_weight
 from ragen.models.model_files import check_files, read_object, shapes, shown
 from ragen.models.names import ADAPTER_CONFIG, BASE, base_of
 from ragen.models.pretrained import load_errors
-from ragen.models.sharding import fill
+from ragen.networks.lora import adapter_tensors, attach_saved, is_adapter_weight
+from ragen.networks.sharding import fill
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -43,7 +43,7 @@ PLAIN = {
     "velora_config": (None,),
     "megatron_config": (None,),
 }
-"""Values of an adapter's config with which the equation of `ragen.models.lora` is complete."""
+"""Values of an adapter's config with which the equation of `ragen.networks.lora` is complete."""
 
 
 def save_adapter(
@@ -55,7 +55,7 @@ def save_adapter(
     """Write the policy's adapter as a PEFT folder.
 
     `base` is the `fingerprint_of_base`, for a folder that is kept: loading compares it. `tensors`
-    are the `adapter_tensors`, if those of `model` are split (`ragen.models.sharding`).
+    are the `adapter_tensors`, if those of `model` are split (`ragen.networks.sharding`).
 
     Raises:
         OSError, SafetensorError: The disk is full or cannot be written.

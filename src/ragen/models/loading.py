@@ -33,15 +33,15 @@ from transformers.utils import logging
 
 from ragen.core.errors import NotFiniteError, RagenError
 from ragen.models.adapter_folder import fingerprint_of_base, save_adapter
-from ragen.models.decoder import HFDecoder
 from ragen.models.hub import model_folder
-from ragen.models.lora import has_adapters
-from ragen.models.model import backbone
 from ragen.models.model_files import check_files, shapes, weight_files
 from ragen.models.names import WORDS
-from ragen.models.packed import Attending
-from ragen.models.precision import shape_of, widen_products
 from ragen.models.pretrained import load_errors, model_config
+from ragen.networks.decoder import HFDecoder
+from ragen.networks.lora import has_adapters
+from ragen.networks.model import backbone
+from ragen.networks.packed import Attending
+from ragen.networks.precision import shape_of, widen_products
 
 PROBE = "Go up, 你好 P _ G\n  x = 12345; don't  é🙂\t<b>\n\n end"
 """A text of all kinds, on which two tokenizers are compared."""
@@ -305,7 +305,7 @@ def save_model(
     """Write the tokenizer with the model, or with its adapter as a PEFT folder.
 
     `base` is the adapter's `fingerprint_of_base`, computed if it is not given. `tensors` are the
-    weights, or the adapter's, if those of `model` are split (`ragen.models.sharding`).
+    weights, or the adapter's, if those of `model` are split (`ragen.networks.sharding`).
     """
     logging.disable_progress_bar()
     if has_adapters(model):

@@ -20,8 +20,8 @@ from ragen.core.types import Message
 from ragen.reports.facts import Facts
 from ragen.reports.report import events, exactness, settings, successes
 from ragen.rollout.setup import by_env
+from ragen.settings.saved import run_config
 from ragen.storage.checkpoint import run_of
-from ragen.storage.settings import run_config
 
 SECTIONS = (exactness, events, settings)
 """The sections that the card shares with the report, after success."""

@@ -14,21 +14,21 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from ragen.chat.chat import Chat
+from ragen.chat.template import DAY
 from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.user_code import UserCodeError
 from ragen.engines.factory import load_model
-from ragen.models import lora
 from ragen.models.adapter_folder import ADAPTER_WEIGHTS
 from ragen.models.loading import load_tokenizer
 from ragen.models.names import ADAPTER_CONFIG, BASE, is_adapter
+from ragen.networks import lora
 from ragen.reports.card import Usage, card
 from ragen.reports.facts import read_facts
-from ragen.rollout.chat import Chat
 from ragen.rollout.episode import opening
 from ragen.rollout.setup import EpisodeSpec, by_env, make_chat, make_setup
-from ragen.rollout.template import DAY
 from ragen.storage.checkpoint import choose, new_folder, sound, step_of
 
 WEIGHTS = (

@@ -15,6 +15,7 @@ from ragen.core.statistics import Interval, gain
 from ragen.evaluation.outcomes import phase_of
 from ragen.evaluation.results import RunEvaluation, load_evaluations
 from ragen.reports.plots import Curve
+from ragen.settings.saved import run_config
 from ragen.storage.database import check_run_folder
 from ragen.storage.reader import (
     Attempt,
@@ -24,7 +25,6 @@ from ragen.storage.reader import (
     read_events,
     read_successes,
 )
-from ragen.storage.settings import run_config
 
 ALARM = "alarm"
 """The kind of the events that the plots mark."""

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from ragen.config.config import Config
 from ragen.evaluation.results import RunEvaluation, load_evaluations
+from ragen.settings.saved import run_config
 from ragen.storage.database import check_run_folder
 from ragen.storage.reader import read_events, read_metrics
-from ragen.storage.settings import run_config
 from ragen.storage.stored_episodes import Recorded, read_episodes
 
 

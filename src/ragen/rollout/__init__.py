@@ -1,5 +1,5 @@
 """How episodes are produced.
 
-Chat templates, prompts, the parser, policies, players, reward terms, and the play of one episode.
-It may import `algorithms` and the folders below and loads no torch.
+Set-ups, policies, players, endpoints, judges, reward terms, and the play of one episode. It may
+import `chat` and the folders below and loads no torch.
 """

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ragen.chat.chat import without_thought
+from ragen.chat.prompt import Limits, PromptBuilder, plain_number
 from ragen.core.types import Completion, Message
-from ragen.rollout.chat import without_thought
-from ragen.rollout.prompt import Limits, PromptBuilder, plain_number
 from ragen.rollout.setup import Setup
 
 SHORT = 80

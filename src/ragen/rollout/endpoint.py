@@ -27,11 +27,11 @@ from typing import Any
 
 import httpx
 
+from ragen.chat.actions import TAGS
 from ragen.core.errors import RagenError, printable
 from ragen.core.seeding import derive
 from ragen.core.types import Completion, FinishReason, Prompt, Usage
 from ragen.envs.contract import Schema
-from ragen.rollout.actions import TAGS
 from ragen.rollout.endpoint_tools import for_server, with_calls
 from ragen.rollout.policies import NoCompletion
 
@@ -411,7 +411,7 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
     (``reasoning`` or ``reasoning_content``) is put in front, without any tags that it quotes.
     Without one, a ``<think>`` is put in front of a thought that is only closed, because the model's
     own template opened it. With `tools`, calls are appended in the form of
-    `ragen.rollout.tool_calls.hermes`; otherwise a call without text is an empty reply. Half a
+    `ragen.chat.tool_calls.hermes`; otherwise a call without text is an empty reply. Half a
     surrogate pair, which is not text, becomes the replacement character.
 
     Raises:

@@ -1,7 +1,7 @@
 """Calls of tools as OpenAI's chat endpoints write them, and as text that is parsed and recorded.
 
 A server sends the calls of a reply apart from its text. Here they become a part of the text, in the
-form of `ragen.rollout.tool_calls.hermes`, so that replies of a server and of a model on this
+form of `ragen.chat.tool_calls.hermes`, so that replies of a server and of a model on this
 machine are parsed, recorded and shown alike. In the next request they are calls again.
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from ragen.chat.chat import without_thought
+from ragen.chat.tool_calls import hermes, write_hermes
 from ragen.core.types import Message
-from ragen.rollout.chat import without_thought
-from ragen.rollout.tool_calls import hermes, write_hermes
 
 EMPTY_THOUGHT = "<think></think>"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -14,18 +14,18 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from ragen.chat.actions import Parsed, parse
+from ragen.chat.prompt import Limits
+from ragen.chat.tool_calls import parse_tools, results_of, tool_messages
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, Prompt, StopReason, Turn
 from ragen.core.user_code import UserCodeError
-from ragen.rollout.actions import Parsed, parse
 from ragen.rollout.context import Conversation, View
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import NoCompletion, Policy, written_completion
-from ragen.rollout.prompt import Limits
 from ragen.rollout.reward_terms import apply_reward_terms, thought_info
 from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
-from ragen.rollout.tool_calls import parse_tools, results_of, tool_messages
 
 
 async def play_episode(policy: Policy | PlayerPolicy, setup: Setup, spec: EpisodeSpec) -> Episode:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ragen.chat.prompt import Limits
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
 from ragen.core.user_code import boundary
 from ragen.envs import answers
 from ragen.envs.contract import Env, pick
 from ragen.rollout.policies import written_completion
-from ragen.rollout.prompt import Limits
 
 Player = Callable[[Env, int, int, int], list[str]]
 """Chooses the actions of a turn, in order: at least one, and as many as the budgets allow.

@@ -8,6 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+from ragen.chat.actions import SEPARATOR
+from ragen.chat.chat import Chat
+from ragen.chat.prompt import prefill
+from ragen.chat.template import Tokenizer
+from ragen.chat.tool_calls import ToolForm, find_tool_parser
 from ragen.config.config import Config
 from ragen.config.keys import BUDGETS, PARAMS, TASK
 from ragen.config.reading import changed
@@ -18,13 +23,8 @@ from ragen.core.user_code import Stopwatch
 from ragen.envs.contract import Env, Schema
 from ragen.envs.isolation import Workers
 from ragen.envs.registry import build_env, env_factory
-from ragen.rollout.actions import SEPARATOR
-from ragen.rollout.chat import Chat
 from ragen.rollout.guarded import GuardedEnv
-from ragen.rollout.prompt import prefill
 from ragen.rollout.reward_terms import NEED_READING
-from ragen.rollout.template import Tokenizer
-from ragen.rollout.tool_calls import ToolForm, find_tool_parser
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ from pathlib import Path
 from ragen.core.errors import GuardStop, RagenError
 from ragen.core.files import OTHER_OUT, file_errors
 from ragen.core.stopping import StopRequested
-from ragen.engines.machine import usable_cpus
 from ragen.evaluation.results import load_evaluations
 from ragen.finetuning.sft import sft
+from ragen.networks.machine import usable_cpus
+from ragen.settings.saved import run_config
 from ragen.storage.database import CONFIG
 from ragen.storage.reader import read_events
-from ragen.storage.settings import run_config
 from ragen.studies.results import Findings, conclude, transfer_of
 from ragen.studies.study import Cell, Scale, Study, cells_of, with_model
 from ragen.training.code_check import resolve_paths

@@ -17,6 +17,7 @@ from ragen.algorithms.batch import TokenFields
 from ragen.algorithms.estimator import Credit, compares_group, estimate
 from ragen.algorithms.filters import find_score
 from ragen.algorithms.losses import find_loss, policy_loss
+from ragen.chat.tool_calls import find_tool_parser
 from ragen.config.config import Config
 from ragen.config.extensions import (
     DETECTOR,
@@ -41,7 +42,6 @@ from ragen.core.types import Completion, Episode, Group, Prompt, Turn
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.diagnostics.detectors import Detection, find_detector
 from ragen.rollout.reward_terms import TERMS, find_term, term_values
-from ragen.rollout.tool_calls import find_tool_parser
 
 Check = Callable[[str], str | None]
 """Calls the function of a name with an example; says what is wrong with its result, if anything."""

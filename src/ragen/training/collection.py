@@ -28,7 +28,7 @@ from ragen.core.types import Episode, Group, Sample
 from ragen.diagnostics.information import CrossScores
 from ragen.diagnostics.step_metrics import gradients_by_std
 from ragen.engines.engine import Engine
-from ragen.engines.exactness import verify_split, with_fingerprints
+from ragen.learning.exactness import verify_split, with_fingerprints
 from ragen.rollout.episode_terms import apply_episode_terms
 from ragen.rollout.groups import run_groups
 from ragen.rollout.judge import Judge

@@ -237,7 +237,7 @@ def make_engine(config: Config, path: str | None = None, after: Engine | None = 
     """
     path = path or resolve_model(config.model.path, config.env.name)
     if config.engine.name == "ray":
-        from ragen.engines.ray_engine import RayEngine  # Ray is an extra
+        from ragen.cluster.ray_engine import RayEngine  # Ray is an extra
 
         return RayEngine(config, path, after)
     return LocalEngine(config, path)

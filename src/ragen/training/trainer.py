@@ -24,12 +24,13 @@ from ragen.diagnostics.information import measure_envs
 from ragen.engines.engine import Engine
 from ragen.engines.first_model import find_first, hold_first, pin_first
 from ragen.engines.judges import check_judge, open_judge
-from ragen.engines.machine import use_threads
-from ragen.engines.memory import refuse_too_large
 from ragen.evaluation.targets import is_measured
-from ragen.models.prompting import advice
+from ragen.models.memory import refuse_too_large
+from ragen.networks.machine import use_threads
 from ragen.rollout.episode import require_room
 from ragen.rollout.setup import Setup, open_setups, open_stages
+from ragen.settings.model import advice
+from ragen.settings.saved import Settings, differing, find_settings, run_config
 from ragen.storage.checkpoint import SETTINGS_HASH, newest, newest_intact, sound
 from ragen.storage.database import (
     DATABASE,
@@ -38,7 +39,6 @@ from ragen.storage.database import (
     refuse_existing,
 )
 from ragen.storage.recorder import Recorder
-from ragen.storage.settings import Settings, differing, find_settings, run_config
 from ragen.training.code_check import load_code, resolve_paths
 from ragen.training.collection import collect_groups, gradient_norms
 from ragen.training.loop import run_to_the_end

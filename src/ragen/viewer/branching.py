@@ -17,9 +17,9 @@ from pydantic import BaseModel, Field, ValidationError
 from ragen.core.errors import RagenError
 from ragen.core.statistics import wilson
 from ragen.evaluation.outcomes import check_sampling
+from ragen.settings.saved import run_config
 from ragen.storage.branches import FILE, MOST, Request, has_branches
 from ragen.storage.checkpoint import folders, step_of
-from ragen.storage.settings import run_config
 from ragen.viewer.episode_page import detail
 from ragen.viewer.job_queue import Job, JobQueue
 from ragen.viewer.reading import Answer, NotFound, Unanswered, reading

@@ -8,7 +8,7 @@ from statistics import stdev
 
 from ragen.config.keys import Flat
 from ragen.core.types import FAILED
-from ragen.storage.settings import kept_texts
+from ragen.settings.saved import kept_texts
 from ragen.viewer.episode_list import NAMED, as_json
 from ragen.viewer.reading import Answer, NotFound, Question, RunReader, array_of, loaded
 from ragen.viewer.run_list import settings_of

@@ -12,8 +12,8 @@ from ragen.config.reading import flatten, resolve
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Series
 from ragen.reports.facts import EXACT, SIGNALS, TERMS, rolled_back, seconds_by_phase
+from ragen.settings.saved import run_config
 from ragen.storage.reader import current
-from ragen.storage.settings import run_config
 from ragen.viewer.processes import engine_of
 from ragen.viewer.reading import Answer, Question, RunReader, Unreadable, loaded
 from ragen.viewer.run_list import evaluations, read_settings, run_summary, with_parts

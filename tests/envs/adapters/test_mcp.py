@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from ragen.chat.chat import Chat
 from ragen.core.errors import RagenError
 from ragen.core.types import Group
 from ragen.envs.checker import check
 from ragen.envs.registry import make
 from ragen.envs.tools import tool, write_call
-from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import Setup
 from tests.scripted_policy import ScriptedPolicy
@@ -165,7 +165,7 @@ def test_environments_are_branched_where_servers_repeat_themselves(url: str) -> 
 def test_a_server_that_ends_fails_its_episode_and_the_next_connects_again() -> None:
     # Here, since workers import this file.
     from ragen.algorithms.samples import to_samples
-    from tests.rollout.test_histories import check as check_samples
+    from tests.chat.test_histories import check as check_samples
 
     fine = [calls(write_call("price", fruit="apples")), "250"]
     failed, solved = played(Fruit, [calls(write_call("die")), *fine], 2)

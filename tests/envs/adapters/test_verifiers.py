@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ragen.algorithms.samples import to_samples
+from ragen.chat.chat import Chat
 from ragen.config.extensions import ENV, load
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion
@@ -15,10 +16,9 @@ from ragen.envs.adapters.adapted import version_of
 from ragen.envs.checker import check
 from ragen.envs.registry import make
 from ragen.envs.tools import write_call
-from ragen.rollout.chat import Chat
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import Setup
-from tests.rollout.test_histories import check as check_samples
+from tests.chat.test_histories import check as check_samples
 from tests.scripted_policy import ScriptedPolicy
 from tests.tool_templates import tool_tokenizer
 

@@ -1,0 +1,189 @@
+"""Prepare the embedded models: supervised learning on demonstrations, with the code of training.
+
+Teachers play the environments through the rollout, their episodes become samples, and the learner
+takes its steps on them with the loss ``nll``, stage by stage (`curriculum.FAMILIES`). The same
+machine and build give the same weights, since stages count steps, not seconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from ragen.algorithms.batch import collate
+from ragen.algorithms.samples import to_samples
+from ragen.bases.curriculum import FAMILIES, LAYERS, WARMUP_STEPS, Lesson, Stage
+from ragen.bases.demonstrations import Demonstrator, mask_untrained
+from ragen.bases.tokenizer import build
+from ragen.chat.chat import Chat
+from ragen.config.sections import LossConfig, UpdateConfig
+from ragen.core.errors import RagenError, last_line
+from ragen.core.seeding import derive
+from ragen.core.stopping import run_async
+from ragen.core.types import Sample
+from ragen.learning.learner import Learner
+from ragen.models.loading import save_model
+from ragen.networks.machine import use_threads
+from ragen.rollout.groups import run_groups
+from ragen.rollout.setup import Setup
+from ragen.storage.checkpoint import new_folder
+
+
+def prepare(
+    family: str,
+    out: Path,
+    seed: int = 0,
+    steps: int | None = None,
+    watch: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """Prepare the embedded model of a family and save it in Hugging Face's layout.
+
+    `out` is a folder that does not exist yet. `seed` decides weights and demonstrations. `steps` is
+    the maximum per stage, for a trial. `watch` receives a line of progress every 50 steps.
+    """
+    if family not in FAMILIES:
+        raise RagenError(f"unknown family {family!r}; choose one of {', '.join(FAMILIES)}")
+    if out.exists():
+        raise RagenError(f"{out} exists already; name a folder that does not")
+    use_threads(1)  # the same weights however many cores are free
+    tokenizer, stages = build(), FAMILIES[family]
+    model = new_model(tokenizer, LAYERS[family], seed)
+    player = LessonPlayer(Chat(tokenizer), seed)
+    with new_folder(out) as whole:
+        for number, stage in enumerate(stages):
+            teach(model, player, stage, number, steps, watch)
+        save(model, tokenizer, whole)
+    return out
+
+
+def new_model(
+    tokenizer: PreTrainedTokenizerBase,
+    layers: int,
+    seed: int,
+    longest: int = 2048,
+    theta: float = 300.0,
+) -> PreTrainedModel:
+    """A model with random weights for this tokenizer and sequences of up to `longest` tokens.
+
+    Models with one key-value head do not learn to look up.
+    """
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=256,
+        max_position_embeddings=longest,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        tie_word_embeddings=True,
+    )
+    model: PreTrainedModel = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+    model.train(False)
+    model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def teach(
+    model: PreTrainedModel,
+    player: LessonPlayer,
+    stage: Stage,
+    number: int,
+    steps: int | None,
+    watch: Callable[[str], None],
+) -> None:
+    """Take the training steps of a stage, at most `steps`; it has this `number` in its family."""
+    num_steps = min(stage.steps, steps or stage.steps)
+    update = UpdateConfig(lr=stage.lr, lr_end=stage.lr_end, warmup_steps=WARMUP_STEPS, beta2=0.99)
+    learner = Learner(
+        model,
+        update,
+        LossConfig(name="nll"),
+        steps=num_steps,
+        muon_lr=stage.muon_lr,
+        weight_decay=0.0,
+    )
+    for step in range(num_steps):
+        batch = collate(player.samples(stage, number, step), stage.context_weight)
+        metrics = learner.update(batch, step)
+        if (step + 1) % 50 == 0:
+            watch(f"{stage.name} {step + 1}/{num_steps}  nll {metrics['loss/nll'].value:.4f}")
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+    """Save in half precision; the model itself keeps its precision."""
+    save_model(copy.deepcopy(model).half(), tokenizer, out)  # type: ignore[no-untyped-call]
+    words = out / "tokenizer.json"  # one line: it ships with each model
+    vocabulary = json.loads(words.read_text(encoding="utf-8"))
+    words.write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
+
+
+class LessonPlayer:
+    """Draws the lessons of each step and plays them with their teachers."""
+
+    def __init__(self, chat: Chat, seed: int, max_length: int = 1024) -> None:
+        self._chat, self._seed, self._max_length = chat, seed, max_length
+        self._levels: dict[tuple[int, int], Iterator[int]] = {}
+
+    def samples(self, stage: Stage, number: int, step: int) -> list[Sample]:
+        """One step's demonstrations; the mask is true only on tokens that are trained."""
+        generator = np.random.Generator(np.random.PCG64(derive(self._seed, "base", number, step)))
+        shares = np.array([lesson.share for lesson in stage.lessons])
+        drawn = Counter(
+            (int(index), int(generator.choice(stage.lessons[index].turns)))
+            for index in generator.choice(len(shares), stage.episodes, p=shares / shares.sum())
+        )
+        samples: list[Sample] = []
+        for (index, turns), count in sorted(drawn.items()):
+            lesson = stage.lessons[index]
+            levels = self._levels.setdefault((number, index), lesson.levels(number, index))
+            path = (self._seed, "base", number, step, index, turns)
+            samples += self._play(lesson, turns, list(itertools.islice(levels, count)), path)
+        if not samples:
+            raise RagenError(
+                f"the environment {stage.lessons[0].env!r} shows too much: no first prompt leaves "
+                f"room for a reply within {self._max_length} tokens, which is what this model "
+                "reads; let it show less, or train another model"
+            )
+        return samples
+
+    def _play(
+        self, lesson: Lesson, turns: int, levels: list[int], path: tuple[int | str, ...]
+    ) -> list[Sample]:
+        setup = Setup(
+            lesson.env,
+            lesson.make,
+            turns=turns,
+            actions_per_turn=min(lesson.actions_per_turn, lesson.actions),
+            actions=lesson.actions,
+            window=lesson.window,
+            chat=self._chat,
+            max_length=self._max_length,
+            timeout_s=lesson.timeout_s,
+        )
+        demonstrator = Demonstrator(lesson.teacher, self._chat)
+        groups = run_async(run_groups(demonstrator, setup, levels, 1, path))
+        errors = [e.error for group in groups for e in group.episodes if e.error is not None]
+        if errors:
+            reason = last_line(errors[0])
+            raise RagenError(
+                f"the environment {setup.env!r} fails: {reason}; run `ragen check` on it"
+            )
+        samples, episodes = to_samples(groups)
+        prompts = [[turn.prompt for turn in episode.turns] for episode in episodes]
+        return mask_untrained(samples, prompts, demonstrator.trained)

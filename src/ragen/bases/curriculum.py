@@ -1,0 +1,182 @@
+"""The curriculum of the embedded models: lessons, stages and the stages of each family.
+
+A lesson is one kind of demonstration: an environment, a teacher, levels and budgets. A stage is a
+number of training steps on a mixture of lessons.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from ragen.bases.demonstrations import Lookup, Teacher, bandit_knowledge, look_up
+from ragen.bases.demonstrations_lake import (
+    careful_turn,
+    hard_level,
+    lake_turns,
+    safe_walk,
+    slippery_turn,
+    wander,
+)
+from ragen.bases.demonstrations_sokoban import sokoban_plan, solved_in
+from ragen.core.seeding import BASE_LEVELS, EVAL_LEVELS
+from ragen.envs.contract import Env
+from ragen.envs.registry import env_factory
+
+NUM_HELD_OUT = 1024
+"""Number of evaluation levels whose boards no lesson with `Lesson.held_out` shows."""
+LEVELS_PER_LESSON = 1_000_000
+WARMUP_STEPS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Demonstrations of one kind.
+
+    `accept` says whether a level, to which the environment has been reset, belongs to the lesson;
+    without it, every level does. Each episode draws one of the turn budgets `turns`; `actions` is
+    the action budget, of which a turn may spend `actions_per_turn`. A prompt shows the last
+    `window` turns (0 shows all). `share` is the weight of the lesson in its stage. With `held_out`
+    the boards of evaluation levels are left out. `env` names the environment in messages;
+    `timeout_s` is the time limit of its calls.
+    """
+
+    teacher: Teacher
+    make: Callable[[], Env]
+    accept: Callable[[Env], bool] | None = None
+    turns: tuple[int, ...] = (5,)
+    actions: int = 10
+    actions_per_turn: int = 5
+    window: int = 0
+    share: float = 1.0
+    held_out: bool = True
+    env: str = "of a lesson"
+    timeout_s: float = 30.0
+
+    def levels(self, stage: int, index: int) -> Iterator[int]:
+        """The levels of this lesson, each once; it has number `index` in stage number `stage`."""
+        levels = itertools.count(BASE_LEVELS + LEVELS_PER_LESSON * (100 * stage + index))
+        if self.accept is None and not self.held_out:  # no user code outside an episode
+            yield from levels
+        env, accept = self.make(), self.accept or (lambda env: True)
+        held_out = set()
+        for number in range(NUM_HELD_OUT if self.held_out else 0):
+            env.reset(seed=EVAL_LEVELS + number, options={"noise_seed": 0})
+            held_out.add(env.state_key())
+        for level in levels:
+            env.reset(seed=level, options={"noise_seed": 0})
+            if accept(env) and env.state_key() not in held_out:
+                yield level
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Training steps on a mixture of lessons; learning rates decay linearly to `lr_end` × rate."""
+
+    name: str
+    steps: int
+    lessons: tuple[Lesson, ...]
+    episodes: int = 16
+    lr: float = 3e-3
+    muon_lr: float = 0.02
+    lr_end: float = 1.0
+    context_weight: float = 0.0
+
+
+BANDIT = partial(Lesson, bandit_knowledge, turns=(1,), actions=1, held_out=False)
+ARMS = (
+    BANDIT(env_factory("bandit"), share=0.4),
+    BANDIT(env_factory("bandit", name_set="pairs"), share=0.4),
+    BANDIT(env_factory("bandit", name_set="pairs", split="test"), share=0.2),
+)
+"""How each name sounds, also in the test split; which sound pays more is not taught."""
+
+# FrozenLake: careful play on all levels from any state (untrained walks lead to some of them), and
+# random walks. The mix makes careful play one habit among others.
+LOOKUP_LAKE = Lesson(look_up, partial(Lookup, "abcd", "0123", "FrozenLake"), held_out=False)
+STILL = env_factory("frozen-lake-still", observation="named")
+MORE_HOLES = env_factory("frozen-lake-still", observation="named", p_frozen=0.5)
+SAFE_WALKS = Lesson(safe_walk, MORE_HOLES, turns=(1,), share=1.5, held_out=False)
+STILL_LESSON = partial(Lesson, make=STILL, turns=(1, 1, 2, 3, 5))
+STILL_LAKE = (
+    STILL_LESSON(lake_turns(careful_turn, careful=1.0), share=0.3),
+    STILL_LESSON(lake_turns(careful_turn, careful=1.0), accept=hard_level, share=0.3),
+    STILL_LESSON(lake_turns(careful_turn, careful=0.75, walks_trained=False), share=0.3),
+    STILL_LESSON(lake_turns(careful_turn, careful=0.0), share=0.1),
+)
+STILL_LAKE_MIX = (Lesson(lake_turns(careful_turn, careful=0.2), STILL),)
+
+# Slips reach every state of slippery ice; the optimal plan depends on the remaining turns.
+SLIPPERY = env_factory("frozen-lake", observation="named")
+SLIPPERY_LAKE = (
+    Lesson(lake_turns(slippery_turn, careful=1.0), SLIPPERY, share=0.6),
+    Lesson(lake_turns(slippery_turn, careful=0.75, walks_trained=False), SLIPPERY, share=0.3),
+    Lesson(lake_turns(slippery_turn, careful=0.0), SLIPPERY, share=0.1),
+)
+SLIPPERY_MIX = (Lesson(lake_turns(slippery_turn, careful=0.2), SLIPPERY),)
+
+# Sokoban: mostly levels of more than one turn, since late turns need practice, too, and
+# boards that untrained slips have led to.
+LOOKUP_SOKOBAN = Lesson(look_up, partial(Lookup, "bcde", "1234", "Sokoban"), held_out=False)
+BOX = env_factory("sokoban", observation="named")
+SOKOBAN = (
+    Lesson(sokoban_plan(1.0), BOX, solved_in(4), turns=(2, 3, 5), share=0.4),
+    Lesson(sokoban_plan(0.7, slips_trained=False), BOX, solved_in(3), turns=(3, 5), share=0.35),
+    Lesson(sokoban_plan(0.75, slips_trained=False), BOX, turns=(1, 2, 3), share=0.25),
+)
+SOKOBAN_MIX = (Lesson(sokoban_plan(0.25), BOX),)
+
+TEACHERS = {
+    "frozen-lake": lake_turns(slippery_turn, careful=1.0),
+    "frozen-lake-still": lake_turns(careful_turn, careful=1.0),
+    "sokoban": sokoban_plan(1.0),
+}
+"""Optimal play with the thoughts of the embedded models, by environment."""
+
+LAKE_STAGES = (
+    Stage("look-up", 300, (LOOKUP_LAKE, SAFE_WALKS)),
+    Stage("still ice", 600, STILL_LAKE, context_weight=0.1),
+)
+"""The first stages of both lake families."""
+
+# Reading, moving and looking around at random: these lessons show no way to the goal.
+WANDER = partial(Lesson, wander, turns=(1, 1, 2, 3, 5))
+WANDERING = (
+    WANDER(MORE_HOLES, share=0.5, held_out=False),
+    WANDER(STILL, share=0.5),
+)
+LOOKING = (LOOKUP_LAKE, Lesson(wander, MORE_HOLES, turns=(1,), held_out=False))
+
+LAYERS = {
+    **{"bandit": 2, "frozen-lake-still": 3, "frozen-lake": 3, "sokoban": 3},
+    "frozen-lake-no-skill": 3,
+}
+
+FAMILIES: dict[str, tuple[Stage, ...]] = {
+    "bandit": (
+        Stage("names", 80, ARMS, episodes=32, lr_end=0.3),
+        Stage("choice", 120, ARMS, episodes=64, lr=6e-4, muon_lr=0.003, lr_end=0.02),
+    ),
+    "frozen-lake-still": (
+        *LAKE_STAGES,
+        Stage("settling", 400, STILL_LAKE, context_weight=0.1, lr_end=0.02),
+        Stage("mix", 120, STILL_LAKE_MIX, context_weight=0.1, lr=6e-4, muon_lr=0.004, lr_end=0.02),
+    ),
+    "frozen-lake": (
+        *LAKE_STAGES,
+        Stage("slippery ice", 200, SLIPPERY_LAKE, context_weight=0.1, lr_end=0.02),
+        Stage("mix", 80, SLIPPERY_MIX, context_weight=0.1, lr=6e-4, muon_lr=0.004, lr_end=0.02),
+    ),
+    "sokoban": (
+        Stage("look-up", 250, (LOOKUP_SOKOBAN,)),
+        Stage("skill", 500, SOKOBAN, context_weight=0.1),
+        Stage("skill, settling", 700, SOKOBAN, context_weight=0.1, lr_end=0.02),
+        Stage("mix", 120, SOKOBAN_MIX, context_weight=0.1, lr=5e-4, muon_lr=0.004, lr_end=0.02),
+    ),
+    "frozen-lake-no-skill": (
+        Stage("look-up", 250, LOOKING),
+        Stage("wandering", 400, WANDERING, context_weight=0.1, lr_end=0.02),
+    ),
+}

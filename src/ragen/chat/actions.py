@@ -1,0 +1,164 @@
+"""The strict parser of replies: ``<think>…</think><answer>…</answer>``.
+
+The policy is optimised against this parser, so its text is not trusted. The structure is checked
+with plain searches in time linear in the reply. Every reply becomes a `Parsed`; nothing is raised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+"""Each appears exactly once in a well-formed reply, the first two only if it has a thought."""
+
+SEPARATOR = "||"
+"""Separates the actions of one answer."""
+
+WHITESPACE = " \t\r\n"
+"""The characters that are trimmed. Zero-width, control and other spaces count as text."""
+
+_QUOTED_LENGTH = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """The contents of a reply.
+
+    Attributes:
+        thought: The text between the think tags, as written; ``None`` if the reply does not begin
+            with a closed thought, or if it must not have a thought.
+        thought_chars: Half-open range of the thought's characters in the reply.
+        actions_asked: The names in the answer as written, trimmed, unknown ones included.
+        actions: The actions to carry out: the legal ones in canonical spelling, in order, at most
+            `max_actions`. They are kept even if other names are unknown.
+        valid: The reply has exactly the required structure, with at least one legal action and no
+            unknown one. Otherwise the format penalty is due.
+        problem: The fault, as one short sentence for the next prompt; ``None`` if valid.
+        calls: The calls of tools, in order (`ragen.chat.tool_calls`).
+
+    Example:
+        >>> parse(
+        ...     "<think>up, then?</think><answer>up || fly</answer>",
+        ...     think=True,
+        ...     actions=("Up", "Down"),
+        ...     max_actions=5,
+        ... )  # doctest: +NORMALIZE_WHITESPACE
+        Parsed(thought='up, then?', thought_chars=(7, 16), actions_asked=('up', 'fly'),
+               actions=('Up',), valid=False,
+               problem='"fly" is not an action and was left out.', calls=())
+    """
+
+    thought: str | None
+    thought_chars: tuple[int, int] | None
+    actions_asked: tuple[str, ...]
+    actions: tuple[str, ...]
+    valid: bool
+    problem: str | None
+    calls: tuple[AskedCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AskedCall:
+    """One call of a tool in a reply.
+
+    Attributes:
+        text: The call as JSON text that the environment takes; the text as written if it is not a
+            call.
+        name: The tool; empty if the text is not a call.
+        id: The id that its result refers to.
+        refusal: Why the call is not carried out; ``None`` if it is.
+    """
+
+    text: str
+    name: str
+    id: str
+    refusal: str | None = None
+
+
+def parse(reply: str, *, think: bool, actions: tuple[str, ...] | None, max_actions: int) -> Parsed:
+    """Parse a whole reply: pre-filled start and sampled text together.
+
+    A well-formed reply is the thought block (if `think`) and then the answer block. Only white
+    space may stand around them, and no tag appears twice. Any other reply carries out no action. In
+    a well-formed reply, unknown names are dropped and cost the format penalty; legal actions beyond
+    `max_actions` are dropped without a penalty.
+
+    Without `think` a thought makes the reply invalid. `actions` are the environment's names,
+    matched regardless of case; ``None`` is for environments of free text, where the whole answer is
+    one action.
+    """
+    thought_chars, answer = _structure(reply, think)
+    thought = None if thought_chars is None else reply[slice(*thought_chars)]
+    if answer is None:
+        form = "<think>…</think><answer>…</answer>" if think else "<answer>…</answer>"
+        wrong = f"The reply must be exactly {form} with nothing else around it."
+        return Parsed(thought, thought_chars, (), (), False, wrong)
+
+    pieces = [answer] if actions is None else answer.split(SEPARATOR)
+    asked = tuple(name for piece in pieces if (name := piece.strip(WHITESPACE)))
+    legal, unknown = (list(asked), None) if actions is None else _match(asked, actions)
+    problem = None if asked else "The answer names no action."
+    if unknown is not None:
+        problem = f"{_quote(unknown)} is not an action and was left out."
+    carried_out = tuple(legal[: max(0, max_actions)])
+    return Parsed(thought, thought_chars, asked, carried_out, problem is None, problem)
+
+
+def _structure(reply: str, think: bool) -> tuple[tuple[int, int] | None, str | None]:
+    """Range of the thought, and the answer's text if the whole structure is right."""
+    once = all(reply.count(tag) == (think or "answer" in tag) for tag in TAGS)
+    at = _skip(reply, 0)
+    thought_chars = None
+    if think:
+        thought_chars = find_thought(reply)
+        if thought_chars is None:
+            return None, None
+        at = _skip(reply, thought_chars[1] + len("</think>"))
+    end = reply.find("</answer>", at)
+    if not once or not reply.startswith("<answer>", at) or end == -1:
+        return thought_chars, None
+    if reply[end + len("</answer>") :].strip(WHITESPACE):
+        return thought_chars, None
+    return thought_chars, reply[at + len("<answer>") : end]
+
+
+def find_thought(reply: str) -> tuple[int, int] | None:
+    """Range of the thought that a reply begins with: closed, and without a tag in it.
+
+    Example:
+        >>> find_thought(" <think>up</think> 7"), find_thought("7 <think>up</think>")
+        ((8, 10), None)
+    """
+    at = _skip(reply, 0)
+    start = at + len("<think>")
+    stop = reply.find("</think>", start)
+    nested = any(reply.find(tag, start, stop) != -1 for tag in TAGS)
+    if not reply.startswith("<think>", at) or stop == -1 or nested:
+        return None
+    return start, stop
+
+
+def _skip(text: str, at: int) -> int:
+    """The first position from `at` on that is not white space."""
+    return len(text) - len(text[at:].lstrip(WHITESPACE))
+
+
+def _match(names: tuple[str, ...], actions: tuple[str, ...]) -> tuple[list[str], str | None]:
+    """The legal actions among `names` in canonical spelling, and the first unknown name."""
+    canonical = {action.lower(): action for action in actions}
+    legal, unknown = [], None
+    for name in names:
+        action = canonical.get(name.lower())
+        # The lower case of the Kelvin sign is an ASCII k: a look-alike is not an action.
+        if action is not None and name.isascii() == action.isascii():
+            legal.append(action)
+        elif unknown is None:
+            unknown = name
+    return legal, unknown
+
+
+def _quote(name: str) -> str:
+    """A policy's word, safe to print: shortened, without control characters, tags and the like."""
+    short = name if len(name) <= _QUOTED_LENGTH else name[: _QUOTED_LENGTH - 1] + "…"
+    shown = "".join(char if char.isprintable() and char not in "<>|" else "?" for char in short)
+    return f'"{shown}"'

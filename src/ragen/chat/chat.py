@@ -1,0 +1,375 @@
+"""Conversations as tokens: sampled tokens are kept, and later messages are appended to them.
+
+A chat model sees one flat sequence, and its template writes the text between the turns. Decoding
+a reply, rendering the whole conversation again and encoding it gives *other* tokens than those that
+were sampled, with other logprobs. So a `Chat` renders a conversation once, at its start. Then it
+extends the running sequence by the reply's own ids and by the template's text between the end of
+that reply and the start of the next one: the *bridge* (`ragen.chat.template`).
+
+The bridge is found from the tokenizer's own template and verified when the `Chat` is made; nothing
+depends on a model's name. A template that drops the thoughts of earlier turns has a bridge too: the
+text between replies without thoughts. The sampled thoughts are kept in the sequence. If there is no
+bridge, or thoughts are dropped (`without_thought`), `Chat.exact` is false: each turn is rendered
+from its messages and is a separate sample.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate, takewhile
+from os.path import commonprefix
+from typing import Any, Literal
+
+from ragen.chat.control_tokens import ControlTokens, ids_after
+from ragen.chat.template import THOUGHT, Ids, Template, Tokenizer, find_bridge, folded
+from ragen.chat.tool_calls import ToolForm, ToolParser
+from ragen.chat.tool_template import call_message, find_form, find_tool_bridge
+from ragen.core.errors import RagenError
+from ragen.core.types import Message
+from ragen.envs.contract import Schema
+from ragen.envs.tools import Call, read_call, write_call
+
+NO_THOUGHTS_IN_HISTORY = (
+    "the thoughts of earlier turns are left out of the prompts "
+    '(prompt.history_thoughts = "drop"), so each turn becomes a separate training sample'
+)
+THOUGHTS_STAY = (
+    "this chat template drops the thoughts of earlier turns; here they stay as they were sampled "
+    '(prompt.history_thoughts = "keep"), so an episode is one sample'
+)
+TOOLS_STAY = (
+    "this chat template moves the tools into the last user message; here they stay in the first "
+    "one, so an episode is one sample"
+)
+NOT_EXACT = (
+    "this chat template does not keep earlier turns as they were sampled, so each turn becomes a "
+    "separate training sample"
+)
+
+
+class Chat:
+    r"""A tokenizer's chat template that extends sampled tokens without changing them.
+
+    Attributes:
+        exact: An exact extension exists, so an episode is one growing sequence (`extend`). If not,
+            each turn is rendered from its messages (`open`) and is a separate sample.
+        warning: A warning to the user about this template, in one sentence; or ``None``.
+        end_ids: The tokens that end a turn: the first special token that the template puts after
+            an assistant's message, and the tokenizer's end-of-sequence token.
+        control_ids: The tokens that structure a chat (`ragen.chat.control_tokens`), `end_ids`
+            among them. The text of a message is never encoded as one of them, and a reply ends with
+            the first one that is sampled. With tools, the tokens that mark a call are left out
+            here: replies may contain them, but no other message may.
+        calls: The form of calls of the tools, ``None`` without tools.
+        fold: System text is put at the top of the first user message, because the template has no
+            system role, or moves system text (some templates put it into the last user message).
+        opening: The start of a thought that the template's own generation prompt writes
+            (``<think>\n``), or nothing. It counts as pre-filled. An empty thought that the template
+            writes where none is asked for is part of the prompt.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        think: bool = True,
+        history_thoughts: Literal["keep", "drop"] = "keep",
+        tools: Sequence[Schema] = (),
+        tool_parser: ToolParser | None = None,
+    ) -> None:
+        """Find the bridge of the tokenizer's template and verify it.
+
+        `think` says whether replies have thoughts, which templates may drop from the history. If
+        `history_thoughts` is ``"keep"``, the prompts keep them anyway. If it is ``"drop"``, the
+        messages to render must not contain them. Every prompt offers the `tools`. `tool_parser`
+        reads their calls; without it, the parser of the template's own form does.
+
+        Raises:
+            RagenError: The tokenizer has no chat template, the template refuses the simplest
+                conversation or leaves out its text, no token ends a turn, the template renders no
+                tools, or calls in its form cannot be read.
+        """
+        self._tokenizer = tokenizer
+        # The Rust tokenizer behind the Python one encodes in two thirds of the time.
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._cached_ids = lru_cache(maxsize=1024)(self._ids)
+        self._pieces: dict[int, str] = {}
+        self._template = plain = Template(tokenizer, think)
+        self.opening = self._template.opening
+        start = self._template.start
+        self._prefill_ids = lru_cache(lambda text: ids_after(self.encode, start, text))
+        before = start.removesuffix(self.opening)
+        self._num_opening = len(ids_after(self.encode, before, self.opening))
+        self._end = self._special_token(self._template.closing())
+        ends = (self._end, tokenizer.eos_token_id)
+        self.end_ids = frozenset(token for token in ends if token is not None)
+        if not self.end_ids:
+            raise RagenError(
+                "no token ends a turn: the chat template writes no special token after a reply, "
+                "and the tokenizer has no eos_token; set tokenizer.eos_token"
+            )
+        source = f"{tokenizer.chat_template}{start}{self._template.closing()}"
+        self._controls = ControlTokens(tokenizer, self.encode, source, self.end_ids)
+        self._in_replies = self._controls
+        self.calls: ToolForm | None = None
+        if tools:
+            self._template = Template(
+                tokenizer, think, [_marked_texts(each, self._controls.mark) for each in tools]
+            )
+        # Episodes of a group have the same start, and small environments repeat observations.
+        self._rendering_ids = lru_cache(maxsize=1024)(self._controls.encode_rendering)
+        drops_thoughts = think and history_thoughts == "drop"
+        thought = f"{self.opening or '<think>'}{THOUGHT}" if think or self.opening else ""
+        self._find_bridge(plain, thought, drops_thoughts)
+        if tools:
+            name = tools[0]["function"]["name"]
+            call = self._find_calls(plain, name, tool_parser).write([write_call(name)])
+            allowed = self._controls.in_text(call) - self.end_ids
+            controls = ControlTokens(tokenizer, self.encode, source, self.end_ids, allowed)
+            self._in_replies = controls
+        self.control_ids = self._in_replies.ids
+
+    def _find_bridge(self, plain: Template, thought: str, drops_thoughts: bool) -> None:
+        """Set `exact`, `fold` and `warning`, and the bridge if there is one.
+
+        `plain` is the template without tools.
+        """
+        template, bridge = self._template, None
+        self.warning: str | None = None
+        tries: list[tuple[Template, str, str | None]] = [(template, thought, None)]
+        if thought:
+            tries.append((template, "", THOUGHTS_STAY))
+        if template is not plain:
+            tries += [(plain, thought, TOOLS_STAY), (plain, "", TOOLS_STAY)]
+        if drops_thoughts:
+            tries, self.warning = [], NO_THOUGHTS_IN_HISTORY
+        for each, replies, self.warning in tries:
+            bridge = find_bridge(each, self.encode, replies)
+            if bridge is not None:
+                break
+        else:
+            self.warning = self.warning if drops_thoughts else NOT_EXACT
+        self.exact = bridge is not None
+        # Whether bridges put a conversation together, since the template would drop or move parts.
+        self._splices = self.exact and (self.warning is not None or template is not plain)
+        self.fold = template.fold or (bridge is not None and bridge.fold)
+        if bridge is not None:
+            text, mark = bridge.text, self._controls.mark
+            self._bridge = lru_cache(maxsize=1024)(lambda content: text(mark(content)))
+
+    def _find_calls(self, plain: Template, name: str, parser: ToolParser | None) -> ToolForm:
+        """Set `calls` and the bridge around their results; `name` is one of the tools."""
+        bridge = find_tool_bridge(self._template, plain, self.text_of(self.end), name, self.fold)
+        self.calls, self.fold = find_form(bridge, parser), bridge.fold
+        self._takes_several_calls = bridge.several
+        if self.exact and not bridge.holds(self.encode):
+            self.exact, self._splices, self.warning = False, False, NOT_EXACT
+
+        def between(results: tuple[tuple[tuple[str, str], ...], ...]) -> str:
+            return bridge.text([self._marked(dict(result)) for result in results])
+
+        self._tool_bridge = lru_cache(maxsize=1024)(between)
+        return self.calls
+
+    @property
+    def end(self) -> int:
+        """The token that ends a written reply: the template's, otherwise the tokenizer's."""
+        return min(self.end_ids) if self._end is None else self._end
+
+    def open(self, messages: Sequence[Message], prefill: str = "") -> tuple[Ids, int]:
+        """Render a conversation up to the start of the next reply.
+
+        Returns all ids, and how many of the last ones are the pre-filled start of the reply:
+        `prefill`, such as ``<think>``, which is not written twice if the template writes it
+        already.
+        """
+        return self._prefilled(self._rendering_ids(self._text_of(messages)), prefill)
+
+    def extend(
+        self, ids: Sequence[int], messages: Sequence[Message], prefill: str = ""
+    ) -> tuple[Ids, int]:
+        """Append the text between a sampled reply and the next one.
+
+        `ids` end with the sampled ids of the last reply, including its end-of-turn token. A reply
+        that was cut at its length limit, or by another control token, has none: then the template's
+        closing is appended, as tokens that were not sampled. `messages` is the whole conversation
+        with the new user message, or the results of the reply's calls; `prefill` is as for `open`.
+        Returns `ids` followed by the appended ids, and how many of the last ones are pre-filled.
+        """
+        assert self.exact, "no exact extension exists for this template: open each turn afresh"
+        replies = (n for n, message in enumerate(messages) if message["role"] == "assistant")
+        bridge = self._rendering_ids(self._between(_after(messages, max(replies, default=-1))))
+        if ids[-1] in self.end_ids and self._end is not None:
+            bridge = bridge[bridge.index(self._end) + 1 :]
+        return self._prefilled((*ids, *bridge), prefill)
+
+    def taken(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """The conversation as the template accepts it: without a system message if `fold`."""
+        return folded(messages) if self.fold else messages
+
+    def encode(self, text: str) -> Ids:
+        """Ids of a rendering, where control tokens are spelled out; no special token is added."""
+        return self._cached_ids(text)
+
+    def encode_text(self, text: str) -> Ids:
+        """Ids of a reply's text, without `control_ids`, even where the text spells one."""
+        return self._controls.encode_rendering(self._in_replies.mark(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of sampled ids, without the end-of-turn token; other special tokens are kept."""
+        return self.spell(self._without_end(ids))
+
+    def text_of(self, token: int) -> str:
+        """The text of a token that follows another; a first token may lose its leading space.
+
+        It is U+FFFD if the token spells only part of a character.
+        """
+        if token not in self._pieces:
+            self._pieces[token] = self.spell((token, token))[len(self.spell((token,))) :]
+        return self._pieces[token]
+
+    def token_span(self, ids: Sequence[int], text: str, start: int, end: int) -> tuple[int, int]:
+        """The tokens that spell the characters from `start` to `end` of ``text = decode(ids)``.
+
+        Returns a half-open range of `ids` that covers the characters. It includes tokens that cross
+        an edge, and every token that holds a byte of one of the characters. A negative start counts
+        as 0. The range is empty if there is no such character.
+        """
+        start, end = max(0, start), min(end, len(text))
+        if start >= end:
+            return 0, 0
+        ids = self._without_end(ids)
+        reach = self._reach(ids, text)
+        first = bisect_left(range(len(ids) + 1), start, key=reach)
+        last = bisect_left(range(len(ids) + 1), end, lo=first, key=reach)
+        return first - (reach(first) > start), last
+
+    def _ids(self, text: str) -> Ids:
+        if self._backend is not None:
+            return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """Text of ids, with every special token spelled out."""
+        text = self._tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def _without_end(self, ids: Sequence[int]) -> Sequence[int]:
+        stop = len(ids)
+        while stop and ids[stop - 1] in self.end_ids:
+            stop -= 1
+        return ids[:stop]
+
+    def _reach(self, ids: Sequence[int], text: str) -> Callable[[int], int]:
+        """A function of k: the number of characters of `text` that the first k ids spell."""
+        pieces = [self.spell(ids[:1]), *map(self.text_of, ids[1:])]
+        if "".join(pieces) == text:
+            return list(accumulate(map(len, pieces), initial=0)).__getitem__
+        # The bytes of some character are spread over tokens that cannot be decoded alone.
+        return lambda k: len(commonprefix((self.spell(ids[:k]), text)))  # noqa: RUF071 (characters)
+
+    def _prefilled(self, ids: Ids, prefill: str) -> tuple[Ids, int]:
+        if self.opening and prefill.strip() in ("", self.opening.strip()):
+            return ids, self._num_opening
+        more = self._prefill_ids(prefill)
+        return ids + more, len(more)
+
+    def _special_token(self, text: str) -> int | None:
+        special = set(self._tokenizer.get_added_vocab().values())
+        return next((token for token in self.encode(text) if token in special), None)
+
+    def _text_of(self, messages: Sequence[Message]) -> str:
+        """A conversation up to the start of the next reply, thoughts included, contents marked."""
+        if not self._splices:
+            return self._template.render(self.taken(self._with_calls(messages)))
+        marked = [self._marked(message) for message in messages]
+        opened = 1 + next(n for n, message in enumerate(messages) if message["role"] == "user")
+        text = self._template.render(self.taken(marked[:opened]))
+        for number, reply in enumerate(marked):
+            if reply["role"] == "assistant":
+                # The text so far ends with the start of the thought, if the template writes one.
+                rest = reply["content"].removeprefix(self.opening.strip())
+                text += rest.removeprefix(self.opening.removeprefix("<think>"))
+                text += self._between(_after(messages, number))
+        return text
+
+    def _marked(self, message: Message) -> Message:
+        """A message in which the control tokens that its texts must not contain are broken up.
+
+        This includes the name in a tool's message, because a policy chooses it.
+        """
+        controls = self._in_replies if message["role"] == "assistant" else self._controls
+        return {
+            key: text if key == "role" else controls.mark(text) for key, text in message.items()
+        }
+
+    def _between(self, after: Sequence[Message]) -> str:
+        """The bridge around the messages after a reply: one of the user, or results of calls."""
+        if after[-1]["role"] == "user":
+            return self._bridge(after[-1]["content"])
+        return self._tool_bridge(tuple(tuple(message.items()) for message in after))
+
+    def _with_calls(self, messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
+        """The marked messages in the template's form, for a rendering of the whole history."""
+        made: list[Mapping[str, Any]] = []
+        for number, message in enumerate(messages):
+            results = _after(messages, number)
+            if message["role"] == "assistant" and results[0]["role"] == "tool":
+                made += self._called(message["content"], results)
+            elif message["role"] != "tool":
+                made.append(self._marked(message))
+        return made
+
+    def _called(self, reply: str, results: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
+        """A reply's calls and their results, in messages with as many calls as the template takes.
+
+        Text between a thought and the first call is left out. Calls are marked after decoding,
+        because JSON has escapes that spell a control token.
+        """
+        assert self.calls is not None
+        mark, rest = self._controls.mark, without_thought(reply)
+        calls = []
+        for text in self.calls.parse(rest):
+            call = read_call(text) or Call("unknown", {"text": text})
+            calls.append(Call(mark(call.name), _marked_texts(call.arguments, mark)))
+        thought = mark(reply.removesuffix(rest).rstrip())
+        ids = [each["tool_call_id"] for each in results]
+        count = len(calls) if self._takes_several_calls else 1
+        for at in range(0, len(calls), count):
+            part = slice(at, at + count)
+            yield call_message(calls[part], ids[part], "" if at else thought)
+            yield from map(self._marked, results[part])
+
+
+def without_thought(reply: str) -> str:
+    """A reply without its thought, for a history without thoughts: the text after the last one.
+
+    Example:
+        >>> without_thought("<think>up</think><answer>Up</answer>")
+        '<answer>Up</answer>'
+        >>> without_thought("<think>a thought that was cut")
+        ''
+    """
+    if "</think>" in reply:
+        return reply.rpartition("</think>")[2].lstrip("\n")
+    return reply.partition("<think>")[0]
+
+
+def _after(messages: Sequence[Message], reply: int) -> Sequence[Message]:
+    """The messages between the reply at this index and the next reply."""
+    return [*takewhile(lambda each: each["role"] != "assistant", messages[reply + 1 :])]
+
+
+def _marked_texts(value: Any, mark: Callable[[str], str]) -> Any:
+    """A JSON value with `mark` applied to its texts."""
+    match value:
+        case str():
+            return mark(value)
+        case Mapping():
+            return {mark(key): _marked_texts(each, mark) for key, each in value.items()}
+        case list() | tuple():
+            return [_marked_texts(each, mark) for each in value]
+    return value

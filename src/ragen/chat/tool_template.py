@@ -1,0 +1,168 @@
+"""How a chat template writes calls of tools and their results, found by differencing renderings.
+
+Replies are kept as they were sampled, so only two things are needed of the template: the text
+between a reply with calls and the next reply, which holds the results (a bridge, as in
+`ragen.chat.template`), and the form of a call, which tells how sampled calls are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragen.chat.template import (
+    CONTENTS,
+    LAST_USER,
+    SYSTEM,
+    USER,
+    Ids,
+    Template,
+    conversation,
+    folded,
+    is_empty_thought,
+)
+from ragen.chat.tool_calls import TOOL_PARSERS, ToolForm, ToolParser
+from ragen.core.errors import RagenError
+from ragen.core.types import Message
+from ragen.core.user_code import UserCodeError
+from ragen.envs.tools import Call, read_call
+
+ARGUMENTS: Mapping[str, Any] = {"Qkeyq": "Qvalueq"}
+"""The arguments of trial calls."""
+
+
+def call_message(calls: Sequence[Call], ids: Sequence[str], content: str = "") -> dict[str, Any]:
+    """An assistant's message with calls; their results refer to them by `ids`."""
+    made = [
+        {"id": each, "type": "function", "function": {**call._asdict()}}
+        for call, each in zip(calls, ids, strict=True)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": made}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolBridge:
+    """The text of a template after a reply that calls tools.
+
+    `end` is the text of the token that ends a reply, `name` a tool for trial calls. `several` says
+    whether the template takes several calls in one message. With `fold` the system text must be
+    part of the first user message.
+    """
+
+    template: Template
+    end: str
+    name: str
+    several: bool
+    fold: bool
+
+    def text(self, results: Sequence[Message]) -> str:
+        """The bridge around the results of a reply's calls, from the end of the reply on."""
+        return self._parts(self._trial(results), results)[1]
+
+    def write(self, calls: Sequence[str]) -> str:
+        """The reply with these calls as the template writes it."""
+        made = [call for call in map(read_call, calls) if call is not None]
+        assert len(made) == len(calls), "a player's actions are all calls or one answer"
+        ids = [f"call{at:05d}" for at in range(len(made))]
+        parts = [(made, ids)] if self.several else [([call], ids[:1]) for call in made]
+        texts = (self._parts(call_message(*part), _results(part[1], "Qq"))[0] for part in parts)
+        return "; ".join(_without_empty_thought(text) for text in texts)
+
+    def holds(self, encode: Callable[[str], Ids]) -> bool:
+        """True if extending equals rendering, in text and in tokens, over two replies."""
+        system = {"role": "system", "content": SYSTEM}
+        heads: tuple[tuple[Message, ...], ...] = ((), (system,))
+        return all(self._holds(encode, head, each) for head in heads for each in CONTENTS)
+
+    def _holds(self, encode: Callable[[str], Ids], head: tuple[Message, ...], content: str) -> bool:
+        messages: list[Mapping[str, Any]] = [*head, *conversation(USER)]
+
+        def render() -> str:
+            return self.template.render(folded(messages) if self.fold else messages)
+
+        text = render()
+        for number, shown in enumerate((content, LAST_USER)):
+            results = _results([f"call{number:05d}"], shown)
+            call = self._trial(results)
+            messages += [call, *results]
+            reply, bridge = self._parts(call, results)
+            text = text.removesuffix(self.template.written) + reply
+            whole = render()
+            if whole != text + bridge or encode(whole) != encode(text) + encode(bridge):
+                return False
+            text = whole
+        return True
+
+    def _trial(self, results: Sequence[Message]) -> dict[str, Any]:
+        ids = [each["tool_call_id"] for each in results][: None if self.several else 1]
+        return call_message([Call(self.name, ARGUMENTS)] * len(ids), ids)
+
+    def _parts(self, calls: Mapping[str, Any], results: Sequence[Message]) -> tuple[str, str]:
+        """The text of a reply with calls, and all that follows it."""
+        text = self.template.render([*conversation(USER), calls, *results])
+        head = self.template.start.removesuffix(self.template.written)
+        reply, end, rest = text.removeprefix(head).partition(self.end)
+        if not end or not text.startswith(head):
+            raise RagenError(
+                "this chat template does not end a reply that calls tools: choose a model whose "
+                "template takes tool calls"
+            )
+        return reply, end + rest
+
+
+def find_tool_bridge(
+    template: Template, plain: Template, end: str, name: str, fold: bool
+) -> ToolBridge:
+    """The tool bridge of a template that offers tools, `name` among them; `plain` offers none.
+
+    The caller must still check that it holds (`ToolBridge.holds`).
+    """
+    if template.start == plain.start:
+        raise RagenError(
+            "this model's chat template renders no tools, which the environment needs: set "
+            "model.path to a model whose template does, such as Qwen3 or Llama 3.1 "
+            "(the embedded models know no tools)"
+        )
+    ids = ["call00000", "call00001"]
+    try:
+        several = ToolBridge(template, end, name, True, fold)
+        written = several.write([json.dumps({"name": name, "arguments": ARGUMENTS})] * 2)
+        several.text([result for each in ids for result in _results([each], "Qq")])
+        if written.count(ARGUMENTS["Qkeyq"]) == 2:
+            return several
+    except RagenError:
+        pass  # the template takes one call in a message
+    return ToolBridge(template, end, name, False, fold)
+
+
+def find_form(bridge: ToolBridge, parser: ToolParser | None) -> ToolForm:
+    """The form of a template's calls; `parser` reads it if one is named."""
+    call = Call(bridge.name, ARGUMENTS)
+    written = bridge.write([json.dumps(call._asdict())])
+    for each in TOOL_PARSERS.values() if parser is None else (parser,):
+        try:
+            found = [read_call(text) for text in each(written)]
+        except ValueError:
+            continue
+        except UserCodeError as failure:
+            raise RagenError(f"prompt.tool_parser cannot be used: {failure.reason}") from failure
+        if found == [call]:
+            return ToolForm(each, bridge.write)
+    raise RagenError(
+        f"a call of this model's chat template, {written[:100]!r}, cannot be read: name a parser "
+        "in prompt.tool_parser (docs/extend.md), or choose another model"
+    )
+
+
+def _results(ids: Sequence[str], content: str) -> list[Message]:
+    return [
+        {"role": "tool", "name": "Qtoolq", "tool_call_id": each, "content": content} for each in ids
+    ]
+
+
+def _without_empty_thought(text: str) -> str:
+    """A reply without the empty thought that some templates write before it."""
+    thought, end, rest = text.partition("</think>")
+    return rest.lstrip("\n") if end and is_empty_thought(thought + end) else text

@@ -1,0 +1,1 @@
+"""WebShop: the environment, its catalogue, the original files, and a generator of products."""

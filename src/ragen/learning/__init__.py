@@ -1,0 +1,4 @@
+"""How weights change: the learner, its optimizers, its checks of exactness, its checkpoints.
+
+It may import `sampling` and the folders below.
+"""

@@ -1,0 +1,347 @@
+"""Key–value slots: a causal language model that continues reading each of its sequences.
+
+A decoder holds the keys and values of a fixed number of slots. The caller says where in a slot new
+tokens are written. Nothing is cleared in between: entries at or beyond a sequence's length are
+masked.
+
+Axes: **N** rows of a call, **T** tokens, **V** vocabulary, **F** real tokens among N × T, **W**
+stored positions in use, **H** heads, **K** key–value heads, **G** heads that share one, **Q**
+queries of a key–value head (G × T), **D** width.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from itertools import chain
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ragen.core.errors import RagenError
+from ragen.networks import fast_qwen2, packed
+from ragen.networks.device import to_device
+from ragen.networks.fast_decoder import Qwen2Decoder
+from ragen.networks.key_store import KeyStore
+from ragen.networks.packed import Attending
+from ragen.networks.precision import output_logits, shape_of
+
+PADDED_QUERIES = 4096
+"""Maximum number of queries in one forward of `FlatDecoder`, with the padding inside attention. It
+bounds the memory. Only a single longer row may have more."""
+
+
+def make_decoder(
+    model: PreTrainedModel, num_slots: int, max_length: int, *, fast: bool = True
+) -> Decoder:
+    """The fastest decoder that is exact for this model, or the general one if not `fast`.
+
+    The decoder for Qwen2 keeps fused copies of all weights, which pays off for small models on a
+    CPU.
+    """
+    if fast and model.device.type == "cpu":
+        if fast_qwen2.supports(model):
+            return Qwen2Decoder(model, num_slots, max_length)
+        if packed.longest(model.get_decoder()) >= max_length:
+            return FlatDecoder(model, num_slots, max_length)
+    return HFDecoder(model, num_slots, max_length)
+
+
+def window_of(config: Any) -> float:
+    """The tokens that every layer of a text model attends to: its sliding window, or infinity.
+
+    It is 0 if layers choose tokens in another way.
+    """
+    window: int | None = getattr(config, "sliding_window", None)
+    # Configs that name no types, like Mistral's, have layers of one kind.
+    one_kind = ["full_attention" if window is None else "sliding_attention"]
+    layer_types = set(getattr(config, "layer_types", None) or one_kind)
+    return inf if layer_types == {"full_attention"} else window or 0
+
+
+def logits_of(model: PreTrainedModel, states_ND: Tensor) -> Tensor:
+    """A model's logits (N, V) in float32, from its last hidden states."""
+    head = model.get_output_embeddings()
+    logits_NV = output_logits(states_ND, head.weight, getattr(head, "bias", None))
+    return shape_of(model).of(logits_NV)
+
+
+class FlatDecoder:
+    """Slots for a model on a CPU that reads flat tokens (`ragen.networks.packed.longest`).
+
+    New tokens of all slots are one list without padding. A beginning that slots share is held and
+    read once. The model's weights are read at every call, so an update is seen at once.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
+        self.model = model
+        self.store = KeyStore(num_slots, max_length, model.dtype)
+
+    @torch.no_grad()
+    def prefill(
+        self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Read new tokens as `HFDecoder` does; a long row is read apart from many short ones."""
+        logits, first, longest = [], 0, 0
+        for row, count in enumerate(map(len, tokens)):
+            longest = max(longest, count)
+            if row > first and (row + 1 - first) * longest > PADDED_QUERIES:
+                logits.append(self._prefill(slots, starts, tokens, slice(first, row)))
+                first, longest = row, count
+        logits.append(self._prefill(slots, starts, tokens, slice(first, len(tokens))))
+        return torch.cat(logits)
+
+    def _prefill(
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        rows: slice,
+    ) -> Tensor:
+        counts_N = torch.tensor([len(row) for row in tokens[rows]])
+        token_ids_F = torch.tensor(list(chain.from_iterable(tokens[rows])))
+        slots_N, starts_N = torch.tensor(slots[rows]), torch.tensor(starts[rows])
+        return self._read(slots_N, starts_N, counts_N, token_ids_F)
+
+    @torch.no_grad()
+    def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
+        """Read one new token in each of several slots."""
+        return self._read(slots_N, starts_N, torch.ones_like(slots_N), tokens_N)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Give `target` the first `length` keys and values of `source`."""
+        self.store.share(source, target, length)
+
+    def refresh(self, is_idle: bool = True) -> None:
+        """Read changed weights, which make every stored key and value out of date."""
+        if is_idle:  # or running slots may begin in others
+            self.store.clear()
+
+    def erase(self) -> None:
+        """Zero all keys and values."""
+        self.store.erase()
+
+    def _read(
+        self, slots_N: Tensor, starts_N: Tensor, counts_N: Tensor, token_ids_F: Tensor
+    ) -> Tensor:
+        """Logits (N, V) after each slot's last new token."""
+        self.store.begin(slots_N, starts_N)
+        reach = self.store.reach(slots_N, starts_N, counts_N)
+
+        def attention(
+            layer: int, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, scale: float
+        ) -> Tensor:
+            stored = self.store.write(layer, reach.places, k_FKD, v_FKD)
+            mixed_FE = reach.attend(q_FHD.float().mul(scale), stored)
+            return mixed_FE.view(*q_FHD.shape[:2], -1).to(q_FHD.dtype)
+
+        decoder = self.model.get_decoder()
+        states_FD = packed.read(decoder, token_ids_F, reach.places[1], attention)
+        return logits_of(self.model, states_FD[counts_N.cumsum(0) - 1])
+
+
+class HFDecoder:
+    """Slots for any causal language model of transformers.
+
+    It must take a cache, a 4-D attention mask and position ids; nearly all do. It holds `num_slots`
+    sequences of at most `max_length` tokens. The model's weights are read at every call, so an
+    update is seen at once.
+
+    Raises:
+        RagenError: The model's sliding window is shorter than `max_length`, or its past is not keys
+            and values.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
+        if "past_key_values" not in signature(model.get_decoder().forward).parameters:
+            raise RagenError(
+                f"models of the type {model.config.model_type} have no cache of keys and values, "
+                "which is not supported; use a transformer"
+            )
+        window = window_of(model.config.get_text_config())
+        if window < max_length:
+            raise RagenError(
+                f"layers of this model attend to {window or 'their own choice of'} tokens only; "
+                f"model.max_length, here {max_length}, must not be above its sliding window"
+            )
+        AttentionInterface.register(GROUPED, _grouped_attention)
+        self.model = model
+        self.cache = _SlotCache(num_slots, max_length)
+
+    @torch.no_grad()
+    def prefill(
+        self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Read several new tokens in each of several slots, each given at most once.
+
+        `starts` says how many tokens of each slot's sequence are in the cache already; each has at
+        least one new token. Returns logits (N, V) in float32 after each slot's last new token.
+        """
+        counts_N = torch.tensor([len(row) for row in tokens])
+        tokens_NT = torch.zeros(len(slots), int(counts_N.max()), dtype=torch.long)
+        is_real_NT = torch.arange(tokens_NT.shape[1]) < counts_N[:, None]
+        tokens_NT[is_real_NT] = torch.tensor(list(chain.from_iterable(tokens)))
+        states_NTD = self._read(torch.tensor(slots), torch.tensor(starts), tokens_NT, is_real_NT)
+        last_N1 = to_device((counts_N - 1)[:, None], states_NTD.device)
+        last_ND = torch.take_along_dim(states_NTD, last_N1[:, :, None], 1)[:, 0]
+        return logits_of(self.model, last_ND)
+
+    @torch.no_grad()
+    def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
+        """Read one new token in each of several slots, given in ascending order."""
+        is_real_N1 = torch.ones(len(slots_N), 1, dtype=torch.bool)
+        states_N1D = self._read(slots_N, starts_N, tokens_N[:, None], is_real_N1)
+        return logits_of(self.model, states_N1D[:, 0])
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Give `target` the first `length` keys and values of `source`."""
+        for stored in chain.from_iterable(self.cache.stored):
+            stored[target, :, :length] = stored[source, :, :length]
+
+    def refresh(self, is_idle: bool = True) -> None:
+        """Read changed weights, which make every stored key and value out of date.
+
+        Unless the decoder `is_idle`, sequences that are being sampled continue with their stored
+        keys and values. This decoder has nothing to do, because it reads the weights at every call.
+        """
+
+    def erase(self) -> None:
+        """Zero all keys and values, after a model whose logits were not finite.
+
+        A mask does not hide NaN or ∞, so they would spread to the sequences that come after.
+        """
+        for stored in chain.from_iterable(self.cache.stored):
+            stored.zero_()
+
+    def _read(
+        self, slots_N: Tensor, starts_N: Tensor, tokens_NT: Tensor, is_real_NT: Tensor
+    ) -> Tensor:
+        """States (N, T, D); all arguments are on the CPU, so that a GPU is never waited for."""
+        device = self.model.device
+        positions_NT = starts_N[:, None] + torch.arange(tokens_NT.shape[1])
+        width = int(positions_NT[is_real_NT].max()) + 1
+        rows_F, columns_F = is_real_NT.nonzero(as_tuple=True)
+        first, end = int(slots_N.min()), int(slots_N.max()) + 1
+        neighbours = torch.equal(slots_N, torch.arange(first, end))  # read in place
+        self.cache.aim(
+            slice(first, end) if neighbours else to_device(slots_N, device),
+            width,
+            (to_device(rows_F, device), to_device(columns_F, device)),
+            to_device(slots_N[rows_F], device),
+            to_device(positions_NT[rows_F, columns_F], device),
+        )
+        positions_NT = to_device(positions_NT.clamp_max(width - 1), device)
+        return self._forward(to_device(tokens_NT, device), positions_NT, width)
+
+    def _forward(self, tokens_NT: Tensor, positions_NT: Tensor, width: int) -> Tensor:
+        """States (N, T, D), with keys up to `width`; all tensors are on the model's device."""
+        dtype = self.model.dtype
+        hidden_NTW = torch.arange(width, device=tokens_NT.device) > positions_NT[:, :, None]
+        mask_NTW = torch.zeros(hidden_NTW.shape, dtype=dtype, device=tokens_NT.device)
+        mask_NTW = mask_NTW.masked_fill_(hidden_NTW, torch.finfo(dtype).min)
+        decoder = self.model.get_decoder()
+        config: Any = decoder.config
+        chosen = config._attn_implementation
+        # It also replaces flash attention, which takes no masks; some models need eager attention.
+        with Attending(config, GROUPED if chosen != "eager" else chosen):
+            states_NTD: Tensor = decoder(
+                input_ids=tokens_NT,
+                attention_mask=mask_NTW[:, None],
+                position_ids=positions_NT,
+                past_key_values=self.cache,
+                use_cache=True,
+            ).last_hidden_state
+        return states_NTD
+
+
+Decoder = HFDecoder | FlatDecoder | Qwen2Decoder
+PATHS = {
+    Qwen2Decoder: "fast (fused layers of a plain Qwen2 in float32, no padding)",
+    FlatDecoder: "flat (the library's layers on rows without padding)",
+    HFDecoder: "general (the library's own forward)",
+}
+"""The ways to decode, as people read them."""
+
+
+def _grouped_attention(
+    module: Any,
+    query_NHTD: Tensor,
+    key_NKWD: Tensor,
+    value_NKWD: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Attention that treats the heads that share keys as more queries of one head.
+
+    With a mask, transformers' own attention repeats keys and values for each head instead. For
+    Qwen2.5-0.5B that is seven times the stored keys and values, in every layer, for each token.
+    """
+    if any(more.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        mixed: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query_NHTD, key_NKWD, value_NKWD, attention_mask, scaling=scaling, **more
+        )
+        return mixed
+    num_rows, num_heads, num_tokens, width = query_NHTD.shape
+    num_keys = key_NKWD.shape[1]
+    query_NKQD = query_NHTD.reshape(num_rows, num_keys, -1, width)
+    mask_NGTW = attention_mask.expand(-1, num_heads // num_keys, num_tokens, -1)
+    mixed_NKQD = functional.scaled_dot_product_attention(
+        query_NKQD, key_NKWD, value_NKWD, mask_NGTW.flatten(1, 2)[:, None], scale=scaling
+    )
+    mixed_NHTD = mixed_NKQD.reshape(num_rows, num_heads, num_tokens, -1)
+    return mixed_NHTD.transpose(1, 2).contiguous(), None
+
+
+GROUPED = "ragen_grouped"
+"""The name under which transformers finds `_grouped_attention`; the first decoder registers it."""
+
+
+class _SlotCache(Cache):
+    """The cache that a transformers model writes to and reads from: some of the slots."""
+
+    def __init__(self, num_slots: int, max_length: int) -> None:
+        super().__init__(layers=[])
+        self.num_slots, self.max_length = num_slots, max_length
+        self.stored: list[list[Tensor]] = []
+
+    def aim(
+        self,
+        slots: slice | Tensor,
+        width: int,
+        sources: tuple[Any, Any],
+        target_slots: Tensor,
+        target_positions: Tensor,
+    ) -> None:
+        """Set which slots the next forward reads, and where it stores which of its tokens (N, T).
+
+        These are indices for all layers: with a mask, every layer would wait for the GPU.
+        """
+        self.slots, self.width, self.sources = slots, width, sources
+        self.target_slots, self.target_positions = target_slots, target_positions
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values (N, H, T, D); returns all up to the width in use."""
+        new = key_states, value_states
+        if layer_idx == len(self.stored):  # the first forward, which shows the shapes
+            sizes = [(self.num_slots, x.shape[1], self.max_length, x.shape[3]) for x in new]
+            self.stored.append([x.new_zeros(size) for x, size in zip(new, sizes, strict=True)])
+        used = []
+        for stored, states in zip(self.stored[layer_idx], new, strict=True):
+            real_FHD = states.transpose(1, 2)[self.sources]
+            stored[self.target_slots, :, self.target_positions] = real_FHD
+            used.append(stored[self.slots, :, : self.width])
+        return used[0], used[1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Zero: positions and masks are always given."""
+        return 0

@@ -1,0 +1,388 @@
+"""Stored keys and values of many sequences, and attention to them; without gradients.
+
+A sequence that begins like another one does not store that beginning: it refers to the other's slot
+until that slot is used for something else. Keys and values of a prompt are then held and read once
+for all members of a group. Values have the model's dtype, and keys are float32, so that scores are
+not rounded. Everything is on a CPU.
+
+Axes: **N** rows of a call, **F** flat new tokens of all rows, **R** stored slots that are read,
+**T** new tokens of a row, **W** stored positions that are read, **S** sequences that hold a shared
+beginning, **M** rows that share it, **P** its positions, **H** heads, **K** key–value heads, **G**
+heads of each of these, **Q** queries of a key–value head (G × T), **D** width.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ragen.networks.precision import bfloat16_products, mkl_products
+
+SCORES = 2**20
+"""Attention scores that are in memory at once (4 MB)."""
+
+Stored = tuple[Tensor, Tensor]
+"""The keys of a layer, (slots, K, D, length), and its values, (slots, K, length, D): in this order
+each is read along its rows by the products of few queries."""
+
+HAVE_BAGS = ("AVX2", "AVX512")
+"""Instructions for which torch has fast sums of rows (FBGEMM)."""
+
+ROOM = 64
+"""Positions by which the layout of stored keys and values grows."""
+
+MANY = 16
+"""Queries of a row from which oneDNN is faster, and bfloat16 in products with float32 keys."""
+
+
+class KeyStore:
+    """Slots of keys and values for `num_slots` sequences of at most `max_length` tokens.
+
+    A layer's first write makes room for it. The caller says where new tokens are written.
+    Memory is not zeroed: what lies at or beyond a sequence's length is masked. It must be finite
+    there; see `erase`.
+
+    Rows of keys are as long as the longest sequence so far needs, because sums read whole rows, and
+    products read rows that are close together in two thirds of the time.
+    """
+
+    def __init__(self, num_slots: int, max_length: int, dtype: torch.dtype = torch.float32) -> None:
+        self.shape = num_slots, max_length
+        self.dtype = dtype
+        self.length = 0  # positions that there is room for in the present layout
+        self.layers: list[Stored] = []
+        self.memory: list[Stored] = []  # of the layers, for the greatest length
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        num_slots, _ = self.shape
+        self._lay_out(0)
+        self._source = torch.arange(num_slots)  # the slot that holds each one's beginning
+        self._shared = torch.zeros(num_slots, dtype=torch.long)  # tokens of that beginning
+
+    def erase(self) -> None:
+        """Zero the memory where NaN or ∞ may be stored, which no mask hides: 0 · NaN is NaN."""
+        for keys, values in self.memory:
+            keys.zero_()
+            values.zero_()
+
+    def write(
+        self, layer: int, places: tuple[Tensor, Tensor], k_FKD: Tensor, v_FKD: Tensor
+    ) -> Stored:
+        """Store new keys and values; returns all of the layer's.
+
+        `places` are slot and position of each token.
+        """
+        if layer == len(self.layers):
+            num_slots, max_length = self.shape
+            keys = _zeros((num_slots, *k_FKD.shape[1:], max_length), torch.float32)
+            values = _zeros((num_slots, v_FKD.shape[1], max_length, v_FKD.shape[2]), self.dtype)
+            self.memory.append((keys, values))
+            self.layers.append((_part(keys, 3, self.length), _part(values, 2, self.length)))
+        slots_F, positions_F = places
+        keys, values = self.layers[layer]
+        keys[slots_F, :, :, positions_F] = k_FKD.float()
+        values[slots_F, :, positions_F] = v_FKD.to(values.dtype)
+        return self.layers[layer]
+
+    def _make_room(self, width: int) -> None:
+        """Let sequences have `width` tokens; the stored ones stay."""
+        if width <= self.length:
+            return
+        before, old = self.length, self.layers
+        self._lay_out(min(-width // ROOM * -ROOM, self.shape[1]))
+        for (old_keys, old_values), (keys, values) in zip(old, self.layers, strict=True):
+            keys[..., :before] = old_keys.clone()  # the same memory
+            values[:, :, :before] = old_values.clone()
+
+    def _lay_out(self, length: int) -> None:
+        self.length = length
+        self.layers = [
+            (_part(keys, 3, length), _part(values, 2, length)) for keys, values in self.memory
+        ]
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """Let `target` begin with the first `length` tokens of `source`."""
+        self._release(target, 0)
+        holder = int(self._source[source])
+        if holder != source and length > int(self._shared[source]):
+            self.copy(holder, source, int(self._shared[source]))
+            self._source[source], holder = source, source
+        if holder == source:
+            self._shared[source] = max(length, int(self._shared[source]))
+        self._source[target], self._shared[target] = holder, length
+
+    def begin(self, slots_N: Tensor, starts_N: Tensor) -> None:
+        """Prepare for new tokens from `starts_N` on: what others share there is saved for them."""
+        changed_N = starts_N < self._shared[slots_N]
+        for slot, start in zip(
+            slots_N[changed_N].tolist(), starts_N[changed_N].tolist(), strict=True
+        ):
+            self._release(slot, start)
+
+    def _release(self, slot: int, start: int) -> None:
+        """Give a slot's beginning to the others that refer to it; it keeps `start` tokens."""
+        holder, shared = int(self._source[slot]), int(self._shared[slot])
+        if holder != slot:
+            self.copy(holder, slot, min(start, shared))
+        else:
+            others = ((self._source == slot) & (self._shared > 0)).nonzero()[:, 0]
+            others = others[others != slot]
+            if len(others):
+                heir = int(others[self._shared[others].argmax()])
+                self.copy(slot, heir, int(self._shared[heir]))
+                self._source[others] = heir
+        self._source[slot], self._shared[slot] = slot, 0
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Write the first `length` tokens of `source` into `target`."""
+        for keys, values in self.layers:
+            keys[target, :, :, :length] = keys[source, :, :, :length]
+            values[target, :, :length] = values[source, :, :length]
+
+    def reach(self, slots_N: Tensor, starts_N: Tensor, counts_N: Tensor) -> Reach:
+        """The keys and values that new tokens see: `counts_N` of each slot, from `starts_N` on.
+
+        The slots ascend where they can. They have been given to `begin`.
+        """
+        source_N, shared_N = self._source[slots_N], self._shared[slots_N]
+        alone_N = (source_N == slots_N) & (torch.bincount(source_N)[source_N] == 1)
+        shared_N = shared_N.masked_fill(alone_N, 0)
+        reach = Reach(slots_N, starts_N, counts_N, source_N, shared_N)
+        self._make_room(reach.width)
+        return reach
+
+
+class Reach:
+    """The stored keys that the queries of one forward see: those up to their own position.
+
+    `source_N` and `shared_N` say which slot holds the beginning of each row, and how many tokens
+    that is. `places` are slot and position of each flat query.
+    """
+
+    def __init__(
+        self,
+        slots_N: Tensor,
+        starts_N: Tensor,
+        counts_N: Tensor,
+        source_N: Tensor,
+        shared_N: Tensor,
+    ) -> None:
+        rows_F = torch.repeat_interleave(counts_N)
+        columns_F = torch.arange(len(rows_F)) - (counts_N.cumsum(0) - counts_N)[rows_F]
+        # The slot with the latest start need not be the one with the most queries.
+        positions_F = starts_N[rows_F] + columns_F
+        self.places = slots_N[rows_F], positions_F
+        self.most, self.width = int(counts_N.max()), int(positions_F.max()) + 1
+        self.low = int(shared_N.min())  # no row reads its own slot before
+        rows_N = torch.arange(len(slots_N))
+        first, end = int(slots_N.min()), int(slots_N.max()) + 1
+        self.slots: slice | Tensor = slots_N
+        self.num_rows = len(slots_N)
+        # Neighbouring slots are read in place, with the idle ones between them; others are copied.
+        ascending = bool((slots_N.diff() > 0).all())
+        if ascending and end - first <= 3 * len(slots_N):
+            self.slots, self.num_rows = slice(first, end), end - first
+            rows_N = slots_N - first
+        self.dense = self.most == 1 and self.num_rows == len(slots_N)
+        self.flat = rows_N[rows_F], columns_F
+        self._bags: dict[torch.Size, tuple[Bags, Bags]] = {}  # by the shape of the keys
+        last_R = torch.zeros(self.num_rows, dtype=torch.long)
+        last_R[rows_N] = starts_N
+        last_RT = last_R[:, None] + torch.arange(self.most)
+        hidden_RTW = torch.arange(self.low, self.width) > last_RT[:, :, None]
+        self.prefix: _Prefix | None = None
+        if bool(shared_N.any()):
+            self.prefix = _Prefix(rows_N, source_N, shared_N, self.num_rows)
+            hidden_RTW = self.prefix.hide(hidden_RTW, self.low)
+        mask_RTW = torch.zeros(hidden_RTW.shape).masked_fill_(hidden_RTW, -torch.inf)
+        self.mask_R1TW = mask_RTW[:, None]
+
+    def attend(self, q_FHD: Tensor, stored: Stored) -> Tensor:
+        """Attention of the flat queries, which are already scaled, (F, H · D of the values)."""
+        heads, width = q_FHD.shape[1:]
+        kv_heads = stored[0].shape[1]
+        single = self.most == 1 and self.prefix is None and stored[1].dtype == torch.float32
+        if single and torch.backends.cpu.get_cpu_capability() in HAVE_BAGS:
+            return self._attend_singly(q_FHD, stored)
+        if self.dense:
+            q_RTHD = q_FHD
+        else:
+            q_RTHD = q_FHD.new_zeros(self.num_rows, self.most, heads, width)
+            q_RTHD[self.flat] = q_FHD
+        # Heads that share keys are rows of one product: (R, K, G · T, D).
+        q_RTKGD = q_RTHD.view(self.num_rows, self.most, kv_heads, -1, width)
+        q_RKQD = q_RTKGD.permute(0, 2, 3, 1, 4).reshape(self.num_rows, kv_heads, -1, width)
+        k_RKDW = stored[0][self.slots, :, :, self.low : self.width]
+        v_RKWD = stored[1][self.slots, :, self.low : self.width]
+        # For a few queries, MKL is faster, and rounding the keys would take longer than it saves.
+        with mkl_products() if self.most < MANY else bfloat16_products(v_RKWD.dtype):
+            if self.prefix is not None:
+                out_RKQD = self._attend_after(self.prefix, q_RKQD, k_RKDW, v_RKWD, stored)
+            else:
+                out_RKQD = self._attend_alone(q_RKQD, k_RKDW, v_RKWD)
+        if self.most == 1:
+            out_RE = out_RKQD.reshape(self.num_rows, -1)
+            return out_RE if self.dense else out_RE[self.flat[0]]
+        out_RKGTD = out_RKQD.view(self.num_rows, kv_heads, -1, self.most, v_RKWD.shape[3])
+        out_RTE = out_RKGTD.permute(0, 3, 1, 2, 4).reshape(self.num_rows, self.most, -1)
+        return out_RTE[self.flat]
+
+    def _attend_singly(self, q_FHD: Tensor, stored: Stored) -> Tensor:
+        """Attention of one query a row to its own keys, in about 0.6 of the time of products.
+
+        Scores are sums of the rows of keys, weighted by the query, and results are sums of values,
+        weighted by the scores. torch has such sums for bags of embeddings; they read memory ahead,
+        in place, wherever the rows are.
+        """
+        keys, values = stored
+        if keys.shape not in self._bags:
+            self._bags[keys.shape] = self._find_bags(q_FHD.shape[1], keys.shape)
+        for_keys, for_values = self._bags[keys.shape]
+        scores_FHL = for_keys.sum(keys, q_FHD).view(*q_FHD.shape[:2], -1)
+        mask_R1W = self.mask_R1TW[:, :, 0]
+        mask_F1W = mask_R1W if self.dense else mask_R1W[self.flat[0]]
+        weights_FHW = torch.softmax(scores_FHL[:, :, self.low : self.width] + mask_F1W, dim=-1)
+        return for_values.sum(values, weights_FHW).view(len(q_FHD), -1)
+
+    def _find_bags(self, heads: int, shape: torch.Size) -> tuple[Bags, Bags]:
+        """The rows of keys and values that each query head sums."""
+        _, kv_heads, width, length = shape
+        own_head_H = torch.arange(heads) // (heads // kv_heads)
+        heads_FH1 = (self.places[0][:, None] * kv_heads + own_head_H)[:, :, None]
+        return (
+            Bags(heads_FH1 * width + torch.arange(width)),
+            Bags(heads_FH1 * length + torch.arange(self.low, self.width)),
+        )
+
+    def _attend_alone(self, q_RKQD: Tensor, k_RKDW: Tensor, v_RKWD: Tensor) -> Tensor:
+        out_RKQD = v_RKWD.new_empty(*q_RKQD.shape[:3], v_RKWD.shape[3])
+        scores_per_row = q_RKQD.shape[1] * q_RKQD.shape[2] * self.width
+        step = max(1, SCORES // scores_per_row)
+        for start in range(0, self.num_rows, step):
+            part = slice(start, start + step)
+            scores = matmul(q_RKQD[part], k_RKDW[part])
+            weights = self._weights(scores, self.mask_R1TW[part]).to(v_RKWD.dtype)
+            out_RKQD[part] = matmul(weights, v_RKWD[part])
+        return out_RKQD
+
+    def _attend_after(
+        self, prefix: _Prefix, q_RKQD: Tensor, k_RKDW: Tensor, v_RKWD: Tensor, stored: Stored
+    ) -> Tensor:
+        """Attention to shared beginnings and to the rows' own keys, under one softmax."""
+        keys, values = stored
+        of_shared = prefix.multiply(q_RKQD, keys[prefix.sources, :, :, : prefix.length])
+        values = values[prefix.sources, :, : prefix.length]
+        own = matmul(q_RKQD, k_RKDW)
+        weights = self._weights(torch.cat((of_shared, own), dim=3), self.mask_R1TW)
+        weights = weights.to(values.dtype)
+        of_shared, own = weights.split((of_shared.shape[3], own.shape[3]), dim=3)
+        return prefix.multiply(of_shared, values).add_(matmul(own, v_RKWD))
+
+    def _weights(self, scores_RKQW: Tensor, mask_R1TW: Tensor) -> Tensor:
+        shape = scores_RKQW.shape
+        scores_RHTW = scores_RKQW.view(shape[0], -1, self.most, shape[3])
+        return torch.softmax(scores_RHTW.add_(mask_R1TW), dim=-1).view(shape)
+
+
+class Bags:
+    """Weighted sums of rows of a memory, one for each query head; the rows (F, H, N) are numbered.
+
+    Example:
+        >>> memory = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+        >>> Bags(torch.tensor([[[0, 2]]])).sum(memory, torch.tensor([[[1.0, 0.5]]]))
+        tensor([[3.5000, 5.0000]])
+    """
+
+    def __init__(self, rows_FHN: Tensor) -> None:
+        self._rows = rows_FHN.flatten().int()
+        self._starts = torch.arange(0, len(self._rows), rows_FHN.shape[2], dtype=torch.int32)
+
+    def sum(self, memory: Tensor, weights_FHN: Tensor) -> Tensor:
+        """The sums, (F · H, length of a row)."""
+        rows = memory.view(-1, memory.shape[-1])
+        weights = weights_FHN.reshape(-1)
+        return functional.embedding_bag(
+            self._rows, rows, self._starts, mode="sum", per_sample_weights=weights
+        )
+
+
+class _Prefix:
+    """The beginnings that the rows of a forward share, each read once for all its rows."""
+
+    def __init__(self, rows_N: Tensor, source_N: Tensor, shared_N: Tensor, num_rows: int) -> None:
+        shares_N = shared_N > 0
+        self.rows_N, source_N = rows_N[shares_N], source_N[shares_N]
+        sources_S, group_N = source_N.unique(return_inverse=True)
+        steps = sources_S.diff().unique()
+        self.sources: slice | Tensor = sources_S
+        if len(steps) <= 1:  # at equal distances they are read in place
+            step = int(steps[0]) if len(steps) else 1
+            self.sources = slice(int(sources_S[0]), int(sources_S[-1]) + 1, step)
+        order_N = group_N.argsort(stable=True)
+        counts_S = torch.bincount(group_N)
+        member_N = torch.empty_like(group_N)
+        starts_S = counts_S.cumsum(0) - counts_S
+        member_N[order_N] = torch.arange(len(group_N)) - starts_S[group_N[order_N]]
+        self.members = int(counts_S.max())
+        self.places = group_N, member_N
+        self.length = int(shared_N.max())
+        self.shared_R = torch.zeros(num_rows, dtype=torch.long)
+        self.shared_R[rows_N] = shared_N
+        # Often all rows are there, group by group: then no index is needed.
+        is_full = len(self.rows_N) == num_rows == self.members * len(counts_S)
+        self.is_grid = is_full and bool(
+            (group_N * self.members + member_N == torch.arange(num_rows)).all()
+            and (self.rows_N == torch.arange(num_rows)).all()
+        )
+
+    def hide(self, hidden_RTW: Tensor, low: int) -> Tensor:
+        """The mask of the shared keys, then of the rows' own, the first at position `low`."""
+        shared_R11 = self.shared_R[:, None, None]
+        own_W = torch.arange(low, low + hidden_RTW.shape[2])
+        before_RTP = (torch.arange(self.length) >= shared_R11).expand(-1, hidden_RTW.shape[1], -1)
+        return torch.cat((before_RTP, hidden_RTW | (own_W < shared_R11)), dim=2)
+
+    def multiply(self, x_RKQA: Tensor, y_SKAB: Tensor) -> Tensor:
+        """Products of each row's matrix with that of its beginning, (R, K, Q, B)."""
+        num_rows, heads, queries, inner = x_RKQA.shape
+        count = len(y_SKAB)
+        if self.is_grid:
+            x_SMKQA = x_RKQA.view(count, self.members, heads, queries, inner)
+        else:
+            x_SMKQA = x_RKQA.new_zeros(count, self.members, heads, queries, inner)
+            x_SMKQA[self.places] = x_RKQA[self.rows_N]
+        x_SKMA = x_SMKQA.transpose(1, 2).reshape(count, heads, -1, inner)
+        out_SKMB = matmul(x_SKMA, y_SKAB)
+        out_SMKQB = out_SKMB.view(count, heads, self.members, queries, -1).transpose(1, 2)
+        if self.is_grid:
+            return out_SMKQB.reshape(num_rows, heads, queries, -1)
+        out_RKQB = x_RKQA.new_zeros(num_rows, heads, queries, y_SKAB.shape[3])
+        out_RKQB[self.rows_N] = out_SMKQB[self.places]
+        return out_RKQB
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros from NumPy, which requests huge pages, unlike torch."""
+    size = prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+
+
+def matmul(a_RKQA: Tensor, b_RKAB: Tensor) -> Tensor:
+    """Batched product; as one batch, which is twice as fast as two nested ones on a CPU."""
+    rows, heads = a_RKQA.shape[:2]
+    product = torch.bmm(a_RKQA.flatten(0, 1), b_RKAB.flatten(0, 1))
+    return product.view(rows, heads, *product.shape[1:])
+
+
+def _part(memory: Tensor, dim: int, length: int) -> Tensor:
+    """The start of a tensor's memory as a tensor with this length in one dimension."""
+    shape = [*memory.shape]
+    shape[dim] = length
+    return memory.view(-1)[: prod(shape)].view(shape)

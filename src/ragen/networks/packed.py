@@ -1,0 +1,278 @@
+"""Any model of transformers on one flat list of tokens, each at its own position in its own row.
+
+Only attention lets tokens see each other, and transformers lets a program replace it: here by an
+`Attention` that knows the rows. In learning, each query sees the keys of its own sample and of the
+prompt that this shares (`ragen.networks.packing`): on a CPU block by block, on a GPU by torch's
+attention for sequences of various lengths. The `Attention` for sampling is in
+`ragen.networks.decoder`.
+
+Axes: see `ragen.networks.packing`.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from inspect import signature
+from math import inf
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedModel
+
+from ragen.networks.device import to_device
+from ragen.networks.packing import SHARED, Blocks, Packing, attend, attend_backward, pack
+from ragen.networks.precision import bfloat16_products
+
+Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+"""Attention of a layer, given its number, queries (F, H, D), keys and values (F, K, D), and the
+scale of the scores; returns (F, H, D)."""
+
+FLAT = "ragen_flat"
+"""The name under which transformers finds `_hook`."""
+
+
+class _Unknown(Exception):
+    """The model's attention is more than scores, softmax and a sum."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """A forward; `calls` counts its layers, `window` is the fewest tokens that one attends to."""
+
+    attention: Attention
+    calls: int = 0
+    window: float = inf
+
+
+def longest(model: PreTrainedModel) -> float:
+    """The longest row, in tokens, for which `read` is exact with this backbone; 0 if there is none.
+
+    This is found by trying, once for each device and dtype. Every layer must have attention that
+    transformers lets a program replace, without additions like sinks, and nothing else that lets
+    tokens see each other; on a GPU there must be a kernel for the model's dtype. Rows may not be
+    longer than a sliding window.
+    """
+    known = _LONGEST.setdefault(model, {})
+    where = model.device.type, model.dtype
+    if where not in known:
+        known[where] = _try(model)
+    return known[where]
+
+
+_LONGEST: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, torch.dtype], float]]
+_LONGEST = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def _try(model: PreTrainedModel) -> float:
+    """Compare two rows that share a prompt with the model's own padded forward."""
+    config: Any = model.config
+    text, device = config.get_text_config(), model.device
+    if not model._supports_attention_backend or config._attn_implementation == "eager":
+        return 0
+    if device.type != "cpu" and not _has_kernel(model):
+        return 0
+    length = SHARED + 3
+    columns_T = torch.arange(length)
+    token_ids_BT = columns_T.repeat(2, 1) + 1
+    token_ids_BT[1, SHARED:] += 7
+    token_ids_BT %= text.vocab_size
+    lengths_B = torch.tensor([length, length - 1])
+    wanted_BT = (columns_T >= SHARED) & (columns_T < lengths_B[:, None])
+    padded_BTD = model(input_ids=to_device(token_ids_BT, device), use_cache=False).last_hidden_state
+    expected_ND = padded_BTD[wanted_BT.to(device)]
+    packing = pack(token_ids_BT, lengths_B, wanted_BT)
+    run = _Run(_learning(packing, device))
+    try:
+        states_FD = _run(model, token_ids_BT[packing.places], packing.places[1], run)
+    except _Unknown:
+        return 0
+    tolerance = torch.finfo(model.dtype).eps ** 0.5 * float(expected_ND.abs().max())
+    states_ND = states_FD[packing.wanted_N.to(device)]
+    agrees = torch.allclose(states_ND, expected_ND, rtol=0, atol=tolerance)
+    return run.window if agrees and run.calls == text.num_hidden_layers else 0
+
+
+def _has_kernel(model: PreTrainedModel) -> bool:
+    """True if torch has attention for sequences of various lengths on the model's GPU."""
+    is_half = model.dtype in (torch.bfloat16, torch.float16)
+    if model.device.type != "cuda" or not is_half or torch.cuda.get_device_capability() < (8, 0):
+        return False
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # before torch 2.10
+        return False
+    return "window_size" in signature(varlen_attn).parameters  # since torch 2.11
+
+
+@cache  # every layer asks
+def _takes_groups(kernel: Callable[..., Any]) -> bool:
+    return "enable_gqa" in signature(kernel).parameters
+
+
+def hidden_states(
+    model: PreTrainedModel, token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor
+) -> Tensor:
+    """`ragen.networks.model.hidden_states` for a backbone and rows up to its `longest`."""
+    packing = pack(token_ids_BT, lengths_B, wanted_BT)
+    attention = _learning(packing, model.device)
+    states_FD = read(model, token_ids_BT[packing.places], packing.places[1], attention)
+    return states_FD[to_device(packing.wanted_N, model.device)]
+
+
+def read(
+    model: PreTrainedModel, token_ids_F: Tensor, positions_F: Tensor, attention: Attention
+) -> Tensor:
+    """Last hidden states (F, D) of a backbone that has a `longest`.
+
+    Differentiable if `attention` is. Ids and positions are on the CPU or on the model's device.
+    """
+    return _run(model, token_ids_F, positions_F, _Run(attention))
+
+
+def _run(model: PreTrainedModel, token_ids_F: Tensor, positions_F: Tensor, run: _Run) -> Tensor:
+    with Attending(model.config, FLAT):
+        states_1FD: Tensor = model(
+            input_ids=to_device(token_ids_F[None], model.device),
+            position_ids=to_device(positions_F[None], model.device),
+            use_cache=False,
+            ragen_run=run,
+        ).last_hidden_state
+    return states_1FD[0]
+
+
+class Attending:
+    """A context, which may be entered again, of a model (by its config) with another attention."""
+
+    def __init__(self, config: Any, name: str) -> None:
+        self._config, self._name = config, name
+
+    def __enter__(self) -> None:
+        self._chosen = self._config._attn_implementation
+        self._config._attn_implementation = self._name
+
+    def __exit__(self, *_: object) -> None:
+        self._config._attn_implementation = self._chosen
+
+
+def _hook(
+    module: Any,
+    query_1HFD: Tensor,
+    key_1KFD: Tensor,
+    value_1KFD: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    ragen_run: _Run | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """The attention that transformers calls in every layer; returns (1, F, H, D)."""
+    names = ("softcap", "s_aux", "position_bias")
+    if ragen_run is None or any(more.get(name) is not None for name in names):
+        raise _Unknown
+    query, key, value = (x[0].transpose(0, 1) for x in (query_1HFD, key_1KFD, value_1KFD))
+    scale = query.shape[2] ** -0.5 if scaling is None else scaling
+    layer = module.layer_idx
+    ragen_run.calls += 1
+    ragen_run.window = min(ragen_run.window, sliding_window or inf)
+    return ragen_run.attention(layer, query, key, value, scale)[None], None
+
+
+AttentionInterface.register(FLAT, _hook)
+
+
+# Learning: queries see their own samples.
+
+
+def _learning(packing: Packing, device: torch.device) -> Attention:
+    if device.type != "cpu":
+        return _Lengths.of(packing, device)
+    blocks = packing.blocks()
+
+    def attention(_: int, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, scale: float) -> Tensor:
+        mixed_FHD: Tensor = _BlockAttention.apply(q_FHD, k_FKD, v_FKD, blocks, scale)
+        return mixed_FHD
+
+    return attention
+
+
+class _BlockAttention(torch.autograd.Function):
+    """`attend` in float32; the backward pass computes the weights again, which would be large."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, blocks: Blocks, scale: float
+    ) -> Tensor:
+        q, k, v = (x.float().contiguous() for x in (q_FHD, k_FKD, v_FKD))
+        with bfloat16_products(q_FHD.dtype):
+            mixed_FHD = attend(q.mul(scale), k, v, blocks, None).to(q_FHD.dtype)
+        ctx.save_for_backward(q_FHD, k_FKD, v_FKD, mixed_FHD)
+        ctx.blocks, ctx.scale = blocks, scale
+        return mixed_FHD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_FHD, k_FKD, v_FKD, mixed_FHD = ctx.saved_tensors
+        dtype = q_FHD.dtype
+        grad, q, k, v, mixed = (
+            x.float().contiguous() for x in (grads[0], q_FHD, k_FKD, v_FKD, mixed_FHD)
+        )
+        q = q.mul(ctx.scale)
+        with bfloat16_products(dtype):
+            grad_q, grad_k, grad_v = attend_backward(grad, q, k, v, mixed, ctx.blocks)
+        return grad_q.mul_(ctx.scale).to(dtype), grad_k.to(dtype), grad_v.to(dtype), None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Lengths:
+    """Attention of samples as sequences, each with its queries and its keys, on a GPU."""
+
+    keys_S: Tensor
+    query_ends: Tensor
+    key_ends: Tensor
+    most_queries: int
+    most_keys: int
+
+    @classmethod
+    def of(cls, packing: Packing, device: torch.device) -> _Lengths:
+        """The sequences of a batch."""
+        counts_B = packing.own_BT.sum(1)
+        all_B = counts_B + packing.shared_B
+        ends = [
+            to_device(functional.pad(sizes_B.cumsum(0), (1, 0)).int(), device)
+            for sizes_B in (counts_B, all_B)
+        ]
+        most = int(counts_B.max()), int(all_B.max())
+        return cls(to_device(packing.keys_S, device), ends[0], ends[1], *most)
+
+    def __call__(self, _: int, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, scale: float) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        attend_to: Any = varlen_attn  # its type allows more results
+        # Not `k_FKD[self.keys_S]`: its gradient sorts the indices, in ten launches a layer.
+        k_SKD, v_SKD = (x.index_select(0, self.keys_S) for x in (k_FKD, v_FKD))
+        grouped = q_FHD.shape[1] // k_FKD.shape[1]
+        about: dict[str, Any] = {}
+        if grouped > 1 and _takes_groups(varlen_attn):
+            about["enable_gqa"] = True
+        elif grouped > 1:  # torch 2.11
+            k_SKD, v_SKD = (x.repeat_interleave(grouped, 1) for x in (k_SKD, v_SKD))
+        mixed_FHD: Tensor = attend_to(
+            q_FHD,
+            k_SKD,
+            v_SKD,
+            self.query_ends,
+            self.key_ends,
+            self.most_queries,
+            self.most_keys,
+            scale=scale,
+            window_size=(-1, 0),
+            **about,
+        )
+        return mixed_FHD

@@ -1,0 +1,172 @@
+"""Weights on their way to samplers: bytes that processes can share, and their checksums.
+
+Shared memory is mapped by all processes of a machine, so no sampler there copies a block before it
+reads from it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ragen.core.errors import RagenError
+from ragen.core.files import file_errors
+from ragen.networks.lora import adapter_tensors, has_adapters
+
+Entry = tuple[str, str, tuple[int, ...]]
+"""A tensor's name, its dtype's name and its shape."""
+
+MEMORY = Path("/dev/shm")
+"""On Linux a folder in memory, which all processes of a machine can read."""
+
+MORE_MEMORY = "allow for more shared memory (docker: --shm-size)"
+"""The remedy if that folder is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Tensors as bytes.
+
+    Attributes:
+        parts: The bytes of each; those of a tensor on a CPU are its own memory, not a copy.
+        entries: Name, type and shape of each.
+
+    Example:
+        >>> block = pack([("w", torch.ones(2, 3))])
+        >>> block.num_bytes, block.entries
+        (24, (('w', 'float32', (2, 3)),))
+    """
+
+    parts: tuple[NDArray[np.uint8], ...]
+    entries: tuple[Entry, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return sum(part.nbytes for part in self.parts)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, which share the memory and may only be read."""
+        for (name, kind, shape), part in zip(self.entries, self.parts, strict=True):
+            with warnings.catch_warnings(action="ignore"):  # the memory is read-only
+                flat = torch.from_numpy(part)
+            yield name, flat.view(getattr(torch, kind)).reshape(shape)
+
+
+def pack(tensors: Iterable[tuple[str, Tensor]]) -> Block:
+    """The tensors as a block; on a CPU it shares their memory."""
+    entries, parts = list[Entry](), list[NDArray[np.uint8]]()
+    for name, tensor in tensors:
+        entries.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+        parts.append(_bytes(tensor))
+    return Block(tuple(parts), tuple(entries))
+
+
+def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    plain = tensor.detach().cpu().contiguous()
+    found: NDArray[np.uint8] = plain.reshape(-1).view(torch.uint8).numpy()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Where other processes of this machine read a block, as long as it is offered (`offered`)."""
+
+    path: str
+    entries: tuple[Entry, ...]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, which share the memory and may only be read."""
+        data = np.memmap(self.path, np.uint8, "r")
+        parts, end = list[NDArray[np.uint8]](), 0
+        for _, kind, shape in self.entries:
+            start = end + _gap(end)
+            end = start + int(np.prod(shape)) * getattr(torch, kind).itemsize
+            parts.append(data[start:end])
+        return Block(tuple(parts), self.entries).tensors()
+
+
+@contextmanager
+def offered(block: Block) -> Iterator[Shared]:
+    """A copy of a block in shared memory, while the body runs.
+
+    Raises:
+        RagenError: There is too little shared memory.
+    """
+    with tempfile.TemporaryDirectory(prefix="ragen-weights-", dir=MEMORY) as folder:
+        path = Path(folder) / "block"
+        # Closing the file writes the rest of it, so closing may also fail.
+        with file_errors("write", MEMORY, MORE_MEMORY), path.open("wb") as file:
+            for part in block.parts:
+                file.write(bytes(_gap(file.tell())))
+                file.write(part.data)
+        yield Shared(str(path), block.entries)
+
+
+def published(model: PreTrainedModel) -> Mapping[str, Tensor]:
+    """The weights that a publication sends: those of the adapter if there is one, else all."""
+    return adapter_tensors(model) if has_adapters(model) else dict(model.named_parameters())
+
+
+def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """The CRC-32 of each tensor's bytes, which detects every single burst error of up to 32 bits.
+
+    Example:
+        >>> sums = checksums([("w", torch.ones(2)), ("v", torch.ones(2))])
+        >>> sums["w"] == sums["v"] != checksums([("w", torch.zeros(2))])["w"]
+        True
+    """
+    return {name: zlib.crc32(_bytes(tensor).data) for name, tensor in tensors}
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of some names, and how many others there are.
+
+    Example:
+        >>> some(["a", "b", "c"])
+        'a and 2 more'
+    """
+    others = len(names) - 1
+    return f"{names[0]} and {others} more" if others else names[0]
+
+
+def refuse_other_names(own: Iterable[str], given: Iterable[str]) -> None:
+    """Refuse weights of another model: `own` are the names of a sampler's, `given` those sent.
+
+    Raises:
+        RagenError: The names differ.
+    """
+    if other := sorted({*own} ^ {*given}):
+        raise RagenError(
+            f"a sampler has another model than the learner, which shows in {other[0]}: give all "
+            "machines the same files where model.path points"
+        )
+
+
+@torch.no_grad()
+def take_over(model: PreTrainedModel, block: Block) -> dict[str, int]:
+    """Copy a block into a model; returns the checksums of what the model then holds.
+
+    Raises:
+        RagenError: It is of another model.
+    """
+    own, given = published(model), dict(block.tensors())
+    refuse_other_names(own, given)
+    for name, weight in own.items():
+        weight.copy_(given[name])
+    return checksums(own.items())
+
+
+def _gap(size: int) -> int:
+    return -size % 16

