@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ragen.core.errors import EngineLost, MachineAway, RagenError
+from ragen.core.errors import EngineLost, RagenError
 from ragen.core.stopping import StopRequested
 from ragen.engines.local import LocalEngine
 from ragen.sampling.local_sampler import Sampler
@@ -172,27 +172,6 @@ def test_an_engine_that_cannot_be_replaced_ends_the_run_in_one_line(
     monkeypatch.setattr(recovery, "make_engine", refuse)
     with pytest.raises(RagenError, match=f"{TEXT}; no new .*: no node has a GPU; .*ragen resume"):
         train(make_config(eval__episodes=0), tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_a_new_engine_waits_for_a_machine_that_is_away(
-    tmp_path: Path, losing: Losing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The machine comes back at the third look."""
-    before, asked = recovery.make_engine, list[Any]()
-
-    def away(config: Any, path: str | None = None, after: Any = None) -> Any:
-        asked.append(after)
-        if len(asked) <= 2:
-            raise MachineAway("the cluster has 1 CPUs")
-        return before(config, path, after)
-
-    monkeypatch.setattr(recovery, "make_engine", away)
-    monkeypatch.setattr(recovery, "RETRY_S", 0.01)
-    losing(Moment("publish"))
-    train(make_config(eval__episodes=0, steps=1), tmp_path / "run")
-    assert engine_events(tmp_path / "run") == [(0, "lost"), (0, "restored")]
-    assert len(asked) == 3 and isinstance(asked[0], LocalEngine) and len({*asked}) == 1
 
 
 def test_settings_that_changed_on_a_resume_stay_changed(

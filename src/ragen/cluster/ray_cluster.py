@@ -12,7 +12,7 @@ import torch
 
 from ragen.cluster.ray_process import ray
 from ragen.config.sections import EngineConfig
-from ragen.core.errors import MachineAway, RagenError
+from ragen.core.errors import RagenError
 from ragen.learning.ranks import TIMEOUT_S
 from ragen.models.memory import ADDRESS_ENV, processes_of
 
@@ -31,21 +31,20 @@ CONNECT_S = 10.0
 class Cluster:
     """The Ray cluster of an engine: CPUs and GPUs are reserved for each of its processes.
 
-    A sampler shares its GPU with a learner if there are too few GPUs for both. An engine that
-    replaces another one uses GPUs as the engine `before` did.
+    A sampler shares its GPU with a learner if there are too few GPUs for both. A cluster without
+    GPUs computes on CPUs, unless the run `needs_gpus`.
 
     Attributes:
         learners, samplers: The names of the processes.
-        shares_gpus: Whether learners and samplers share GPUs.
-        uses_gpus: Whether they use GPUs.
+        shares_gpus: True if learners and samplers share GPUs.
+        uses_gpus: True if they use GPUs.
 
     Raises:
-        MachineAway: The cluster is too small for the processes of `before`.
         RagenError: Ray is missing, or the cluster cannot be reached, is too small, or is used by
             others.
     """
 
-    def __init__(self, settings: EngineConfig, before: Cluster | None = None) -> None:
+    def __init__(self, settings: EngineConfig, needs_gpus: bool = False) -> None:
         self._settings = settings
         self.learners = [f"learner {index}" for index in range(settings.learners)]
         self.samplers = [f"sampler {index}" for index in range(settings.samplers)]
@@ -54,7 +53,7 @@ class Cluster:
         )
         self._group: Any = None
         try:
-            self._group = placement_group(self._bundles(before), strategy="PACK")
+            self._group = placement_group(self._bundles(needs_gpus), strategy="PACK")
             done, _ = ray.wait([self._group.ready()], timeout=TIMEOUT_S)
             if not done:
                 free = ray.available_resources()
@@ -72,21 +71,17 @@ class Cluster:
     def _who(self) -> str:
         return " and ".join(processes_of(self._settings))
 
-    def _bundles(self, before: Cluster | None) -> list[dict[str, float]]:
-        """What to reserve; also notes the bundle of each process."""
+    def _bundles(self, needs_gpus: bool) -> list[dict[str, float]]:
+        """The CPUs and GPUs of each bundle to reserve; also notes the bundle of each process."""
         learners, samplers = len(self.learners), len(self.samplers)
         each = self._settings.tensor_parallel  # workers of a sampler
         have = ray.cluster_resources()
         gpus = int(have.get("GPU", 0))
         apart, shared = learners + each * samplers, max(learners, samplers)
-        too_small: type[RagenError] = RagenError if before is None else MachineAway
-        if before is None:
-            self.uses_gpus = gpus > 0
-            self.shares_gpus = each == 1 and 0 < gpus < apart
-        else:
-            self.uses_gpus, self.shares_gpus = before.uses_gpus, before.shares_gpus
+        self.uses_gpus = needs_gpus or gpus > 0
+        self.shares_gpus = self.uses_gpus and each == 1 and gpus < apart
         if self.uses_gpus and gpus < (shared if self.shares_gpus else apart):
-            raise too_small(
+            raise RagenError(
                 f"the cluster has {gpus} GPUs, and each of {learners} learners needs one and each "
                 f"of {samplers} samplers {each}: lower engine.learners, engine.samplers or "
                 "engine.tensor_parallel, or add machines"
@@ -101,7 +96,7 @@ class Cluster:
             self._bundle = {name: index for index, name in enumerate(names)}
         cpus, need = have.get("CPU", 0), sum(bundle["CPU"] for bundle in bundles)
         if cpus < need:
-            raise too_small(
+            raise RagenError(
                 f"the cluster has {cpus:g} CPUs, and {self._who} need {need:g}: lower "
                 "engine.learners or engine.samplers, or add machines"
             )

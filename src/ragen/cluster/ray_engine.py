@@ -37,12 +37,11 @@ class RayEngine(Engine):
     """The `Engine` of learners and samplers on Ray.
 
     `path` is the folder or hub id of the policy's first weights. Weights are published through the
-    shared memory of each machine. An engine that replaces another one, `after`, uses the cluster as
-    that one did.
+    shared memory of each machine. The engine takes the place of the engine `after`, and is refused
+    without GPUs if that one had some.
 
     Raises:
         EngineLost: A process did not start.
-        MachineAway: The cluster lacks a machine that the engine `after` had.
         RagenError: Ray is missing, the cluster cannot be reached or is too small, or the model
             cannot be used.
     """
@@ -57,8 +56,8 @@ class RayEngine(Engine):
         self._error: Exception | None = None
         self._published_bytes = 0
         self._measured = time.monotonic()
-        before = after.cluster if isinstance(after, RayEngine) else None
-        self.cluster = Cluster(config.engine, before)
+        needs_gpus = isinstance(after, RayEngine) and after.cluster.uses_gpus
+        self.cluster = Cluster(config.engine, needs_gpus)
         self._members = Members(TIMEOUT_S, self._fail)
         self._is_open = True
         try:

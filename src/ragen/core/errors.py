@@ -69,10 +69,6 @@ class EngineLost(RagenError):
         self.details, self.process = details, process
 
 
-class MachineAway(EngineLost):
-    """An engine that replaces another one lacks a machine that the other one had."""
-
-
 class GuardStop(RagenError):
     """The guard stopped a run, saved as it was; commands exit with 3."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -38,7 +38,6 @@ from ragen.core.seeding import SFT_LEVELS, derive
 from ragen.core.stopping import run_async
 from ragen.core.types import Group
 from ragen.engines.factory import load_model, prepare_model
-from ragen.engines.first_model import hold_first
 from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.evaluation.targets import load_target, refuse_absent
 from ragen.finetuning.descriptions import wanderer
@@ -51,7 +50,7 @@ from ragen.finetuning.transcripts import (
 )
 from ragen.learning.learner import Learner
 from ragen.models.loading import save_model
-from ragen.models.names import is_adapter, resolve_model
+from ragen.models.names import resolve_model
 from ragen.networks.machine import use_threads
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import Player, PlayerPolicy, random_player, solver
@@ -197,22 +196,18 @@ def sft(
     learner = Learner(model, update, LossConfig(name="nll"), steps=num_steps)
     watch(f"{examples}, {len(held_out)} of them held out; {num_steps} steps at lr {lr:g}")
     parts = epoch_minibatches(train_batch, size, epochs, config.seed)
-    with ExitStack() as on_failure:
-        if config.lora.rank > 0 and not is_adapter(path):  # a KL term is not read
-            on_failure.callback(hold_first(config, path, watch))
-        with new_folder(out) as folder:
-            before = mean_nll(learner, test_batch)
-            learn(learner, parts, num_steps, watch)
-            try:
-                after = mean_nll(learner, test_batch)
-            except NotFiniteError as failure:
-                raise RagenError(
-                    f"{failure.numbers} are not finite after {num_steps} steps: set a lower --lr"
-                ) from failure
-            save_model(model, tokenizer, folder)
-            about = card(config, examples, len(training))
-            (folder / "README.md").write_text(about, encoding="utf-8")
-        on_failure.pop_all()
+    with new_folder(out) as folder:
+        before = mean_nll(learner, test_batch)
+        learn(learner, parts, num_steps, watch)
+        try:
+            after = mean_nll(learner, test_batch)
+        except NotFiniteError as failure:
+            raise RagenError(
+                f"{failure.numbers} are not finite after {num_steps} steps: set a lower --lr"
+            ) from failure
+        save_model(model, tokenizer, folder)
+        about = card(config, examples, len(training))
+        (folder / "README.md").write_text(about, encoding="utf-8")
     return SftResult(
         model=out,
         examples=len(training),

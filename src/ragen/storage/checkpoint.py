@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,9 +30,6 @@ STATE = "state.json"
 
 FILES, SEAL, SETTINGS_HASH = "files", "seal", "settings"
 """Keys of the state: the hash of each other file, of the state itself, and of `config.toml`."""
-
-IN_USE = "in-use"
-"""An empty file in a checkpoint that another run began with, and needs until its end."""
 
 
 class Damaged(RagenError):
@@ -126,29 +123,6 @@ def run_of(name: str | Path) -> Path | None:
     path = Path(name)
     run = path.parent.parent if path.parent.name == CHECKPOINTS else path
     return run if (run / CONFIG).is_file() else None
-
-
-def hold(folder: Path) -> Callable[[], None]:
-    """Keep a checkpoint for another run, for good.
-
-    Returns a function that takes this back, unless another run held it before, or holds it since.
-    """
-    mark = folder / IN_USE
-    was_held = mark.exists()
-    mark.touch()
-    touched = mark.stat().st_mtime_ns
-
-    def release() -> None:
-        with suppress(OSError):
-            if not was_held and mark.stat().st_mtime_ns == touched:
-                mark.unlink()
-
-    return release
-
-
-def held(run: Path) -> list[Path]:
-    """Checkpoints of abandoned attempts that other runs began with, newest first."""
-    return sorted((run / CHECKPOINTS).glob("held-step-*"), reverse=True)
 
 
 # Reading and writing the state.
@@ -326,10 +300,10 @@ def regular(run: Path, every: int) -> list[Path]:
 
 
 def drop_old(run: Path, keep: int, best: int | None = None, every: int = 1) -> None:
-    """Remove all checkpoints except those that `writing` keeps, and those in use elsewhere."""
+    """Remove all checkpoints except those that `writing` keeps."""
     kept = {*regular(run, every)[-keep:], *folders(run)[-1:]}
     for path in folders(run):
-        if path not in kept and step_of(path) != best and not (path / IN_USE).exists():
+        if path not in kept and step_of(path) != best:
             shutil.rmtree(path)
     for path in (run / CHECKPOINTS).glob(".step-*"):  # left by a process that was killed
         shutil.rmtree(path, ignore_errors=True)
@@ -339,12 +313,10 @@ def drop_after(run: Path, step: int) -> None:
     """Remove the checkpoints later than `step`, which belong to an abandoned attempt.
 
     The newest one is removed first: after a kill in between, the run resumes from the newest one
-    left, and comes here again. One that another run began with only gets another name.
+    left, and comes here again.
     """
     for path in reversed(folders(run)):
-        if step_of(path) > step and (path / IN_USE).exists():
-            path.rename(path.with_name(f"held-{path.name}-{len(held(run))}"))
-        elif step_of(path) > step:
+        if step_of(path) > step:
             hidden = path.with_name(f".{path.name}.{os.getpid()}")
             path.rename(hidden)  # atomic: a half-deleted checkpoint would pass for a damaged one
             shutil.rmtree(hidden)

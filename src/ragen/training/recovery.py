@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 import time
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ from ragen.config.reading import changed
 from ragen.core.errors import (
     EngineLost,
     GuardStop,
-    MachineAway,
     MismatchError,
     NotFiniteError,
     RagenError,
@@ -34,8 +32,7 @@ from ragen.diagnostics.guard import (
     raise_alarms,
     read_history,
 )
-from ragen.engines.engine import Engine
-from ragen.engines.first_model import find_first
+from ragen.settings.first_model import find_first
 from ragen.storage.checkpoint import (
     drop_after,
     folders,
@@ -53,12 +50,6 @@ from ragen.training.running import LoopState, Run, make_engine, progress_of, sav
 
 MOST_LOSSES = 3
 """How many engines a run may lose without a new checkpoint in between."""
-
-AWAY_S = 120.0
-"""Maximum time in seconds that a new engine waits for a machine of the old one to come back."""
-
-RETRY_S = 5.0
-"""Seconds between two looks at a cluster that lacks a machine."""
 
 
 async def run_guard(run: Run) -> bool:
@@ -256,7 +247,7 @@ async def restore(run: Run, loss: EngineLost) -> None:
             await continue_from(run, checkpoint, saved, state, guard)
         else:
             await run.engine.close()
-            run.engine = await another_engine(run)
+            run.engine = make_engine(run.config, after=run.engine)
     except EngineLost:
         raise
     except RagenError as error:
@@ -315,29 +306,5 @@ async def continue_from(
     if run.judge is not None:
         run.judge.attempt = state.attempt
         run.judge.metrics()  # drops the questions of abandoned plays, which are cancelled
-    first = find_first(run.config, checkpoint, saved["engine"])
-    run.engine = await another_engine(run, first)
+    run.engine = make_engine(run.config, find_first(run.config, checkpoint), run.engine)
     await run.engine.load(checkpoint, saved["engine"])
-
-
-async def another_engine(run: Run, path: str | None = None) -> Engine:
-    """An engine in place of the run's, which is closed.
-
-    A machine that is away has `AWAY_S` seconds to come back. Afterwards, the engine uses the
-    machines that are there.
-
-    Raises:
-        MachineAway: The user has requested a stop meanwhile.
-        RagenError: As `make_engine`.
-    """
-    until = time.monotonic() + AWAY_S
-    while time.monotonic() < until:
-        try:
-            return make_engine(run.config, path, run.engine)
-        except MachineAway as away:
-            run.beat()
-            try:
-                await run.stop.or_finish(asyncio.sleep(RETRY_S))
-            except StopRequested:
-                raise away from None  # a stop would save the run, which has no engine now
-    return make_engine(run.config, path)

@@ -232,7 +232,6 @@ def make_engine(config: Config, path: str | None = None, after: Engine | None = 
     It takes the place of the engine `after`, which is closed.
 
     Raises:
-        MachineAway: The engine `after` had a machine that the cluster lacks now.
         RagenError: No such engine can be made.
     """
     path = path or resolve_model(config.model.path, config.env.name)

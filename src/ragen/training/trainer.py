@@ -22,13 +22,13 @@ from ragen.core.user_code import can_interrupt
 from ragen.diagnostics.guard import REMEDIES
 from ragen.diagnostics.information import measure_envs
 from ragen.engines.engine import Engine
-from ragen.engines.first_model import find_first, hold_first, pin_first
 from ragen.engines.judges import check_judge, open_judge
 from ragen.evaluation.targets import is_measured
 from ragen.models.memory import refuse_too_large
 from ragen.networks.machine import use_threads
 from ragen.rollout.episode import require_room
 from ragen.rollout.setup import Setup, open_setups, open_stages
+from ragen.settings.first_model import find_first, pin_first
 from ragen.settings.model import advice
 from ragen.settings.saved import Settings, differing, find_settings, run_config
 from ragen.storage.checkpoint import SETTINGS_HASH, newest, newest_intact, sound
@@ -103,7 +103,6 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
         async with opened(engine, config) as (setups, stages):
             for setup in (*setups.values(), *stages):
                 require_room(setup, train_level(0))
-            hold_first(config, config.model.path, watcher.note)
             of_env = config.recipe == Config().recipe  # no recipe, so the environment names it
             name = short_name(config.env.name) if of_env else config.recipe
             folder = new_run_folder(Path("runs"), name, out)
@@ -174,14 +173,13 @@ def resume(
             f"ragen train RECIPE --model {folder}"
         )
         return result_of(folder, config, state)
-    path = find_first(config, checkpoint, engine_state)
+    path = find_first(config, checkpoint)
     refuse_too_large(changed(config, {"model.path": path}), watcher.note)
     engine = make_engine(config, path)
 
     async def restart() -> Result:
         async with opened(engine, config) as (setups, stages):
             await engine.load(checkpoint, engine_state)
-            hold_first(config, path, watcher.note)
             with Recorder.open(folder, state.attempt, engine.chat.text_of) as recorder:
                 if not (can_interrupt() or config.env.isolate):
                     watcher.note(CANNOT_INTERRUPT)
@@ -243,7 +241,7 @@ def examine(folder: Path) -> dict[str, float]:
     if config.rollout.sampler != "vllm":  # a server may hold the weights of a run in progress
         config = changed(config, {"rollout.sampler": "local"})
     use_threads(state.threads)
-    engine = make_engine(config, find_first(config, checkpoint, saved["engine"]))
+    engine = make_engine(config, find_first(config, checkpoint))
 
     async def measure() -> Metrics:
         async with opened(engine, config) as found, open_judge(config, None) as judge:
