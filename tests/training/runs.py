@@ -69,10 +69,8 @@ def recorded_results(run: Path) -> dict[str, Any]:
         kept = {k: v for k, v in record.items() if k not in ("seconds", "target")}
         return kept | {"parts": [without_run(part) for part in record["parts"]]}
 
-    evaluations = [
-        without_run(json.loads(record))
-        for (record,) in rows(run, "SELECT record FROM evaluations ORDER BY step, temperature")
-    ]
+    in_order = "SELECT record FROM evaluations ORDER BY step, record ->> 'temperature'"
+    evaluations = [without_run(json.loads(record)) for (record,) in rows(run, in_order)]
     return {
         "step": newest.name,
         "state": state,

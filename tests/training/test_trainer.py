@@ -333,8 +333,8 @@ def test_update_budget_is_spent_exactly(tmp_path: Path) -> None:
     rates = [rate for (rate,) in rows(run, query.format("update/lr"))]
     # Each step's last update, number 1, 3 or 4 of 0–4; decay from 1 to .1: 1 − .9 · number / 5.
     assert rates == pytest.approx([1e-3 * (1 - 0.9 * at / 5) for at in (1, 3, 4)])
-    evaluated = rows(run, "SELECT step FROM evaluations WHERE temperature = 1 ORDER BY id")
-    assert evaluated == [(0,), (2,), (3,)]
+    sampled = "SELECT step FROM evaluations WHERE record ->> 'temperature' = 1 ORDER BY id"
+    assert rows(run, sampled) == [(0,), (2,), (3,)]
 
 
 # Filters and refills.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from statistics import fmean
@@ -41,12 +40,11 @@ class Evaluation:
         completion_tokens: Sampled tokens per turn; 0 for players that are no model.
         first_level: The first level seed.
         samples: Episodes per level.
-        pass_at_k, pass_at_k_low, pass_at_k_high: Chance that at least one of k = `samples` episodes
-            of a level succeeds, and the ends of its interval.
         thought_words: Words of thought per turn.
         effective_fraction: Share of executed actions that changed the environment.
         total_prompt_tokens, total_completion_tokens: Tokens read and sampled, over all turns.
-        pass_at: For k = 1, 2, 4, … and `samples`: ``[chance, low, high]`` under the key ``str(k)``;
+        pass_at: The chance that at least one of k episodes of a level succeeds, and the ends of its
+            interval, as ``[chance, low, high]`` by ``str(k)``, k = 1, 2, 4, … and `samples`. It is
             empty with one sample.
         invalid_reply: The beginning of a reply that was not valid, if most were not.
         invalid_reason: The reason why it was not valid.
@@ -84,9 +82,6 @@ class Evaluation:
     first_level: int
     seconds: float
     samples: int = 1
-    pass_at_k: float = math.nan
-    pass_at_k_low: float = math.nan
-    pass_at_k_high: float = math.nan
     thought_words: float = 0.0
     effective_fraction: float = 0.0
     total_prompt_tokens: int = 0
@@ -161,13 +156,12 @@ def load_evaluations(run: Path) -> list[RunEvaluation]:
 
     Evaluations that a rollback undid are left out.
     """
-    evaluations, stands = [], standing(run)
+    found, stands = [], standing(run)
     for record in read_evaluations(run):
         attempt, step = record.pop("attempt"), record.pop("step")
-        if not stands(attempt, step):
-            continue
-        evaluations.append(RunEvaluation(attempt, step, Evaluation.of_record(record)))
-    return evaluations
+        if stands(attempt, step):
+            found.append(RunEvaluation(attempt, step, Evaluation.of_record(record)))
+    return found
 
 
 def summarize(
@@ -186,11 +180,6 @@ def summarize(
     (num_samples,) = set(samples.values())
     solved = Counter(outcome.level_seed for outcome in outcomes if outcome.success)
     success = success_rate([outcome.success for outcome in outcomes], levels)
-    pass_at = {
-        k: pass_at_k([solved[level] for level in samples], num_samples, k)
-        for k in pass_at_ks(num_samples)
-    }
-    pass_at_samples = pass_at[num_samples]
     mean_return = bootstrap_mean([outcome.total_reward for outcome in outcomes], levels)
 
     def total(name: str) -> int:
@@ -220,14 +209,15 @@ def summarize(
         first_level=min(levels),
         seconds=seconds,
         samples=num_samples,
-        pass_at_k=pass_at_samples.value,
-        pass_at_k_low=pass_at_samples.low,
-        pass_at_k_high=pass_at_samples.high,
         thought_words=total("thought_words") / num_turns,
         effective_fraction=total("effective_actions") / num_actions,
         total_prompt_tokens=total("prompt_tokens"),
         total_completion_tokens=total("completion_tokens"),
-        pass_at={str(k): [p.value, p.low, p.high] for k, p in pass_at.items() if num_samples > 1},
+        pass_at={
+            str(k): list(astuple(pass_at_k([solved[level] for level in samples], num_samples, k)))
+            for k in pass_at_ks(num_samples)
+            if num_samples > 1
+        },
     )
 
 

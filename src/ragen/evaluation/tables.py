@@ -33,8 +33,9 @@ def evaluation_table(
     rows = e.with_baselines([e.row(f"{e.target}, {e.how}")])
     if e.samples > 1:
         title, columns = f"{title} × {e.samples}", (*columns, f"pass@{e.samples}", "95 %")
-        chance = f"{e.pass_at_k:.1%}", f"{e.pass_at_k_low:.1%} – {e.pass_at_k_high:.1%}"
-        rows = tuple((*row, *(chance if row[2] else ("", ""))) for row in rows)
+        value, low, high = e.pass_at[str(e.samples)]
+        chance = f"{value:.1%}", f"{low:.1%} – {high:.1%}"
+        rows = tuple(row + (chance if row[2] else ("", "")) for row in rows)
     return Section(title, tuple(_lines(e, outcomes, cost_of(e, prices))), columns, rows)
 
 

@@ -192,8 +192,7 @@ class Recorder:
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
         """Record an evaluation, as ``ragen eval --json`` prints it."""
-        row = {name: record.get(name) for name in ("env", "temperature", "episodes", "success")}
-        row |= {"time": time.time(), "record": record}
+        row = {"time": time.time(), "record": record}
         self._step(step).rows["evaluations"].append(row)
 
     def outcome(self, row: Row) -> None:

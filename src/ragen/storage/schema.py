@@ -206,7 +206,7 @@ CREATE TRIGGER events_are_kept BEFORE DELETE ON events
     BEGIN SELECT RAISE(ABORT, 'events are never deleted'); END;
 CREATE TABLE evaluations (
     id INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL,
-    env TEXT, temperature REAL, episodes INTEGER, success REAL, record TEXT NOT NULL
+    record TEXT NOT NULL
 );
 CREATE TABLE outcomes (
     env TEXT NOT NULL, level_seed INTEGER NOT NULL, sample INTEGER NOT NULL,
