@@ -49,7 +49,7 @@ from ragen.config.sections import UpdateConfig
 from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import derive
 from ragen.engines.local import LocalEngine
-from ragen.models.memory import plan
+from ragen.models.memory import plans
 from ragen.networks.decoder import HFDecoder
 from ragen.networks.graphs import GraphDecoder, recorder
 from ragen.rollout.setup import make_setup
@@ -337,7 +337,7 @@ async def measure(
         "padding_fraction": 0.0,
         "mismatch_kl": metrics["mismatch/kl"].value,
         "waits_per_update": waits_per_update,
-        "planned_gb": plan(config).total / 1e9,
+        "planned_gb": plans(config)[0].total / 1e9,
     }
     if "update/padding_fraction" in metrics:
         result["padding_fraction"] = metrics["update/padding_fraction"].value

@@ -111,16 +111,24 @@ def config_of(model: Path, changes: dict[str, Any]) -> Config:
 def run(model: Path, changes: dict[str, Any]) -> dict[str, int]:
     """Train in this process, which must be a fresh one; the plan's total and the peak."""
     config = config_of(model, changes)
-    planned = memory.plan(config)
+    (planned,) = memory.plans(config)
     with tempfile.TemporaryDirectory() as folder, step.patched_sampler():
         trainer.train(config, Path(folder, "run"))
     status = Path("/proc/self/status").read_text()
     peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
     parts = {
-        name: getattr(planned, name)
-        for name in ("weights", "gradients", "optimizer", "critic", "sampler", "activations")
+        name: planned.of(name)
+        for name in (
+            "weights",
+            "gradients",
+            "optimiser",
+            "critic",
+            "cache",
+            "activations",
+            "logits",
+        )
     }
-    return {"plan": planned.total, "peak": peak, "logits": planned.logits, **parts}
+    return {"plan": planned.total, "peak": peak, **parts}
 
 
 def in_a_process(model: Path, changes: dict[str, Any]) -> dict[str, int]:
@@ -157,7 +165,7 @@ def main() -> None:
 
 def compared(model: Path, changes: dict[str, Any]) -> dict[str, int]:
     """`run` in a fresh process; without a peak if it would not fit."""
-    planned = memory.plan(config_of(model, changes))
+    (planned,) = memory.plans(config_of(model, changes))
     if planned.available is not None and planned.needed > planned.available:
         return {"plan": planned.total}
     return in_a_process(model, changes)

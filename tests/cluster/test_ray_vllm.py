@@ -53,7 +53,7 @@ def test_with_lora_only_the_adapter_travels_to_a_vllm_of_two_workers(tmp_path: P
     train(config, tmp_path / "run")
     metrics = read_metrics(tmp_path / "run")
     sizes = read_sizes(resolve_model("base", "bandit"))
-    numbers = sum(rows * columns for rows, columns in adapter_shapes(config, sizes))
+    numbers = sum(rows * columns for rows, columns in adapter_shapes(config.lora, sizes))
     assert set(metrics["publish/bytes"].values()) == {4.0 * numbers}
     assert max(metrics["gradient/policy_norm"].values()) > 0, "a publication has to change it"
     assert max(metrics["mismatch/max_abs"].values()) < 1e-3

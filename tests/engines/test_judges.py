@@ -20,7 +20,7 @@ from ragen.core.types import Completion, Message, Prompt
 from ragen.engines import judges
 from ragen.engines.judges import LocalModel, check_judge
 from ragen.models.loading import save_model
-from ragen.models.memory import plan
+from ragen.models.memory import plans
 from ragen.models.sizes import read_sizes
 from ragen.rollout.policies import NoCompletion
 from ragen.storage.database import DATABASE
@@ -123,8 +123,8 @@ def test_a_run_is_paid_by_the_scores(
 
 def test_its_weights_are_a_part_of_the_memory(folder: Path) -> None:
     config = config_of(folder)
-    assert plan(config).judge == 4 * read_sizes(str(folder)).numbers
-    assert plan(resolve("bandit", settings())).judge == 0
+    assert plans(config)[0].of("judge") == 4 * read_sizes(str(folder)).numbers
+    assert plans(resolve("bandit", settings()))[0].of("judge") == 0
 
 
 def test_a_model_that_is_missing_is_one_line(tmp_path: Path) -> None:

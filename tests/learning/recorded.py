@@ -165,7 +165,7 @@ def held_by(one: Rank) -> dict[str, int]:
     weights = held(learner.model)
     if has_adapters(learner.model):  # the critic's adapter is part of the critic
         weights -= held(adapter_of(learner.model, "critic"))
-    found = {"weights": weights, "gradients": gradients, "optimizer": states + masters}
+    found = {"weights": weights, "gradients": gradients, "optimiser": states + masters}
     found["reference"] = (
         held(learner.reference) if learner.reference not in (None, one.model) else 0
     )

@@ -19,8 +19,7 @@ from ragen.core.types import Prompt
 from ragen.engines.local import LocalEngine
 from ragen.models import memory
 from ragen.models.loading import save_model
-from ragen.models.memory import CHANGES, plan, plans, refuse_too_large
-from ragen.models.sizes import read_sizes
+from ragen.models.memory import Plan, plans, refuse_too_large
 from ragen.networks.fast_decoder import Qwen2Decoder
 from ragen.networks.machine import container_rooms
 from ragen.networks.model import padded_hidden_states
@@ -43,6 +42,11 @@ def make_config(**more: Any) -> Config:
     return resolve("bandit", settings(**({"algorithm": "starpo/ppo", "loss__kl": 0.001} | more)))
 
 
+def plan(config: Config) -> Plan:
+    (planned,) = plans(config)
+    return planned
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_plan_of_weights_gradients_and_optimisers_is_exact(mode: str) -> None:
     config = make_config(**MODES[mode])
@@ -51,44 +55,51 @@ def test_the_plan_of_weights_gradients_and_optimisers_is_exact(mode: str) -> Non
     learner = engine.learner
     states = sum(map(optimizer_bytes, learner.optimizers))
     gradients, masters = master_bytes(learner.masters)
-    assert planned.optimizer == states + masters
-    assert planned.gradients == gradients
-    assert planned.weights == held(engine.model)
-    assert planned.reference == (held(learner.reference) if learner.reference else 0)
+    assert planned.of("optimiser") == states + masters
+    assert planned.of("gradients") == gradients
+    assert planned.of("weights") == held(engine.model)
+    assert planned.of("reference") == (held(learner.reference) if learner.reference else 0)
     critic = sum(map(optimizer_bytes, learner.critic_optimizers))
     if learner.critic is not None:
         critic += held(learner.critic) + sum(master_bytes(learner.critic_masters))
-    assert planned.critic == critic
+    assert planned.of("critic") == critic
 
 
 RAY: dict[str, Any] = {"engine__name": "ray", "engine__learners": 2, "engine__samplers": 3}
 
 
-def test_the_plan_of_the_first_of_two_learners_is_exact() -> None:
+def first_learner(config: Config, monkeypatch: pytest.MonkeyPatch, learners: int) -> Plan:
+    """The plan of a learner alone, as it is told for machines that are not known."""
+    with monkeypatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "auto")
+        changes = {"engine.name": "ray", "engine.learners": learners}
+        return plans(changed(config, changes))[0]
+
+
+def test_the_plan_of_the_first_of_two_learners_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_critic_and_reference()
-    sizes = read_sizes(config.model.path)
-    planned = memory.Needs(config, sizes, "cpu").learner(2)
+    planned = first_learner(config, monkeypatch, 2)
     _, first, _ = two_processes()
-    assert first["held"] == {name: getattr(planned, name) for name in first["held"]}
-    alone = memory.Needs(config, sizes, "cpu").learner(1)
-    assert alone.weights / 2 <= planned.weights < 0.52 * alone.weights
+    assert first["held"] == {name: planned.of(name) for name in first["held"]}
+    alone = first_learner(config, monkeypatch, 1).of("weights")
+    assert alone / 2 <= planned.of("weights") < 0.52 * alone
 
 
 def test_learners_and_samplers_on_ray_share_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(**RAY)
-    alone, sizes = plan(config), read_sizes(config.model.path)
-    learner = memory.Needs(config, sizes, "cpu").learner(2)
-    (planned,) = plans(config)
-    assert planned.weights == 2 * learner.weights + 3 * held(tiny_model(TOKENIZER))
-    assert planned.copies == 3 * alone.copies and planned.sampler == 3 * alone.sampler
-    assert planned.optimizer == 2 * learner.optimizer
-    assert planned.published == 4 * held(tiny_model(TOKENIZER))
-    assert planned.libraries == 6 * memory.LIBRARIES
+    learner = first_learner(config, monkeypatch, 2)
+    alone, planned = plan(make_config()), plan(config)
+    weights = held(tiny_model(TOKENIZER))
+    assert planned.of("weights") == 2 * learner.of("weights") + 3 * weights
+    assert planned.of("optimiser") == 2 * learner.of("optimiser")
+    assert all(planned.of(what) == 3 * alone.of(what) for what in ("copies", "cache"))
+    assert planned.of("published") == 4 * weights
+    assert planned.of("libraries") == 6 * memory.LIBRARIES
     assert " for 2 learners and 3 samplers on the cpu" in planned.lines()[0]
     monkeypatch.setattr(memory, "available", lambda _: planned.certain - 1)
     with pytest.raises(RagenError, match="optimiser of 2 learners and 3 samplers take"):
-        refuse_too_large(config, print)
-    refuse_too_large(changed(config, {"engine.samplers": 2}), print)
+        refuse_too_large(plans(config), print)
+    refuse_too_large(plans(changed(config, {"engine.samplers": 2})), print)
 
 
 def test_a_run_on_other_machines_is_told_what_each_process_needs_and_is_not_refused(
@@ -98,7 +109,7 @@ def test_a_run_on_other_machines_is_told_what_each_process_needs_and_is_not_refu
     monkeypatch.setattr(memory, "WORTH_TELLING", 0)
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     printed: list[str] = []
-    refuse_too_large(make_config(**RAY), printed.append)
+    refuse_too_large(plans(make_config(**RAY)), printed.append)
     heads = [line.partition(" for ")[2] for line in printed if line.startswith("memory")]
     assert heads == ["each of 2 learners on the cpu", "each of 3 samplers on the cpu"]
     assert not any("are free" in line for line in printed)
@@ -110,15 +121,18 @@ def test_a_gpu_has_a_learner_or_a_sampler_or_one_of_each(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     config = make_config(**RAY)
     learner, sampler = plans(config)
-    assert (learner.optimizer, sampler.optimizer) == (plans(config)[0].optimizer, 0)
-    assert sampler.weights == held(tiny_model(TOKENIZER)) and learner.sampler == 0
+    assert (learner.of("optimiser"), sampler.of("optimiser")) == (
+        plans(config)[0].of("optimiser"),
+        0,
+    )
+    assert sampler.of("weights") == held(tiny_model(TOKENIZER)) and learner.of("cache") == 0
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     (both,) = plans(config)
     assert both.certain == learner.certain + sampler.certain
     assert both.processes == "a learner and a sampler on each GPU"
     vllm = make_config(rollout__sampler="vllm", rollout__gpu_memory=0.25, **RAY)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
-    assert (plans(vllm)[1].certain, plans(vllm)[1].sampler) == (0, 250)
+    assert (plans(vllm)[1].certain, plans(vllm)[1].of("cache")) == (0, 250)
 
 
 def test_the_plan_of_the_sampler_is_exact() -> None:
@@ -130,7 +144,7 @@ def test_the_plan_of_the_sampler_is_exact() -> None:
     fused, stored = map(chain.from_iterable, (decoder.weights, decoder.store.memory))
     copied = held((*stored, *fused, decoder.head, decoder.embedding))
     planned = plan(config)
-    assert planned.sampler + planned.copies == copied
+    assert planned.of("cache") + planned.of("copies") == copied
 
 
 def llama(**more: Any) -> PreTrainedModel:
@@ -152,10 +166,10 @@ def test_the_plan_of_the_cache_is_exact_for_any_model(
     save_model(model, TOKENIZER, tmp_path)
     sizes = {"rollout__slots": 5, "rollout__max_tokens": 8, "model__max_length": 40}
     config = make_config(model__path=str(tmp_path), **sizes)
-    assert plan(config).sampler == 153_600
+    assert plan(config).of("cache") == 153_600
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (600, 1000))
-    assert plan(config).sampler == 6 * 153_600 // 5  # a spare slot for graphs
+    assert plan(config).of("cache") == 6 * 153_600 // 5  # a spare slot for graphs
 
 
 def test_plan_in_bfloat16_golden() -> None:
@@ -164,9 +178,11 @@ def test_plan_in_bfloat16_golden() -> None:
     tensors = len(list(model.parameters()))
     config = make_config(model__dtype="bfloat16")
     planned = plan(config)
-    assert planned.weights == planned.reference == 2 * numbers
-    assert planned.gradients == 4 * numbers
-    assert planned.optimizer == (4 + 8) * numbers + 4 * tensors  # masters, moments; step counts
+    assert planned.of("weights") == planned.of("reference") == 2 * numbers
+    assert planned.of("gradients") == 4 * numbers
+    assert (
+        planned.of("optimiser") == (4 + 8) * numbers + 4 * tensors
+    )  # masters, moments; step counts
 
 
 def test_plan_with_lora_golden() -> None:
@@ -174,27 +190,27 @@ def test_plan_with_lora_golden() -> None:
     lora = {"lora__rank": 4}
     planned = plan(make_config(**lora))
     numbers, tensors = 2 * 4 * (64 + 48 + 48 + 64 + 3 * 96), 2 * 7 * 2
-    assert planned.weights == held(tiny_model(TOKENIZER)) + 4 * numbers
-    assert planned.gradients == 4 * numbers
-    assert planned.optimizer == 8 * numbers + 4 * tensors
-    assert planned.reference == 0
+    assert planned.of("weights") == held(tiny_model(TOKENIZER)) + 4 * numbers
+    assert planned.of("gradients") == 4 * numbers
+    assert planned.of("optimiser") == 8 * numbers + 4 * tensors
+    assert planned.of("reference") == 0
     two = plan(make_config(**lora, lora__targets="q_proj, v_proj"))
-    assert two.gradients == 4 * 2 * 4 * (64 + 48)
+    assert two.of("gradients") == 4 * 2 * 4 * (64 + 48)
     # The critic has its own adapter and the head.
-    assert planned.critic == 16 * (numbers + 33) + 4 * (tensors + 2)
+    assert planned.of("critic") == 16 * (numbers + 33) + 4 * (tensors + 2)
 
 
 def test_the_plan_includes_the_share_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(rollout__sampler="vllm", rollout__gpu_memory=0.25)
     # vLLM's own weights, and 1 GiB for keys and values.
     planned = plan(config)
-    assert (planned.copies, planned.sampler) == (held(tiny_model(TOKENIZER)), 2**30)
+    assert (planned.of("copies"), planned.of("cache")) == (held(tiny_model(TOKENIZER)), 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (600, 1000))
     planned = plan(config)
-    assert (planned.device, planned.available, planned.sampler) == ("cuda", 600, 250)
+    assert (planned.device, planned.available, planned.of("cache")) == ("cuda", 600, 250)
     server = make_config(rollout__sampler="http://127.0.0.1:8000")
-    assert plan(server).sampler == 0
+    assert plan(server).of("cache") == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -218,18 +234,18 @@ def test_planned_activations_are_close_to_measured_ones(dtype: str, tmp_path: Pa
     room = {"model__max_length": 64, "update__microbatch_tokens": rows * length}
     room |= {"model__path": str(tmp_path), "model__dtype": dtype}
     config = make_config(**room)
-    assert plan(config).activations == pytest.approx(measured, rel=0.15)
+    assert plan(config).of("activations") == pytest.approx(measured, rel=0.15)
     config = make_config(model__gradient_checkpointing=True, **room)
-    assert plan(config).activations < measured / 2
+    assert plan(config).of("activations") < measured / 2
 
 
 def test_only_a_large_plan_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[str] = []
-    refuse_too_large(make_config(), printed.append)
+    refuse_too_large(plans(make_config()), printed.append)
     assert printed == []
     monkeypatch.setattr(memory, "WORTH_TELLING", 0)
     monkeypatch.setattr(memory, "available", lambda _: 10**12)
-    refuse_too_large(make_config(), printed.append)
+    refuse_too_large(plans(make_config()), printed.append)
     assert printed == plan(make_config()).lines()
     assert printed[0].startswith("memory: up to ") and "are free" in printed[0]
 
@@ -240,41 +256,37 @@ def test_a_run_that_fits_only_with_short_episodes_is_told_and_not_refused(
     planned = plan(make_config())
     printed: list[str] = []
     monkeypatch.setattr(memory, "available", lambda _: planned.needed)
-    refuse_too_large(make_config(), printed.append)
+    refuse_too_large(plans(make_config()), printed.append)
     assert printed == []
     monkeypatch.setattr(memory, "available", lambda _: planned.needed - 1)
-    refuse_too_large(make_config(), printed.append)
+    refuse_too_large(plans(make_config()), printed.append)
     assert printed[0].startswith("memory: up to ") and "set update.microbatch_tokens" in printed[-1]
 
 
-BFLOAT16, LORA, SHARED = (f"--{key} {value}" for key, value in CHANGES)
-
-
-REMEDIES: list[tuple[dict[str, Any], dict[str, Any] | None, str]] = [
-    ({}, {"lora.rank": 64}, LORA),
-    ({}, {"model.dtype": "bfloat16", "lora.rank": 64}, f"{BFLOAT16} {LORA}"),
-    ({}, dict(CHANGES), f"{BFLOAT16} {LORA} {SHARED}"),
-    ({"lora.rank": 64}, {"model.dtype": "bfloat16"}, BFLOAT16),
-    ({"lora.rank": 64, "model.dtype": "bfloat16"}, {"model.critic": "shared"}, SHARED),
-    ({}, None, ""),
-]
-"""Settings of a run, those with which it just fits in the free memory, and what is offered."""
-
-
-def test_a_run_that_cannot_fit_is_refused_with_the_smallest_change(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("mode", "largest", "keys"),
+    [
+        ({}, "critic", "change model.critic, lora.rank, "),
+        (
+            {"model__critic": "shared", "loss__kl": 0.0},
+            "optimiser",
+            "change lora.rank, model.dtype",
+        ),
+    ],
+)
+def test_a_run_that_cannot_fit_is_refused_with_the_largest_rows_and_their_keys(
+    mode: dict[str, Any], largest: str, keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_model(tiny_model(TOKENIZER, hidden_size=512, intermediate_size=2048), TOKENIZER, tmp_path)
-    for settings_of_run, fits_as, offered in REMEDIES:
-        config = changed(make_config(model__path=str(tmp_path)), settings_of_run)
-        free = 1000 if fits_as is None else plan(changed(config, fits_as)).certain
-        monkeypatch.setattr(memory, "available", lambda _, free=free: free)
-        with pytest.raises(RagenError) as refusal:
-            refuse_too_large(config, print)
-        text = str(refusal.value)
-        assert "weights, gradients and optimiser take" in text and "free on the cpu" in text
-        remedy = f"they fit with {offered}" if offered else "use a smaller model"
-        assert text.endswith(remedy)
+    planned = plan(make_config(**mode))
+    monkeypatch.setattr(memory, "available", lambda _: planned.certain)
+    refuse_too_large(plans(make_config(**mode)), print)
+    monkeypatch.setattr(memory, "available", lambda _: planned.certain - 1)
+    with pytest.raises(RagenError) as refusal:
+        refuse_too_large(plans(make_config(**mode)), print)
+    text = str(refusal.value)
+    assert text.startswith(f"weights, gradients and optimiser take {memory.size(planned.certain)},")
+    assert f"the largest are {largest} {memory.size(planned.of(largest))}, " in text
+    assert keys in text and text.endswith("or use a smaller model")
 
 
 def test_free_memory_of_control_groups(tmp_path: Path) -> None:

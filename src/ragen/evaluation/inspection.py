@@ -24,7 +24,7 @@ from ragen.core.user_code import UserCodeError
 from ragen.envs.registry import try_env
 from ragen.evaluation.outcomes import outcome_of
 from ragen.evaluation.targets import Overrides, config_for
-from ragen.models.memory import GIB, plan
+from ragen.models.memory import GIB, plans
 from ragen.models.names import base_of, local_config, resolve_model
 from ragen.models.sizes import read_sizes
 from ragen.rollout.episode import opening, play_episode, read_reply, require_room
@@ -290,7 +290,7 @@ def memory_table(config: Config, path: str) -> tuple[list[Memory], float | None]
     for (method, algorithm), rank, dtype in product(METHODS.items(), (0, RANK), DTYPES):
         asked = {"algorithm": algorithm, "model.path": path, "model.dtype": dtype}
         try:
-            planned = plan(resolve(None, asked, saved=saved | {"lora.rank": rank}))
+            (planned,) = plans(resolve(None, asked, saved=saved | {"lora.rank": rank}))
         except RagenError:
             if not rank:
                 raise

@@ -1,7 +1,8 @@
-"""How much memory a run needs, computed before weights are loaded or anything is written.
+"""The memory of a run, as a table: what × where → bytes.
 
-Parameters are counted from the headers of the weights' files, so that gradients, optimisers and the
-sampler's cache are exact. Logits and activations are estimates. Loads torch only for a GPU.
+It is computed before weights are loaded or anything is written. Parameters are counted from the
+headers of the weights' files, so that gradients, optimisers and the sampler's cache are exact.
+Logits and activations are estimates. Loads torch only for a GPU.
 """
 
 from __future__ import annotations
@@ -10,15 +11,12 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, combinations
 from math import prod
-from typing import Any
 
 from ragen.config.config import Config
 from ragen.config.extensions import ESTIMATOR, JUDGE, load
-from ragen.config.reading import changed, flatten
 from ragen.config.rules import CRITIC
-from ragen.config.sections import EngineConfig
+from ragen.config.sections import EngineConfig, LoraConfig, ModelConfig, RolloutConfig
 from ragen.core.errors import RagenError
 from ragen.core.inputs import names_input
 from ragen.models.names import base_of, resolve_model
@@ -28,7 +26,6 @@ from ragen.networks.sizes import (
     BLOCK,
     KEPT_LOGITS,
     KEPT_LOGITS_GPU,
-    KEPT_SCORES,
     Shape,
     Sizes,
     adapted,
@@ -49,101 +46,141 @@ PROGRAMS = 96 * 2**20
 """Memory of the programs that oneDNN compiles for products on a CPU, up to half a MB for each shape
 that occurs: a run of a million parameters reaches 73 MB in float32 and 125 MB in bfloat16 in two
 steps, and stays there."""
-CHANGES: tuple[tuple[str, Any], ...] = (
-    ("model.dtype", "bfloat16"),
-    ("lora.rank", 64),
-    ("model.critic", "shared"),
-)
-"""The changes that are tried, in this order, to make a run fit; 64 is the rank in RAGEN's paper."""
 ADDRESS_ENV = "RAY_ADDRESS"
 """The environment variable from which Ray takes the address of a running cluster."""
 
-CERTAIN = (
-    *("weights", "gradients", "optimizer", "reference", "critic", "copies"),
-    *("gathered", "published", "judge"),
-)
-ESTIMATED = "sampler", "activations", "logits", "programs", "libraries"
+ESTIMATED = "cache", "activations", "logits", "programs", "libraries"
+"""Rows that depend on how long episodes are; the program itself is one of them."""
+SMALLER = {
+    "gradients": "lora.rank",
+    "optimiser": "lora.rank",
+    "gathered": "lora.rank",
+    "published": "lora.rank",
+    "weights": "model.dtype",
+    "copies": "model.dtype",
+    "reference": "loss.kl",
+    "critic": "model.critic",
+    "judge": "judge.url",
+}
+"""The key that makes each row smaller."""
+NUM_NAMED = 3
+"""The largest rows that a refusal names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Bytes of one thing in a process of one kind: `where` is learner, sampler or driver."""
+
+    what: str
+    where: str
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Bytes of each part of a run, or of some of its processes, and of free memory.
+    """The rows of what shares one memory, of a machine or a GPU, and its free bytes.
 
-    `critic` includes its weights, gradients and optimiser. `copies` are the sampler's own copies of
-    the weights, `sampler` is its cache of keys and values. `gathered` is the memory of the weights
-    that are whole while learners with split weights compute, `published` that of a publication,
-    `judge` the weights of a judge in this process.
-    `libraries` is the program itself, on a CPU; it counts as taken when free memory is read.
-    `available` is ``None`` if this machine does not report it. `processes` names the processes that
-    the plan is for, if there are several.
+    `available` is ``None`` if they are not known. `processes` names the processes that the plan is
+    for, if there are several.
     """
 
-    weights: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    reference: int = 0
-    critic: int = 0
-    copies: int = 0
-    gathered: int = 0
-    published: int = 0
-    judge: int = 0
-    sampler: int = 0
-    activations: int = 0
-    logits: int = 0
-    programs: int = 0
-    libraries: int = 0
+    rows: Sequence[Row] = ()
     device: str = "cpu"
     available: int | None = None
     processes: str = ""
 
+    def of(self, what: str) -> int:
+        """Bytes of one thing in all processes."""
+        return sum(row.bytes for row in self.rows if row.what == what)
+
     @property
     def certain(self) -> int:
         """Bytes that are always held, however small the batches are."""
-        return sum(getattr(self, name) for name in CERTAIN)
+        return sum(row.bytes for row in self.rows if row.what not in ESTIMATED)
 
     @property
     def total(self) -> int:
         """Bytes at the peak."""
-        estimated: int = sum(getattr(self, name) for name in ESTIMATED)
-        return self.certain + estimated
+        return sum(row.bytes for row in self.rows)
 
     @property
     def needed(self) -> int:
-        """Bytes at the peak beyond the program itself, if episodes fill what settings allow."""
-        return self.total - self.libraries
+        """Bytes at the peak beyond the program itself, if episodes fill what settings allow.
+
+        The program counts as taken when free memory is read.
+        """
+        return self.total - self.of("libraries")
 
     def lines(self) -> list[str]:
         r"""The plan as text.
 
         Example:
-            >>> plan = Plan(weights=GIB, optimizer=2 * GIB, sampler=GIB // 3)
+            >>> parts = {"weights": GIB, "optimiser": 2 * GIB, "cache": GIB // 3}
+            >>> plan = Plan([Row(what, "learner", size) for what, size in parts.items()])
             >>> print("\n".join(plan.lines()))
             memory: up to 3.33 GiB on the cpu
               weights 1.00 GiB, optimiser 2.00 GiB
-              and at most, estimated: sampler 341 MiB
+              and at most, estimated: cache 341 MiB
         """
         there = "" if self.available is None else f", where {size(self.available)} are free"
         for_them = f" for {self.processes}" if self.processes else ""
         lines = [f"memory: up to {size(self.total)}{for_them} on the {self.device}{there}"]
-        for names, label in ((CERTAIN, ""), (ESTIMATED, "and at most, estimated: ")):
-            parts = [(name.replace("z", "s"), getattr(self, name)) for name in names]
-            if listed := ", ".join(f"{name} {size(number)}" for name, number in parts if number):
+        parts = {row.what: self.of(row.what) for row in self.rows if row.bytes}
+        for is_estimated, label in ((False, ""), (True, "and at most, estimated: ")):
+            chosen = [what for what in parts if (what in ESTIMATED) == is_estimated]
+            if chosen:
+                listed = ", ".join(f"{what} {size(parts[what])}" for what in chosen)
                 lines.append(f"  {label}{listed}")
         return lines
 
 
-def plan(config: Config) -> Plan:
-    """The memory that a run with this config needs in one process.
+def plans(config: Config) -> list[Plan]:
+    """The memory of all processes of a run: a plan for each memory, of a machine or a GPU.
 
-    For a model of the Hub only its config and the headers of its weights are downloaded.
+    Learners and samplers on Ray share this machine's memory. On GPUs, each has its own memory, or a
+    learner and a sampler share one. What is free on another machine is not known. For a model of
+    the Hub only its config and the headers of its weights are downloaded.
 
     Raises:
         RagenError: The model does not exist, or LoRA does not suit it.
     """
-    needs = _needs(config)
-    copies, cache = needs.copies(), needs.cache()
-    free, judge = available(needs.device), judge_bytes(config)
-    return replace(needs.learner(), copies=copies, sampler=cache, judge=judge, available=free)
+    name, env, engine = config.local_models.get("judge.model"), config.env.name, config.engine
+    sizes = read_sizes(base_of(resolve_model(config.model.path, env)))
+    judge = 0
+    if name is not None and JUDGE in config.reward.terms:
+        judge = ITEM[config.model.dtype] * read_sizes(base_of(resolve_model(name, env))).numbers
+    run = Run(
+        sizes,
+        adapter_shapes(config.lora, sizes),
+        config.model,
+        config.rollout,
+        engine,
+        usable_device(),
+        config.threads,
+        config.update.microbatch_tokens,
+        has_reference=config.loss.kl > 0,
+        has_critic=_needs_critic(config.advantage.name),
+    )
+    rows = [*rows_of(run), Row("judge", "driver", judge)]
+    is_elsewhere = engine.name == "ray" and bool(os.environ.get(ADDRESS_ENV))
+    free = None if is_elsewhere else available(run.device)
+
+    def shared(processes: str, **counts: int) -> Plan:
+        held = [replace(row, bytes=counts.get(row.where, 0) * row.bytes) for row in rows]
+        return Plan(held, run.device, free, processes)
+
+    if engine.name == "local":
+        return [shared("", learner=1, sampler=1, driver=1)]
+    learners, samplers = processes_of(engine)
+    if run.device == "cpu" and not is_elsewhere:
+        counts = {"learner": engine.learners, "sampler": engine.samplers}
+        return [shared(f"{learners} and {samplers}", driver=1, **counts)]
+    if (
+        not is_elsewhere
+        and _num_gpus() < engine.learners + engine.samplers * engine.tensor_parallel
+    ):
+        return [shared("a learner and a sampler on each GPU", learner=1, sampler=1)]
+    return [shared(f"each of {learners}", learner=1), shared(f"each of {samplers}", sampler=1)]
 
 
 def processes_of(engine: EngineConfig) -> list[str]:
@@ -157,271 +194,215 @@ def processes_of(engine: EngineConfig) -> list[str]:
     return [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items()]
 
 
-def plans(config: Config) -> list[Plan]:
-    """The memory of all processes of a run: a plan for each memory, of a machine or a GPU.
-
-    Learners and samplers on Ray share this machine's memory. On GPUs, each has its own memory, or a
-    learner and a sampler share one. What is free on another machine is not known.
-    """
-    engine = config.engine
-    if engine.name == "local":
-        return [plan(config)]
-    needs = _needs(config)
-    learner, sampler = needs.learner(engine.learners), needs.sampler()
-    learners, samplers = processes_of(engine)
-    each = [
-        replace(learner, processes=f"each of {learners}"),
-        replace(sampler, processes=f"each of {samplers}"),
-    ]
-    if os.environ.get(ADDRESS_ENV):
-        return each
-    free = available(needs.device)
-    if needs.device == "cpu":
-        published, judge = needs.published(), judge_bytes(config)
-        driver = Plan(libraries=LIBRARIES, published=published, judge=judge)
-        together = _sum((1, driver), (engine.learners, learner), (engine.samplers, sampler))
-        return [replace(together, available=free, processes=f"{learners} and {samplers}")]
-    if _num_gpus() < engine.learners + engine.samplers * engine.tensor_parallel:
-        shared = replace(_sum((1, learner), (1, sampler)), device=needs.device, available=free)
-        return [replace(shared, processes="a learner and a sampler on each GPU")]
-    return [replace(alone, available=free) for alone in each]
-
-
-def _needs(config: Config) -> Needs:
-    sizes = read_sizes(base_of(resolve_model(config.model.path, config.env.name)))
-    return Needs(config, sizes, usable_device())
-
-
-def _sum(*parts: tuple[int, Plan]) -> Plan:
-    names = *CERTAIN, *ESTIMATED
-    return Plan(**{name: sum(num * getattr(each, name) for num, each in parts) for name in names})
-
-
 def _num_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
 
 
-class Needs:
-    """What the processes of a run hold, in bytes, for a model of these sizes on this device.
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The facts on which the memory of a run depends.
 
-    Raises:
-        RagenError: LoRA does not suit the model.
+    `adapter` are the shapes of a role's LoRA matrices, and `tokens` those of a microbatch.
     """
 
-    def __init__(self, config: Config, sizes: Sizes, device: str) -> None:
-        self.config, self.sizes, self.device = config, sizes, device
-        self.item = ITEM[config.model.dtype]
-        self.adapter = adapter_shapes(config, sizes)
-        plain = sizes.is_plain_qwen2 and self.item == FLOAT and device == "cpu"
-        # It computes with `ragen.networks.fast_qwen2`.
-        self.is_fast = plain and not config.model.gradient_checkpointing
-        self.has_critic = uses_critic(config)
+    sizes: Sizes
+    adapter: Sequence[Shape]
+    model: ModelConfig
+    rollout: RolloutConfig
+    engine: EngineConfig
+    device: str
+    threads: int
+    tokens: int
+    has_reference: bool
+    has_critic: bool
 
-    def learner(self, split: int = 1) -> Plan:
-        """The first of `split` learners, among which all weights are split."""
-        config, sizes = self.config, self.sizes
-        weights, adapter = _parts(sizes.weights.values(), split), _parts(self.adapter, split)
-        base = self.item * _numbers(weights)
-        trained = trained_bytes(adapter, FLOAT) if adapter else trained_bytes(weights, self.item)
-        return Plan(
-            weights=base + FLOAT * _numbers(adapter),
-            gradients=trained[0],
-            optimizer=trained[1],
-            reference=base if config.loss.kl > 0 and not adapter else 0,
-            critic=self._critic(split) if self.has_critic else 0,
-            gathered=self._gathered() if split > 1 else 0,
-            activations=self._fast_activations() if self.is_fast else self._activations(),
-            logits=self._logits(),
-            programs=self._programs(),
-            libraries=0 if self.device == "cuda" else LIBRARIES,
-            device=self.device,
-        )
+    @property
+    def item(self) -> int:
+        """Bytes of a number of the weights."""
+        return ITEM[self.model.dtype]
 
-    def sampler(self) -> Plan:
-        """A sampler in a separate process; vLLM's share of a GPU includes its weights."""
-        own = 0
-        if self.device == "cpu" or self.config.rollout.sampler != "vllm":
-            own = self.item * self.sizes.numbers + FLOAT * _numbers(self.adapter)
-        return Plan(
-            weights=own,
-            copies=self.copies(),
-            sampler=self.cache(),
-            programs=self._programs(),
-            libraries=0 if self.device == "cuda" else LIBRARIES,
-            device=self.device,
-        )
+    @property
+    def is_fast(self) -> bool:
+        """True if the learner computes with `ragen.networks.fast_qwen2`."""
+        is_plain = self.sizes.is_plain_qwen2 and self.item == FLOAT and self.device == "cpu"
+        return is_plain and not self.model.gradient_checkpointing
 
-    def copies(self) -> int:
-        """The weights that the sampler has for itself, if they are not the learner's."""
-        sizes, sampler = self.sizes, self.config.rollout.sampler
-        if self.device != "cpu":
-            return 0
-        if sampler == "vllm":
-            return self.item * sizes.numbers
-        if sampler == "local" and self.item == FLOAT and sizes.is_plain_qwen2:
-            # The fast decoder's: fused layers with biases, the embedding and the output layer.
-            biases = sizes.num_layers * (sizes.heads + 2 * sizes.key_heads) * sizes.head_width
-            words = 2 * sizes.vocabulary * sizes.width
-            return FLOAT * (_numbers(sizes.linear.values()) + biases + words)
+
+def rows_of(run: Run) -> list[Row]:
+    """The table for one process of each kind; with the engine ``local``, all are one process.
+
+    A learner is the first of those among which all weights are split.
+    """
+    sizes, adapter, item, on_ray = run.sizes, run.adapter, run.item, run.engine.name == "ray"
+    split = run.engine.learners if on_ray else 1
+    part, own = _parts(sizes.weights.values(), split), _parts(adapter, split)
+    base, all_weights = item * _numbers(part), item * sizes.numbers
+    gradients, optimiser = _trained(own, FLOAT) if adapter else _trained(part, item)
+    # With one thread on AMD's processors, oneDNN computes float32 products (`use_threads`).
+    may_use_onednn = item < FLOAT or (run.threads < 2 and is_amd())
+    programs = PROGRAMS if run.device == "cpu" and may_use_onednn else 0
+    libraries = LIBRARIES if run.device == "cpu" else 0
+    published = FLOAT * _numbers(adapter) if adapter else all_weights
+    is_share = run.device == "cuda" and run.rollout.sampler == "vllm"  # weights and all
+    rows = [
+        Row("weights", "learner", base + FLOAT * _numbers(own)),
+        Row("gradients", "learner", gradients),
+        Row("optimiser", "learner", optimiser),
+        Row("reference", "learner", base if run.has_reference and not adapter else 0),
+        Row("critic", "learner", _critic(run, split) if run.has_critic else 0),
+        Row("gathered", "learner", _gathered(run) if split > 1 else 0),
+        Row("copies", "sampler", _copies(run)),
+        Row("cache", "sampler", _cache(run)),
+        Row("activations", "learner", _activations(run)),
+        Row("logits", "learner", _logits(run)),
+        Row("programs", "learner", programs),
+        Row("libraries", "learner", libraries),
+    ]
+    if on_ray:
+        rows += [
+            Row("weights", "sampler", 0 if is_share else all_weights + FLOAT * _numbers(adapter)),
+            Row("programs", "sampler", programs),
+            Row("libraries", "sampler", libraries),
+            # The last publication, the next one, and the next one as packed.
+            Row("published", "driver", (3 + (split > 1)) * published),
+            Row("libraries", "driver", libraries),
+        ]
+    return rows
+
+
+def _copies(run: Run) -> int:
+    """The weights that the sampler has for itself, if they are not the learner's."""
+    sizes, sampler = run.sizes, run.rollout.sampler
+    if run.device != "cpu":
         return 0
+    if sampler == "vllm":
+        return run.item * sizes.numbers
+    if sampler == "local" and run.item == FLOAT and sizes.is_plain_qwen2:
+        # The fast decoder's: fused layers with biases, the embedding and the output layer.
+        biases = sizes.num_layers * (sizes.heads + 2 * sizes.key_heads) * sizes.head_width
+        words = 2 * sizes.vocabulary * sizes.width
+        return FLOAT * (_numbers(sizes.linear.values()) + biases + words)
+    return 0
 
-    def cache(self) -> int:
-        """The sampler's cache of keys and values.
 
-        vLLM takes its configured share of a GPU, weights included, or a cache of fixed size on a
-        CPU. A server uses another process's memory.
-        """
-        rollout, sizes = self.config.rollout, self.sizes
-        if rollout.sampler == "vllm" and self.device == "cuda":
-            import torch
+def _cache(run: Run) -> int:
+    """The sampler's keys and values.
 
-            return int(rollout.gpu_memory * torch.cuda.mem_get_info()[1])
-        if rollout.sampler != "local":
-            return CPU_CACHE_BYTES if rollout.sampler == "vllm" else 0
-        # slots · tokens · layers · key–value heads · head width · bytes of a key and a value
-        slots = rollout.slots + (self.device == "cuda")  # one for a graph's rows beyond a call's
-        places = slots * self.config.model.max_length * sizes.num_layers
-        key = FLOAT if self.device == "cpu" else self.item
-        return places * sizes.key_heads * sizes.head_width * (key + self.item)
+    vLLM takes its configured share of a GPU, weights included, or a cache of fixed size on a CPU. A
+    server uses another process's memory.
+    """
+    rollout, sizes = run.rollout, run.sizes
+    if rollout.sampler == "vllm" and run.device == "cuda":
+        import torch
 
-    def published(self) -> int:
-        """Maximum of publications: the last one, the next one, and the next one as packed."""
-        one = FLOAT * _numbers(self.adapter) if self.adapter else self.item * self.sizes.numbers
-        return (3 + (self.config.engine.learners > 1)) * one
+        return int(rollout.gpu_memory * torch.cuda.mem_get_info()[1])
+    if rollout.sampler != "local":
+        return CPU_CACHE_BYTES if rollout.sampler == "vllm" else 0
+    # slots · tokens · layers · key–value heads · head width · bytes of a key and a value
+    slots = rollout.slots + (run.device == "cuda")  # one for a graph's rows beyond a call's
+    places = slots * run.model.max_length * sizes.num_layers
+    key = FLOAT if run.device == "cpu" else run.item
+    return places * sizes.key_heads * sizes.head_width * (key + run.item)
 
-    def _critic(self, split: int) -> int:
-        """A critic's backbone or adapter, unless it shares the policy's, and its head."""
-        own, item = _parts(self.adapter, split), FLOAT
-        if self.config.model.critic == "shared":
-            own = []
-        elif not own:
-            own, item = _parts(self.sizes.backbone, split), self.item
-        head: list[Shape] = [(1, self.sizes.width), (1,)]
-        parts = (own, item), (head, FLOAT)
-        return sum(_numbers(part) * item + sum(trained_bytes(part, item)) for part, item in parts)
 
-    def _gathered(self) -> int:
-        """Estimate for weights and gradients that are whole while a learner computes (`sharding`).
+def _critic(run: Run, split: int) -> int:
+    """A critic's backbone or adapter, unless it shares the policy's, and its head."""
+    own, item = _parts(run.adapter, split), FLOAT
+    if run.model.critic == "shared":
+        own = []
+    elif not own:
+        own, item = _parts(run.sizes.backbone, split), run.item
+    head: list[Shape] = [(1, run.sizes.width), (1,)]
+    parts = (own, item), (head, FLOAT)
+    return sum(_numbers(part) * item + sum(_trained(part, item)) for part, item in parts)
 
-        On the fast path these are all weights. Elsewhere they are those outside of the layers and
-        those of two layers: one layer computes while the next is fetched.
-        """
-        config, sizes, adapter = self.config, self.sizes, _numbers(self.adapter)
-        if self.is_fast:
-            has_own = self.has_critic and config.model.critic == "separate" and not adapter
-            models = (1 + has_own) * sizes.numbers
-            return self.item * models + FLOAT * (adapter + (adapter or models))
+
+def _gathered(run: Run) -> int:
+    """Estimate for weights and gradients that are whole while a learner computes (`sharding`).
+
+    On the fast path these are all weights. Elsewhere they are those outside of the layers and those
+    of two layers: one layer computes while the next is fetched.
+    """
+    sizes, adapter = run.sizes, _numbers(run.adapter)
+    if run.is_fast:
+        has_own = run.has_critic and run.model.critic == "separate" and not adapter
+        whole = (1 + has_own) * sizes.numbers
+    else:
         layers = Counter[str]()
         for name, shape in sizes.weights.items():
             if found := BLOCK.search(name):
                 layers[found.group(1)] += prod(shape)
         whole = sizes.numbers - layers.total() + 2 * max(layers.values(), default=0)
-        if not adapter:
-            return 2 * self.item * whole
-        return self.item * whole + 2 * FLOAT * (2 * adapter // sizes.num_layers)
-
-    def _programs(self) -> int:
-        # With one thread on AMD's processors, oneDNN computes float32 products (`use_threads`).
-        may_use_onednn = self.item < FLOAT or (self.config.threads < 2 and is_amd())
-        return PROGRAMS if self.device == "cpu" and may_use_onednn else 0
-
-    def _logits(self) -> int:
-        """Estimate for the logits: one chunk five times, and the output layer's gradient.
-
-        A tied layer has the gradient of the embedding beside it, before both are summed.
-        """
-        sizes, tokens = self.sizes, self.config.update.microbatch_tokens
-        kept = KEPT_LOGITS_GPU if self.device == "cuda" else KEPT_LOGITS
-        is_tied = len(sizes.backbone) == len(sizes.weights)
-        layer = 0 if self.adapter else (1 + is_tied) * sizes.vocabulary * sizes.width
-        return FLOAT * (5 * min(kept, tokens * sizes.vocabulary) + layer)
-
-    def _tokens(self) -> int:
-        return max(self.config.update.microbatch_tokens, self.config.model.max_length)
-
-    def _activations(self) -> int:
-        """Estimate for the activations of one microbatch, kept for its backward pass.
-
-        With width D, H · d for queries, K · d for keys and I for the feed-forward block, a Qwen2 or
-        Llama keeps, in numbers per token and layer,
-
-            6 D + 2 H d + 2 K d + 4 I
-
-        plus 2 D in bfloat16, because its norms compute in float32, plus 2 H times the length if
-        attention stores its scores (eager). In float32, an adapted linear layer has a temporary
-        with as many numbers as the layer has outputs; larger tensors cannot use its place in the
-        heap later. In bfloat16 the layer keeps that temporary and its input. With gradient
-        checkpointing D per layer and one full layer are kept.
-        """
-        sizes, model = self.sizes, self.config.model
-        norms = 6 if self.item == FLOAT else 8
-        heads = sizes.heads + sizes.key_heads
-        layer = norms * sizes.width + 2 * heads * sizes.head_width + 4 * sizes.inner
-        if sizes.stores_scores:
-            layer += 2 * sizes.heads * model.max_length
-        adapters = sum(rows for rows, _ in self.adapter[1::2])
-        if self.item < FLOAT:
-            adapters += sum(columns for _, columns in self.adapter[::2])
-        kept = self.item * layer * sizes.num_layers + FLOAT * adapters
-        if model.gradient_checkpointing:
-            kept = self.item * sizes.width * sizes.num_layers + kept // sizes.num_layers
-        return kept * self._tokens()
-
-    def _fast_activations(self) -> int:
-        """Estimate for the activations of `ragen.networks.fast_qwen2`.
-
-        Numbers per token and layer are, with I of gate and of up,
-
-            2 D + 2 H d + 3 K d + 2 I
-
-        and half of the attention's weights, at most `KEPT_SCORES` a layer. In addition, each layer
-        keeps the weights with which it computes: those after a norm times its gain, and the
-        original ones if the gain is trained; with LoRA, the sums of the others and their adapters.
-        """
-        sizes, tokens = self.sizes, self._tokens()
-        width, queries, keys = sizes.width, sizes.heads, sizes.key_heads
-        numbers = 2 * width + (2 * queries + 3 * keys) * sizes.head_width + 2 * sizes.inner
-        pairs = min(KEPT_SCORES, sizes.heads * tokens * self.config.model.max_length // 2)
-        others = width * (queries * sizes.head_width + sizes.inner)  # behind attention, and down
-        fused = _numbers(sizes.linear.values()) // sizes.num_layers - others
-        weights = fused + others if self.adapter else 2 * fused
-        return FLOAT * sizes.num_layers * (numbers * tokens + pairs + weights)
+        adapter = 2 * adapter // sizes.num_layers
+    return run.item * whole + (2 * FLOAT * adapter if adapter else run.item * whole)
 
 
-def judge_bytes(config: Config) -> int:
-    """Bytes of the weights of a judge that is not behind a server."""
-    name = config.local_models.get("judge.model")
-    if name is None or JUDGE not in config.reward.terms:
-        return 0
-    path = base_of(resolve_model(name, config.env.name))
-    return ITEM[config.model.dtype] * read_sizes(path).numbers
+def _logits(run: Run) -> int:
+    """Estimate for the logits: one chunk five times, and the output layer's gradient.
+
+    A tied layer has the gradient of the embedding beside it, before both are summed.
+    """
+    sizes = run.sizes
+    kept = KEPT_LOGITS_GPU if run.device == "cuda" else KEPT_LOGITS
+    is_tied = len(sizes.backbone) == len(sizes.weights)
+    layer = 0 if run.adapter else (1 + is_tied) * sizes.vocabulary * sizes.width
+    return FLOAT * (5 * min(kept, run.tokens * sizes.vocabulary) + layer)
 
 
-def adapter_shapes(config: Config, sizes: Sizes) -> list[Shape]:
+def _activations(run: Run) -> int:
+    """Estimate for the activations of one microbatch, kept for its backward pass.
+
+    With width D, H · d for queries, K · d for keys and I for the feed-forward block, a Qwen2 or
+    Llama keeps, in numbers per token and layer,
+
+        6 D + 2 H d + 2 K d + 4 I
+
+    plus 2 D in bfloat16, because its norms compute in float32, plus 2 H times the length if
+    attention stores its scores (eager). In float32, an adapted linear layer has a temporary with as
+    many numbers as the layer has outputs; larger tensors cannot use its place in the heap later. In
+    bfloat16 the layer keeps that temporary and its input. With gradient checkpointing D per layer
+    and one full layer are kept. The fast path (`ragen.networks.fast_qwen2`) keeps half of these
+    numbers, and weights of attention that are as large in long rows.
+    """
+    sizes, model = run.sizes, run.model
+    norms = 6 if run.item == FLOAT else 8
+    heads = sizes.heads + sizes.key_heads
+    layer = norms * sizes.width + 2 * heads * sizes.head_width + 4 * sizes.inner
+    if sizes.stores_scores:
+        layer += 2 * sizes.heads * model.max_length
+    adapters = sum(rows for rows, _ in run.adapter[1::2])
+    if run.item < FLOAT:
+        adapters += sum(columns for _, columns in run.adapter[::2])
+    kept = run.item * layer * sizes.num_layers + FLOAT * adapters
+    if model.gradient_checkpointing:
+        kept = run.item * sizes.width * sizes.num_layers + kept // sizes.num_layers
+    return kept * max(run.tokens, model.max_length)
+
+
+def adapter_shapes(lora: LoraConfig, sizes: Sizes) -> list[Shape]:
     """The shapes of a role's LoRA matrices, A and B of each layer; none without LoRA.
 
     Raises:
         RagenError: LoRA does not suit the model.
     """
-    rank = config.lora.rank
-    if not rank:
+    if not lora.rank:
         return []
-    names = adapted(sizes.linear, config.lora.targets, rank)
+    names = adapted(sizes.linear, lora.targets, lora.rank)
     layers = [shape for name, shape in sizes.linear.items() if name.rpartition(".")[2] in names]
-    return [shape for rows, columns in layers for shape in ((rank, columns), (rows, rank))]
+    return [
+        shape for rows, columns in layers for shape in ((lora.rank, columns), (rows, lora.rank))
+    ]
 
 
-def uses_critic(config: Config) -> bool:
-    """True if the run's estimator needs a critic."""
-    name = config.advantage.name
-    if name in ESTIMATOR.names:
-        return name in CRITIC
-    return names_input(load(name, ESTIMATOR).object, "values_ES")
+def _needs_critic(estimator: str) -> bool:
+    if estimator in ESTIMATOR.names:
+        return estimator in CRITIC  # known without torch
+    return names_input(load(estimator, ESTIMATOR).object, "values_ES")
 
 
-def trained_bytes(shapes: Sequence[Shape], item: int) -> tuple[int, int]:
+def _trained(shapes: Sequence[Shape], item: int) -> tuple[int, int]:
     """Bytes of gradients, and of AdamW's moments, step counts and masters, all in float32.
 
     `item` is the bytes of a number of the weights: those in float32 are their own masters.
@@ -445,53 +426,36 @@ def size(number: int) -> str:
     return f"{number / GIB:.2f} GiB" if number >= GIB else f"{number / 2**20:.0f} MiB"
 
 
-def refuse_too_large(config: Config, tell: Callable[[str], None]) -> None:
+def refuse_too_large(planned: Sequence[Plan], tell: Callable[[str], None]) -> None:
     """Refuse a run if its weights and optimiser cannot fit; `tell` gets the plan of a large run.
 
     Episodes may be shorter than the settings allow. So a run that fits only with short episodes is
     not refused, but `tell` gets a warning.
 
     Raises:
-        RagenError: They need more than is free, and the message names the smallest change with
-            which they fit; or the model cannot be trained.
+        RagenError: They need more than is free. The message names the largest rows and the keys
+            that make them smaller.
     """
-    fits_only_if_short = False
-    planned = plans(config)
     for each in planned:
         if each.available is not None and each.certain > each.available:
             of_them = f" of {each.processes}" if each.processes else ""
-            need = (
+            largest = sorted(SMALLER, key=each.of, reverse=True)[:NUM_NAMED]
+            named = ", ".join(f"{what} {size(each.of(what))}" for what in largest if each.of(what))
+            keys = ", ".join(dict.fromkeys(SMALLER[what] for what in largest if each.of(what)))
+            raise RagenError(
                 f"weights, gradients and optimiser{of_them} take {size(each.certain)}, and "
-                f"{size(each.available)} are free on the {each.device}"
+                f"{size(each.available)} are free on the {each.device}; the largest are {named}: "
+                f"change {keys}, or use a smaller model"
             )
-            change = smallest_change(config, each.available)
-            if change is None:
-                raise RagenError(f"{need}; no setting makes them fit; use a smaller model")
-            options = " ".join(f"--{key} {value}" for key, value in change.items())
-            raise RagenError(f"{need}; they fit with {options}")
+    scarce = [
+        each for each in planned if each.available is not None and each.needed > each.available
+    ]
     for each in planned:
-        is_too_little = each.available is not None and each.needed > each.available
-        fits_only_if_short |= is_too_little
-        if is_too_little or each.total >= WORTH_TELLING:
+        if each in scarce or each.total >= WORTH_TELLING:
             for line in each.lines():
                 tell(line)
-    if fits_only_if_short:
+    if scarce:
         tell(
             "memory: this fits only if episodes stay short: set update.microbatch_tokens or "
             "rollout.slots lower, or model.gradient_checkpointing = true"
         )
-
-
-def smallest_change(config: Config, free: int) -> dict[str, Any] | None:
-    """The fewest of `CHANGES`, earlier ones first, with which weights and optimiser fit."""
-    settings = flatten(config)
-    new = [(key, value) for key, value in CHANGES if settings[key] != value]
-    sizes = range(1, len(new) + 1)
-    for change in map(dict, chain.from_iterable(combinations(new, size) for size in sizes)):
-        try:
-            fits = all(each.certain <= free for each in plans(changed(config, change)))
-        except RagenError:  # the values exclude each other, or do not suit the model
-            continue
-        if fits:
-            return change
-    return None

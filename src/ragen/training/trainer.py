@@ -24,7 +24,7 @@ from ragen.diagnostics.information import measure_envs
 from ragen.engines.engine import Engine
 from ragen.engines.judges import check_judge, open_judge
 from ragen.evaluation.targets import is_measured
-from ragen.models.memory import refuse_too_large
+from ragen.models.memory import plans, refuse_too_large
 from ragen.networks.machine import use_threads
 from ragen.rollout.episode import require_room
 from ragen.rollout.setup import Setup, open_setups, open_stages
@@ -96,7 +96,7 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
     watcher = with_trackers(watcher, config.record.trackers)
     if warning := advice(config.prompt.style, config.model.path):
         watcher.note(warning)
-    refuse_too_large(config, watcher.note)
+    refuse_too_large(plans(config), watcher.note)
     engine = make_engine(config)
 
     async def start() -> Result:
@@ -174,7 +174,7 @@ def resume(
         )
         return result_of(folder, config, state)
     path = find_first(config, checkpoint)
-    refuse_too_large(changed(config, {"model.path": path}), watcher.note)
+    refuse_too_large(plans(changed(config, {"model.path": path})), watcher.note)
     engine = make_engine(config, path)
 
     async def restart() -> Result:
