@@ -179,7 +179,7 @@ def test_an_episodes_rewards_sum_to_its_normalised_total_in_both_placements(
     sums = []
     for placement in accepted_values("placement"):
         rewards_ES = token_rewards(episodes, index, placement)
-        totals = [e.total_reward + sum(t.penalty for t in e.turns) for e in episodes]
+        totals = [e.reward + sum(t.penalty for t in e.turns) for e in episodes]
         assert rewards_ES.sum(dim=1).tolist() == pytest.approx(totals)
         rewards_ES = normalise(rewards_ES, index.mask_ES, classes, method)
         assert torch.all(rewards_ES[~index.turn_ends_ES] == 0)

@@ -108,7 +108,7 @@ def test_groups_of_equal_rewards_can_be_left_out(monkeypatch: pytest.MonkeyPatch
     assert select([FLAT, LOW], include_zero=False) == [1]
     assert select([FLAT, FLAT], rule="top_k", value=1.0, include_zero=False) == []
     # Under any score: a group of equal high rewards is still left out.
-    monkeypatch.setitem(SCORES, "mean", lambda group: fmean(e.total_reward for e in group.episodes))
+    monkeypatch.setitem(SCORES, "mean", lambda group: fmean(e.reward for e in group.episodes))
     groups = [group(9.0, 9.0), LOW, HIGH]
     assert select(groups, score="mean", rule="top_k", value=1 / 3) == [0]
     assert select(groups, score="mean", rule="top_k", value=1 / 3, include_zero=False) == [2]

@@ -253,7 +253,7 @@ def test_a_greedy_branch_repeats_the_episode(lake: Path) -> None:
     assert result.exact and tokens(again) == tokens(original)
     assert [as_stored(t).snapshot for t in again.turns] == [t.snapshot for t in original.turns]
     assert again.stop_reason == original.stop_reason
-    assert again.total_reward == original.total_reward
+    assert again.reward == original.reward
 
 
 def recorded_specs(request: Request, recorded: Recorded, seed: int) -> list[BranchSpec]:
@@ -276,7 +276,7 @@ def test_a_branch_with_the_original_seeds_and_weights_repeats_the_episode(
     result = branch(lake, episode, 1, n=1, checkpoint=weights, temperature=1.0)
     (again,), original = result.episodes, result.original.episode
     assert tokens(again) == tokens(original)
-    assert again.total_reward == original.total_reward
+    assert again.reward == original.reward
     for one, other in zip(again.turns, original.turns, strict=True):
         assert one.completion.policy_version == other.completion.policy_version == weights
         # Batches of another shape add in another order, so the last bits may differ.

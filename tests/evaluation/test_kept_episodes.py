@@ -125,7 +125,7 @@ def test_outcomes_are_read_in_order_and_replaced_by_level_and_sample() -> None:
         ]
         kept.add(played(124, 1, success=True), None)
     with KeptEpisodes(Path("new"), "random", config, settings) as kept:
-        assert [(o.success, o.total_reward) for o in kept.known] == [
+        assert [(o.success, o.reward) for o in kept.known] == [
             *((False, 0.5), (False, 0.5), (True, 0.5))
         ]
         assert kept.folder is not None and len(levels(kept.folder)) == 3

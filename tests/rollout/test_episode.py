@@ -129,7 +129,7 @@ def test_an_invalid_turn_leaves_the_environment_unchanged(text: str) -> None:
     assert first.actions_executed == () and first.info["effective"] == 0
     assert second.observation == first.observation and second.state_key == first.state_key
     assert (second.reward, second.penalty) == (0.25, 0.0)
-    assert episode.total_reward == 0.25
+    assert episode.reward == 0.25
 
 
 def test_a_turn_has_at_most_one_format_penalty() -> None:
@@ -245,7 +245,7 @@ def test_turns_before_a_failure_are_kept() -> None:
             return super().step(action)
 
     episode = play(lambda prompt: RIGHT, corridor(make=Late))
-    assert (episode.stop_reason, len(episode.turns), episode.total_reward) == ("error", 2, 0.5)
+    assert (episode.stop_reason, len(episode.turns), episode.reward) == ("error", 2, 0.5)
 
 
 def test_a_limit_of_the_environment_itself_counts_as_a_budget() -> None:

@@ -125,4 +125,4 @@ def test_a_term_that_fails_fails_what_it_judged(
     assert last.error is not None and reason in last.error.splitlines()[-1]
     assert f"the reward term {file}:{name} failed" in last.error
     assert not last.success and last.truncated and not last.terminated
-    assert last.total_reward == TWO.total_reward
+    assert last.reward == TWO.reward

@@ -299,7 +299,7 @@ def test_a_run_applies_its_reward_terms() -> None:
     costly, free = play(TRUE, FALSE, PROSE, setup=setup), play(TRUE, FALSE, PROSE)
     assert [t.penalty for t in costly.turns[:3]] == pytest.approx([0, -0.1, 0])
     assert [t.penalty for t in free.turns[:3]] == [0, 0, 0]
-    assert costly.total_reward == free.total_reward
+    assert costly.reward == free.reward
 
 
 def test_reward_term_metrics_golden() -> None:

@@ -3,7 +3,7 @@
 Axes: **E** episodes, **S** an episode's sampled tokens in time order.
 
 There are three kinds of rewards. **Raw** rewards come from the environment and from reward terms of
-whole episodes (`Episode.total_reward`); filters and reports read them. **Penalised** rewards
+whole episodes (`Episode.reward`); filters and reports read them. **Penalised** rewards
 include format penalties and reward terms of turns, which are a separate field of a `Turn` and are
 added only in `token_rewards`. **Normalised** rewards are penalised rewards compared with those of
 other episodes (`normalise`); estimators read them.

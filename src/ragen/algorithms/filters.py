@@ -44,7 +44,7 @@ scores."""
 def reward_std(group: Group) -> float:
     """Standard deviation of the total rewards in a group, without penalties.
 
-    It covers `Episode.total_reward` of the n episodes that did not fail, and divides by n − 1. It
+    It covers `Episode.reward` of the n episodes that did not fail, and divides by n − 1. It
     is exactly 0 if all of them are equal or n < 2.
     """
     return math.sqrt(variance(group))
@@ -52,7 +52,7 @@ def reward_std(group: Group) -> float:
 
 def variance(group: Group) -> float:
     """The square of `reward_std`. Under ``top_p`` it gives groups of wide spread more weight."""
-    rewards = [episode.total_reward for episode in _played(group)]
+    rewards = [episode.reward for episode in _played(group)]
     if len(rewards) < 2 or all_equal(rewards):
         return 0.0
     return float(np.var(rewards, ddof=1))

@@ -81,7 +81,7 @@ def show_episode(console: Console, episode: Episode) -> None:
         for result in turn.results or ():
             console.print(Text(result))
     error = last_line(episode.error)
-    _ending(console, error, episode.stop_reason.replace("_", " "), episode.total_reward)
+    _ending(console, error, episode.stop_reason.replace("_", " "), episode.reward)
 
 
 def _ending(console: Console, observation: str, how: str, total: float) -> None:

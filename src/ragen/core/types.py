@@ -148,7 +148,7 @@ class Episode:
     final_picture: tuple[str, ...] | None = None
 
     @property
-    def total_reward(self) -> float:
+    def reward(self) -> float:
         """Sum of the turns' rewards, without penalties."""
         return sum((turn.reward for turn in self.turns), 0.0)
 

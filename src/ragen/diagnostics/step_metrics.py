@@ -48,7 +48,7 @@ def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
     repeated = [repeated_ngrams(thought) for thought in thoughts]
     means: dict[str, Sequence[float]] = {
         "filter/kept_fraction": [index in kept_set for index in range(len(groups))],
-        "reward/mean": [episode.total_reward for episode in played],
+        "reward/mean": [episode.reward for episode in played],
         "success/mean": [episode.success for episode in played],
         "episodes/truncated_fraction": [episode.truncated for episode in played],
         "turns/mean": [len(episode.turns) for episode in played],

@@ -79,7 +79,7 @@ def _continuation_record(episode: Episode, first: int) -> dict[str, Any]:
     """An episode as JSON-ready values, with its turns from `first`."""
     return {
         "success": episode.success,
-        "reward": episode.total_reward,
+        "reward": episode.reward,
         "stop_reason": episode.stop_reason,
         "turns": len(episode.turns),
         "error": episode.error,
@@ -217,4 +217,4 @@ def branch_table(branched: BranchResult) -> list[Section]:
 def _row(name: str, episode: Episode, first: int) -> tuple[str, ...]:
     actions = " | ".join(" ".join(t.actions_executed) or "–" for t in episode.turns[first:])
     success, turns = "yes" if episode.success else "no", str(len(episode.turns))
-    return name, success, f"{episode.total_reward:.3g}", turns, episode.stop_reason, actions
+    return name, success, f"{episode.reward:.3g}", turns, episode.stop_reason, actions

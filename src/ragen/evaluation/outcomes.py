@@ -49,7 +49,7 @@ class Outcome:
     level_seed: int
     sample: int
     success: bool
-    total_reward: float
+    reward: float
     num_turns: int
     num_actions: int
     effective_actions: int
@@ -85,7 +85,7 @@ def outcome_of(episode: Episode) -> Outcome:
         level_seed=episode.level_seed,
         sample=episode.member,
         success=episode.success,
-        total_reward=episode.total_reward,
+        reward=episode.reward,
         num_turns=len(turns),
         num_actions=sum(len(turn.actions_executed) for turn in turns),
         effective_actions=sum(int(turn.info.get("effective", 0)) for turn in turns),

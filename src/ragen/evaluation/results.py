@@ -180,7 +180,7 @@ def summarize(
     (num_samples,) = set(samples.values())
     solved = Counter(outcome.level_seed for outcome in outcomes if outcome.success)
     success = success_rate([outcome.success for outcome in outcomes], levels)
-    mean_return = bootstrap_mean([outcome.total_reward for outcome in outcomes], levels)
+    mean_return = bootstrap_mean([outcome.reward for outcome in outcomes], levels)
 
     def total(name: str) -> int:
         return sum(getattr(outcome, name) for outcome in outcomes)

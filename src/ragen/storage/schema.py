@@ -210,7 +210,7 @@ CREATE TABLE evaluations (
 );
 CREATE TABLE outcomes (
     env TEXT NOT NULL, level_seed INTEGER NOT NULL, sample INTEGER NOT NULL,
-    success INTEGER NOT NULL, total_reward REAL NOT NULL, num_turns INTEGER NOT NULL,
+    success INTEGER NOT NULL, reward REAL NOT NULL, num_turns INTEGER NOT NULL,
     num_actions INTEGER NOT NULL, effective_actions INTEGER NOT NULL,
     valid_turns INTEGER NOT NULL, thought_words INTEGER NOT NULL,
     prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,

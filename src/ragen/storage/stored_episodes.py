@@ -69,7 +69,7 @@ def episode_rows(
     row = {name: getattr(episode, name) for name in _OF_EPISODE} | {
         "phase": phase,
         "kept": kept,
-        "reward": episode.total_reward,
+        "reward": episode.reward,
         "penalty": sum(turn.penalty for turn in turns),
         "num_turns": len(turns),
         "num_tokens": None if None in counts else sum(each or 0 for each in counts),
