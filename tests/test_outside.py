@@ -125,7 +125,7 @@ WRONG_SIGNATURES = {
     "advantage.name": ("def f(rewards, mask): ...", "f has a parameter 'rewards'; it may have"),
     "loss.name": ("def f(logprobs_N, tokens, *, temperature): ...", "a parameter 'temperature'"),
     "filter.score": ("def f(): ...", "f() cannot be called with (group)"),
-    "reward.terms": ("def f(turn, episode): ...", "cannot be called with (turn)"),
+    "reward.terms": ("def f(turn): ...", "annotate turn with what it judges"),
     "guard.responses": ("f = 3", "has no detector named 'f'"),
 }
 
@@ -141,13 +141,14 @@ def test_wrong_signature_gives_one_line(capsys: pytest.CaptureFixture[str]) -> N
         assert not Path("run").exists()
 
 
+TYPES = "from ragen.core.types import Episode, Turn\n"
 BROKEN_CODE = {
     "def f(rewards_ES): return rewards_ES": "returned a Tensor: a Credit is expected",
     "def f(group): return float('nan')": "returned nan: a finite number is expected",
-    "def f(turn): return 1 / 0": "failed on an example: ZeroDivisionError",
-    "def f(turn): return 0.5": "it returned 0.5: of a turn, a number from -1 to 0 is expected",
-    "def f(episode): return 2": "failed on an example: it returned 2: a number from -1 to 1 is",
-    "async def f(episodes): return [1]": "it returned 1 numbers for 2 episodes",
+    f"{TYPES}def f(turn: Turn): return 1 / 0": "failed on an example: ZeroDivisionError",
+    f"{TYPES}def f(turn: Turn): return 0.5": "it returned 0.5: of a turn, a number from -1 to 0 is expected",
+    f"{TYPES}def f(episode: Episode): return 2": "failed on an example: it returned 2: a number from -1 to 1 is",
+    f"{TYPES}async def f(episodes: list[Episode]): return [1]": "it returned 1 numbers for 2 episodes",
     "def f(history): return 3": "a Detection or None is expected",
     "def f(x): return 3": "is of no kind that RAGEN knows",
 }
@@ -177,7 +178,7 @@ def test_check_reports_every_name(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_reward_that_raises_fails_its_episode() -> None:
-    Path("bad.py").write_text("def f(turn): return {}['x']")
+    Path("bad.py").write_text(f"{TYPES}def f(turn: Turn): return {{}}['x']")
     with pytest.raises(
         RagenError, match=r"every episode: the reward term .*bad.py:f failed: KeyError: 'x'"
     ):
@@ -284,10 +285,17 @@ def test_a_config_is_not_trained_with_a_later_function_of_the_same_name() -> Non
     def config_with(term: Callable[[Turn], float]) -> Config:
         return load_code(resolve("bandit", {"reward.terms": {term: 0.1}}))
 
-    first = config_with(lambda turn: -1.0)
+    def first_term(turn: Turn) -> float:
+        return -1.0
+
+    def later_term(turn: Turn) -> float:
+        return -0.5
+
+    later_term.__qualname__ = first_term.__qualname__
+    first = config_with(first_term)
     assert load_code(first) == first
-    assert config_with(lambda turn: -0.5).sources != first.sources
-    with pytest.raises(RagenError, match=r"^python:.*<lambda> of this config has lost its name"):
+    assert config_with(later_term).sources != first.sources
+    with pytest.raises(RagenError, match=r"^python:.*first_term of this config has lost its name"):
         ragen.train(first, out="run")
     assert not Path("run").exists()
 

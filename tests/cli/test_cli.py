@@ -167,7 +167,7 @@ def test_hyphens_in_the_entries_of_a_table_are_kept(capsys: Capture, tmp_path: P
     """They may be part of a path or of a name; elsewhere a hyphen may stand for an underscore."""
     (tmp_path / "my-folder").mkdir()
     file = tmp_path / "my-folder" / "my-terms.py"
-    file.write_text("def brevity(turn):\n    return 1.0\n")
+    file.write_text("from ragen.core.types import Turn\ndef brevity(turn: Turn): return -1.0")
     shares = {"frozen-lake": 0.7, "frozen-lake-still": 0.3}
     words = [word for name, share in shares.items() for word in (f"--env.mix.{name}", str(share))]
     words += [f"--reward.terms.{file}:brevity", "0.1", "--rollout.num-groups", "8"]

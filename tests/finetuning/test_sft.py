@@ -241,7 +241,9 @@ def test_a_run_teaches_its_solved_episodes(bandit_run: Path, tmp_path: Path) -> 
 def test_a_model_plays_at_temperature_1_without_reward_terms_and_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "terms.py").write_text("def praise(turn):\n    return 1.0\n")
+    (tmp_path / "terms.py").write_text(
+        "from ragen.core.types import Turn\ndef praise(turn: Turn): return -1.0"
+    )
     setups, closed = list[Setup](), list[Sampler]()
     run_groups = sft_module.run_groups
 

@@ -18,43 +18,45 @@ from ragen.rollout.episode_terms import apply_episode_terms
 
 CODE = """
 import asyncio
+from collections.abc import Sequence
+from ragen.core.types import Episode, Turn
 
-def short(episode):
+def short(episode: Episode):
     return 1 / len(episode.turns)
 
-async def patient(episode):
+async def patient(episode: Episode):
     await asyncio.sleep(0.001)
     return -0.5
 
-def ranked(episodes):
+def ranked(episodes: Sequence[Episode]):
     order = sorted(episodes, key=lambda episode: len(episode.turns))
     return [order.index(episode) / max(1, len(episodes) - 1) for episode in episodes]
 
-def per_turn(turn):
+def per_turn(turn: Turn):
     return -1.0
 
-def raises_on_two(episode):
+def raises_on_two(episode: Episode):
     return [1.0][len(episode.turns) - 1]
 
-def too_large(episode):
+def too_large(episode: Episode):
     return 1.5
 
-def not_finite(episodes):
+def not_finite(episodes: Sequence[Episode]):
     return [float("nan")] * len(episodes)
 
-def too_few(episodes):
+def too_few(episodes: Sequence[Episode]):
     return [1.0]
 
-def texts(episodes):
+def texts(episodes: Sequence[Episode]):
     return ["one", "two"]
 
-async def hangs(episodes):
+async def hangs(episodes: Sequence[Episode]):
     await asyncio.sleep(60)
 
-async def leaves(episode):
+async def leaves(episode: Episode):
     raise SystemExit
 
-async def cancels(episode):
+async def cancels(episode: Episode):
     part = asyncio.ensure_future(asyncio.sleep(60))
     asyncio.get_running_loop().call_soon(part.cancel)
     await part

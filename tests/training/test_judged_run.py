@@ -35,6 +35,7 @@ from tests.training.runs import assert_same_results, recorded_results, train_and
 
 PAGE = (Path(__file__).parents[2] / "docs" / "judge.md").read_text("utf-8")
 CODE = """
+from ragen.core.types import Episode
 from ragen.envs.worlds.bandit import Bandit
 
 
@@ -46,7 +47,7 @@ class Taste(Bandit):
         return observation, 0.0, terminated, truncated, info | {"success": False}
 
 
-async def echo(episode):
+async def echo(episode: Episode):
     return 0.5 * ("Phoenix" in episode.turns[-1].completion.text)
 """
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from inspect import signature
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from pydantic import GetCoreSchemaHandler
@@ -22,6 +22,7 @@ from pydantic_core import CoreSchema, core_schema
 from ragen.core.errors import RagenError, nearest
 from ragen.core.inputs import check_positional, inputs_of
 from ragen.core.plugins import Loaded, installed, load_object
+from ragen.core.types import Episode, Turn
 
 T = TypeVar("T")
 
@@ -193,27 +194,37 @@ LOSS_INPUTS = ("clip_low", "clip_high", "dual_clip", "episode_N")
 """Keyword inputs that a policy loss may name: ε₋, ε₊, c, and the episode of each token."""
 
 
-TERM_INPUTS = ("turn", "episode", "episodes")
-"""Inputs of a reward term: a turn, an episode, or the episodes of a group. The name of its
-parameter says which."""
+Judged = Literal["turn", "episode", "episodes"]
 
 
-def term_input(function: Callable[..., Any]) -> str:
-    """The records that a reward term judges, one of `TERM_INPUTS`.
+def judged_by(term: Callable[..., Any]) -> Judged:
+    """The records that a reward term judges, from the annotation of its parameter.
 
     Raises:
-        ValueError: Its parameter has another name, or it has more than one.
+        ValueError: The annotation is none of `Turn`, `Episode` and ``Sequence[Episode]`` (or
+            another sequence), or the term does not take one argument.
 
     Example:
-        >>> term_input(lambda episode: 0.0)
-        'episode'
+        >>> def brevity(turn: Turn) -> float: ...
+        >>> judged_by(brevity)
+        'turn'
     """
-    name = next(iter(signature(function).parameters), "")
-    if name not in TERM_INPUTS:
-        shown = getattr(function, "__name__", function)
-        raise ValueError(f"{shown}{signature(function)} must take {' or '.join(TERM_INPUTS)}")
-    check_positional(function, name)
-    return name
+    check_positional(term, "record")
+    try:
+        parameter = next(iter(signature(term, eval_str=True).parameters.values()))
+    except NameError as error:
+        raise ValueError(f"its annotations cannot be read: {error}") from None
+    match get_args(parameter.annotation) or parameter.annotation:
+        case type() as record if record is Turn:
+            return "turn"
+        case type() as record if record is Episode:
+            return "episode"
+        case (record, *_) if record is Episode:
+            return "episodes"
+    raise ValueError(
+        f"annotate {parameter} with what it judges: Turn, Episode or Sequence[Episode] "
+        "(ragen.core.types)"
+    )
 
 
 def _takes(argument: str) -> Callable[[Callable[..., Any]], None]:
@@ -239,7 +250,7 @@ SCORE = Kind("filter score", "ragen.filters", ("reward_std", "variance"), _takes
 THOUGHT_TERMS = ("grounding", "consistency", "length", "repetition")
 JUDGE = "judge"
 """The reward term that asks a language model (section ``judge``)."""
-TERM = Kind("reward term", "ragen.rewards", (*THOUGHT_TERMS, JUDGE), term_input)
+TERM = Kind("reward term", "ragen.rewards", (*THOUGHT_TERMS, JUDGE), judged_by)
 _DETECTORS = (
     *("reward_std_cliff", "entropy_cliff", "entropy_blowup", "grad_spike", "reward_drop"),
     *("mi_drop", "format_loss", "degenerate_text", "non_finite", "empty_filter", "mismatch"),

@@ -24,7 +24,7 @@ from ragen.rollout.context import Conversation, View
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import NoCompletion, Policy, written_completion
-from ragen.rollout.reward_terms import apply_reward_terms, thought_info
+from ragen.rollout.reward_terms import apply_reward_terms, thought_info, weights_for
 from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
 
 
@@ -119,6 +119,7 @@ class _Playthrough:
         self.spec = spec
         self.turns: list[Turn] = []
         self.actions_left = setup.actions
+        self.turn_terms = weights_for("turn", setup.reward_terms)
         self.stop_reason: StopReason = "max_turns"
         self.success = False
         self.error: str | None = None
@@ -143,7 +144,7 @@ class _Playthrough:
             conversation.reply(completion)
             parsed = self._parse(env, completion)
             played = self._turn(env, view.observation, prompt, completion, completion_s, parsed)
-            turn = await apply_reward_terms(played, setup.reward_terms)
+            turn = await apply_reward_terms(played, self.turn_terms)
             self.turns.append(turn)
             if env.terminated:
                 self.success = env.info["success"]

@@ -32,10 +32,9 @@ async def apply_episode_terms(
     have no turn are not judged. If a term fails, the episode that it judged fails, or all episodes
     of the group. `seed` is the run's, `step` counts finished steps.
     """
-    of_episode, of_group = (weights_for(judged, weights) for judged in ("episode", "episodes"))
-    for name, weight in of_episode.items():
+    for name, weight in weights_for("episode", weights).items():
         groups = await together(_each(name, weight, group) for group in groups)
-    for name, weight in of_group.items():
+    for name, weight in weights_for("episodes", weights).items():
         groups = await together(_all(name, weight, group) for group in groups)
     if judge is not None:
         seeds = [derive(seed, "judge", step, group.episodes[0].group) for group in groups]

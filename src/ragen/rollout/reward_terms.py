@@ -23,7 +23,7 @@ from inspect import isawaitable
 from statistics import fmean
 from typing import Any
 
-from ragen.config.extensions import JUDGE, TERM, short_name, term_input
+from ragen.config.extensions import JUDGE, TERM, Judged, judged_by, short_name
 from ragen.core.metrics import Metrics, mean
 from ragen.core.types import Episode, Turn
 from ragen.core.user_code import UserCodeError, awaited, boundary
@@ -36,8 +36,8 @@ Term = Callable[[Any], Any]
     def politeness(episode: Episode) -> float: ...
     def shortest(episodes: Sequence[Episode]) -> Sequence[float]: ...
 
-The name of the parameter says what is judged: a turn, an episode, or the episodes of a group that
-did not fail. A turn can only be charged: −1 to 0 of `Turn.penalty`, which filters do not read,
+The annotation of the parameter says what is judged: a turn, an episode, or the episodes of a group
+that did not fail. A turn can only be charged: −1 to 0 of `Turn.penalty`, which filters do not read,
 because a term that pays in each turn would reward more turns. Episodes get −1 to 1 of the last
 turn's reward, which filters read. Any term may be ``async``.
 """
@@ -104,12 +104,14 @@ def repeated_ngrams(thought: str) -> float | None:
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else None
 
 
-TERMS: dict[str, Term] = {
-    "grounding": lambda turn: 0.0 - grounding(turn),  # not −x, which turns 0.0 into −0.0
-    "consistency": lambda turn: 0.0 - consistency(turn),
-    "length": lambda turn: 0.0 - length(turn),
-    "repetition": lambda turn: 0.0 - repetition(turn),
-}
+def _charge(fault: Callable[[Turn], float]) -> Callable[[Turn], float]:
+    def term(turn: Turn) -> float:
+        return 0.0 - fault(turn)  # not −x, which turns 0.0 into −0.0
+
+    return term
+
+
+TERMS = {each.__name__: _charge(each) for each in (grounding, consistency, length, repetition)}
 """RAGEN's own reward terms by their name in the config: each costs its fault. The form of a reply
 has a key of its own, ``reward.format_penalty``."""
 
@@ -119,22 +121,20 @@ def find_term(name: str) -> Term:
     return TERM.find(name, TERMS)
 
 
-def weights_for(judged: str, weights: Mapping[str, float]) -> dict[str, float]:
-    """The weights of the terms that judge one of `extensions.TERM_INPUTS`, without the judge."""
-    return {n: weight for n, weight in weights.items() if n != JUDGE and _judged(n) == judged}
-
-
-def _judged(name: str) -> str:
-    return "turn" if name in TERMS else term_input(find_term(name))
+def weights_for(judged: Judged, weights: Mapping[str, float]) -> dict[str, float]:
+    """The weights of the terms that judge such records, without the judge."""
+    return {
+        name: weight
+        for name, weight in weights.items()
+        if name != JUDGE and judged_by(find_term(name)) == judged
+    }
 
 
 async def apply_reward_terms(turn: Turn, weights: Mapping[str, float]) -> Turn:
-    """The turn with its reward terms added to `Turn.penalty`, and listed in its info.
+    """The turn with the values of its terms added to `Turn.penalty`, and listed in its info.
 
-    `Turn.reward` stays the environment's own. `weights` are what a value of 1 adds, by the name of
-    the term; terms of episodes and groups are left out.
+    `Turn.reward` stays the environment's own. `weights` are those of the terms of turns.
     """
-    weights = weights_for("turn", weights) if weights else weights
     if not weights:
         return turn
     terms = {}

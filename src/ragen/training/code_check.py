@@ -27,11 +27,10 @@ from ragen.config.extensions import (
     LOSS,
     SCORE,
     TERM,
-    TERM_INPUTS,
     TOOL_PARSER,
     Kind,
+    judged_by,
     load,
-    term_input,
 )
 from ragen.config.reading import changed
 from ragen.config.sources import absolute, sources, value_of
@@ -41,7 +40,7 @@ from ragen.core.plugins import load_object
 from ragen.core.types import Completion, Episode, Group, Prompt, Turn
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.diagnostics.detectors import Detection, find_detector
-from ragen.rollout.reward_terms import TERMS, find_term, term_values
+from ragen.rollout.reward_terms import find_term, term_values
 
 Check = Callable[[str], str | None]
 """Calls the function of a name with an example; says what is wrong with its result, if anything."""
@@ -59,8 +58,9 @@ def check_function(name: str) -> str:
 
     The kind of an entry point is that of its group. Otherwise the parameters show the kind: an
     estimator names some of `ESTIMATOR_INPUTS`, a loss takes ``(logprobs_N, tokens)``, a filter
-    score ``(group)``, a reward term ``(turn)``, ``(episode)`` or ``(episodes)``, a detector
-    ``(history)``, a tool parser ``(reply)``. The function is then called with an example.
+    score ``(group)``, a detector ``(history)``, a tool parser ``(reply)``. A reward term annotates
+    its parameter with `Turn`, `Episode` or ``Sequence[Episode]``. The function is then called with
+    an example.
 
     Returns:
         The kind, such as ``"loss"``.
@@ -89,12 +89,16 @@ def _kind_of(name: str) -> tuple[Kind, Check]:
     for kind, parameters, check in _CHECKS:
         if any(names_input(function, parameter) for parameter in parameters):
             return kind, check
-    raise RagenError(
-        f"{name} is of no kind that RAGEN knows: its parameters are neither an estimator's "
-        "(rewards_ES, mask_ES, …), a loss's (logprobs_N, tokens), a filter score's (group), a "
-        "reward term's (turn, episode or episodes), a detector's (history) nor a tool parser's "
-        "(reply)"
-    )
+    try:
+        judged_by(function)
+    except ValueError:
+        raise RagenError(
+            f"{name} is of no kind that RAGEN knows: its parameters are neither an estimator's "
+            "(rewards_ES, mask_ES, …), a loss's (logprobs_N, tokens), a filter score's (group), a "
+            "detector's (history), a tool parser's (reply) nor a reward term's (annotated with "
+            "Turn, Episode or Sequence[Episode])"
+        ) from None
+    return TERM, _check_term
 
 
 def _check_estimator(name: str) -> str | None:
@@ -158,11 +162,9 @@ def _check_score(name: str) -> str | None:
 
 def _check_term(name: str) -> str | None:
     term = find_term(name)
-    judged = "turn" if name in TERMS else term_input(term)
     examples: dict[str, Turn | Episode | tuple[Episode, ...]]
     examples = {"turn": TURN, "episode": WON, "episodes": (LOST, WON)}
-    example = examples[judged]
-    asyncio.run(term_values(f"the reward term {name}", term, example))
+    asyncio.run(term_values(f"the reward term {name}", term, examples[judged_by(term)]))
     return None
 
 
@@ -191,11 +193,12 @@ _CHECKS: tuple[tuple[Kind, Iterable[str], Check], ...] = (
     (LOSS, ["logprobs_N"], _check_loss),
     (ESTIMATOR, ESTIMATOR_INPUTS, _check_estimator),
     (SCORE, ["group"], _check_score),
-    (TERM, TERM_INPUTS, _check_term),
+    (TERM, [], _check_term),
     (DETECTOR, ["history"], _check_detector),
     (TOOL_PARSER, ["reply"], _check_parser),
 )
-"""Each kind with the parameters that it is known by, any one of them, and its check."""
+"""Each kind with the parameters that it is known by, any one of them, and its check. An annotation
+shows a reward term."""
 
 
 def resolve_paths(config: Config) -> Config:
