@@ -146,9 +146,9 @@ BROKEN_CODE = {
     "def f(rewards_ES): return rewards_ES": "returned a Tensor: a Credit is expected",
     "def f(group): return float('nan')": "returned nan: a finite number is expected",
     f"{TYPES}def f(turn: Turn): return 1 / 0": "failed on an example: ZeroDivisionError",
-    f"{TYPES}def f(turn: Turn): return 0.5": "it returned 0.5: of a turn, a number from -1 to 0 is expected",
-    f"{TYPES}def f(episode: Episode): return 2": "failed on an example: it returned 2: a number from -1 to 1 is",
-    f"{TYPES}async def f(episodes: list[Episode]): return [1]": "it returned 1 numbers for 2 episodes",
+    f"{TYPES}def f(turn: Turn): return 0.5": "it returned 0.5: of a turn, a",
+    f"{TYPES}def f(episode: Episode): return 2": "it returned 2: a number from -1 to 1",
+    f"{TYPES}async def f(all: list[Episode]): return [1]": "it returned 1 numbers for 2 episodes",
     "def f(history): return 3": "a Detection or None is expected",
     "def f(x): return 3": "is of no kind that RAGEN knows",
 }
