@@ -17,7 +17,8 @@ from ragen.evaluation import baselines
 from ragen.evaluation.baselines import Budget
 from ragen.evaluation.evaluation import (
     Evaluation,
-    evaluate_policy,
+    Levels,
+    evaluate_envs,
     evaluate_target,
     play_target,
 )
@@ -53,13 +54,11 @@ def test_players_reach_their_baselines(player: str, env: str) -> None:
 
 def test_evaluation_equals_values_computed_by_hand() -> None:
     """Two turns of two moves (.25 each) on each level, then invalid replies: no success."""
-    few = {"eval.episodes": 2, "rollout.slots": 1}
-    config = resolve(None, {"env": ROGUE, "env.max_turns": 4, **few})
-    setup = make_setup(config, None)
+    setup = make_setup(resolve(None, {"env": ROGUE, "env.max_turns": 4}), None)
     reply = "t</think><answer>Right || Left</answer>"
     count = iter(range(8))
     policy = ScriptedPolicy(lambda prompt: reply if next(count) % 4 < 2 else "no")
-    result, groups = asyncio.run(evaluate_policy(policy, setup, config, "script", 0))
+    result, groups = asyncio.run(evaluate_envs(policy, {ROGUE: setup}, Levels(2, 1, "script", 0)))
     assert (result.success, result.episodes, result.mean_turns) == (0.0, 2, 4.0)
     assert (result.mean_return, result.mean_actions, result.valid_fraction) == (1.0, 4.0, 0.5)
     # Baselines are sampled: the environment gives no exact ones.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ragen.cli.main import main
+from ragen.config.reading import dump
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode
 from ragen.evaluation.evaluation import EVALS, evaluate_target
@@ -108,28 +109,29 @@ def test_an_evaluation_goes_on_in_its_folder_and_another_one_gets_a_new_one() ->
 
 def test_outcomes_are_read_in_order_and_replaced_by_level_and_sample() -> None:
     config, settings = config_for("random", {"env": "bandit"}), {"seed": 1}
+    agent = Path("new"), "random", "bandit", dump(config)
 
     def played(level: int, sample: int, **changes: Any) -> Episode:
         turns, ends = (records.turn(0.5),), {"terminated": False, "truncated": True}
         episode = Episode("bandit", level, 7, 0, sample, turns, "failed", **ends, success=False)
         return replace(episode, **changes)
 
-    with KeptEpisodes(Path("new"), "random", config, settings) as kept:
+    with closing(KeptEpisodes(*agent, settings)) as kept:
         kept.add(played(124, 1, error="half a pair: \ud83d"), None)
         assert not Path("new").exists()
         for level, sample in ((124, 0), (123, 0)):
             kept.add(played(level, sample), None)
-    with KeptEpisodes(Path("new"), "random", config, settings) as kept:
+    with closing(KeptEpisodes(*agent, settings)) as kept:
         assert [(o.level_seed, o.sample, o.error) for o in kept.known] == [
             *((123, 0, None), (124, 0, None), (124, 1, "half a pair: ?"))
         ]
         kept.add(played(124, 1, success=True), None)
-    with KeptEpisodes(Path("new"), "random", config, settings) as kept:
+    with closing(KeptEpisodes(*agent, settings)) as kept:
         assert [(o.success, o.reward) for o in kept.known] == [
             *((False, 0.5), (False, 0.5), (True, 0.5))
         ]
         assert kept.folder is not None and len(levels(kept.folder)) == 3
-    with KeptEpisodes(Path("new"), "random", config, {"seed": 2}) as other:
+    with closing(KeptEpisodes(*agent, {"seed": 2})) as other:
         assert other.known == [] and other.folder is None
 
 

@@ -248,7 +248,7 @@ def _branch(options: Namespace, _: Overrides) -> int:
     if options.json:
         print(json.dumps(found.record()))
     else:
-        show(terminal(), branch_table(found))
+        show(terminal(), [branch_table(found)])
     return 0
 
 

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ragen.config.config import Config
 from ragen.config.reading import changed
 from ragen.core.errors import RagenError
 from ragen.core.statistics import Interval, wilson
@@ -30,13 +29,7 @@ from ragen.rollout.setup import BranchSpec, Setup, at_stage, by_env, make_setup
 from ragen.sampling.sampler import WeightedPolicy
 from ragen.settings.saved import run_config
 from ragen.storage.branches import MOST, Request, write_branches
-from ragen.storage.checkpoint import (
-    checkpoint_of,
-    choose,
-    folders,
-    sound,
-    step_of,
-)
+from ragen.storage.checkpoint import checkpoint_of, choose, folders, sound, step_of
 from ragen.storage.database import check_run_folder
 from ragen.storage.reader import read_attempts
 from ragen.storage.stored_episodes import Recorded, read_episode
@@ -112,24 +105,31 @@ def branch(
     `episode` is the id in that database, and `turn` the first turn to play again, from 0.
     `checkpoint` is the step whose weights play, the newest by default. Without a checkpoint of step
     0, or without any checkpoint, step 0 is the model that the run started from. The default
-    `temperature` is the run's, and `seed` is that of the branches' sampling.
+    `temperature` is the run's, and `seed` is the seed of the branches' sampling.
     """
     check_run_folder(run)
     recorded, config = read_episode(run, episode), run_config(run)
-    step, model, saved = weights(run, config, checkpoint)
-    config = changed(config, saved["guard"]["changes"])
+    folder = checkpoint_folder(run, checkpoint)
+    if folder is None:
+        model, threads, version = config.model.path, config.threads, 0
+        model = resolve_model(model, config.env.name)
+    else:
+        state, model = sound(folder, ()), str(folder)
+        threads, version = int(state["loop"]["threads"]), int(state["engine"]["version"])
+        config = changed(config, state["guard"]["changes"])
     alone = by_env(config).get(recorded.episode.env, config)
     config = at_stage(alone, stage_of(run, recorded))
     if temperature is None:
         temperature = config.rollout.temperature
+    step = 0 if folder is None else step_of(folder)
     request = Request(episode, turn, step, n, temperature, seed)
-    _refuse_out_of_range(request, recorded, config)
-    use_threads(int(saved["loop"]["threads"]))
+    _refuse_out_of_range(request, recorded, config.rollout.sampler)
+    use_threads(threads)
     specs = branch_specs(request, recorded, config.seed)
     with closing(replace(make_setup(config, None), temperature=temperature)) as setup:
         require_unchanged(setup, specs[0])  # before the model is loaded
         policy, chat = make_policy(config, model)
-        policy.version = int(saved["engine"]["version"])
+        policy.version = version
         setup = replace(setup, chat=chat)
         episodes = run_async(_played(policy, setup, specs, config.rollout.slots))
     exact = recorded.exact(turn)
@@ -148,18 +148,14 @@ def stage_of(run: Path, recorded: Recorded) -> int:
     return int(stages.get(recorded.step, 0))
 
 
-def weights(run: Path, config: Config, checkpoint: int | None) -> tuple[int, str, dict[str, Any]]:
-    """Step, path and state of the requested weights."""
-    step = 0 if checkpoint is None and not folders(run) else checkpoint
-    if step == 0 and checkpoint_of(run, 0) is None:
-        began = {"guard": {"changes": {}}, "loop": {"threads": config.threads}}
-        model = resolve_model(config.model.path, config.env.name)
-        return 0, model, began | {"engine": {"version": 0}}
-    folder = choose(run, step)
-    return step_of(folder), str(folder), sound(folder, ())
+def checkpoint_folder(run: Path, step: int | None) -> Path | None:
+    """The checkpoint of a step, or the newest; ``None`` is the model that the run began with."""
+    if step is None and not folders(run):
+        return None
+    return None if step == 0 and checkpoint_of(run, 0) is None else choose(run, step)
 
 
-def _refuse_out_of_range(request: Request, recorded: Recorded, config: Config) -> None:
+def _refuse_out_of_range(request: Request, recorded: Recorded, sampler: str) -> None:
     num_turns = len(recorded.episode.turns)
     if num_turns == 0:
         raise RagenError(
@@ -172,7 +168,7 @@ def _refuse_out_of_range(request: Request, recorded: Recorded, config: Config) -
         )
     if not 1 <= request.n <= MOST:
         raise RagenError(f"n = {request.n}: expected a whole number from 1 to {MOST}")
-    check_sampling(request.seed, request.temperature, config.rollout.sampler)
+    check_sampling(request.seed, request.temperature, sampler)
 
 
 def branch_specs(request: Request, recorded: Recorded, seed: int) -> list[BranchSpec]:
@@ -193,25 +189,22 @@ async def _played(
         await policy.close()
 
 
-def branch_table(branched: BranchResult) -> list[Section]:
+def branch_table(branched: BranchResult) -> Section:
     """The result as a table."""
-    request, original = branched.request, branched.original
-    rate, how = branched.success, how_sampled(request.temperature)
-    named = ("original", original.episode), *enumerate(branched.episodes)
-    return [
-        Section(
-            f"Episode {original.id} from turn {request.turn} on, checkpoint {request.checkpoint}, "
-            f"{how}",
-            (
-                f"{rate.value:.0%} of {request.n} succeed [{rate.low:.0%}, {rate.high:.0%}]; the "
-                f"original {'succeeded' if original.episode.success else 'did not'}",
-                "All branches meet the same noise; only the policy's draws differ.",
-                *(() if branched.exact else ("The conversation was rebuilt from text.",)),
-            ),
-            ("branch", "success", "return", "turns", "ended by", "actions"),
-            tuple(_row(f"{name}", episode, request.turn) for name, episode in named),
-        )
+    request, original, rate = branched.request, branched.original, branched.success
+    title = f"Episode {original.id} from turn {request.turn} on, checkpoint {request.checkpoint}"
+    lines = [
+        f"{rate.value:.0%} of {request.n} succeed [{rate.low:.0%}, {rate.high:.0%}]; the original "
+        f"{'succeeded' if original.episode.success else 'did not'}",
+        "All branches meet the same noise; only the policy's draws differ.",
     ]
+    if not branched.exact:
+        lines.append("The conversation was rebuilt from text.")
+    columns = ("branch", "success", "return", "turns", "ended by", "actions")
+    named = ("original", original.episode), *enumerate(branched.episodes)
+    rows = tuple(_row(f"{name}", episode, request.turn) for name, episode in named)
+    title = f"{title}, {how_sampled(request.temperature)}"
+    return Section(title, tuple(lines), columns, rows)
 
 
 def _row(name: str, episode: Episode, first: int) -> tuple[str, ...]:

@@ -6,20 +6,19 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from ragen.chat.chat import Chat
-from ragen.config.config import Config
-from ragen.config.extensions import load
+from ragen.config.extensions import load, short_name
+from ragen.config.reading import changed, dump
 from ragen.config.sections import MOST_EPISODES
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
 from ragen.core.stopping import run_async
 from ragen.core.types import Episode, Group
 from ragen.evaluation.baselines import Budget, measure_baselines
-from ragen.evaluation.kept_episodes import FOLDER, KeptEpisodes, evaluation_config
+from ragen.evaluation.kept_episodes import FOLDER, KeptEpisodes
 from ragen.evaluation.outcomes import (
     Outcome,
     check_sampling,
@@ -28,11 +27,12 @@ from ragen.evaluation.outcomes import (
 )
 from ragen.evaluation.results import Evaluation, summarize, together
 from ragen.evaluation.targets import config_for, load_target, outcome_settings
+from ragen.models.names import resolve_model
 from ragen.rollout.endpoint import Server
 from ragen.rollout.groups import run_episodes, run_groups
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import Closable, Policy
-from ragen.rollout.setup import EpisodeSpec, Setup, by_env, make_setup
+from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
 from ragen.storage.checkpoint import run_of
 
 EVALS = Path(FOLDER)
@@ -43,6 +43,20 @@ CONCURRENCY = 16
 
 LONGEST_REPLY = 300
 """How many characters of an invalid reply are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """The levels on which a run evaluates its policy, `slots` of them at once.
+
+    `seed` is the seed of the environment's events and of sampling, and `target` names the agent in
+    the result.
+    """
+
+    episodes: int
+    slots: int
+    target: str
+    seed: int
 
 
 class Options(TypedDict, total=False):
@@ -118,25 +132,29 @@ def evaluate_target(
         known[outcome.level_seed, outcome.sample] = outcome
         on_outcome(outcome, len(specs) - len(known))
 
-    own = evaluation_config(config, target, episodes, seed, temperature)
-    with KeptEpisodes(out, target, own, settings) as kept:
+    model = resolve_model(target, config.env.name) if run_of(target) else target
+    played = {"eval.episodes": episodes, "eval.temperature": temperature}
+    own = changed(config, {"steps": 0, "seed": seed, "model.path": model, **played})
+    with closing(KeptEpisodes(out, target, config.env.name, dump(own), settings)) as kept:
         for outcome in kept.known:
             if outcome.stop_reason != "request" and (outcome.level_seed, outcome.sample) in specs:
                 add(outcome)
 
-        def on_episode(episode: Episode, chat: Chat | None) -> None:
-            kept.add(episode, None if chat is None else chat.text_of)
-            add(outcome_of(episode))
-
-        slots = concurrency or (CONCURRENCY if server else config.rollout.slots)
         if missing := [spec for place, spec in specs.items() if place not in known]:
-            run_async(
-                play_episodes(target, config, missing, server, temperature, slots, on_episode)
-            )
+            policy, setup = load_target(target, config, server)
+            setup = replace(setup, temperature=temperature)
+            text_of = None if setup.chat is None else setup.chat.text_of
+
+            def on_episode(episode: Episode) -> None:
+                kept.add(episode, text_of)
+                add(outcome_of(episode))
+
+            slots = concurrency or (CONCURRENCY if server else config.rollout.slots)
+            run_async(play_episodes(policy, setup, missing, slots, on_episode))
         outcomes = [known[place] for place in specs]
         with closing(make_setup(config, None)) as setup:
             setup = replace(setup, temperature=temperature)
-            evaluation = evaluation_of(outcomes, setup, config.env.params, target, start)
+            evaluation = evaluation_of(outcomes, setup, target, start)
         if evaluation.valid_fraction < 0.5 and (reason := kept.invalid[1]):
             shown = (setup.prefill + kept.invalid[0])[:LONGEST_REPLY]
             evaluation = replace(evaluation, invalid_reply=shown, invalid_reason=reason)
@@ -158,89 +176,56 @@ def _refuse_out_of_range(episodes: int, samples: int, concurrency: int | None) -
 
 
 async def play_episodes(
-    target: str,
-    config: Config,
+    policy: Policy | PlayerPolicy,
+    setup: Setup,
     specs: Sequence[EpisodeSpec],
-    server: Server | None = None,
-    temperature: float | None = None,
     slots: int = 1,
-    on_episode: Callable[[Episode, Chat | None], None] = lambda episode, chat: None,
+    on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:
-    """Play a target's episodes, then release its connections and memory.
-
-    Without a `temperature`, the target's own settings give it. `on_episode` is called when an
-    episode ends, with the chat that has the texts of its tokens.
-    """
-    policy, setup = load_target(target, config, server)
-    if temperature is not None:
-        setup = replace(setup, temperature=temperature)
+    """Play episodes, then release the connections and the memory of policy and set-up."""
     with closing(setup):
         try:
-            return await run_episodes(
-                policy, setup, specs, slots, lambda episode: on_episode(episode, setup.chat)
-            )
+            return await run_episodes(policy, setup, specs, slots, on_episode)
         finally:
             if isinstance(policy, Closable):
                 await policy.close()
 
 
-async def evaluate_policy(
-    policy: Policy | PlayerPolicy,
-    setup: Setup,
-    config: Config,
-    target: str,
-    seed: int,
-    on_episode: Callable[[Episode], None] | None = None,
-) -> tuple[Evaluation, list[Group]]:
-    """Play one episode on each of the levels that `config.eval` asks for.
-
-    `seed` is that of the environment's events and of sampling, and `target` names the agent in the
-    result. The episodes are returned in groups of one.
-    """
-    start, gate = time.monotonic(), asyncio.Semaphore(config.episodes_at_once)
-    levels = range(EVAL_LEVELS, EVAL_LEVELS + config.eval.episodes)
-    groups = await run_groups(policy, setup, levels, 1, (seed, "eval"), gate, on_episode)
-    outcomes = [outcome_of(group.episodes[0]) for group in groups]
-    return evaluation_of(outcomes, setup, config.env.params, target, start), groups
-
-
 async def evaluate_envs(
     policy: Policy | PlayerPolicy,
     setups: Mapping[str, Setup],
-    config: Config,
-    target: str,
-    seed: int,
+    levels: Levels,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> tuple[Evaluation, list[Group]]:
-    """`evaluate_policy` in each environment of a run, on the same levels as in a run of it alone.
+    """Play one episode on each level, in each environment of a run on the same levels.
 
     The evaluation of a mixture covers all episodes together, and its `parts` are the evaluations of
-    the environments. The groups are numbered through all environments.
+    the environments. The episodes are returned in groups of one, numbered through all environments.
     """
-    parts, groups = list[Evaluation](), list[Group]()
-    for name, alone in by_env(config).items():
-        part, played = await evaluate_policy(policy, setups[name], alone, target, seed, on_episode)
-        parts.append(part)
-        groups += [_numbered(group, number) for number, group in enumerate(played, len(groups))]
+    parts, groups, gate = list[Evaluation](), list[Group](), asyncio.Semaphore(levels.slots)
+    path, seeds = (levels.seed, "eval"), range(EVAL_LEVELS, EVAL_LEVELS + levels.episodes)
+    for setup in setups.values():
+        start = time.monotonic()
+        played = await run_groups(policy, setup, seeds, 1, path, gate, on_episode)
+        outcomes = [outcome_of(group.episodes[0]) for group in played]
+        parts.append(evaluation_of(outcomes, setup, levels.target, start))
+        for number, group in enumerate(played, len(groups)):
+            groups.append(Group((replace(group.episodes[0], group=number),)))
     if len(parts) == 1:
         return parts[0], groups
-    outcomes = [outcome_of(episode) for group in groups for episode in group.episodes]
-    return together(config.env.name, parts, outcomes), groups
-
-
-def _numbered(group: Group, number: int) -> Group:
-    return Group(tuple(replace(episode, group=number) for episode in group.episodes))
+    outcomes = [outcome_of(group.episodes[0]) for group in groups]
+    return together("+".join(map(short_name, setups)), parts, outcomes), groups
 
 
 def evaluation_of(
-    outcomes: Sequence[Outcome], setup: Setup, params: Mapping[str, Any], target: str, start: float
+    outcomes: Sequence[Outcome], setup: Setup, target: str, start: float
 ) -> Evaluation:
     """The evaluation that began at `start`, with the baselines under the budgets of `setup`."""
     refuse_unplayable(outcomes)
     budget = Budget(setup.turns, setup.actions_per_turn, setup.actions)
     levels = list(dict.fromkeys(outcome.level_seed for outcome in outcomes))
     build = setup.make if setup.workers else None
-    baselines = measure_baselines(setup.env, params, budget, levels, build=build)
+    baselines = measure_baselines(setup.env, setup.params, budget, levels, build=build)
     seconds = time.monotonic() - start
     return summarize(outcomes, baselines, target, setup.temperature, seconds)
 
@@ -249,6 +234,6 @@ def play_target(
     target: str, overrides: Mapping[str, Any] | None = None, *, seed: int = 0
 ) -> Episode:
     """Play one evaluation level, number `seed`, and return the episode."""
-    config = config_for(target, overrides or {})
+    loaded = load_target(target, config_for(target, overrides or {}))
     spec = EpisodeSpec(EVAL_LEVELS + seed, 0, 0, (seed, "play"))
-    return run_async(play_episodes(target, config, [spec]))[0]
+    return run_async(play_episodes(*loaded, [spec]))[0]

@@ -13,16 +13,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from ragen.config.config import Config
 from ragen.config.extensions import short_name
-from ragen.config.reading import changed, dump
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group
 from ragen.evaluation.outcomes import Outcome, outcome_of
-from ragen.models.names import resolve_model
-from ragen.storage.checkpoint import run_of
 from ragen.storage.database import CONFIG, DATABASE, is_claimed, new_run_folder, read
 from ragen.storage.recorder import Recorder
 
@@ -47,7 +43,9 @@ class KeptEpisodes:
     Args:
         out: A run, or a folder for all other targets; ``None`` stores nothing.
         target: The name of the agent.
-        settings: Everything that determines its outcomes (`targets.outcome_settings`).
+        env: The name of its environment.
+        config_text: The settings of a run without steps that evaluates the target.
+        settings: Everything that determines the outcomes (`targets.outcome_settings`).
 
     Attributes:
         known: The outcomes that are stored there already, in the order of (level, sample).
@@ -55,9 +53,14 @@ class KeptEpisodes:
     """
 
     def __init__(
-        self, out: Path | None, target: str, config: Config, settings: Mapping[str, Any]
+        self,
+        out: Path | None,
+        target: str,
+        env: str,
+        config_text: str,
+        settings: Mapping[str, Any],
     ) -> None:
-        self._config, self._target = config, target
+        self._config_text, self._target = config_text, target
         text = json.dumps(settings, sort_keys=True, default=repr)
         self._settings = json.loads(text)
         self._key = hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -70,7 +73,7 @@ class KeptEpisodes:
         if out is not None:
             is_run = (out / CONFIG).is_file()
             self._root = out / FOLDER if is_run else out
-            names = [config.env.name] if is_run else [target, config.env.name]
+            names = [env] if is_run else [target, env]
             self._name = "-".join(map(_file_name, names))
             self.folder = self._found(self._root)
         if self.folder is not None:
@@ -112,7 +115,7 @@ class KeptEpisodes:
         if self.folder is not None and not is_claimed(self.folder):
             return Recorder.open(self.folder, text_of=text_of)
         self.folder = new_run_folder(root, self._name)
-        recorder = Recorder.create(self.folder, dump(self._config), text_of)
+        recorder = Recorder.create(self.folder, self._config_text, text_of)
         about = {"key": self._key, "settings": self._settings}
         recorder.event(0, EVENT, f"Evaluation of {self._target}.", about)
         return recorder
@@ -137,21 +140,6 @@ class KeptEpisodes:
         """Close the database."""
         if self._recorder is not None:
             self._recorder.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def evaluation_config(
-    config: Config, target: str, episodes: int, seed: int, temperature: float
-) -> Config:
-    """The settings of a run without steps that begins with the target and evaluates it."""
-    model = resolve_model(target, config.env.name) if run_of(target) else target
-    played = {"eval.episodes": episodes, "eval.temperature": temperature}
-    return changed(config, {"steps": 0, "seed": seed, "model.path": model, **played})
 
 
 def _file_name(name: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from ragen.chat.actions import SEPARATOR
 from ragen.chat.chat import Chat
@@ -31,16 +31,16 @@ from ragen.rollout.reward_terms import NEED_READING
 class Setup:
     """Everything about an episode except its seeds and its policy.
 
-    `turns`, `actions_per_turn` and `actions` are the budgets. Prompts have a `style`; `think` says
-    whether a reply has a thought, `prefilled` whether its first tag is pre-filled. A prompt shows
-    the last `window` turns (0 shows all) and a `summary` of those before, with `drops_thoughts`
-    without the thoughts of earlier replies. `chat` is ``None`` for policies that take messages
-    only. `tools` are those of the environment. A reply has at most `max_tokens` tokens, prompt and
-    reply together at most `max_length`. `format_penalty` is subtracted from the reward of a turn
-    whose reply is not valid; `reward_terms` are the weights of the reward terms
-    (`ragen.rollout.reward_terms`). One call of the environment may take `timeout_s` seconds. It
-    runs in the processes of `workers`, or in this process; `env_time` is the time spent in it.
-    `stage` is that of the curriculum, counted from 1;
+    `make` builds the environment `env`, which has these `params`. `turns`, `actions_per_turn` and
+    `actions` are the budgets. Prompts have a `style`; `think` says whether a reply has a thought,
+    `prefilled` whether its first tag is pre-filled. A prompt shows the last `window` turns (0 shows
+    all) and a `summary` of those before, with `drops_thoughts` without the thoughts of earlier
+    replies. `chat` is ``None`` for policies that take messages only. `tools` are those of the
+    environment. A reply has at most `max_tokens` tokens, prompt and reply together at most
+    `max_length`. `format_penalty` is subtracted from the reward of a turn whose reply is not valid;
+    `reward_terms` are the weights of the reward terms (`ragen.rollout.reward_terms`). One call of
+    the environment may take `timeout_s` seconds. It runs in the processes of `workers`, or in this
+    process; `env_time` is the time spent in it. `stage` is that of the curriculum, counted from 1;
     0 is the full task.
     """
 
@@ -65,6 +65,7 @@ class Setup:
     timeout_s: float = 30.0
     workers: Workers | None = None
     stage: int = 0
+    params: Mapping[str, Any] = field(default_factory=dict)
     env_time: Stopwatch = field(default_factory=Stopwatch, repr=False, compare=False)
 
     def make_env(self) -> GuardedEnv:
@@ -184,6 +185,7 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
     setup = Setup(
         env=env.name,
         make=make,
+        params=env.params,
         turns=env.max_turns,
         actions_per_turn=env.actions_per_turn,
         actions=env.max_actions,

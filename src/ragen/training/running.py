@@ -20,7 +20,7 @@ from ragen.diagnostics.detectors import EVALUATED, LEVELS
 from ragen.diagnostics.guard import ROLLBACK_REACH, Alarm, GuardState, read_alarms
 from ragen.engines.engine import Engine
 from ragen.engines.local import LocalEngine
-from ragen.evaluation.evaluation import evaluate_envs
+from ragen.evaluation.evaluation import Levels, evaluate_envs
 from ragen.evaluation.outcomes import phase_of
 from ragen.evaluation.results import Evaluation, load_evaluations
 from ragen.models.names import resolve_model
@@ -253,10 +253,11 @@ async def evaluate(run: Run, temperature: float) -> None:
     if config.eval.episodes == 0:
         return
     run.engine.forget()
-    policy, target, seed = run.engine.policy, str(run.folder), run.original.seed
     setups = {name: replace(each, temperature=temperature) for name, each in run.setups.items()}
+    slots, seed = config.episodes_at_once, run.original.seed
+    levels = Levels(config.eval.episodes, slots, str(run.folder), seed)
     evaluation, groups = await run.stop.or_finish(
-        evaluate_envs(policy, setups, config, target, seed, lambda _: run.beat())
+        evaluate_envs(run.engine.policy, setups, levels, lambda _: run.beat())
     )
     run.recorder.evaluation(step, evaluation.record())
     if config.record.episodes_every:
