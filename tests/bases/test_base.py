@@ -26,7 +26,6 @@ from ragen.models.adapter_folder import hash_tensors
 from ragen.models.names import EMBEDDED, base_folder
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import Setup
-from ragen.settings.environment import config_of_env
 
 BASES = Path(__file__).parents[2] / "src" / "ragen" / "models" / "bases"
 
@@ -65,8 +64,7 @@ def test_preparations_that_cannot_be_saved_are_refused_before_any_step(
     monkeypatch.setattr(screen, "EPISODES", 4)
     (tmp_path / "file").write_text("")
     (tmp_path / "there").mkdir()
-    env = config_of_env({"env.name": "bandit"}).env
-    for make in (partial(prepare, "bandit"), partial(prepare_env, env)):
+    for make in (partial(prepare, "bandit"), partial(prepare_env, {"env.name": "bandit"})):
         with pytest.raises(RagenError, match=r"^cannot write .*new: not a directory; free space"):
             make(tmp_path / "file" / "new")
         with pytest.raises(RagenError, match="exists already"):

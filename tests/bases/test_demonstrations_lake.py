@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ragen.bases.demonstrations import Chart
 from ragen.bases.demonstrations_lake import (
     careful_turn,
     hard_level,
     lake_turns,
     moves_from,
-    name_of,
     random_walk,
     safe_walk,
 )
@@ -57,17 +57,18 @@ def test_replies_are_valid_and_their_facts_are_true(careful):
         assert parsed.valid and 1 <= len(parsed.actions) <= 4
         assert env.get_state() == before
         head, _, body = parsed.thought.partition(":")
+        name = Chart(env).name
         for symbol, cell in re.findall(r"([PG]) (\w\d)", head):
             assert shown[cell] == symbol
         here, directions = env.player, []
         for stand, cell, symbol, direction in LOOK.findall(body):
-            assert stand == name_of(env.lake, here) and shown[cell] == symbol
-            around = [name_of(env.lake, near) for _, near in moves_from(env, here)]
+            assert stand == name(here) and shown[cell] == symbol
+            around = [name(near) for _, near in moves_from(env, here)]
             assert cell in around
             if direction:
                 here = env.lake.neighbours[list(MOVES).index(direction)][here]
                 directions.append(direction)
-                assert careful or cell == name_of(env.lake, here)
+                assert careful or cell == name(here)
         assert "".join(f" {' '.join(filter(None, look))}" for look in LOOK.findall(body)) == body
         assert tuple(directions) == parsed.actions
 

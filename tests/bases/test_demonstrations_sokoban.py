@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen.bases.demonstrations import Reply
-from ragen.bases.demonstrations_sokoban import distances, optimal_push, pushes, sokoban_plan
+from ragen.bases.demonstrations_sokoban import optimal_push, pushes, sokoban_plan
 from ragen.chat.actions import parse
 from ragen.chat.prompt import Limits
 from ragen.core.seeding import BASE_LEVELS
 from ragen.envs.registry import make
 from ragen.envs.worlds.grid import cell_name
-from ragen.envs.worlds.sokoban import ACTIONS, Board, Room, Sokoban, shortest_solution
+from ragen.envs.worlds.sokoban import ACTIONS, Sokoban, shortest_solution
 
 FULL = Limits(turn=1, turns_left=5, actions_left=10, actions_per_turn=5)
 
@@ -62,18 +62,6 @@ def test_reply_golden() -> None:
         " P b1 X c2 O c4 push Right c1 c4 : b1 c1 _ Down c2 c3 _ Right c3 c4 O Right"
         "</think><answer>Down || Right || Right</answer>"
     )
-
-
-def test_distances_equal_the_lengths_of_shortest_solutions() -> None:
-    room: Room = CORRIDOR.room
-    found = distances(room)
-    cells = [cell for cell in range(36) if room.floor >> cell & 1]
-    for player in cells:
-        for box in cells:
-            if player != box:
-                board = Board(player, 1 << box)
-                plan = shortest_solution(room, board)
-                assert found.get(board) == (None if plan is None else len(plan))
 
 
 def test_pushes_are_straight_and_stop_on_the_target() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,22 +15,22 @@ from ragen.bases import env_base, screen
 from ragen.bases.base import LessonPlayer
 from ragen.bases.copying import Copier
 from ragen.bases.curriculum import Lesson, Stage
-from ragen.bases.env_base import EnvBase, card, copying_stages
+from ragen.bases.env_base import card, stages_of
 from ragen.bases.screen import (
     HABITS,
     ITEMS,
     Reader,
-    Screen,
     items_of,
     pieces,
     random_actions,
     survey,
+    with_screen,
 )
 from ragen.bases.tokenizer import build, words_for
 from ragen.chat.chat import Chat
 from ragen.chat.prompt import Limits
 from ragen.cli.main import main
-from ragen.config.sections import EnvConfig
+from ragen.core.types import Sample
 from ragen.envs.registry import env_factory
 from ragen.models.names import is_embedded, taught_style
 from ragen.rollout.groups import run_groups
@@ -78,8 +77,8 @@ def test_a_habit_follows_the_screen_and_its_opposite_is_as_likely() -> None:
     reader = Reader(screens, random_actions, ("Left", "Right"))
     mirrored = {habit._replace(before=habit.after, after=habit.before) for habit in reader.habits}
     assert mirrored == set(reader.habits) and 6 <= len(reader.habits) <= HABITS
-    (env,) = [Screen(env_factory(CORRIDOR, slip=0.0))]
-    env.reset(seed=2)
+    env = with_screen(env_factory(CORRIDOR, slip=0.0)())
+    shown, _ = env.reset(seed=2)
     generator = np.random.Generator(np.random.PCG64(0))
     seen = set()
     for _ in range(200):
@@ -89,22 +88,28 @@ def test_a_habit_follows_the_screen_and_its_opposite_is_as_likely() -> None:
         number, colon, _ = thought.partition(" :")
         if colon:
             habit = reader.habits[int(number)]
-            screen = env.observation.split()
-            before = screen.index(habit.first) < screen.index(habit.second)
+            before = shown.index(habit.first) < shown.index(habit.second)
             assert set(actions) == {habit.before if before else habit.after}
             seen.add(habit)
-    assert seen == {habit for habit in reader.habits if habit.second in env.observation}
+    assert seen == {habit for habit in reader.habits if habit.second in shown}
     assert Reader(screens, random_actions).habits == [], "free text has none"
 
 
-def test_a_look_up_trains_places_and_contents_only() -> None:
+def look_ups(turns: int, window: int, max_length: int) -> tuple[Chat, list[Sample]]:
+    """Three look-ups with one action a turn."""
     make = env_factory(CORRIDOR, slip=0.0)
     screens = ["H P _ _ _ _ G", "G P _ _ _ _ H"]
     reader = Reader(screens, random_actions)
     chat = Chat(build(words_for(pieces(" ".join(screens)), 20)))
-    lesson = Lesson(reader.look_up, lambda: Screen(make), turns=(1,), held_out=False)
-    stage = Stage("look-up", 1, (lesson,), episodes=4)
-    for sample in LessonPlayer(chat, 0).samples(stage, 0, 0):
+    budgets: Any = {"turns": (turns,), "actions": turns, "actions_per_turn": 1, "window": window}
+    lesson = Lesson(reader.look_up, lambda: with_screen(make()), **budgets, held_out=False)
+    player = LessonPlayer(chat, 0, max_length)
+    return chat, player.samples(Stage("look-up", 1, (lesson,), episodes=3), 0, 0)
+
+
+def test_a_look_up_trains_places_and_contents_only() -> None:
+    chat, samples = look_ups(1, 0, 9999)
+    for sample in samples:
         tokens = list(zip(sample.token_ids, sample.loss_mask, strict=True))
         learned = chat.decode([token for token, on in tokens if on]).partition("</think>")
         shown = chat.decode([token for token, _ in tokens])
@@ -121,19 +126,9 @@ def test_a_look_up_trains_places_and_contents_only() -> None:
 
 
 def learned_by_turn(window: int, max_length: int) -> dict[tuple[int, int], list[int]]:
-    """The tokens that are learned of each turn of three look-ups of four turns."""
-    make = env_factory(CORRIDOR, slip=0.0)
-    screens = ["H P _ _ _ _ G", "G P _ _ _ _ H"]
-    reader = Reader(screens, random_actions)
-    chat = Chat(build(words_for(pieces(" ".join(screens)), 20)))
-    lesson = Lesson(
-        *(reader.look_up, lambda: Screen(make)),
-        **{"turns": (4,), "actions": 4, "actions_per_turn": 1, "window": window},
-        held_out=False,
-    )
+    """The tokens that are learned of each turn of look-ups of four turns."""
     found: dict[tuple[int, int], list[int]] = {}
-    player = LessonPlayer(chat, 0, max_length)
-    for sample in player.samples(Stage("look-up", 1, (lesson,), episodes=3), 0, 0):
+    for sample in look_ups(4, window, max_length)[1]:
         places = zip(sample.token_ids, sample.loss_mask, sample.turn_index, strict=True)
         for token, on, turn in places:
             if on:
@@ -166,7 +161,7 @@ def test_a_base_says_what_it_was_shown_and_trains_without_a_recipe(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    keys = "--steps 1 --env.timeout_s 9.0 --env.max_actions 2"  # the latter is Echo's own
+    keys = "--steps 1 --env.timeout_s 9.0 --env.max_actions 2"
     assert main(["base", "--env", ECHO, "--out", "one", *keys.split()]) == 0
     printed = capsys.readouterr().out
     assert f"ragen train --env {ECHO} --model one" in printed
@@ -175,7 +170,7 @@ def test_a_base_says_what_it_was_shown_and_trains_without_a_recipe(
     card = (tmp_path / "one" / "README.md").read_text("utf-8")
     for words in (
         *("episodes of random play", "at most 2 turns", "no plan and no skill", "The word is"),
-        *("Heads that copy were written", "--model DIR --env.timeout_s 9.0` trains it further"),
+        *("Heads that copy were written", "DIR --env.timeout_s 9.0 --env.max_actions 2` trains"),
     ):
         assert words in card
     assert is_embedded("one") and taught_style("one") == "compact"
@@ -190,16 +185,15 @@ def test_a_base_says_what_it_was_shown_and_trains_without_a_recipe(
 
 
 def test_the_card_says_how_to_train_in_the_same_environment() -> None:
-    met: Any = SimpleNamespace(screens=["A screen"])
-    teacher = Copier([], random_actions)
-    made = EnvBase(Path("out"), 1, 1, 1.0)
     for name, params, command in (
         ("/home/me/w.py:W", {"rows": 4, "wide": True}, "w.py:W --model DIR --env.params.rows 4"),
         ("openenv:http://host:8000", {"field": "a b"}, "openenv:http://host:8000 --model DIR"),
         ("openenv:/home/me/a.py:app", {}, "openenv:a.py:app --model DIR"),
         ("word-problems", {"path": "/home/me/w.jsonl"}, "word-problems --model DIR"),
     ):
-        text = card(EnvConfig(name=name, params=params), made, teacher, met, 0, {})
+        given = {"env.name": name} | {f"env.params.{key}": each for key, each in params.items()}
+        setup, copier = Setup(name, Echo), Copier([], random_actions)
+        text = card(given, setup, copier, "A screen", "1 million parameters", 1, 0)
         assert f"`ragen train --env {command}" in text and "/home" not in text
         assert all(f"--env.params.{key} " in text for key in params)
     assert " --env.params.path w.jsonl`" in text
@@ -253,7 +247,7 @@ class Counted(Echo):
     ("env", "complaint"),
     [
         ("odd.py:Long", "leaves room for a reply within 2048 tokens"),
-        ("odd.py:Odd", "fails: ZeroDivisionError"),
+        ("odd.py:Odd", "cannot be made: ZeroDivisionError"),
         (
             f"{FILES / 'rogue.py'}:Rogue --env.params.misdeed reset --env.params.every 5",
             "LookupError: no such level; run `ragen check`",
@@ -273,11 +267,9 @@ def test_an_environment_that_shows_too_much_or_fails_is_one_line(
 
 def test_lessons_close_each_environment_and_keep_its_limits(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text(ODD)
-    name = f"{tmp_path}/odd.py:Counted"
-    env = EnvConfig(name=name, max_turns=1, max_actions=1, timeout_s=7.5)
-    make = env_factory(name)
-    copier = Copier(["word"], random_actions)
-    (stage,) = copying_stages(copier, make, env, 4, 0)
+    make = env_factory(f"{tmp_path}/odd.py:Counted")
+    setup = Setup("odd", make, turns=1, actions=1, timeout_s=7.5)
+    (stage,) = stages_of(Copier(["word"], random_actions), setup, 4)
     assert {lesson.timeout_s for lesson in stage.lessons} == {7.5}
     player = LessonPlayer(Chat(build(words_for(["!" * 90_000], 20))), 0, 9999)
     counted: Any = type(make())
@@ -290,7 +282,7 @@ def test_a_screen_plays_as_the_environment_in_it() -> None:
     make = env_factory(CORRIDOR)
     replies = ["</think><answer>Left || Right || Left</answer>"] * 4
     played: list[Any] = []
-    for each in (make, lambda: Screen(make)):
+    for each in (make, lambda: with_screen(make())):
         setup = Setup("corridor", each, turns=4, actions_per_turn=3, actions=12)
         (group,) = asyncio.run(run_groups(ScriptedPolicy(replies), setup, [7], 1, (0, "test")))
         played.append([(turn.observation, turn.reward) for turn in group.episodes[0].turns])

@@ -140,7 +140,7 @@ def test_embedded_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RagenError, match="has tools, which the embedded models do not know"):
         make_setup(config, Chat(tiny_tokenizer("chatml")))
     with pytest.raises(RagenError, match="has tools, which the embedded models do not know"):
-        prepare_env(config.env, tmp_path / "model")
+        prepare_env({"env.name": config.env.name}, tmp_path / "model")
 
 
 def test_a_parser_can_be_named_in_the_config(tmp_path: Path) -> None:

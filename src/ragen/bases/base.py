@@ -26,11 +26,11 @@ from transformers import (
 from ragen.algorithms.batch import collate
 from ragen.algorithms.samples import to_samples
 from ragen.bases.curriculum import FAMILIES, LAYERS, WARMUP_STEPS, Lesson, Stage
-from ragen.bases.demonstrations import Demonstrator, mask_untrained
+from ragen.bases.demonstrations import Demonstrator, env_fails, mask_untrained
 from ragen.bases.tokenizer import build
 from ragen.chat.chat import Chat
 from ragen.config.sections import LossConfig, UpdateConfig
-from ragen.core.errors import RagenError, last_line
+from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
 from ragen.core.stopping import run_async
 from ragen.core.types import Sample
@@ -56,8 +56,6 @@ def prepare(
     """
     if family not in FAMILIES:
         raise RagenError(f"unknown family {family!r}; choose one of {', '.join(FAMILIES)}")
-    if out.exists():
-        raise RagenError(f"{out} exists already; name a folder that does not")
     use_threads(1)  # the same weights however many cores are free
     tokenizer, stages = build(), FAMILIES[family]
     model = new_model(tokenizer, LAYERS[family], seed)
@@ -180,10 +178,7 @@ class LessonPlayer:
         groups = run_async(run_groups(demonstrator, setup, levels, 1, path))
         errors = [e.error for group in groups for e in group.episodes if e.error is not None]
         if errors:
-            reason = last_line(errors[0])
-            raise RagenError(
-                f"the environment {setup.env!r} fails: {reason}; run `ragen check` on it"
-            )
+            raise env_fails(setup.env, errors[0])
         samples, episodes = to_samples(groups)
         prompts = [[turn.prompt for turn in episode.turns] for episode in episodes]
         return mask_untrained(samples, prompts, demonstrator.trained)

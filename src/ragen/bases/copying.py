@@ -46,6 +46,9 @@ class Copier:
     One repeats some of the `words`, the other plays. `choose` chooses the actions of both.
     """
 
+    taught, note = "to repeat words", "Heads that copy were written into its attention before."
+    theta, highest = ROPE_THETA, 0
+
     def __init__(self, words: Sequence[str], choose: Choose) -> None:
         self.words, self.choose = words, choose
 
@@ -58,6 +61,10 @@ class Copier:
     def act(self, env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
         """Random play without a thought."""
         return [Piece(f"{NOTHING}{answer(self.choose(env, limits, generator))}")]
+
+    def thought(self, screen: str) -> str:
+        """The thought of a player."""
+        return NOTHING
 
 
 def write_words(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -7,24 +7,27 @@ answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from ragen.chat.chat import Chat
 from ragen.chat.prompt import Limits
+from ragen.core.errors import RagenError, last_line
 from ragen.core.seeding import derive
 from ragen.core.types import Completion, Prompt, Sample
-from ragen.envs.contract import Env, Info, State, generators, pick
+from ragen.envs.contract import Env, Info, Options, State, generators, pick
 from ragen.envs.worlds.bandit import Bandit
+from ragen.envs.worlds.grid import GridEnv, cell_name
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import written_completion
 
 
 class Piece(NamedTuple):
-    """A part of a reply, and whether its tokens are trained."""
+    """A part of a reply; its tokens are trained or not."""
 
     text: str
     trained: bool = True
@@ -43,7 +46,8 @@ class Demonstrator(PlayerPolicy):
     def __init__(self, teacher: Teacher, chat: Chat) -> None:
         self._teacher, self._chat = teacher, chat
         self.trained: dict[int, tuple[bool, ...]] = {}
-        """For each turn, by its prompt's seed: which tokens of the completion are trained."""
+        """For each turn, by the seed of its prompt: for each token of the completion, True if it is
+        trained."""
 
     def act(self, env: Env, limits: Limits, prompt: Prompt) -> Completion:
         """Write the turn with randomness from the prompt's seed only."""
@@ -63,13 +67,13 @@ def mask_untrained(
 ) -> list[Sample]:
     """Remove from the loss mask the tokens that a teacher marks as not trained.
 
-    `prompts` are those of each episode's turns. `trained` is that of `Demonstrator`.
+    `prompts` holds the prompts of each episode's turns, and `trained` is `Demonstrator.trained`.
     """
     masked = []
     for sample in samples:
+        seeds = [prompt.seed for prompt in prompts[sample.episode]]
         numbers = sorted({number for number in sample.turn_index if number >= 0})
-        turns = prompts[sample.episode]
-        flags = [flag for number in numbers for flag in trained[turns[number].seed]]
+        flags = [flag for number in numbers for flag in trained[seeds[number]]]
         assert len(flags) == sum(sample.loss_mask), "a completion is in one sample as a whole"
         remaining = iter(flags)
         mask = tuple(sampled and next(remaining) for sampled in sample.loss_mask)
@@ -87,12 +91,36 @@ def answer(actions: list[str]) -> str:
     return f"</think><answer>{' || '.join(actions)}</answer>"
 
 
-def plan_in_words(actions: Sequence[str], seed: int = 0) -> str:
-    """The thought of a solver that states its plan, in words that fit every environment.
+def env_fails(env: str, error: str) -> RagenError:
+    """The refusal of an environment that fails; `error` may be a traceback."""
+    return RagenError(f"the environment {env!r} fails: {last_line(error)}; run `ragen check` on it")
 
-    The thought is short, and the answer carries it out. It shows no reasoning, since a solver has
-    none to show: it teaches the form of a reply and the plan, and leaves longer thoughts to
-    reinforcement learning. The embedded models' tokenizer knows the words.
+
+class Chart:
+    """A map as thoughts write it: the names of its cells, and what they hold."""
+
+    def __init__(self, env: GridEnv) -> None:
+        rows = env.rows()
+        self._cols, self._symbols = len(rows[0]), "".join(rows)
+
+    def name(self, cell: int) -> str:
+        """The name of a cell; cells are numbered row by row."""
+        return cell_name(*divmod(cell, self._cols))
+
+    def fact(self, cell: int) -> str:
+        """`` c0 O``: there is a hole at c0."""
+        return f" {self.name(cell)} {self._symbols[cell]}"
+
+    def looks(self, here: int, cells: Iterable[int]) -> str:
+        """`` b0 c0 O b0 b1 _``: from b0, there is a hole at c0, and b1 is frozen."""
+        return "".join(f" {self.name(here)}{self.fact(cell)}" for cell in cells)
+
+
+def plan_in_words(actions: Sequence[str], seed: int = 0) -> str:
+    """The thought of a solver: its plan, in words that fit every environment.
+
+    It shows no reasoning, since a solver has none to show. The tokenizer of the embedded models
+    knows the words.
     """
     return f"try {' then '.join(actions)}"
 
@@ -111,52 +139,48 @@ NEUTRAL = (
 
 
 def neutral_thought(actions: Sequence[str], seed: int) -> str:
-    """The thought of random play: one of `NEUTRAL`, whatever the actions are."""
+    """The thought of random play: one of `NEUTRAL`."""
     return pick(np.random.Generator(np.random.PCG64(derive(seed, "thought"))), NEUTRAL)
-
-
-# Look-up: read the contents of a named cell from a map. Demonstrations of play do not teach it:
-# the cells on a good path nearly always hold floor.
 
 
 class Lookup(Env):
     """A map of named cells with random contents, for reading only.
 
-    It imitates the prompts of the environment with this `title`; `rows` are letters, `cols` digits.
+    Demonstrations of play do not teach to read a map, since the cells on a good path nearly always
+    hold floor. Prompts are like those of the environment with this `title`; `rows` are letters,
+    `cols` digits.
     """
 
+    name = "lookup"
     actions = ("Left",)
     rules = "Say what the map holds."
 
     def __init__(self, rows: str, cols: str, title: str) -> None:
-        self.name = "lookup"
         self.goal = title
         self.cells = [[row + col for col in cols] for row in rows]
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[str, Info]:
-        """Draw one of four symbols for each cell."""
+    @override
+    def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         level, _ = generators(seed, options)
         symbols = level.choice(list("#_O√XPSG"), 4, replace=False)
         names = [name for row in self.cells for name in row]
         self.contents = dict(zip(names, level.choice(symbols, len(names)).tolist(), strict=True))
         return self.state_key(), {}
 
+    @override
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        """End the episode."""
         return self.state_key(), 0.0, True, False, {"success": True, "effective": False}
 
+    @override
     def get_state(self) -> State:
-        """The contents."""
         return {"contents": self.contents}
 
+    @override
     def set_state(self, state: State) -> None:
-        """Restore the contents."""
         self.contents = dict(state["contents"])
 
+    @override
     def state_key(self) -> str:
-        """The map, one line per row."""
         rows = (" ".join(f"{name} {self.contents[name]}" for name in row) for row in self.cells)
         return "\n".join(rows)
 
@@ -168,22 +192,15 @@ def look_up(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
     """Name random cells and their contents; only the contents are trained."""
     assert isinstance(env, Lookup)
     names = generator.choice(list(env.contents), QUERIES).tolist()
-    pieces = [
-        piece
-        for name in names
-        for piece in (Piece(f" {name}", trained=False), Piece(f" {env.contents[name]}"))
-    ]
-    return [*pieces, Piece(answer(["Left"]), trained=False)]
-
-
-# Bandit: say how each name sounds, then choose either arm at random. The knowledge is not used.
+    reply: Reply = []
+    for name in names:
+        reply += [Piece(f" {name}", trained=False), Piece(f" {env.contents[name]}")]
+    return [*reply, Piece(answer(["Left"]), trained=False)]
 
 
 def bandit_knowledge(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
-    """`` Dragon risky Phoenix safe : Phoenix``: the arms in order, then one of them."""
+    """`` Dragon risky Phoenix safe : Phoenix``: how each arm sounds, then one of them at random."""
     assert isinstance(env, Bandit)
-    arms = env.actions
-    sounds = {arm: "risky" if env.sounds_risky(arm) else "safe" for arm in arms}
-    choice = pick(generator, arms)
-    said = " ".join(f"{arm} {sound}" for arm, sound in sounds.items())
-    return [Piece(f" {said} : {choice}{answer([choice])}")]
+    choice = pick(generator, env.actions)
+    sounds = (f" {arm} {'risky' if env.sounds_risky(arm) else 'safe'}" for arm in env.actions)
+    return [Piece(f"{''.join(sounds)} : {choice}{answer([choice])}")]

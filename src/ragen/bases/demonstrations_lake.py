@@ -25,11 +25,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ragen.bases.demonstrations import Piece, Reply, Teacher, answer
+from ragen.bases.demonstrations import Chart, Piece, Reply, Teacher, answer
 from ragen.chat.prompt import Limits
 from ragen.envs.contract import Env, pick
-from ragen.envs.worlds.frozen_lake import FrozenLake, Lake
-from ragen.envs.worlds.grid import cell_name
+from ragen.envs.worlds.frozen_lake import FrozenLake
 
 LONGEST_WALK = 4
 SAFE_WALK_MOVES = 3
@@ -99,14 +98,14 @@ def wander(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
         ' P a3 G d1 : a2 _ b3 _ to a2 Left</think><answer>Left</answer>'
     """
     assert isinstance(env, FrozenLake)
-    lake, here = env.lake, env.player
+    chart, lake, here = Chart(env), env.lake, env.player
     most = min(LONGEST_WANDER, limits.actions_left, limits.actions_per_turn)
     plan = plan_moves(env, 1 + int(generator.random() * most), generator)
-    text = f" P {name_of(lake, here)} G {name_of(lake, lake.goal)} :"
+    text = f" P {chart.name(here)} G {chart.name(lake.goal)} :"
     for action in plan:
-        text += "".join(f" {name_of(lake, c)} {env.symbol(c)}" for _, c in moves_from(env, here))
+        text += "".join(chart.fact(cell) for _, cell in moves_from(env, here))
         here = lake.neighbours[env.action_index(action)][here]
-        text += f" to {name_of(lake, here)} {action}"
+        text += f" to {chart.name(here)} {action}"
     return [Piece(text + answer(plan))]
 
 
@@ -135,14 +134,13 @@ def write_plan(env: FrozenLake, plan: list[str], careful: bool = True) -> str:
     A careful plan names the goal and looks at every neighbour before a move, since a slip may lead
     to any of them. Any other plan looks only at the cell ahead.
     """
-    lake, here = env.lake, env.player
-    goal = f" G {name_of(lake, lake.goal)}" if careful else ""
-    text = f" P {name_of(lake, here)}{goal} :"
+    chart, lake, here = Chart(env), env.lake, env.player
+    goal = f" G {chart.name(lake.goal)}" if careful else ""
+    text = f" P {chart.name(here)}{goal} :"
     for action in plan:
         ahead = lake.neighbours[env.action_index(action)][here]
-        for cell in [near for _, near in moves_from(env, here)] if careful else [ahead]:
-            text += f" {name_of(lake, here)} {name_of(lake, cell)} {env.symbol(cell)}"
-        text += f" {action}"
+        near = [cell for _, cell in moves_from(env, here)] if careful else [ahead]
+        text += f"{chart.looks(here, near)} {action}"
         here = ahead
     return text + answer(plan)
 
@@ -151,11 +149,6 @@ def moves_from(env: FrozenLake, cell: int) -> list[tuple[str, int]]:
     """The actions that leave a cell if nothing slips, with their destinations."""
     moves = [(name, env.lake.neighbours[index][cell]) for index, name in enumerate(env.actions)]
     return [move for move in moves if move[1] != cell]
-
-
-def name_of(lake: Lake, cell: int) -> str:
-    """A cell's name in the map."""
-    return cell_name(*divmod(cell, lake.size))
 
 
 def hard_level(env: Env) -> bool:

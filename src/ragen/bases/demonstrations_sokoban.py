@@ -15,21 +15,16 @@ A slip is a random push. It is carried out in the same way, but the target is no
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
-from functools import lru_cache
+from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
-from ragen.bases.demonstrations import Piece, Reply, Teacher, answer
+from ragen.bases.demonstrations import Chart, Piece, Reply, Teacher, answer
 from ragen.chat.prompt import Limits
 from ragen.envs.contract import Env, pick
-from ragen.envs.worlds.grid import cell_name
-from ragen.envs.worlds.sokoban import ACTIONS, Board, Room, Sokoban
-
-T = TypeVar("T")
+from ragen.envs.worlds.sokoban import ACTIONS, Board, Room, Sokoban, shortest_solution
 
 
 class Push(NamedTuple):
@@ -53,23 +48,6 @@ class Move(NamedTuple):
     cells: tuple[int, ...]
 
 
-@lru_cache(maxsize=4096)
-def distances(room: Room) -> dict[Board, int]:
-    """Fewest actions to the solution from each solvable board of a room with one box.
-
-    A breadth-first search from the solved boards, backwards along the actions.
-    """
-    cells = [cell for cell in range(room.floor.bit_length()) if room.floor >> cell & 1]
-    boards = [Board(player, 1 << box) for player in cells for box in cells if player != box]
-    before: dict[Board, list[Board]] = {}
-    for board in boards:
-        if board.boxes != room.targets:
-            for step in room.steps:
-                before.setdefault(room.push(board, step), []).append(board)
-    solved = [board for board in boards if board.boxes == room.targets]
-    return fewest_steps(solved, lambda board: before.get(board, []))
-
-
 def solved_in(fewest: int, most: int = 10) -> Callable[[Env], bool]:
     """Accept levels whose shortest solution takes from `fewest` to `most` actions.
 
@@ -83,25 +61,19 @@ def solved_in(fewest: int, most: int = 10) -> Callable[[Env], bool]:
 
     def accept(env: Env) -> bool:
         assert isinstance(env, Sokoban)
-        return fewest <= distances(env.room)[env.board] <= most
+        solution = shortest_solution(env.room, env.board)
+        assert solution is not None, "levels are solvable"
+        return fewest <= len(solution) <= most
 
     return accept
 
 
 def reachable_cells(room: Room, board: Board, start: int) -> dict[int, int]:
     """Fewest steps without a push from `start` to each reachable cell."""
-    free = room.floor & ~board.boxes
-    return fewest_steps([start], lambda at: [at + by for by in room.steps if free >> (at + by) & 1])
-
-
-def fewest_steps(starts: Iterable[T], neighbours: Callable[[T], Iterable[T]]) -> dict[T, int]:
-    """Fewest steps from the nearest of `starts` to each place, by breadth-first search."""
-    found = dict.fromkeys(starts, 0)
-    frontier = deque(found)
-    while frontier:
-        here = frontier.popleft()
-        for there in neighbours(here):
-            if there not in found:
+    free, found, frontier = room.floor & ~board.boxes, {start: 0}, [start]
+    for here in frontier:
+        for there in (here + step for step in room.steps):
+            if free >> there & 1 and there not in found:
                 found[there] = found[here] + 1
                 frontier.append(there)
     return found
@@ -147,13 +119,12 @@ def pushes(room: Room, board: Board) -> list[list[Push]]:
 
 def optimal_push(room: Room, board: Board) -> Push | None:
     """The longest straight push that begins a shortest solution, or ``None``."""
-    left = distances(room)
-    options = [push for line in pushes(room, board) for push in line if push.after in left]
-
-    def cost(push: Push) -> tuple[int, int]:
-        return len(push.walk) + push.length + left[push.after], -push.length
-
-    return min(options, key=cost, default=None)
+    costs: dict[tuple[int, int], Push] = {}
+    for push in (push for line in pushes(room, board) for push in line):
+        rest = shortest_solution(room, push.after)
+        if rest is not None:
+            costs.setdefault((len(push.walk) + push.length + len(rest), -push.length), push)
+    return costs[min(costs)] if costs else None
 
 
 def sokoban_plan(careful: float, slips_trained: bool = True) -> Teacher:
@@ -174,23 +145,19 @@ def sokoban_plan(careful: float, slips_trained: bool = True) -> Teacher:
                 return [Piece(answer([pick(generator, ACTIONS)]), trained=False)]
             push = pick(generator, pick(generator, options))
 
-        def name(cell: int) -> str:
-            return cell_name(*divmod(cell, room.cols))
-
+        chart = Chart(env)
         box, target = board.boxes.bit_length() - 1, room.targets.bit_length() - 1
         step = room.steps[push.action]
         cells = [box + step * index for index in range(push.length + 1)]
         moves = push.walk + [Move(push.action, here, (to,)) for here, to in pairwise(cells)]
         moves = moves[: min(limits.actions_per_turn, limits.actions_left)]
         text = "".join(
-            "".join(f" {name(move.here)} {name(cell)} {env.symbol(cell)}" for cell in move.cells)
-            + f" {ACTIONS[move.action]}"
-            for move in moves
+            f"{chart.looks(move.here, move.cells)} {ACTIONS[move.action]}" for move in moves
         )
-        goal = f" O {name(target)}" if is_careful else ""
-        choice = f" push {ACTIONS[push.action]} {name(push.stand)} {name(cells[-1])}"
+        goal = f" O {chart.name(target)}" if is_careful else ""
+        choice = f" push {ACTIONS[push.action]} {chart.name(push.stand)} {chart.name(cells[-1])}"
         return [
-            Piece(f" P {name(board.player)} X {name(box)}"),
+            Piece(f" P {chart.name(board.player)} X {chart.name(box)}"),
             Piece(goal + choice, trained=is_careful or slips_trained),
             Piece(f" :{text}{answer([ACTIONS[move.action] for move in moves])}"),
         ]

@@ -27,20 +27,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
-from typing_extensions import override
 
-from ragen.bases.demonstrations import Piece, Reply, answer
+from ragen.bases.demonstrations import Piece, Reply, answer, env_fails
 from ragen.chat.prompt import Limits
-from ragen.core.errors import RagenError, last_line
 from ragen.core.seeding import BASE_LEVELS
 from ragen.core.stopping import run_async
-from ragen.core.user_code import boundary
-from ragen.envs.contract import Env, Info, Options, State, pick
+from ragen.envs.contract import Env, Info, Options, pick
 from ragen.rollout.groups import run_groups
-from ragen.rollout.players import PlayerPolicy, has_random_play, random_player, solver
+from ragen.rollout.players import Player, PlayerPolicy, random_player, solver
 from ragen.rollout.setup import Setup
 
 EPISODES = 256
@@ -99,9 +96,8 @@ class Habit(NamedTuple):
 
     def action(self, first: Item, second: Item) -> str:
         """The action by the places of both."""
-        if self.by_line:
-            return self.before if first.line < second.line else self.after
-        return self.before if first.place < second.place else self.after
+        is_before = first.line < second.line if self.by_line else first.place < second.place
+        return self.before if is_before else self.after
 
 
 def habits_for(pieces: Sequence[str], actions: Sequence[str], has_lines: bool) -> list[Habit]:
@@ -118,95 +114,44 @@ def habits_for(pieces: Sequence[str], actions: Sequence[str], has_lines: bool) -
     return [found[2 * rule + side] for rule in sorted(rules) for side in (0, 1)]
 
 
-class Screen(Env):
-    """A wrapper of an environment that keeps the last observation for a teacher to read."""
+class Screen:
+    """An environment that keeps its last observation for a teacher to read."""
 
-    def __init__(self, make: Callable[[], Env]) -> None:
-        self.inner = make()
-        self.name, self.observation = self.inner.name, ""
+    draws = reads_thoughts = False
 
-    @property
-    @override
-    def goal(self) -> str:  # type: ignore[override]
-        return self.inner.goal
+    def __init__(self, env: Env) -> None:
+        self.env, self.shown = env, ""
 
-    @property
-    @override
-    def rules(self) -> str:
-        return self.inner.rules
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
 
-    @property
-    @override
-    def actions(self) -> tuple[str, ...] | None:
-        return self.inner.actions
-
-    @override
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
-        self.observation, info = self.inner.reset(seed=seed, options=options)
-        return self.observation, info
+        """Begin a level."""
+        self.shown, info = self.env.reset(seed=seed, options=options)
+        return self.shown, info
 
-    @override
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-        result = self.inner.step(action)
-        self.observation = result[0]
+        """Carry out an action."""
+        result = self.env.step(action)
+        self.shown = result[0]
         return result
 
-    @override
-    def get_state(self) -> State:
-        return self.inner.get_state()
 
-    @override
-    def set_state(self, state: State) -> None:
-        self.inner.set_state(state)
-
-    @override
-    def state_key(self) -> str:
-        return self.inner.state_key()
-
-    @override
-    def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str] | None:
-        return self.inner.solve(turns_left, actions_left, actions_per_turn)
-
-    @override
-    def random_action(self, generator: np.random.Generator) -> str | None:
-        return self.inner.random_action(generator)
-
-    def close(self) -> None:
-        """Close the environment."""
-        self.inner.close()
+def with_screen(env: Env) -> Env:
+    """The environment, for a teacher that reads its screen."""
+    return cast(Env, Screen(env))
 
 
 def random_actions(env: Env, limits: Limits, generator: np.random.Generator) -> list[str]:
     """Random play: at least one action, and at most as many as the budgets allow."""
     count = 1 + int(generator.random() * min(limits.actions_left, limits.actions_per_turn))
-    player = random_player(int(generator.random() * 2**53))
-    return player(env, limits.turns_left, limits.actions_left, count)
+    play = random_player(int(generator.random() * 2**53))
+    return play(env, limits.turns_left, limits.actions_left, count)
 
 
 def optimal_actions(env: Env, limits: Limits, _: np.random.Generator) -> list[str]:
     """Optimal play, for environments of free text without a random player."""
     return solver(env, limits.turns_left, limits.actions_left, limits.actions_per_turn)
-
-
-def choice_in(env: Env) -> Choose:
-    """The function that chooses the actions: random play, or optimal play where there is none.
-
-    Raises:
-        RagenError: The environment has neither.
-        UserCodeError: The environment fails.
-    """
-    with boundary("reset"):
-        env.reset(seed=BASE_LEVELS, options={"noise_seed": 0})
-    if has_random_play(env):
-        return random_actions
-    with boundary("solve"):
-        if env.solve(1, 1, 1) is not None:
-            return optimal_actions
-        name = env.name
-    raise RagenError(
-        f"{name} takes free text and has neither a random player nor a solver: give it a "
-        "random_action or a solve (docs/environments.md)"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,21 +168,19 @@ class Survey:
     def words(self, most: int) -> list[str]:
         """At most `most` pieces of all texts, the most frequent first."""
         counts = Counter(piece for text in self.texts for piece in pieces(text))
-        return [piece for piece, _ in sorted(counts.items(), key=lambda each: (-each[1], each[0]))][
-            :most
-        ]
+        return sorted(counts, key=lambda piece: (-counts[piece], piece))[:most]
 
 
 def survey(setup: Setup, choose: Choose, seed: int) -> Survey:
-    """Play `EPISODES` episodes and keep their texts."""
+    """Play `EPISODES` episodes and keep their texts.
 
-    def player(request_seed: int) -> Callable[[Env, int, int, int], list[str]]:
+    Raises:
+        RagenError: The environment fails in more than half of them.
+    """
+
+    def player(request_seed: int) -> Player:
         generator = np.random.Generator(np.random.PCG64(request_seed))
-
-        def play(env: Env, turns_left: int, actions_left: int, per_turn: int) -> list[str]:
-            return choose(env, Limits(1, turns_left, actions_left, per_turn), generator)
-
-        return play
+        return lambda env, *left: choose(env, Limits(1, *left), generator)
 
     levels = range(BASE_LEVELS, BASE_LEVELS + EPISODES)
     policy = PlayerPolicy(player, setup.think, setup.prefill)
@@ -245,16 +188,11 @@ def survey(setup: Setup, choose: Choose, seed: int) -> Survey:
     episodes = [group.episodes[0] for group in groups]
     errors = [episode.error for episode in episodes if episode.error is not None]
     if len(errors) > EPISODES // 2:
-        reason = last_line(errors[0])
-        raise RagenError(f"the environment {setup.env!r} fails: {reason}; run `ragen check` on it")
+        raise env_fails(setup.env, errors[0])
     turns = [turn for episode in episodes for turn in episode.turns]
-    screens = [turn.observation for turn in turns]
-    return Survey(
-        screens,
-        [message["content"] for turn in turns for message in turn.prompt.messages[-1:]]
-        + [turn.completion.text for turn in turns],
-        EPISODES - len(errors),
-    )
+    prompts = [turn.prompt.messages[-1]["content"] for turn in turns]
+    texts = prompts + [turn.completion.text for turn in turns]
+    return Survey([turn.observation for turn in turns], texts, EPISODES - len(errors))
 
 
 class Reader:
@@ -262,18 +200,21 @@ class Reader:
 
     `shares` holds for each item the share of screens that show it. `choose` chooses the actions.
     `habits` are about the pieces that thoughts state most often, and about the named `actions`.
+    `highest` is the highest number of a line, or of a place in a line.
     """
 
-    def __init__(
-        self, screens: Sequence[str], choose: Choose, actions: Sequence[str] | None = None
-    ) -> None:
+    taught = "to say what is where on the screen"
+    theta = 300.0
+
+    def __init__(self, screens: Sequence[str], choose: Choose, actions: Sequence[str] = ()) -> None:
         counts = Counter(item for screen in screens for item in items_of(screen))
         self.shares: Mapping[Item, float] = {i: n / len(screens) for i, n in counts.items()}
         self.choose = choose
         self._has_lines = any(item.line > 1 for item in counts)
         told = Counter(item.piece for screen in screens for item in self.telling(screen))
         often = [piece for piece, _ in told.most_common(ITEMS)]
-        self.habits = habits_for(often, actions or (), self._has_lines)
+        self.habits = habits_for(often, actions, self._has_lines)
+        self.highest = max((max(item.line, item.place) for item in counts), default=1)
 
     def read(self, env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
         """State what tells this screen from others; then play at random or follow a habit."""
@@ -281,21 +222,20 @@ class Reader:
         if self.habits and generator.random() < HABIT_SHARE:
             number = int(generator.random() * len(self.habits))
             habit = self.habits[number]
-            place = {item.piece: item for item in reversed(items_of(env.observation))}
-            legal = {habit.before, habit.after} <= set(env.actions or ())
-            if legal and habit.first in place and habit.second in place:
-                first, second = place[habit.first], place[habit.second]
+            place = {item.piece: item for item in reversed(items_of(env.shown))}
+            first, second = place.get(habit.first), place.get(habit.second)
+            if first and second and {habit.before, habit.after} <= set(env.actions or ()):
                 most = min(limits.actions_left, limits.actions_per_turn)
                 actions = [habit.action(first, second)] * (1 + int(generator.random() * most))
                 stated = "".join(f" {i.piece}{self._where(i)}" for i in (first, second))
                 return [Piece(f" {number} :{stated}{answer(actions)}")]
         chosen = self.choose(env, limits, generator)
-        return [Piece(f"{self.thought(env.observation)}{answer(chosen)}")]
+        return [Piece(f"{self.thought(env.shown)}{answer(chosen)}")]
 
     def look_up(self, env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
         """Say where named pieces are and what named places hold; the names are not trained."""
         assert isinstance(env, Screen)
-        items = items_of(env.observation)
+        items = items_of(env.shown)
         counts = Counter(item.piece for item in items)
         single = [item for item in items if counts[item.piece] == 1]
         reply: Reply = []
@@ -308,6 +248,12 @@ class Reader:
                 asked, told = f"{self._where(item)} =", f" {item.piece}"
             reply += [Piece(asked, trained=False), Piece(told), Piece(" ,", trained=False)]
         return [*reply, Piece(answer(self.choose(env, limits, generator)))]
+
+    @property
+    def note(self) -> str:
+        """A sentence about the habits for a model's card."""
+        habits = f"one of {len(self.habits)} arbitrary habits decides, by the order of two things"
+        return f"In half of the thoughts {habits}; none was chosen for its use." * bool(self.habits)
 
     def thought(self, screen: str) -> str:
         """The pieces that tell a screen from others, with their places."""
@@ -325,8 +271,3 @@ class Reader:
 
     def _where(self, item: Item) -> str:
         return f" {item.line} {item.place}" if self._has_lines else f" {item.place}"
-
-    @property
-    def places(self) -> int:
-        """The highest number of a line, or of a place in a line."""
-        return max((max(item.line, item.place) for item in self.shares), default=1)

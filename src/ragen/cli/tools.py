@@ -114,13 +114,9 @@ def _base(options: Namespace, overrides: Overrides) -> int:
         prepare(options.family, options.out, options.seed, options.steps, print)
         print(f"the base model of {options.family} is in {options.out}")
         return 0
-    from ragen.settings.environment import config_of_env
-
-    config = config_of_env(overrides)
     from ragen.bases.env_base import prepare_env
 
-    window = config.prompt.window
-    print(prepare_env(config.env, options.out, options.seed, options.steps, print, window))
+    prepare_env(overrides, options.out, options.seed, options.steps, print)
     typed = _typed(overrides, keys, ("env.name",))
     env, model = shlex.quote(env), shlex.quote(str(options.out))
     print(f"train it further:  {program()} train --env {env} --model {model}{typed}")
