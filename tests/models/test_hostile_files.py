@@ -27,7 +27,7 @@ from ragen.core.errors import RagenError
 from ragen.models.adapter_folder import put_on, save_adapter
 from ragen.models.loading import load_policy, load_tokenizer, save_model
 from ragen.models.model_files import check_config
-from ragen.models.names import base_of
+from ragen.models.names import base_of, hash_model_folder
 from ragen.networks.lora import attach
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -288,6 +288,17 @@ def test_a_token_far_away_is_refused_before_tables_are_filled(folder: Path) -> N
     HOSTILE["a token far away"](folder)
     with limited_memory(2**29), pytest.raises(RagenError, match="a token has the id 1000000000"):
         load_tokenizer(folder, folder)
+
+
+def test_a_config_without_heads_is_refused_by_its_key(folder: Path) -> None:
+    set_field(folder, "config.json", num_attention_heads=0)
+    assert "num_attention_heads = 0, but a model has at least one" in refusal(folder)
+
+
+def test_weights_of_a_terabyte_are_refused_before_they_are_hashed(folder: Path) -> None:
+    HOSTILE["weights of a terabyte"](folder)
+    with pytest.raises(RagenError, match="have 1,024 GiB, and no model of more than 512 fits"):
+        hash_model_folder(folder)
 
 
 def test_weights_that_are_too_large_are_refused_before_memory_is_taken(folder: Path) -> None:

@@ -10,10 +10,6 @@ from pathlib import Path
 from ragen.core.errors import RagenError
 from ragen.core.files import cannot
 
-PATIENCE_S = 5.0
-"""Seconds without an answer after which the Hub counts as unreachable; its own library tries for
-half a minute."""
-
 WORDS = ("*.json", "*.txt", "*.model", "*.jinja")
 """Files of a model on the Hub that are read: config, tokenizer, chat template."""
 OTHERS = ("*/*", "consolidated*")
@@ -41,11 +37,8 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
     )
 
     wanted = [*WORDS, "*.safetensors"] if weights else [*WORDS]
-    offline = constants.HF_HUB_OFFLINE or not _hub_answers()
     try:
-        found = snapshot_download(
-            str(name), allow_patterns=wanted, ignore_patterns=[*OTHERS], local_files_only=offline
-        )
+        found = snapshot_download(str(name), allow_patterns=wanted, ignore_patterns=[*OTHERS])
     except GatedRepoError as error:
         raise RagenError(
             f"the model '{name}' is gated: accept its terms on its page of the Hub, then log in "
@@ -60,14 +53,13 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
         raise RagenError(
             f"there is no model '{name}': name a folder that exists, or an id of the Hub"
         ) from error
-    except (OSError, HTTPError) as error:
+    except (OSError, HTTPError, ImportError, ValueError) as error:  # the last two: an odd proxy
         if getattr(error, "errno", None):  # the disk's; errors of the network have no number here
             remedy = f"free space in {constants.HF_HUB_CACHE}, or set HF_HOME to another place"
             raise cannot("store", f"the model '{name}'", error, remedy) from error
-        reach = "cannot be reached" if offline else "failed while the model was fetched"
         raise RagenError(
-            f"the model '{name}' is not in the local cache (not all of it), and the Hub {reach}: "
-            "check the name and the network, or name a local folder"
+            f"the model '{name}' is not in the local cache (not all of it), and the Hub did "
+            "not send it: check the name and the network, or name a local folder"
         ) from error
     return Path(found)
 
@@ -97,19 +89,3 @@ def hub_shapes(name: str) -> dict[str, tuple[int, ...]]:
             "name a local folder"
         ) from error
     return {each: tuple(info.shape) for file in files for each, info in file.tensors.items()}
-
-
-def _hub_answers() -> bool:
-    """True if the Hub answers at all within `PATIENCE_S`."""
-    import httpx
-    from huggingface_hub import constants
-
-    # Nothing is sent, and the answer only decides whether the Hub is asked. Certificates are left
-    # to its library, which checks those of the system or of a proxy when it downloads.
-    try:
-        httpx.head(constants.ENDPOINT, timeout=PATIENCE_S, verify=False)
-    except (httpx.HTTPError, httpx.InvalidURL):
-        return False
-    except (ImportError, ValueError):  # a proxy of a kind that httpx cannot use
-        return False
-    return True

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen.core.errors import RagenError
+from ragen.networks.sizes import HEADS, KEY_HEADS
 
 COUNTS, MOST = ("layer", "num_labels", "depth", "stage"), 2000
 """Parts of the names of counts of objects that a library builds, and their bound."""
@@ -102,6 +103,11 @@ def check_config(raw: dict[str, Any], path: Path) -> None:
             raise RagenError(
                 f"{path}: {key} names weights or code elsewhere, which are never used here; remove "
                 "this key"
+            )
+        if key in (*HEADS, *KEY_HEADS) and type(value) is int and value < 1:
+            raise RagenError(
+                f"{path}: {key} = {value}, but a model has at least one; use the model's own "
+                "config.json"
             )
         # A vocabulary is a tensor, even if it is one "per layer" (as in Gemma 3n).
         is_counted = any(part in key for part in COUNTS) and "vocab" not in key

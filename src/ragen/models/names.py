@@ -43,6 +43,8 @@ PROMPT_STYLE = "prompt_style"
 """Entry of a model's config: the only style of prompts that it was taught to read."""
 
 LONGEST_PATH = 1000
+LARGEST = 2**39
+"""Bytes of a model's files."""
 
 NO_OWNERS = ("", ".", "..", "~", "runs")
 """Beginnings that no hub id has, so that a path that leads nowhere is not looked for there."""
@@ -130,7 +132,12 @@ def is_embedded(name: str) -> bool:
     path = Path(newest_of(name))
     if not (path / SETTINGS).is_file() and is_adapter(path):
         path = Path(base_of(path))
-    return has_embedded_tokenizer(path) or taught_style(str(path)) == "compact"
+    own = embedded_folder("bandit")  # all embedded models have this tokenizer
+    if (path / TEMPLATE).is_file() and (path / WORDS).is_file():
+        same_template = (path / TEMPLATE).read_bytes() == (own / TEMPLATE).read_bytes()
+        if same_template and read_object(path / WORDS) == read_object(own / WORDS):
+            return True
+    return taught_style(str(path)) == "compact"
 
 
 def taught_style(name: str) -> str | None:
@@ -146,29 +153,6 @@ def taught_style(name: str) -> str | None:
     config = Path(base_of(newest_of(name))) / "config.json"
     style = read_object(config).get(PROMPT_STYLE) if config.is_file() else None
     return style if style in ("compact", "paper") else None
-
-
-def has_embedded_tokenizer(folder: Path) -> bool:
-    """True if a folder's template and tokenizer are those of an embedded model.
-
-    Raises:
-        RagenError: One of its files cannot be read.
-    """
-    others = ("additional_chat_templates", "chat_template.json")
-    if not all(path.is_file() for path in (folder / TEMPLATE, folder / WORDS, folder / SETTINGS)):
-        return False
-    template = (folder / TEMPLATE).read_bytes()
-    for own in map(embedded_folder, sorted(set(EMBEDDED.values()))):
-        if template == (own / TEMPLATE).read_bytes():
-            # A checkpoint's file has other spaces, so the sizes differ within bounds.
-            is_small = (folder / WORDS).stat().st_size < 8 * (own / WORDS).stat().st_size
-            return (
-                is_small
-                and read_object(folder / WORDS) == read_object(own / WORDS)
-                and "chat_template" not in read_object(folder / SETTINGS)
-                and not any((folder / other).exists() for other in others)
-            )
-    return False
 
 
 def local_file(name: str | Path, file: str) -> Path | None:
@@ -209,11 +193,18 @@ def hash_model_folder(folder: Path) -> str:
     An adapter's base counts if it is a folder. RAGEN's own adapters have a hash of its weights.
 
     Raises:
-        RagenError: An entry is not a regular file, or the base of an adapter is gone.
+        RagenError: An entry is not a regular file, the files are larger than any model here, or the
+            base of an adapter is gone.
     """
     check_files(folder)
     digest = hashlib.blake2b(digest_size=16)
     paths = sorted(chain.from_iterable(map(folder.glob, POLICY_FILES)))
+    size = sum(path.stat().st_size for path in paths)
+    if size > LARGEST:  # a sparse file of this size would be read for an hour
+        raise RagenError(
+            f"the files of {folder} have {size / 2**30:,.0f} GiB, and no model of more than "
+            f"{LARGEST / 2**30:,.0f} fits here: copy or download the model again"
+        )
     for path in paths:
         if path.is_file() and path.name != STATE:
             digest.update(f"{path.name} {hash_file(path)}\n".encode())
