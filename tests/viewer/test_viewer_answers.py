@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from viewer_run import THOUGHTS, log_step, make_run
+from viewer_run import THOUGHTS, log_step, make_engine_run, make_run
 
 from ragen.config.reading import dump, resolve
 from ragen.reports.facts import read_facts
@@ -249,6 +249,22 @@ def test_a_run_has_config_events_evaluations_and_metric_names(root: Path) -> Non
     (exact,) = run["exactness"]
     assert exact["name"] == "mismatch/max_abs" and exact["last"] == exact["largest"] == 6e-6
     assert run["episode_steps"] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_processes_of_the_engine_that_were_lost_have_their_state(
+    root: Path, tmp_path: Path
+) -> None:
+    run = make_engine_run(tmp_path / "ray")
+    with sqlite3.connect(run / DATABASE) as connection:  # of another program
+        values = [(json.dumps(data),) for data in (None, [], 3, {"process": 7})]
+        insert = "INSERT INTO events VALUES (NULL, 0, 1, 0.0, 'engine', '?', ?)"
+        connection.executemany(insert, values)
+    rows = ask(tmp_path, "run", run="ray")["engine"]
+    assert [(r["process"], r["state"], r["losses"], r["step"]) for r in rows] == [
+        ("sampler 1", "running", 1, 5),
+        ("sampler 0", "lost", 1, 20),
+    ]
+    assert ask(root, "run", run="lake")["engine"] is None  # one process
 
 
 def test_differences_are_relative_to_the_recipe_or_the_preset(tmp_path: Path) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from ragen.core.errors import RagenError
 from ragen.core.statistics import wilson
 from ragen.storage.branches import FILE
 from ragen.storage.database import DATABASE
-from ragen.viewer import job_queue
-from ragen.viewer.branching import Branching
+from ragen.viewer import branching as module
+from ragen.viewer.branching import Branching, Job
 from tests.records import edit_settings
 from tests.viewer.test_viewer_server import wait_until
 
@@ -38,31 +37,28 @@ def states(branching: Branching, run: Path) -> list[str]:
 
 def replace_command(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Replace the command of a job by a few lines of Python."""
-    monkeypatch.setattr(
-        job_queue.Job,
-        "arguments",
-        lambda job: [sys.executable, "-S", "-c", code, str(job.folder)],
-    )
+    command = [sys.executable, "-S", "-c", code]
+    monkeypatch.setattr(Job, "arguments", lambda job: [*command, str(job.folder)])
 
 
 def test_a_branch_is_played_and_read(
     own_bandit_run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job's own command, here in this process, which has loaded torch already."""
-    run, arguments = own_bandit_run, job_queue.Job.arguments
+    run, arguments = own_bandit_run, Job.arguments
     before = branching.branches(run, 1)
-    assert before == {"possible": True, "reason": None, "checkpoints": [0, 1, 2, 3], "jobs": []}
+    assert before == {"reason": None, "checkpoints": [0, 1, 2, 3], "jobs": []}
     replace_command(monkeypatch, "import time; time.sleep(60)")
     key = branching.start(run, {**REQUEST, "checkpoint": 1, "temperature": 0.5, "run": "bandit"})
     (job,) = branching.branches(run, 1)["jobs"]
     assert (job["id"], job["state"], job["episodes"]) == (key, "running", [])
-    (queued,) = branching._queue.of_episode(run, 1)
+    (queued,) = branching._jobs
     command = arguments(queued)
     assert command[:3] == [sys.executable, "-m", "ragen"] and main(command[3:]) == 0
     assert states(branching, run) == ["done"]
     (job,) = branching.branches(run, 1)["jobs"]
     assert {**REQUEST, "id": key, "checkpoint": 1, "temperature": 0.5}.items() <= job.items()
-    assert (job["exact"], job["problem"], job["seed"]) == (True, None, 0)
+    assert (job["exact"], job["seed"]) == (True, 0)
     assert job["num_solved"] == sum(each["success"] for each in job["episodes"])
     assert job["success"] == asdict(wilson(job["num_solved"], 3))
     assert [each["member"] for each in job["episodes"]] == [0, 1, 2]
@@ -86,9 +82,9 @@ def test_a_failed_branch_reports_the_last_line_of_its_process(
     expected = {
         "import sys; sys.exit('ragen: no')": "no",
         "import sys; sys.exit('Traceback\\nfirst\\nKeyError: 1\\n\\n')": "KeyError: 1",
-        "import os; os.kill(os.getpid(), 9)": "the process was ended by signal 9; perhaps the "
+        "import os; os.kill(os.getpid(), 9)": "it was ended by signal 9; perhaps the "
         "memory is too small",
-        "raise SystemExit(3)": "the process ended with code 3",
+        "raise SystemExit(3)": "it ended with code 3",
         "import sys; sys.stderr.write('x' * 10**6 + chr(10) + 'the end'); sys.exit(1)": "the end",
     }
     for code in expected:
@@ -104,18 +100,18 @@ def test_requests_wait_for_the_first_one_and_are_bounded(
     bandit_run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace_command(monkeypatch, "import time; time.sleep(60)")
-    for _ in range(job_queue.MOST_WAITING):
+    for _ in range(module.MOST_WAITING):
         branching.start(bandit_run, REQUEST)
     with pytest.raises(RagenError, match="wait already; cancel some"):
         branching.start(bandit_run, REQUEST)
-    jobs = branching._queue.of_episode(bandit_run, 1)
+    jobs = branching._jobs
     wait_until(lambda: jobs[0].process is not None)
     # The newest checkpoint and the run's temperature by default, and another seed each time.
     values = {(job.request.checkpoint, job.request.temperature) for job in jobs}
     assert values == {(3, 1.0)} and [job.request.seed for job in jobs] == list(range(len(jobs)))
+    assert [job.process is not None for job in jobs] == [True, *[False] * (len(jobs) - 1)]
     branching.stop()
     assert states(branching, bandit_run) == []
-    assert [job.process is not None for job in jobs] == [True, *[False] * (len(jobs) - 1)]
 
 
 STUBBORN = (
@@ -131,7 +127,7 @@ def test_a_cancelled_branch_ends_with_all_its_processes_and_the_next_one_starts(
     own_bandit_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = own_bandit_run
-    monkeypatch.setattr(job_queue, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.1)
     branching = Branching()
     replace_command(monkeypatch, STUBBORN)
     first, waiting, last = (branching.start(run, REQUEST) for _ in range(3))
@@ -162,58 +158,30 @@ def test_an_invalid_request_is_refused(bandit_run: Path, branching: Branching) -
 
 INVALID: list[tuple[dict[str, Any], str]] = [
     ({"episode": 10**6}, "no episode 1000000"),
-    ({"episode": "1"}, "episode: Input should be a valid integer"),
-    ({"episode": 1.0}, "episode: Input should be a valid integer"),
     ({"episode": True}, "episode: Input should be a valid integer"),
     ({"episode": 2**70}, "episode: Input should be less than"),
-    ({"turn": 1}, "turn = 1: expected 0 to 0"),
     ({"turn": -1}, "turn: Input should be greater than or equal to 0"),
-    ({"turn": None}, "turn: Input should be a valid integer"),
-    ({"n": 0}, "n: Input should be greater than or equal to 1"),
     ({"n": 65}, "n: Input should be less than or equal to 64"),
-    ({"checkpoint": 9}, "checkpoint = 9: the run keeps those of steps 0, 1, 2, 3"),
     ({"checkpoint": "--help"}, "checkpoint: Input should be a valid integer"),
-    ({"temperature": -0.5}, "temperature = -0.5: expected 0.001 to"),
-    ({"temperature": float("nan")}, "temperature = nan"),
-    ({"temperature": float("inf")}, "temperature = inf"),
+    ({"temperature": float("nan")}, "temperature: Input should be less than or equal to 100"),
     ({"temperature": "1; rm -rf"}, "temperature: Input should be a valid number"),
     ({"temperature": 10**400}, "temperature: "),
 ]
 
 
-def execute_in_database(run: Path, statement: str) -> None:
-    connection = sqlite3.connect(run / DATABASE)
-    connection.execute(statement)
-    connection.commit()
-    connection.close()
-
-
-OBSTACLES: dict[str, tuple[list[Callable[[Path], None]], str]] = {
-    "no snapshots": (
-        [lambda run: execute_in_database(run, "UPDATE turns SET snapshot = NULL")],
-        "its snapshots are not kept",
-    ),
-    "no turns": (
-        [lambda run: execute_in_database(run, "DELETE FROM turns")],
-        "the episode ended before its first turn",
-    ),
-    "an invalid config": (
-        [lambda run: edit_settings(run, 'name = "bandit"', "name = 3")],
-        "env.name",
-    ),
-}
-
-
 def test_a_run_that_cannot_be_branched_reports_the_reason(
-    bandit_run: Path, branching: Branching, tmp_path: Path
+    own_bandit_run: Path, branching: Branching
 ) -> None:
-    for name, (changes, message) in OBSTACLES.items():
-        run = Path(shutil.copytree(bandit_run, tmp_path / name))
-        for change in changes:
-            change(run)
-        answer = branching.branches(run, 1)
-        assert answer["possible"] is False
-        assert message in answer["reason"] and "\n" not in answer["reason"]
+    edit_settings(own_bandit_run, 'name = "bandit"', "name = 3")
+    for statement, message in (
+        ("SELECT 1", "env.name"),
+        ("UPDATE turns SET snapshot = NULL", "its snapshots are not kept"),
+        ("DELETE FROM turns", "the episode ended before its first turn"),
+    ):
+        with sqlite3.connect(own_bandit_run / DATABASE) as connection:
+            connection.execute(statement)
+        reason = branching.branches(own_bandit_run, 1)["reason"]
+        assert message in reason and "\n" not in reason
         with pytest.raises(RagenError) as error:
-            branching.start(run, REQUEST)
-        assert str(error.value) == answer["reason"]
+            branching.start(own_bandit_run, REQUEST)
+        assert str(error.value) == reason

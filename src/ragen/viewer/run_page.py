@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from ragen.core.metrics import Series
 from ragen.reports.facts import EXACT, SIGNALS, TERMS, rolled_back, seconds_by_phase
 from ragen.settings.saved import run_config
 from ragen.storage.reader import current
-from ragen.viewer.processes import engine_of
 from ragen.viewer.reading import Answer, Question, RunReader, Unreadable, loaded
 from ragen.viewer.run_list import evaluations, read_settings, run_summary, with_parts
 
@@ -24,6 +23,9 @@ COUNTED = {
     "tokens": "progress/tokens",
 }
 """The horizontal axes besides the step, and their metrics."""
+
+ENGINE = "engine"
+"""The kind of the engine's events, and the first part of the names of its metrics."""
 
 
 def about(asked: Question) -> Answer:
@@ -39,12 +41,11 @@ def about(asked: Question) -> Answer:
         steps = run.rows("SELECT DISTINCT attempt, step FROM episodes")
         happened = events(run)
     evaluating = math.fsum(each.get("seconds", 0) for each in evaluated)
-    config = read_settings(folder)
     return summary | {
-        "config": config,
+        "config": read_settings(folder),
         "differences": _differences(folder),
         "events": happened,
-        "engine": engine_of(config, names, happened),
+        "engine": _engine(names, happened),
         "evaluations": with_parts(evaluated),
         "names": names,
         "labels": SIGNALS | {name: name for name in names if name.startswith(TERMS)},
@@ -68,6 +69,29 @@ def events(run: RunReader, after: int = 0) -> list[Answer]:
     columns = "id, attempt, step, time, kind, text, data"
     rows = run.rows(f"SELECT {columns} FROM events WHERE id > ? ORDER BY id", after)
     return [dict(row) | {"data": loaded(row["data"])} for row in rows]
+
+
+def _engine(names: Sequence[str], happened: Sequence[Answer]) -> list[Answer] | None:
+    """The processes of the engine that were lost, each with its state and its last loss.
+
+    `names` are the run's metrics, and `happened` its events. ``None`` if nothing is recorded of the
+    engine, as in a run with one process.
+    """
+    about_engine = [each for each in happened if each["kind"] == ENGINE]
+    if not about_engine and not any(name.startswith(f"{ENGINE}/") for name in names):
+        return None
+    found: dict[str, Answer] = {}
+    for event in about_engine:
+        data = event["data"] if isinstance(event["data"], dict) else {}
+        if data.get("what") == "lost":
+            process = str(data.get("process") or "unknown")
+            losses = found[process]["losses"] + 1 if process in found else 1
+            last = {name: event[name] for name in ("step", "text")}
+            found[process] = {"process": process, "state": "lost", "losses": losses} | last
+        elif data.get("what") == "restored":  # a new engine with new processes
+            for row in found.values():
+                row["state"] = "running"
+    return list(found.values())
 
 
 def _differences(folder: Path) -> list[Answer] | None:

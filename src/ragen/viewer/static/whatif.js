@@ -36,8 +36,7 @@ function Ask({ run, episode, turn, branching, onAsked }) {
   const [problem, setProblem] = useState(null);
   const [sending, setSending] = useState(false);
   const over = turn >= episode.turns.length;
-  const ended = over ? "the episode has ended" : null;
-  const reason = branching && !branching.possible ? branching.reason : ended;
+  const reason = branching?.reason ?? (over ? "the episode has ended" : null);
   const ask = async (event) => {
     event.preventDefault();
     const values = Object.fromEntries(new FormData(event.target));
