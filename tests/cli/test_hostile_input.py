@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import ragen
-from ragen.cli.main import main
+from ragen.cli.command import Parser
+from ragen.cli.main import ABOUT, COMMANDS, main
 from ragen.config.config import Config
 from ragen.config.keys import TABLES, keys
 from ragen.config.reading import dump, read_config, resolve
@@ -101,18 +102,7 @@ NUMBERS = [
 WORDS = [
     *("", " ", "true", "True", "false", "null", "none", "{}", "{a = 1}", "[]", "[[]]", "[1, 2]"),
     *("[" * 2000, "{a=" * 2000, "{a = {b = {}}}", "[" * 500 + "]" * 500, "[" * 30 + "]" * 30),
-    *(
-        "x" * 5000,
-        "x" * 300,
-        "a/" * 2500,
-        "../" * 1000 + "x",
-        "..",
-        ".",
-        "/",
-        "~",
-        "~/x",
-        "~nobody",
-    ),
+    *("x" * 5000, "x" * 300, "a/" * 2500, "../" * 1000 + "x", "..", ".", "~", "~/x", "~nobody"),
     *("/dev/zero", "/dev/null", "/dev/full", "/proc/self/mem", "/etc/passwd", "/", "base", "all"),
     *("a\nb", "a\tb", "a\x1b[31mb", "a\x00b", "\udcff", "a\ud800", "é", "字" * 1000, "\u202eabc"),
     *("1979-05-27", "1979-05-27T07:32:00Z", "07:32:00", '"text"', "'text'", '"""', "'''", "= 1"),
@@ -120,43 +110,25 @@ WORDS = [
     *("bandit", "starpo/ppo", "grpo", "gae", "bandit.toml", "no.py:Env", ":", "::", "a:b", ":b"),
     *("http://", "http://[", "http://a:99999", "vllm", "local", "float32", "stop", "rollback"),
 ]
-VALUES = st.one_of(
-    st.sampled_from(NUMBERS),
-    st.sampled_from(WORDS),
-    st.text(max_size=30),
-    st.floats().map(str),
-    st.integers().map(str),
-)
+MADE = (st.text(max_size=30), st.floats().map(str), st.integers().map(str))
+VALUES = st.one_of(st.sampled_from(NUMBERS), st.sampled_from(WORDS), *MADE)
 ENTRIES = ("env.params.x", "env.params.safe_reward", "env.params.risky_probability")
 ENTRIES += ("env.params.size", "env.params.slip", "reward.terms.length", "reward.terms.x")
 ENTRIES += ("guard.responses.mi_drop", "guard.responses.x", "sources.x", "x", "env", "model", "")
 ENTRIES += ("update", "env.params", "world.turns", "rollout.prompts", ".", "..", "a" * 3000)
 ENTRIES += (".".join("a" * DEEP), "env.params." + ".".join("a" * DEEP), "update.lr.x", "é", "a b")
 NAMES = st.sampled_from([*keys(), *keys(), *ENTRIES])
-OPTIONS = {
-    "train": ["--out"],
-    "eval": [
-        *("--episodes", "--samples", "--seed", "--temperature", "--concurrency", "--timeout"),
-        *("--rpm", "--price-in", "--price-out", "--base-url", "--key-env", "--markdown", "--out"),
-        "--env",
-    ],
-    "compare": ["--suite", "--episodes", "--samples", "--seed", "--temperature", "--env", "--out"],
-    "play": ["--player", "--seed"],
-    "sft": ["--out", "--player", "--keep", "--episodes", "--epochs", "--lr"],
-    "base": ["--out", "--seed", "--steps"],
-    "study": ["--seeds", "--scale", "--out", "--jobs"],
-    "export": ["--out", "--step", "--episodes"],
-    "branch": ["--turn", "--n", "--checkpoint", "--temperature", "--seed"],
-    "view": ["--port", "--episode", "--group", "--export"],
-    "serve": ["--port", "--host", "--sessions", "--tls-cert", "--tls-key"],
-    "envs": ["--episodes"],
-    "resume": [],
-    "report": ["--out"],
-    "check": [],
-    "help": [],
-    "completion": [],
-}
-TAKES_KEYS = ("train", "eval", "compare", "play", "sft", "serve")
+EVERY = COMMANDS | ABOUT
+
+
+def options_of(command: str) -> list[str]:
+    """The options of a command, without its help."""
+    parser = Parser("ragen")
+    EVERY[command].options(parser)
+    return [action.option_strings[0] for action in parser._actions if action.option_strings][1:]
+
+
+OPTIONS = {name: options_of(name) for name in EVERY if name not in ("doctor", "new-world")}
 TARGETS = st.one_of(
     st.sampled_from(["bandit", "sokoban", "frozen-lake", "random", "base", "solver", "human"]),
     st.sampled_from(["bandit", "random", "base"]),
@@ -175,8 +147,8 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     arguments += [draw(TARGETS) for _ in range(few if draw(st.integers(0, 9)) else 0)]
     required = ["--out", "made"] if command in ("sft", "base") and draw(st.booleans()) else []
     for _ in range(draw(st.integers(0, 4))):
-        names = st.sampled_from(OPTIONS[command]) if OPTIONS[command] else st.just("--x")
-        if command in TAKES_KEYS and draw(st.integers(0, 3)):
+        names = st.sampled_from([*OPTIONS[command], "--x"])
+        if EVERY[command].takes_keys and draw(st.integers(0, 3)):
             names = NAMES.map("--{}".format)
         name, value = draw(names), draw(VALUES)
         arguments += [f"{name}={value}"] if draw(st.booleans()) else [name, value]

@@ -30,7 +30,7 @@ def test_closed_or_full_output_and_a_mistake_give_a_code_and_at_most_a_line(tmp_
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout.split() == ["141", "2", "2"]
     full, mistake = done.stderr.splitlines()
-    assert full == "ragen: the disk is full"
+    assert full == "ragen: no space left on device"
     assert mistake.startswith("ragen: unknown recipe 'bandti'; did you mean 'bandit'?")
     assert not list(tmp_path.iterdir())
 

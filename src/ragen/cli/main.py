@@ -34,32 +34,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
             print(end="", flush=True)
             return code
-        except RagenError as error:
-            return _mistake(error)
-        except ExceptionGroup as group:
-            mistakes, bugs = group.split(RagenError)
-            if mistakes is not None and bugs is None:
-                return _mistake(mistakes)
-            return _refused(group)
         except BrokenPipeError:  # as head and less do: no other command complains about it
             drop_output()
             return 128 + signal.SIGPIPE
-        except (MemoryError, OSError, RuntimeError, ImportError) as error:
-            return _refused(error)
+        except (
+            ValueError,
+            ExceptionGroup,
+            MemoryError,
+            OSError,
+            RuntimeError,
+            ImportError,
+        ) as error:
+            return _complaint(error)
         except KeyboardInterrupt as error:
             complain(str(error) or "interrupted")
             return 128 + (received or [signal.SIGINT])[0]
 
 
-def _mistake(error: RagenError | ExceptionGroup[RagenError]) -> int:
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    complain(str(error))
-    return error.exit_code
-
-
-def _refused(error: Exception) -> int:
-    """Report what the machine refused; raise the exception again if it has another cause."""
+def _complaint(error: Exception) -> int:
+    """Report a mistake or what the machine refused; raise any other exception again."""
+    if isinstance(error, ExceptionGroup) and error.split(RagenError)[1] is None:
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+    if isinstance(error, RagenError):
+        complain(str(error))
+        return error.exit_code
     line = refusal(error)
     if line is None:
         raise error

@@ -22,28 +22,24 @@ ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
 MEMORY = "memory ran out; set rollout.slots, update.microbatch_tokens or model.max_length lower"
 THREADS = "no process or thread could be started; raise the limit (ulimit -u)"
 FILES = "too many files are open; raise the limit (ulimit -n)"
+OF_FILES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
+OF_NAMES = (errno.ENAMETOOLONG, errno.ELOOP)
 REFUSALS = {
+    **{number: os.strerror(number).lower() for number in (*OF_FILES, *OF_NAMES)},
     errno.ENOMEM: MEMORY,
     errno.EAGAIN: THREADS,
     errno.EMFILE: FILES,
     errno.ENFILE: FILES,
     errno.EFBIG: "a file became too large; raise the limit (ulimit -f)",
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the disk is read-only",
-    errno.EIO: "the disk does not answer",
-    errno.EACCES: "permission denied",
-    errno.EPERM: "permission denied",
-    errno.ENAMETOOLONG: "a name is too long",
-    errno.ELOOP: "a link leads to itself",
 }
+"""The words for each error number of a refusal."""
 
 PHRASES = {
-    "can't allocate memory": MEMORY,
+    "n't allocate memory": MEMORY,
+    "not allocate memory": MEMORY,
     "out of memory": MEMORY,
     "bad_alloc": MEMORY,
     "bad allocation": MEMORY,
-    "Cannot allocate memory": MEMORY,
     "failed to map segment": MEMORY,
     "error return without exception set": MEMORY,  # of a module in C that was imported
     "can't start new thread": THREADS,
@@ -53,23 +49,14 @@ PHRASES = {
 
 
 def open_streams() -> None:
-    """Make the standard streams safe to write to.
-
-    The number of a closed one would go to the next file that is opened, such as the database.
-    Characters outside of a stream's encoding become escapes.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    """Write characters outside of a standard stream's encoding as escapes."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def drop_output() -> None:
-    """Let standard output take no more, so that Python does not complain about it as it ends."""
+    """Let standard output take no more, so that Python does not complain as it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -109,8 +96,7 @@ def refusal(error: BaseException) -> str | None:
     if isinstance(error, MemoryError):
         return MEMORY
     if isinstance(error, OSError) and error.errno in REFUSALS:
-        place = f" ({error.filename})" if error.filename else ""
-        return REFUSALS[error.errno] + place
+        return REFUSALS[error.errno] + (f" ({error.filename})" if error.filename else "")
     if isinstance(error, RuntimeError | ImportError | OSError | SystemError):
         return next((words for said, words in PHRASES.items() if said in str(error)), None)
     return None

@@ -108,7 +108,14 @@ def load_object(
             longer than `LOAD_S`, or the value is of another kind.
     """
     if reference in _PASSED:
-        return Loaded(_PASSED[reference], _source_of_passed(reference))
+        file = reference.rpartition(":")[0]
+        if file.endswith(".py"):
+            return Loaded(_PASSED[reference], hash_code(Path(file), Path(file).read_bytes()))
+        try:
+            text = inspect.getsource(_PASSED[reference])
+        except (OSError, TypeError):  # Python does not know the text of every object
+            text = ""
+        return Loaded(_PASSED[reference], _hash(text.encode()))
     if reference.startswith("python:"):
         raise RagenError(
             f"{reference} was passed in Python by another process: pass it again with ragen.resume "
@@ -132,52 +139,35 @@ def load_object(
     return Loaded(value, source)
 
 
-def _source_of_passed(reference: str) -> str:
-    """The hash of the file, or of the text, or of nothing where Python does not know the text."""
-    file = reference.rpartition(":")[0]
-    if file.endswith(".py"):
-        return hash_code(Path(file), Path(file).read_bytes())
-    try:
-        return _hash(inspect.getsource(_PASSED[reference]).encode())
-    except (OSError, TypeError):
-        return _hash(b"")
-
-
 def _load_module(where: str) -> tuple[ModuleType, str]:
     """A file or module by its path or dotted name, and the hash of its bytes."""
+    path = Path(where)
+    is_path = where.endswith(".py")
+    if is_path and not path.is_file():
+        folder = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise RagenError(f"no file {path}{folder}; your own is named path/to/file.py:name")
     try:
         with boundary("being loaded", LOAD_S):
-            if where.endswith(".py"):
-                path = Path(where)
-                if not path.is_file():
-                    folder = "" if path.is_absolute() else f" in {Path.cwd()}"
-                    raise RagenError(
-                        f"no file {path}{folder}; your own is named path/to/file.py:name"
-                    )
+            if is_path:
                 content = path.read_bytes()
                 module = _load_file(path, content)
-                return module, hash_code(path, content)
-            module = importlib.import_module(where)
-            file = Path(module.__file__ or "")
-            if not file.is_file():
-                return module, _hash(b"")
-            return module, hash_code(file, file.read_bytes())
+            else:
+                module = importlib.import_module(where)
+                path = Path(module.__file__ or "")
+                content = path.read_bytes() if path.is_file() else b""
     except UserCodeError as failure:
         cause = failure.__cause__
         if isinstance(cause, RagenError):
             raise cause from None
-        line = _failing_line(cause, where) if cause else ""
+        file = str(path) if is_path else f"{where.replace('.', '/')}.py"
+        trace = cause.__traceback__ if cause else None
+        places = [(f.filename, f.lineno) for f in extract_tb(trace)]
+        if isinstance(cause, SyntaxError):
+            places.append((cause.filename or "", cause.lineno))
+        lines = [number for name, number in places if name.endswith(file)]
+        line = f" (line {lines[-1]})" if lines else ""
         raise RagenError(f"{where} cannot be loaded: {failure.reason}{line}") from failure
-
-
-def _failing_line(error: BaseException, where: str) -> str:
-    """The line of the user's file at which it failed, as ``(line 3)``, if there is one."""
-    file = where if where.endswith(".py") else f"{where.replace('.', '/')}.py"
-    lines = [(frame.filename, frame.lineno) for frame in extract_tb(error.__traceback__)]
-    if isinstance(error, SyntaxError):
-        lines.append((error.filename or "", error.lineno))
-    own = [line for name, line in lines if Path(name).as_posix().endswith(Path(file).as_posix())]
-    return f" (line {own[-1]})" if own else ""
+    return module, hash_code(path, content)
 
 
 def _load_file(path: Path, content: bytes) -> ModuleType:
@@ -226,25 +216,20 @@ def _imported(file: Path, content: bytes) -> set[Path]:
         nodes = list(ast.walk(ast.parse(content)))
     except (SyntaxError, ValueError, RecursionError):  # a module that is never imported
         return set()
-    found = set()
+    found = set[Path]()
     for node in nodes:
+        level, names = 0, list[str]()
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
+            level, module = node.level, node.module or ""
             names = [module, *(f"{module}.{alias.name}".strip(".") for alias in node.names)]
-        else:
-            continue
-        level = getattr(node, "level", 0)
-        folder = file.parents[min(level - 1, len(file.parents) - 1)] if level else file.parent
+        folder = file.parents[min(max(level, 1), len(file.parents)) - 1]
         for name in filter(None, names):
             stem = folder / name.replace(".", "/")
-            loaded = None if level else getattr(sys.modules.get(name), "__file__", None)
-            places = [
-                stem.with_suffix(".py"),
-                stem / "__init__.py",
-                *([Path(loaded)] if loaded else []),
-            ]
+            places = [stem.with_suffix(".py"), stem / "__init__.py"]
+            if not level and (loaded := getattr(sys.modules.get(name), "__file__", None)):
+                places.append(Path(loaded))
             found |= {place.resolve() for place in places if place.is_file()}
     return {each for each in found if each.suffix == ".py" and not _is_installed(each)}
 

@@ -143,27 +143,22 @@ def _first_and_last(run: _Evaluated) -> Iterator[Answer]:
 
 
 def _two_runs(run: _Evaluated, other: _Evaluated) -> Iterator[Answer]:
-    compared = set()
-    for found in _two_runs_paired(run, other):
-        compared.add((found["env"], found["how"]))
-        yield found
     keys = sorted(run.task.keys() | other.task.keys(), key=lambda key: (key != "env.name", key))
     differing = next((key for key in keys if run.task.get(key) != other.task.get(key)), None)
-    why = "no levels that both played are recorded"
-    if differing is not None:
-        why = f"the tasks differ in {differing}"
+    why, played = f"the tasks differ in {differing}", set[tuple[str, str]]()
+    if differing is None:
+        why = "no levels that both played are recorded"
+        played = run.recorded.keys() & other.recorded.keys()
+    compared = set()
+    for phase, env in played:
+        how = run.how(phase)
+        if how == other.how(phase):
+            last, others = (each.recorded[phase, env][-1] for each in (run, other))
+            for found in _paired(last, others, how, "last evaluation of each"):
+                compared.add((env, how))
+                yield found
     for key in run.rates.keys() & other.rates.keys() - compared:
         yield _unpaired(run.rates[key], other.rates[key], why)
-
-
-def _two_runs_paired(run: _Evaluated, other: _Evaluated) -> Iterator[Answer]:
-    if run.task != other.task:
-        return
-    for key in run.recorded.keys() & other.recorded.keys():
-        how = run.how(key[0])
-        if how == other.how(key[0]):
-            last, others = run.recorded[key][-1], other.recorded[key][-1]
-            yield from _paired(last, others, how, "last evaluation of each")
 
 
 def _paired(one: EpisodeSet, other: EpisodeSet, how: str, note: str) -> Iterator[Answer]:

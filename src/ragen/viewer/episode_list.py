@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ragen.reports.facts import ALARM
 from ragen.viewer.reading import Answer, Question, RunReader, Unanswered
-from ragen.viewer.search import HITS, found_among, found_by, match_of, snippet
+from ragen.viewer.search import HITS, match_of, snippet
 
 SORTS = {
     "step": "step",
@@ -29,10 +29,6 @@ SORTS = {
 
 MOST, USUAL = 200, 50
 """Episodes on a page: at most, and by default."""
-
-FOLLOWING = 500
-"""Rows that are filtered first for a page of a search with many hits; filtering more of them takes
-as long as going through all hits."""
 
 COLUMNS = (
     *("id", "attempt", "step", "phase", "group", "member", "kept", "group_score", "env"),
@@ -108,14 +104,12 @@ def episodes(asked: Question) -> Answer:
     limit = min(MOST, max(1, asked.whole_number("limit", USUAL)))
     start = _position(asked.query["cursor"]) if asked.query.get("cursor") else None
     wanted, words = selection_of(asked), match_of(asked.query.get("q", ""))
+    if words is not None:
+        wanted = wanted.also(f"id IN (SELECT {HITS})", words)
     with asked.reading() as run:
-        hits = None if words is None else found_by(run, words)
-        if words is not None and hits is None:
-            page, total = _page_of_many(run, wanted, words, start, limit + 1), None
-        else:
-            if hits is not None:
-                wanted = wanted.also("id IN (SELECT value FROM json_each(?))", json.dumps(hits))
-            page = wanted.page(run, start, limit + 1)
+        page = wanted.page(run, start, limit + 1)
+        total = len(page) if start is None and len(page) <= limit else None
+        if words is None:  # counting the episodes of a search takes as long as the search
             total = run.value(f"SELECT count(*) {wanted.source}", *wanted.values)
         rows = _rows_of(run, [position.id for position in page[:limit]])
         for row in rows:
@@ -139,22 +133,6 @@ def selection_of(asked: Question) -> Selection:
         alarms = "(attempt, step) IN (SELECT attempt, step FROM events WHERE kind = ?)"
         found = found.also(alarms, ALARM)
     return found
-
-
-def _page_of_many(
-    run: RunReader, wanted: Selection, words: str, start: RowPosition | None, count: int
-) -> list[RowPosition]:
-    """A page for a search with many hits: those among the next rows.
-
-    Going through all hits takes too long. Usually the next rows contain enough of them. They do not
-    if the filters exclude most hits; only then are all hits used.
-    """
-    following = wanted.page(run, start, FOLLOWING)
-    found = found_among(run, words, [position.id for position in following])
-    page = [position for position in following if position.id in found]
-    if len(page) < count and len(following) == FOLLOWING:
-        return wanted.also(f"id IN (SELECT {HITS})", words).page(run, start, count)
-    return page[:count]
 
 
 def _position(cursor: str) -> RowPosition:

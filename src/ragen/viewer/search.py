@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
 
 from ragen.storage.schema import TURNS_AN_EPISODE
 from ragen.viewer.reading import RunReader
-
-COMMON = 5000
-"""A search with this many hits or more does not count them."""
 
 HITS = f"rowid / {TURNS_AN_EPISODE} FROM thoughts_fts WHERE thoughts_fts MATCH ?"
 """The episode of each turn that matches, as the rest of a SELECT."""
@@ -33,23 +28,6 @@ def match_of(text: str) -> str | None:
         return None
     goes_on = len(parts[-1]) >= PREFIX and clean[-1] not in ' "'
     return " ".join(f'"{part}"' for part in parts) + ("*" if goes_on else "")
-
-
-def found_by(run: RunReader, words: str) -> list[int] | None:
-    """The episodes that match; ``None`` if they are too many to be listed."""
-    found = [number for (number,) in run.rows(f"SELECT DISTINCT {HITS} LIMIT ?", words, COMMON)]
-    return found if len(found) < COMMON else None
-
-
-def found_among(run: RunReader, words: str, episodes: Sequence[int]) -> set[int]:
-    """Which of the given episodes match; the closer their ids, the faster."""
-    first, last = min(episodes, default=0), max(episodes, default=0)
-    hits = run.rows(
-        f"SELECT DISTINCT {HITS} AND rowid BETWEEN ? AND ?"
-        f" AND rowid / {TURNS_AN_EPISODE} IN (SELECT value FROM json_each(?))",
-        *(words, first * TURNS_AN_EPISODE, (last + 1) * TURNS_AN_EPISODE - 1, json.dumps(episodes)),
-    )
-    return {number for (number,) in hits}
 
 
 def snippet(run: RunReader, episode: int, words: str | None) -> str | None:

@@ -6,7 +6,6 @@ Runs are private. Beyond this machine, the printed address holds the token, and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from urllib.parse import urlencode
 
 from starlette.requests import HTTPConnection
@@ -21,14 +20,12 @@ POLICY = (
     "frame-ancestors 'none'"
 )
 
-HEADERS: Mapping[str, str] = MappingProxyType(
-    {
-        "content-security-policy": POLICY,
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cross-origin-resource-policy": "same-origin",
-    }
-)
+HEADERS: Mapping[str, str] = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
 """The headers of every answer, errors included."""
 
 

@@ -10,7 +10,6 @@ import secrets
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -41,23 +40,21 @@ from ragen.viewer.live import Live
 from ragen.viewer.reading import Answer, Question, Runs, Unanswered
 from ragen.viewer.security import PageAccess
 
-ROUTES: Mapping[str, Callable[[Question], Answer]] = MappingProxyType(
-    {
-        "/api/runs": run_list.runs,
-        "/api/run": run_page.about,
-        "/api/metrics": run_page.metrics,
-        "/api/episodes": episode_list.episodes,
-        "/api/episode": episode_page.episode,
-        "/api/group": episode_page.group,
-        "/api/tokens": episode_page.tokens,
-        "/api/compare": comparison.compare,
-        "/api/levels": comparison.levels,
-        "/api/level": comparison.level,
-        "/api/phrases": phrases.phrases,
-        "/api/collapse": collapse.collapse,
-        "/api/matrix": collapse.matrix,
-    }
-)
+ROUTES: Mapping[str, Callable[[Question], Answer]] = {
+    "/api/runs": run_list.runs,
+    "/api/run": run_page.about,
+    "/api/metrics": run_page.metrics,
+    "/api/episodes": episode_list.episodes,
+    "/api/episode": episode_page.episode,
+    "/api/group": episode_page.group,
+    "/api/tokens": episode_page.tokens,
+    "/api/compare": comparison.compare,
+    "/api/levels": comparison.levels,
+    "/api/level": comparison.level,
+    "/api/phrases": phrases.phrases,
+    "/api/collapse": collapse.collapse,
+    "/api/matrix": collapse.matrix,
+}
 """The paths of the API, and the functions that answer them."""
 
 STATIC = Path(__file__).parent / "static"
