@@ -23,7 +23,7 @@ from os.path import commonprefix
 from typing import Any, Literal
 
 from ragen.chat.control_tokens import ControlTokens, ids_after
-from ragen.chat.template import THOUGHT, Ids, Template, Tokenizer, find_bridge, folded
+from ragen.chat.template import Ids, Template, Tokenizer, extends_exactly, find_bridge, folded
 from ragen.chat.tool_calls import ToolForm, ToolParser
 from ragen.chat.tool_template import call_message, find_form, find_tool_bridge
 from ragen.core.errors import RagenError
@@ -34,14 +34,6 @@ from ragen.envs.tools import Call, read_call, write_call
 NO_THOUGHTS_IN_HISTORY = (
     "the thoughts of earlier turns are left out of the prompts "
     '(prompt.history_thoughts = "drop"), so each turn becomes a separate training sample'
-)
-THOUGHTS_STAY = (
-    "this chat template drops the thoughts of earlier turns; here they stay as they were sampled "
-    '(prompt.history_thoughts = "keep"), so an episode is one sample'
-)
-TOOLS_STAY = (
-    "this chat template moves the tools into the last user message; here they stay in the first "
-    "one, so an episode is one sample"
 )
 NOT_EXACT = (
     "this chat template does not keep earlier turns as they were sampled, so each turn becomes a "
@@ -95,13 +87,13 @@ class Chat:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._cached_ids = lru_cache(maxsize=1024)(self._ids)
         self._pieces: dict[int, str] = {}
-        self._template = plain = Template(tokenizer, think)
-        self.opening = self._template.opening
-        start = self._template.start
+        plain = Template(tokenizer, think)
+        start, closing = plain.start, plain.closing()
+        self.opening = plain.opening
         self._prefill_ids = lru_cache(lambda text: ids_after(self.encode, start, text))
         before = start.removesuffix(self.opening)
         self._num_opening = len(ids_after(self.encode, before, self.opening))
-        self._end = self._special_token(self._template.closing())
+        self._end = self._special_token(closing)
         ends = (self._end, tokenizer.eos_token_id)
         self.end_ids = frozenset(token for token in ends if token is not None)
         if not self.end_ids:
@@ -109,68 +101,43 @@ class Chat:
                 "no token ends a turn: the chat template writes no special token after a reply, "
                 "and the tokenizer has no eos_token; set tokenizer.eos_token"
             )
-        source = f"{tokenizer.chat_template}{start}{self._template.closing()}"
-        self._controls = ControlTokens(tokenizer, self.encode, source, self.end_ids)
-        self._in_replies = self._controls
+        written = f"{tokenizer.chat_template}{start}{closing}"
+        controls = ControlTokens(tokenizer, self.encode, written, self.end_ids)
+        self._controls = self._in_replies = controls
+        # Episodes of a group have the same start, and small environments repeat observations.
+        self._rendering_ids = lru_cache(maxsize=1024)(controls.encode_rendering)
+        self._template = plain
+        if tools:
+            offered = [_marked_texts(each, controls.mark) for each in tools]
+            self._template = Template(tokenizer, think, offered)
+        drops_thoughts = think and history_thoughts == "drop"
+        bridge = None if drops_thoughts else find_bridge(self._template, plain, self.encode)
+        self.fold = self._template.fold or (bridge is not None and bridge.fold)
         self.calls: ToolForm | None = None
         if tools:
-            self._template = Template(
-                tokenizer, think, [_marked_texts(each, self._controls.mark) for each in tools]
-            )
-        # Episodes of a group have the same start, and small environments repeat observations.
-        self._rendering_ids = lru_cache(maxsize=1024)(self._controls.encode_rendering)
-        drops_thoughts = think and history_thoughts == "drop"
-        thought = f"{self.opening or '<think>'}{THOUGHT}" if think or self.opening else ""
-        self._find_bridge(plain, thought, drops_thoughts)
-        if tools:
             name = tools[0]["function"]["name"]
-            call = self._find_calls(plain, name, tool_parser).write([write_call(name)])
-            allowed = self._controls.in_text(call) - self.end_ids
-            controls = ControlTokens(tokenizer, self.encode, source, self.end_ids, allowed)
-            self._in_replies = controls
+            end = self.text_of(self.end)
+            around = find_tool_bridge(self._template, plain, end, name, self.fold)
+            self.calls = find_form(around, tool_parser)
+            if bridge and not extends_exactly(
+                self._template, self.fold, self.encode, around.exchanges
+            ):
+                bridge = None
+            allowed = controls.in_text(self.calls.write([write_call(name)])) - self.end_ids
+            self._in_replies = ControlTokens(tokenizer, self.encode, written, self.end_ids, allowed)
+            self._takes_several_calls = around.several
+            self._tool_bridge = lru_cache(maxsize=1024)(
+                lambda results: around.text([self._marked(dict(each)) for each in results])
+            )
         self.control_ids = self._in_replies.ids
-
-    def _find_bridge(self, plain: Template, thought: str, drops_thoughts: bool) -> None:
-        """Set `exact`, `fold` and `warning`, and the bridge if there is one.
-
-        `plain` is the template without tools.
-        """
-        template, bridge = self._template, None
-        self.warning: str | None = None
-        tries: list[tuple[Template, str, str | None]] = [(template, thought, None)]
-        if thought:
-            tries.append((template, "", THOUGHTS_STAY))
-        if template is not plain:
-            tries += [(plain, thought, TOOLS_STAY), (plain, "", TOOLS_STAY)]
-        if drops_thoughts:
-            tries, self.warning = [], NO_THOUGHTS_IN_HISTORY
-        for each, replies, self.warning in tries:
-            bridge = find_bridge(each, self.encode, replies)
-            if bridge is not None:
-                break
-        else:
-            self.warning = self.warning if drops_thoughts else NOT_EXACT
         self.exact = bridge is not None
-        # Whether bridges put a conversation together, since the template would drop or move parts.
-        self._splices = self.exact and (self.warning is not None or template is not plain)
-        self.fold = template.fold or (bridge is not None and bridge.fold)
+        self.warning: str | None = NO_THOUGHTS_IN_HISTORY if drops_thoughts else NOT_EXACT
+        # Bridges put a conversation together where the template would drop or move parts.
+        self._splices = False
         if bridge is not None:
-            text, mark = bridge.text, self._controls.mark
-            self._bridge = lru_cache(maxsize=1024)(lambda content: text(mark(content)))
-
-    def _find_calls(self, plain: Template, name: str, parser: ToolParser | None) -> ToolForm:
-        """Set `calls` and the bridge around their results; `name` is one of the tools."""
-        bridge = find_tool_bridge(self._template, plain, self.text_of(self.end), name, self.fold)
-        self.calls, self.fold = find_form(bridge, parser), bridge.fold
-        self._takes_several_calls = bridge.several
-        if self.exact and not bridge.holds(self.encode):
-            self.exact, self._splices, self.warning = False, False, NOT_EXACT
-
-        def between(results: tuple[tuple[tuple[str, str], ...], ...]) -> str:
-            return bridge.text([self._marked(dict(result)) for result in results])
-
-        self._tool_bridge = lru_cache(maxsize=1024)(between)
-        return self.calls
+            self.warning, text = bridge.warning, bridge.text
+            self._splices = bridge.warning is not None or bool(tools)
+            self._bridge = lru_cache(maxsize=1024)(lambda content: text(controls.mark(content)))
 
     @property
     def end(self) -> int:

@@ -6,9 +6,10 @@ found by differencing two renderings, and verified on trial conversations, in te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from itertools import product
 from typing import Any, Protocol
 
 from ragen.core.errors import RagenError
@@ -23,6 +24,15 @@ DAY = date(2025, 1, 1)
 SYSTEM, USER, LAST_USER = "Qsystemq", "Quserq", "Qlastuserq"
 ANSWERS = ("<answer>Qupq</answer>", "<answer>Qdownq</answer>")
 THOUGHT = "Qthoughtq</think>"
+THOUGHTS_STAY = (
+    "this chat template drops the thoughts of earlier turns; here they stay as they were sampled "
+    '(prompt.history_thoughts = "keep"), so an episode is one sample'
+)
+TOOLS_STAY = (
+    "this chat template moves the tools into the last user message; here they stay in the first "
+    "one, so an episode is one sample"
+)
+
 LONG = 20
 """Turns of the longest trial conversation."""
 CONTENTS = ("Qa b\nc", " Q\n", "\n\nQ {{ x }} {% y %} ", "<b>&amp;</b> 'q' \"r\" é🙂")
@@ -51,10 +61,10 @@ class Tokenizer(Protocol):
 class Template:
     """A chat template, tried out on short conversations.
 
-    Some templates take the option `think`: whether replies have thoughts. `tools` are the tools
-    that every rendering offers.
+    Every rendering offers the `tools`.
 
     Attributes:
+        think: Replies have thoughts; some templates take this as an option.
         fold: The template has no system role.
         start: The rendering of a single user message (`USER`).
         written: The start of a thought, or an empty thought, at the end of the generation prompt.
@@ -69,7 +79,7 @@ class Template:
                 "this tokenizer has no chat template: choose an instruction-tuned model, or set "
                 "tokenizer.chat_template and save the tokenizer beside the weights"
             )
-        self._tokenizer, self._think = tokenizer, think
+        self._tokenizer, self.think = tokenizer, think
         self._tools = {"tools": list(tools)} if tools else {}
         self.fold = self._lacks_system_role()
         self.start = self.render(conversation(USER))
@@ -95,7 +105,7 @@ class Template:
                     [dict(message) for message in messages],
                     tokenize=False,
                     add_generation_prompt=True,
-                    enable_thinking=self._think,
+                    enable_thinking=self.think,
                     strftime_now=DAY.strftime,
                     **self._tools,
                 )
@@ -163,6 +173,36 @@ def _template_errors() -> tuple[type[Exception], ...]:
     return TemplateError, *about_values, MemoryError, RecursionError
 
 
+Exchange = tuple[Sequence[Mapping[str, Any]], str, str]
+"""The messages from a reply to the one that the next reply answers, the reply's text in a
+rendering, and the bridge after it."""
+
+
+def extends_exactly(
+    template: Template,
+    fold: bool,
+    encode: Callable[[str], Ids],
+    exchanges: Callable[[str], Iterable[Exchange]],
+) -> bool:
+    """True if extending equals rendering, in text and in tokens, over trial conversations.
+
+    `exchanges` gives the exchanges of the conversation that begins with this content.
+    """
+    system = {"role": "system", "content": SYSTEM}
+    heads: tuple[tuple[Message, ...], ...] = ((), (system,))
+    for head, content in product(heads, CONTENTS):
+        messages: list[Mapping[str, Any]] = [*head, *conversation(content)]
+        text = template.render(folded(messages) if fold else messages)
+        for more, reply, bridge in exchanges(content):
+            messages += more
+            text = text.removesuffix(template.written) + reply
+            whole = template.render(folded(messages) if fold else messages)
+            if whole != text + bridge or encode(whole) != encode(text) + encode(bridge):
+                return False
+            text = whole
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Bridge:
     """The bridges of a template between replies of one kind: with thoughts, or without.
@@ -170,14 +210,15 @@ class Bridge:
     `replies` are two trial replies of that kind. `block` is the empty thought, or its start, that
     the template writes before a reply in the history. `lead` is the rendering of a user message and
     the first reply, after which the bridge comes. With `fold` the system text must be part of the
-    first user message.
+    first user message. `warning` says what is kept that the template would drop or move.
     """
 
     template: Template
     replies: tuple[str, str]
     block: str
     lead: str
-    fold: bool = False
+    fold: bool
+    warning: str | None
 
     def text(self, content: str) -> str:
         """The bridge around one user message.
@@ -189,37 +230,38 @@ class Bridge:
         assert text.startswith(self.lead)
         return text[len(self.lead) :]
 
-    def holds(self, encode: Callable[[str], Ids]) -> bool:
-        """True if extending equals rendering, in text and in tokens, over three turns."""
-        system = {"role": "system", "content": SYSTEM}
-        heads: tuple[tuple[Message, ...], ...] = ((), (system,))
-        return all(self._holds(encode, head, content) for head in heads for content in CONTENTS)
-
-    def _holds(self, encode: Callable[[str], Ids], head: tuple[Message, ...], content: str) -> bool:
-        def render(*contents: str) -> str:
-            messages = (*head, *conversation(*contents))
-            return self.template.render(folded(messages) if self.fold else messages)
-
-        contents = [content]
-        text = render(*contents)
+    def exchanges(self, content: str) -> Iterator[Exchange]:
+        """The exchanges of a trial conversation (`extends_exactly`)."""
         for reply, user in zip(self.replies, (content, LAST_USER), strict=True):
-            contents += [reply, user]
-            whole = render(*contents)
-            text = text.removesuffix(self.template.written) + self.block
-            text += reply.removeprefix(self.template.opening)
-            bridge = self.text(user)
-            if whole != text + bridge or encode(whole) != encode(text) + encode(bridge):
-                return False
-            text = whole
-        return True
+            written = self.block + reply.removeprefix(self.template.opening)
+            yield conversation(USER, reply, user)[1:], written, self.text(user)
 
 
-def find_bridge(template: Template, encode: Callable[[str], Ids], thought: str) -> Bridge | None:
-    """The bridge between replies with a thought, or without one; ``None`` if there is no bridge.
+def find_bridge(template: Template, plain: Template, encode: Callable[[str], Ids]) -> Bridge | None:
+    """The bridge between replies as they are sampled; ``None`` if there is no bridge.
+
+    `plain` is the template without tools. Where `template` drops the thoughts of earlier turns, the
+    bridge is the text between replies without thoughts; where it moves the tools, the text of
+    `plain`.
+    """
+    has_thought = plain.think or plain.opening
+    thought = f"{plain.opening or '<think>'}{THOUGHT}" if has_thought else ""
+    tries: list[tuple[Template, str, str | None]] = [(template, thought, None)]
+    if thought:
+        tries.append((template, "", THOUGHTS_STAY))
+    if template is not plain:
+        tries += [(plain, thought, TOOLS_STAY), (plain, "", TOOLS_STAY)]
+    found = (_bridge_between(encode, *each) for each in tries)
+    return next((bridge for bridge in found if bridge is not None), None)
+
+
+def _bridge_between(
+    encode: Callable[[str], Ids], template: Template, thought: str, warning: str | None
+) -> Bridge | None:
+    """The bridge between replies with this thought, tags included, or with none.
 
     Some templates write an empty thought, or its start, where the next reply begins and not in the
-    history, or the other way round. The bridge takes account of both. `thought` is the thought of
-    the trial replies with its tags, or nothing.
+    history, or the other way round. The bridge takes account of both.
     """
     first, second = (thought + answer for answer in ANSWERS)
     head = template.start.removesuffix(template.written)
@@ -231,7 +273,7 @@ def find_bridge(template: Template, encode: Callable[[str], Ids], thought: str) 
     if not text.startswith(lead):
         return None
     for fold in (True,) if template.fold else (False, True):
-        bridge = Bridge(template, (first, second), block, lead, fold)
-        if bridge.holds(encode):
+        bridge = Bridge(template, (first, second), block, lead, fold, warning)
+        if extends_exactly(template, fold, encode, bridge.exchanges):
             return bridge
     return None

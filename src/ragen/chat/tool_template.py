@@ -8,19 +8,16 @@ between a reply with calls and the next reply, which holds the results (a bridge
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ragen.chat.template import (
-    CONTENTS,
     LAST_USER,
-    SYSTEM,
     USER,
-    Ids,
+    Exchange,
     Template,
     conversation,
-    folded,
     is_empty_thought,
 )
 from ragen.chat.tool_calls import TOOL_PARSERS, ToolForm, ToolParser
@@ -70,30 +67,12 @@ class ToolBridge:
         texts = (self._parts(call_message(*part), _results(part[1], "Qq"))[0] for part in parts)
         return "; ".join(_without_empty_thought(text) for text in texts)
 
-    def holds(self, encode: Callable[[str], Ids]) -> bool:
-        """True if extending equals rendering, in text and in tokens, over two replies."""
-        system = {"role": "system", "content": SYSTEM}
-        heads: tuple[tuple[Message, ...], ...] = ((), (system,))
-        return all(self._holds(encode, head, each) for head in heads for each in CONTENTS)
-
-    def _holds(self, encode: Callable[[str], Ids], head: tuple[Message, ...], content: str) -> bool:
-        messages: list[Mapping[str, Any]] = [*head, *conversation(USER)]
-
-        def render() -> str:
-            return self.template.render(folded(messages) if self.fold else messages)
-
-        text = render()
+    def exchanges(self, content: str) -> Iterator[Exchange]:
+        """The exchanges of a trial conversation (`extends_exactly`)."""
         for number, shown in enumerate((content, LAST_USER)):
             results = _results([f"call{number:05d}"], shown)
             call = self._trial(results)
-            messages += [call, *results]
-            reply, bridge = self._parts(call, results)
-            text = text.removesuffix(self.template.written) + reply
-            whole = render()
-            if whole != text + bridge or encode(whole) != encode(text) + encode(bridge):
-                return False
-            text = whole
-        return True
+            yield [call, *results], *self._parts(call, results)
 
     def _trial(self, results: Sequence[Message]) -> dict[str, Any]:
         ids = [each["tool_call_id"] for each in results][: None if self.several else 1]
@@ -117,7 +96,7 @@ def find_tool_bridge(
 ) -> ToolBridge:
     """The tool bridge of a template that offers tools, `name` among them; `plain` offers none.
 
-    The caller must still check that it holds (`ToolBridge.holds`).
+    The caller must still check that the template `extends_exactly`.
     """
     if template.start == plain.start:
         raise RagenError(
