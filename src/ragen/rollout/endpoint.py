@@ -20,36 +20,24 @@ import re
 import ssl
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 import httpx
 
-from ragen.chat.actions import TAGS
 from ragen.core.errors import RagenError, printable
 from ragen.core.seeding import derive
-from ragen.core.types import Completion, FinishReason, Prompt, Usage
+from ragen.core.types import Completion, Prompt
 from ragen.envs.contract import Schema
-from ragen.rollout.endpoint_tools import for_server, with_calls
+from ragen.rollout.endpoint_format import WrongAnswer, error_message, for_server, read_reply
 from ragen.rollout.policies import NoCompletion
 
 KEY_ENV = "OPENAI_API_KEY"
 """Default environment variable of the key."""
 CONNECT_S = 4.5
 """Time limit for opening a connection."""
-SOON_S = 4.0
-"""Seconds for which a request is repeated if that rarely helps: the server cannot be reached (it
-may be restarting), or what it sends is not a completion."""
-TRIES = 8
-"""Number of attempts for one completion."""
-GIVE_UP_S = 900.0
-"""Time limit for all attempts at one completion, waits included."""
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
-"""The wait before the second attempt, doubled before each further one, and its limit."""
-MAX_LOST = 16
-"""Consecutive lost completions after which the server counts as gone."""
 TEMPORARY = (408, 409, 425, 429)
 """Status codes below 500 after which the same request may succeed later."""
 MAX_BODY = 2**22
@@ -58,12 +46,44 @@ MAX_ERROR = 2**16
 """Maximum number of bytes that are read of an error's body."""
 MAX_SHOWN = 300
 """Maximum number of characters that are shown of a server's error message."""
-MAX_TOKENS = 2**31
-"""Token counts of a server are ignored if they are this large or larger."""
-MIN_KEY = 8
-"""Minimum length of a secret key; shorter keys are dummies for local servers."""
 SECRET = re.compile(r"[^@]*//[^/]*@|[^/]*@|.*[?#]", re.DOTALL)
 """An address with a password, a query or a fragment, which may be a secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How often and for how long a failed request is repeated.
+
+    Attributes:
+        tries: Maximum number of attempts for one completion.
+        long_s: Time limit for all attempts at one completion, waits included.
+        short_s: This limit where repeating rarely helps: the server cannot be reached (it may be
+            restarting), or its answer is not a completion.
+        first_wait_s, longest_wait_s: The wait before the second attempt, doubled before each
+            further one, and its limit.
+        max_lost: Consecutive lost completions after which the server counts as gone.
+    """
+
+    tries: int = 8
+    long_s: float = 900.0
+    short_s: float = 4.0
+    first_wait_s: float = 0.5
+    longest_wait_s: float = 60.0
+    max_lost: int = 16
+
+    def wait_s(self, number: int, chance: float) -> float:
+        """Seconds to wait after an attempt, counted from 0: exponential backoff with equal jitter.
+
+        min(longest, first · 2^number) · (½ + ½ · chance), where the chance from 0 to 1 spreads
+        requests that failed together (Brooker, AWS Architecture Blog, 2015).
+        """
+        return min(self.longest_wait_s, math.ldexp(self.first_wait_s, number)) * (
+            0.5 + 0.5 * chance
+        )
+
+
+RETRY = Retry()
+"""The rule for every endpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +127,12 @@ class Server:
         """The address of requests."""
         return f"{self.base_url.rstrip('/')}/chat/completions"
 
-    def hide(self, text: str) -> str:
-        """The text without the key, in case the server repeats it."""
-        return text.replace(self.key, "***") if len(self.key) >= MIN_KEY else text
-
     def shown(self, text: str) -> str:
         """A message from outside for one line of RAGEN's: escaped, cut, and without the key."""
-        words = printable(self.hide(" ".join(text.split())))
+        words = " ".join(text.split())
+        if len(self.key) >= 8:  # shorter ones are dummies for local servers
+            words = words.replace(self.key, "***")
+        words = printable(words)
         return words[: MAX_SHOWN - 1] + "…" if len(words) > MAX_SHOWN else words
 
 
@@ -168,6 +187,7 @@ class ChatEndpoint:
                 timeout=httpx.Timeout(None, connect=CONNECT_S),
                 limits=httpx.Limits(max_connections=None),
                 cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
+                verify=_certificates(),
             )
         except (OSError, ValueError, ImportError, httpx.InvalidURL) as error:
             raise RagenError(
@@ -191,28 +211,32 @@ class ChatEndpoint:
             NoCompletion: This one completion failed.
         """
         chance = random.Random(derive(prompt.seed, "wait"))
-        begun, failure = time.monotonic(), _RequestFailed("it was not asked")
-        for number in range(TRIES):
+        begun, number = time.monotonic(), 0
+        while True:
             try:
                 completion = await self._ask(prompt)
+            except _RequestFailed as failure:
+                wait_s = max(failure.after_s, RETRY.wait_s(number, chance.random()))
+                number += 1
+                elapsed_s = time.monotonic() - begun
+                if number == RETRY.tries or elapsed_s + wait_s > failure.repeat_s:
+                    raise self._given_up(failure) from None
+                await asyncio.sleep(wait_s)
+            else:
                 self._answered, self._lost = True, 0
                 return completion
-            except _RequestFailed as error:
-                failure = error
-            wait = max(failure.after_s, backoff(number, chance.random()))
-            if number + 1 == TRIES or time.monotonic() + wait - begun > failure.repeat_s:
-                break
-            await asyncio.sleep(wait)
+
+    def _given_up(self, failure: _RequestFailed) -> RagenError | NoCompletion:
+        """The error of a request that is not repeated again."""
         self._lost += 1
-        url, reason = self._server.url, self._server.shown(str(failure))
+        url, reason = self._server.url, self._server.shown(failure.reason)
         if not self._answered:
-            said = "gave no completion" if failure.remedy else "answered no request"
-            raise RagenError(f"{url} {said}: {reason}; {failure.remedy or 'is it running?'}")
-        if self._lost >= MAX_LOST or failure.is_gone:
-            raise RagenError(
+            return RagenError(f"{url} gave no completion: {reason}; {failure.remedy}")
+        if self._lost >= RETRY.max_lost or failure.is_gone:
+            return RagenError(
                 f"{url} no longer answers: {reason}; what was played is kept: continue once it does"
             )
-        raise NoCompletion(f"{url} gave no completion: {reason}")
+        return NoCompletion(f"{url} gave no completion: {reason}")
 
     async def _ask(self, prompt: Prompt) -> Completion:
         sent = self._body(prompt)
@@ -224,49 +248,53 @@ class ChatEndpoint:
                 self._client.stream("POST", self._server.url, content=text) as response,
             ):
                 body = await _body_of(response)
+            if response.status_code == 200:
+                return read_reply(body, self._think, bool(self._tools))
         except TimeoutError:
-            raise _RequestFailed(f"no answer in {self._server.timeout_s:g} s") from None
+            raise _RequestFailed(
+                f"no answer in {self._server.timeout_s:g} s", RETRY.long_s
+            ) from None
+        except WrongAnswer as wrong:  # usually, the same request would get the same again
+            repeat_s = RETRY.long_s if wrong.is_temporary else RETRY.short_s
+            remedy = (
+                "check that its address is that of an OpenAI-compatible server (most end in /v1)"
+            )
+            raise _RequestFailed(str(wrong), repeat_s, remedy=remedy) from None
         except (httpx.RequestError, ssl.SSLError) as error:  # SSLError: a broken record
             raise self._unheard(error) from None
-        if response.status_code != 200:
-            return await self._refused(prompt, sent, response, body)
-        completion = read_reply(body, self._think, bool(self._tools))
-        return replace(completion, text=self._server.hide(completion.text))
+        message, code = error_message(body)
+        if response.status_code in (400, 422) and self._adapts(sent, message):
+            return await self._ask(prompt)
+        return self._refused(response, message, code)
 
     def _unheard(self, error: Exception) -> _RequestFailed:
         """The failure that an error below HTTP means: no connection, or one that broke.
 
-        Before the first answer, the address is wrong or the server does not run. Later on, a broken
-        connection concerns one request, and a server that takes no connection is gone.
+        A broken connection concerns one request, unless the server has never answered.
         """
-        what = f"{type(error).__name__} ({error})".removesuffix(" ()")
+        reason = f"{type(error).__name__} ({error})".removesuffix(" ()")
         is_gone = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.ProxyError)
-        if self._answered:
-            return _RequestFailed(what, repeat_s=SOON_S if is_gone else GIVE_UP_S, is_gone=is_gone)
-        return _RequestFailed(what, repeat_s=0.0 if is_gone else SOON_S)
+        repeat_s = RETRY.long_s if self._answered and not is_gone else RETRY.short_s
+        return _RequestFailed(reason, repeat_s, is_gone=is_gone)
 
-    async def _refused(
-        self, prompt: Prompt, sent: Mapping[str, Any], response: httpx.Response, body: bytes
-    ) -> Completion:
-        """Act on a status other than 200: raise, or repeat the request in the server's dialect."""
-        status, (message, code) = response.status_code, error_message(body)
+    def _refused(self, response: httpx.Response, message: str, code: str) -> Completion:
+        """Act on a status other than 200; a reply that was filtered is an empty one."""
+        url, status = self._server.url, response.status_code
         what = f"HTTP {status}: {self._server.shown(message)}".removesuffix(": ")
         if code == "insufficient_quota":  # OpenAI's 429 for which waiting does not help
-            raise RagenError(f"{self._server.url} has no quota left ({what})")
+            raise RagenError(f"{url} has no quota left ({what})")
         if status in TEMPORARY or status >= 500:
             after_s = retry_after(response.headers.get("Retry-After", ""))
-            if after_s <= GIVE_UP_S:
+            if after_s <= RETRY.long_s:
                 self._pace.hold(after_s)
-            raise _RequestFailed(what, after_s, remedy="try again later")
+            raise _RequestFailed(what, RETRY.long_s, after_s, remedy="try again later")
         if status in (400, 422):
-            if self._adapts(sent, message):
-                return await self._ask(prompt)
             if code == "content_filter":
                 return Completion(None, None, "", "stop", 0)
             if code == "context_length_exceeded" or "context length" in message.lower():
                 raise NoCompletion(what, "context")
             if self._answered:  # so the server refuses only this prompt
-                raise NoCompletion(f"{self._server.url} refused a prompt ({what})")
+                raise NoCompletion(f"{url} refused a prompt ({what})")
         key_env = self._server.key_env or self._server.default_key_env
         remedies = {
             401: f"put a valid key into {key_env}",
@@ -274,7 +302,7 @@ class ChatEndpoint:
             404: "check the address (most end in /v1) and the model's name",
         }
         remedy = remedies.get(status, "it would refuse the same request again")
-        raise RagenError(f"{self._server.url} refused {self._model!r} ({what}); {remedy}")
+        raise RagenError(f"{url} refused {self._model!r} ({what}); {remedy}")
 
     def _body(self, prompt: Prompt) -> dict[str, Any]:
         return {
@@ -303,77 +331,53 @@ class Pace:
 
     def __init__(self, requests_per_minute: float) -> None:
         self._gap_s = 60 / requests_per_minute if requests_per_minute else 0.0
-        self._next = self._paused_until = 0.0
+        self._next = 0.0
+        self._in_line = asyncio.Lock()
 
     async def turn(self) -> None:
-        """Wait until a request may begin; a pause applies to waiting requests, too."""
-        while True:
-            now = time.monotonic()
-            at = max(now, self._next)
-            self._next = at + self._gap_s
-            if at > now:
-                await asyncio.sleep(at - now)
-            if time.monotonic() >= self._paused_until:
-                return
+        """Wait until a request may begin."""
+        async with self._in_line:
+            while (wait_s := self._next - time.monotonic()) > 0:  # `hold` may move it on
+                await asyncio.sleep(wait_s)
+            self._next = time.monotonic() + self._gap_s
 
     def hold(self, seconds: float) -> None:
         """Pause: let no request begin for `seconds` seconds."""
-        self._paused_until = max(self._paused_until, time.monotonic() + seconds)
-        self._next = max(self._next, self._paused_until)
+        self._next = max(self._next, time.monotonic() + seconds)
 
 
+@dataclass(eq=False)
 class _RequestFailed(Exception):
-    """A request failed, and may succeed after at least `after_s` seconds.
+    """A request failed, and may succeed if it is repeated, for at most `repeat_s` seconds.
 
-    It is repeated for at most `repeat_s` seconds. If `is_gone`, the server then counts as gone.
-    `remedy` is the advice if the server did answer.
+    It is repeated after at least `after_s` seconds. `is_gone` says that the server takes no
+    connection. `remedy` is the advice if the server never gave a completion.
     """
 
-    def __init__(
-        self,
-        text: str,
-        after_s: float = 0.0,
-        repeat_s: float = GIVE_UP_S,
-        is_gone: bool = False,
-        remedy: str = "",
-    ) -> None:
-        super().__init__(text)
-        self.after_s, self.repeat_s, self.is_gone = after_s, repeat_s, is_gone
-        self.remedy = remedy
+    reason: str
+    repeat_s: float
+    after_s: float = 0.0
+    is_gone: bool = False
+    remedy: str = "is it running?"
 
 
-def _wrong(text: str, shown: str = "", repeat_s: float = SOON_S) -> _RequestFailed:
-    """An answer that is not a completion; the same request would usually get the same again."""
-    remedy = "check that its address is that of an OpenAI-compatible server (most end in /v1)"
-    return _RequestFailed(f"{text}: {shown}" if shown else text, repeat_s=repeat_s, remedy=remedy)
+@cache
+def _certificates() -> ssl.SSLContext:
+    """The authorities that every client trusts; reading them takes 0.05 s."""
+    return httpx.create_ssl_context()
 
 
 async def _body_of(response: httpx.Response) -> bytes:
-    """The body of an answer; of an error's body the first `MAX_ERROR` bytes, if it is plain."""
+    """The body of an answer as it was sent; of an error's body, the first `MAX_ERROR` bytes."""
     limit = MAX_BODY if response.status_code == 200 else MAX_ERROR
-    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding != "identity":
-        if response.status_code != 200:
-            return b""
-        raise _wrong("a compressed answer, which was not asked for", repeat_s=0.0)
     body = bytearray()
     async for chunk in response.aiter_raw():
         body += chunk
         if len(body) > limit:
             break
     if len(body) > MAX_BODY:
-        raise _wrong(f"an answer of more than {MAX_BODY >> 20} MB", repeat_s=0.0)
+        raise WrongAnswer(f"an answer of more than {MAX_BODY >> 20} MB")
     return bytes(body[:limit])
-
-
-def backoff(number: int, chance: float) -> float:
-    """Seconds to wait after an attempt, counted from 0: exponential backoff with equal jitter.
-
-    min(longest, first · 2^number) · (½ + ½ · chance), where the chance from 0 to 1 spreads requests
-    that failed together (Brooker, AWS Architecture Blog, 2015).
-    """
-    longest = min(LONGEST_WAIT_S, math.ldexp(FIRST_WAIT_S, number))
-    return longest * (0.5 + 0.5 * chance)
 
 
 def retry_after(header: str) -> float:
@@ -382,91 +386,4 @@ def retry_after(header: str) -> float:
         seconds = float(header)
     except ValueError:
         return 0.0
-    return max(0.0, seconds) if math.isfinite(seconds) else 0.0
-
-
-def error_message(data: bytes) -> tuple[str, str]:
-    """The message of an error's body and its code, in any of the usual formats."""
-    text = data.decode("utf-8-sig", "replace")
-    body: Any = text
-    code: Any = ""
-    with suppress(ValueError, RecursionError):
-        body = json.loads(text)
-    for _ in range(3):  # {"error": {"message": …}}, {"detail": {"error": …}}
-        if isinstance(body, dict):
-            code = code or next((body[k] for k in ("code", "type") if body.get(k)), "")
-            body = next((body[k] for k in ("error", "message", "detail") if body.get(k)), "")
-    if not isinstance(body, str):
-        try:
-            body = json.dumps(body)
-        except RecursionError:
-            body = text
-    return body, str(code) if isinstance(code, str | int) else ""
-
-
-def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
-    """The completion in the body of an answer.
-
-    A refusal counts as the reply. If `think` and the text has no thought, a separate one
-    (``reasoning`` or ``reasoning_content``) is put in front, without any tags that it quotes.
-    Without one, a ``<think>`` is put in front of a thought that is only closed, because the model's
-    own template opened it. With `tools`, calls are appended in the form of
-    `ragen.chat.tool_calls.hermes`; otherwise a call without text is an empty reply. Half a
-    surrogate pair, which is not text, becomes the replacement character.
-
-    Raises:
-        _RequestFailed: The answer is not JSON in UTF-8, is an error, or has no choice or message.
-    """
-    text = data.decode("utf-8-sig", "replace")
-    try:
-        answer = json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError):  # RecursionError: thousands of brackets
-        raise _wrong("an answer that is not JSON", text) from None
-    if not isinstance(answer, dict) or answer.get("error"):
-        words, code = error_message(data)
-        is_temporary = re.fullmatch(r"5\d\d", code) or code in map(str, TEMPORARY)
-        repeat_s = GIVE_UP_S if is_temporary else SOON_S
-        raise _wrong("an error in place of an answer", words, repeat_s)
-    match answer.get("choices"):
-        case [{"finish_reason": "error"}, *_]:  # the model behind the server failed
-            raise _wrong("a reply that broke off", repeat_s=GIVE_UP_S)
-        case [{"message": dict() as message, **choice}, *_]:
-            pass
-        case _:
-            with suppress(RecursionError):
-                text = json.dumps(answer, ensure_ascii=False)  # escapes in it may hide the key
-            raise _wrong("an answer without a choice that has a message", text)
-    reply = _joined(message.get("content")) or _joined(message.get("refusal"))
-    reasoning = _joined(message.get("reasoning_content")) or _joined(message.get("reasoning"))
-    if think and "<think>" not in reply:
-        if reasoning:
-            for tag in TAGS:
-                reasoning = reasoning.replace(tag, tag.strip("<>"))
-            reply = f"<think>{reasoning}</think>{reply}"
-        elif reply.count("</think>") == 1:
-            reply = f"<think>{reply}"
-    if tools:
-        reply = with_calls(reply, message.get("tool_calls"), think)
-    reply = reply.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    cut = choice.get("finish_reason") in ("length", "max_tokens")
-    finish: FinishReason = "length" if cut else "stop"
-    return Completion(None, None, reply, finish, 0, usage=_usage(answer.get("usage")))
-
-
-def _joined(content: Any) -> str:
-    """The text of a content: a string, a list of parts, or nothing."""
-    if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict)]
-        return "".join(text for text in texts if isinstance(text, str))
-    return content if isinstance(content, str) else ""
-
-
-def _usage(counted: Any) -> Usage | None:
-    match counted:
-        case {"prompt_tokens": int(read), "completion_tokens": int(written)} if (
-            not {type(read), type(written)} & {bool}
-            and min(read, written) >= 0
-            and max(read, written) < MAX_TOKENS
-        ):
-            return Usage(read, written)
-    return None
+    return seconds if 0 < seconds < math.inf else 0.0

@@ -29,7 +29,8 @@ from ragen.core.files import file_errors
 from ragen.core.types import Completion, Prompt
 from ragen.models.adapter_folder import save_adapter
 from ragen.networks.lora import has_adapters
-from ragen.rollout.endpoint import MAX_SHOWN, check_address, error_message
+from ragen.rollout.endpoint import MAX_SHOWN, check_address
+from ragen.rollout.endpoint_format import error_message
 from ragen.sampling.sampler import Decode, WeightedPolicy
 from ragen.sampling.vllm_engine import ADAPTER, TESTED
 

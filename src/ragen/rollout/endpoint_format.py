@@ -1,0 +1,202 @@
+"""Requests and answers of OpenAI's chat completions API, as JSON.
+
+A server sends the calls of a reply apart from its text. Here they become a part of the text, in the
+form of `ragen.chat.tool_calls.hermes`, so that replies of a server and of a model on this
+machine are parsed, recorded and shown alike. In the next request they are calls again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from ragen.chat.actions import TAGS
+from ragen.chat.chat import without_thought
+from ragen.chat.tool_calls import hermes, write_hermes
+from ragen.core.types import Completion, FinishReason, Message, Usage
+
+EMPTY_THOUGHT = "<think></think>"
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""A name of a tool that servers take in a request."""
+UNKNOWN = "unknown"
+"""Replaces, in requests, a name that servers would refuse."""
+MAX_TOKENS = 2**31
+"""Token counts of a server are ignored if they are this large or larger."""
+
+
+class WrongAnswer(Exception):
+    """An answer is not a completion; `is_temporary` says that the next one may be."""
+
+    def __init__(self, reason: str, shown: str = "", is_temporary: bool = False) -> None:
+        super().__init__(f"{reason}: {shown}" if shown else reason)
+        self.is_temporary = is_temporary
+
+
+def error_message(data: bytes) -> tuple[str, str]:
+    """The message of an error's body and its code, in any of the usual formats."""
+    text = data.decode("utf-8-sig", "replace")
+    try:
+        body, code = json.loads(text), ""
+        for _ in range(3):  # {"error": {"message": …}}, {"detail": {"error": …}}
+            if isinstance(body, dict):
+                code = code or next((body[k] for k in ("code", "type") if body.get(k)), "")
+                body = next((body[k] for k in ("error", "message", "detail") if body.get(k)), "")
+        message = body if isinstance(body, str) else json.dumps(body)
+    except (ValueError, RecursionError):
+        return text, ""
+    return message, str(code) if isinstance(code, str | int) else ""
+
+
+def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
+    """The completion in the body of an answer.
+
+    A refusal counts as the reply. If `think` and the text has no thought, a separate one
+    (``reasoning`` or ``reasoning_content``) is put in front, without any tags that it quotes.
+    Without one, a ``<think>`` is put in front of a thought that is only closed, because the model's
+    own template opened it. With `tools`, calls are appended in the form of
+    `ragen.chat.tool_calls.hermes`; otherwise a call without text is an empty reply. Half a
+    surrogate pair, which is not text, becomes the replacement character.
+
+    Raises:
+        WrongAnswer: It is not JSON in UTF-8, is an error, or has no choice or message.
+    """
+    text = data.decode("utf-8-sig", "replace")
+    try:
+        answer = json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError):  # RecursionError: thousands of brackets
+        raise WrongAnswer("an answer that is not JSON", text) from None
+    if not isinstance(answer, dict) or answer.get("error"):
+        words, code = error_message(data)
+        is_temporary = re.fullmatch(r"5\d\d|408|409|425|429", code) is not None
+        raise WrongAnswer("an error in place of an answer", words, is_temporary)
+    match answer.get("choices"):
+        case [{"finish_reason": "error"}, *_]:  # the model behind the server failed
+            raise WrongAnswer("a reply that broke off", is_temporary=True)
+        case [{"message": dict() as message, **choice}, *_]:
+            pass
+        case _:
+            raise WrongAnswer("an answer without a choice that has a message", text)
+    reply = _joined(message.get("content")) or _joined(message.get("refusal"))
+    reasoning = _joined(message.get("reasoning_content")) or _joined(message.get("reasoning"))
+    if think and "<think>" not in reply:
+        if reasoning:
+            for tag in TAGS:
+                reasoning = reasoning.replace(tag, tag.strip("<>"))
+            reply = f"<think>{reasoning}</think>{reply}"
+        elif reply.count("</think>") == 1:
+            reply = f"<think>{reply}"
+    if tools:
+        reply = with_calls(reply, message.get("tool_calls"), think)
+    reply = reply.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    cut = choice.get("finish_reason") in ("length", "max_tokens")
+    finish: FinishReason = "length" if cut else "stop"
+    return Completion(None, None, reply, finish, 0, usage=_usage(answer.get("usage")))
+
+
+def _joined(content: Any) -> str:
+    """The text of a content: a string, a list of parts, or nothing."""
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        return "".join(text for text in texts if isinstance(text, str))
+    return content if isinstance(content, str) else ""
+
+
+def _usage(counted: Any) -> Usage | None:
+    match counted:
+        case {"prompt_tokens": int(read), "completion_tokens": int(written)}:
+            if min(read, written) >= 0 and max(read, written) < MAX_TOKENS:
+                return Usage(read, written)
+    return None
+
+
+def with_calls(reply: str, calls: Any, think: bool) -> str:
+    r"""A reply with the calls that a server sent beside it; without calls, the reply as it is.
+
+    A malformed call stays in the text, so that the parser refuses it. Many models write no text
+    beside their calls; with `think`, such a reply has an empty thought.
+
+    Example:
+        >>> called = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+        >>> with_calls("I add.", [called], think=False)
+        'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    """
+    if not isinstance(calls, list) or not calls:
+        return reply
+    if think and not reply.strip():
+        reply = EMPTY_THOUGHT
+    try:
+        written = write_hermes([_text(call) for call in calls])
+    except RecursionError:
+        raise WrongAnswer("a call that is nested too deeply") from None
+    return f"{reply}\n{written}" if reply else written
+
+
+def _text(call: Any) -> str:
+    """A call as JSON text, without a tag in it; arguments that are not a JSON object stay text."""
+    match call:
+        case {"function": {"name": str(name), "arguments": arguments}}:
+            if isinstance(arguments, str):  # most servers send the object as JSON text
+                found = _object(arguments or "{}")
+                arguments = arguments if found is None else found
+            call = {"name": name, "arguments": arguments}
+    return json.dumps(call, ensure_ascii=False).replace("<", "\\u003c")
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """The object of a JSON text, if it is one that can be written again."""
+    try:
+        found = json.loads(text)
+        json.dumps(found)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def for_server(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
+    r"""A conversation as a server takes it: replies with calls, and results that refer to them.
+
+    The ids of calls are unique in a conversation, and what a server would refuse in its own calls
+    is replaced: an odd name, and arguments that are not a JSON object.
+
+    Example:
+        >>> called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+        >>> result = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "1"}
+        >>> reply, told = for_server([{"role": "assistant", "content": called}, result])
+        >>> reply["tool_calls"][0]["function"]
+        {'name': 'add', 'arguments': '{"a": 1}'}
+        >>> told
+        {'role': 'tool', 'tool_call_id': 'call00001', 'content': '1'}
+    """
+    for number, message in enumerate(messages):
+        after = takewhile(lambda each: each["role"] == "tool", messages[number + 1 :])
+        ids = [f"call{at:05d}" for at, _ in enumerate(after, number + 1)]
+        if message["role"] == "tool":
+            id_ = f"call{number:05d}"
+            yield {"role": "tool", "tool_call_id": id_, "content": message["content"]}
+        elif ids:
+            yield _called(message["content"], ids)
+        else:
+            yield dict(message)
+
+
+def _called(reply: str, ids: Sequence[str]) -> Mapping[str, Any]:
+    """A reply with calls; a thought stays in the text unless it is empty."""
+    said = reply.partition("<tool_call>")[0].removeprefix(EMPTY_THOUGHT).rstrip()
+    calls = [
+        {"id": each, "type": "function", "function": _function(text)}
+        for each, text in zip(ids, hermes(without_thought(reply)), strict=True)
+    ]
+    return {"role": "assistant", "content": said or None, "tool_calls": calls}
+
+
+def _function(text: str) -> dict[str, str]:
+    found = _object(text) or {}
+    name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        name = UNKNOWN
+    if not isinstance(arguments, dict):
+        arguments = {"text": text}
+    return {"name": name, "arguments": json.dumps(arguments)}
