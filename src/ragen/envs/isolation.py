@@ -296,6 +296,7 @@ def _serve(
     _confine()
     try:
         answer, env = '["answer", null]', None
+        factory: Callable[[], Env] | None = None
         while True:
             connection.send_bytes(answer.encode())
             call, arguments = json.loads(connection.recv_bytes())
@@ -303,7 +304,8 @@ def _serve(
                 # The caller ends a call that takes too long; if it is gone, the boundary does.
                 with boundary(call, timeout_s + 5.0):
                     if call == "make":
-                        env = build_env(env_factory(name, **params), name)
+                        factory = factory or env_factory(name, **params)
+                        env = build_env(factory, name)
                         call = "texts"
                     answer = to_json(["answer", _call(env, call, arguments)])
             except UserCodeError as failure:

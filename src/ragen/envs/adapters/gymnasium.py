@@ -18,9 +18,8 @@ from gymnasium import spaces
 from ragen.core.errors import RagenError, nearest
 from ragen.envs.adapters import minigrid, toy_text
 from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
-from ragen.envs.adapters.tabular import Table
 from ragen.envs.adapters.toy_text import About
-from ragen.envs.contract import Baselines, generators
+from ragen.envs.contract import generators
 
 DOCS = ("Description", "Rewards", "Reward")
 """Sections of a docstring that become rules."""
@@ -67,11 +66,6 @@ class GymnasiumEnv(Adapted):
         limit = self._env.spec.max_episode_steps if self._env.spec else None
         most = self.max_turns * self.actions_per_turn
         self.max_actions = min(most, limit or most)
-        self._limit = limit
-        self._table: Table | None = None
-        steps_are_listed = hasattr(bare, "P") and not getattr(bare, "fickle_passenger", False)
-        if toy_text.find(bare) and steps_are_listed:
-            self._table = Table(bare.P, self._success == "end")
 
     @classmethod
     def find(cls, target: str) -> tuple[str, ...]:
@@ -99,30 +93,6 @@ class GymnasiumEnv(Adapted):
         success = bool(terminated) and (self._success == "end" or float(reward) > 0)
         shown = self._show(observation)
         return Played(shown, float(reward), bool(terminated), bool(truncated), success)
-
-    def baselines(self, turns: int, actions_per_turn: int, actions: int) -> Baselines | None:
-        if self._table is None:
-            return None
-        actions = self._within_limit(actions)
-        random = self._table.random(self._place, min(actions, turns * actions_per_turn))
-        best = self._table.optimal(self._place, turns, actions, actions_per_turn)
-        optimal = (None, None) if best is None else (best.success, best.reward)
-        return Baselines(random.success, optimal[0], random.reward, optimal[1])
-
-    def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str] | None:
-        if self._table is None or self._actions is None:
-            return None
-        left = max(1, self._within_limit(actions_left))
-        best = self._table.optimal(self._place, turns_left, left, actions_per_turn)
-        return None if best is None else [self._actions[index] for index in best.plan]
-
-    @property
-    def _place(self) -> int:
-        return int(self._env.unwrapped.s)  # type: ignore[attr-defined]
-
-    def _within_limit(self, actions: int) -> int:
-        """The actions that the environment's own limit leaves, at most `actions`."""
-        return actions if self._limit is None else min(actions, self._limit - len(self._taken))
 
     def close(self) -> None:
         self._env.close()

@@ -13,7 +13,7 @@ import json
 import logging
 import shlex
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
@@ -34,8 +34,8 @@ CALL_S = 60.0
 """Seconds that a server may take to answer, unless the limit of the call is shorter."""
 CLOSE_S = 5.0
 """Seconds that a session may take to close; the library ends a process after two or four."""
-INVALID_PARAMS, METHOD_NOT_FOUND = -32602, -32601
-"""JSON-RPC's errors for a wrong call; the agent reads them, like errors of the tool."""
+INVALID_PARAMS = -32602
+"""JSON-RPC's error for a wrong call; the agent reads it, like an error of the tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class McpServer:
     def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
         if self._session is None:
             self._session = _Session(self.address)
-        return self._session.call(name, dict(arguments))
+        return str(self._session.run(self._session.call(name, dict(arguments))))
 
 
 class McpEnv(Replayed, ToolEnv):
@@ -147,31 +147,57 @@ class McpEnv(Replayed, ToolEnv):
 
 
 class _Session:
-    """An open session. A task holds it, in its own event loop, which runs only during calls."""
+    """An open session. A task holds it, because the task that opens one has to close it, too."""
 
     def __init__(self, address: Address) -> None:
         self._address, self._loop = address, OwnLoop()
         self._log = error_log()
         self._ready, self._closing = asyncio.Event(), asyncio.Event()
         self._client: Any = None
-        self._holder: asyncio.Task[None] | None = None
+        self._holder: asyncio.Task[None] = self._loop.run(self._begin())
         try:
-            self._run(self._begin())
+            self.run(self._ready.wait())
         except BaseException:
             self.close()
             raise
 
-    def list_tools(self) -> list[tuple[str, str, Schema]]:
-        """The server's tools."""
-        found: list[tuple[str, str, Schema]] = self._run(self._list())
-        return found
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """The result of a coroutine, such as that of `call`.
 
-    def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """The result of a call; see `McpServer`."""
-        text, failed = self._run(self._call(name, arguments))
-        if failed:
+        Raises:
+            RuntimeError: The session ends before, or the coroutine takes longer than `CALL_S`.
+        """
+        return self._loop.run(self._within(coroutine))
+
+    async def tools(self) -> list[tuple[str, str, Schema]]:
+        """The server's tools: name, description and the JSON schema of the arguments."""
+        found, cursor = [], None
+        while True:
+            page = await self._client.list_tools(cursor)
+            found += [(t.name, t.description or "", t.inputSchema) for t in page.tools]
+            cursor = page.nextCursor
+            if not cursor:
+                return found
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """The text that a call returns.
+
+        Raises:
+            ToolError: The server says that the call is wrong, or that the tool failed.
+        """
+        from mcp import McpError
+
+        try:
+            answer = await self._client.call_tool(name, arguments)
+        except McpError as error:
+            if error.error.code == INVALID_PARAMS:
+                raise ToolError(error.error.message) from None
+            raise RuntimeError(f"{self._address}: {error.error.message}") from None
+        content = [part.model_dump() for part in answer.content]
+        text = text_of(content, answer.structuredContent)
+        if answer.isError:
             raise ToolError(text)
-        return str(text)
+        return text
 
     def close(self) -> None:
         """End the session and the process of a command; an error of the session is ignored."""
@@ -180,16 +206,11 @@ class _Session:
             self._loop.close()
         self._log.close()
 
-    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self._loop.run(self._within(coroutine))
-
     async def _within(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """The result of a coroutine, or an error if the session ends before it."""
         work = asyncio.ensure_future(coroutine)
         try:
             async with asyncio.timeout(CALL_S):
-                both = {work} if self._holder is None else {work, self._holder}
-                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({work, self._holder}, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             raise RuntimeError(f"{self._address} gave no answer in {CALL_S:g} s") from None
         finally:
@@ -199,16 +220,10 @@ class _Session:
             raise RuntimeError(f"{self._address}: {self._reason()}")
         return work.result()
 
-    async def _begin(self) -> None:
-        self._holder = asyncio.create_task(self._hold())
-        ready = asyncio.create_task(self._ready.wait())
-        await asyncio.wait({ready, self._holder}, return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-        if self._client is None:
-            raise RuntimeError(f"{self._address}: {self._reason()}")
+    async def _begin(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self._hold())
 
     async def _hold(self) -> None:
-        """Hold the session until it has to close; the task that opens one has to close it, too."""
         from mcp import ClientSession
 
         async with self._streams() as (reads, writes), ClientSession(reads, writes) as client:
@@ -223,54 +238,29 @@ class _Session:
         from mcp.client.stdio import stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
-        address = self._address
-        async with AsyncExitStack() as stack:
-            if address.url:
-                http = httpx.AsyncClient(headers=dict(address.values), timeout=CALL_S)
-                await stack.enter_async_context(http)
-                opened = streamable_http_client(address.url, http_client=http)
-                reads, writes, _ = await stack.enter_async_context(opened)
-            else:
-                command, *rest = address.command
-                values = dict(address.values)
-                server = StdioServerParameters(command=command, args=rest, env=values)
-                streams = stdio_client(server, errlog=cast(TextIO, self._log))
-                reads, writes = await stack.enter_async_context(streams)
-            yield reads, writes
-
-    async def _list(self) -> list[tuple[str, str, Schema]]:
-        found, cursor = [], None
-        while True:
-            page = await self._client.list_tools(cursor)
-            found += [(t.name, t.description or "", t.inputSchema) for t in page.tools]
-            cursor = page.nextCursor
-            if not cursor:
-                return found
-
-    async def _call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """The text that a call returns, and whether it is an error for the agent."""
-        from mcp import McpError
-
-        try:
-            answer = await self._client.call_tool(name, arguments)
-        except McpError as error:
-            if error.error.code in (INVALID_PARAMS, METHOD_NOT_FOUND):
-                return error.error.message, True
-            raise RuntimeError(f"{self._address}: {error.error.message}") from None
-        content = [part.model_dump() for part in answer.content]
-        return text_of(content, answer.structuredContent), bool(answer.isError)
+        address, values = self._address, dict(self._address.values)
+        if address.url:
+            async with (
+                httpx.AsyncClient(headers=values, timeout=CALL_S) as http,
+                streamable_http_client(address.url, http_client=http) as (reads, writes, _),
+            ):
+                yield reads, writes
+        else:
+            command, *rest = address.command
+            server = StdioServerParameters(command=command, args=rest, env=values)
+            async with stdio_client(server, errlog=cast(TextIO, self._log)) as streams:
+                yield streams
 
     async def _end(self) -> None:
         self._closing.set()
-        if self._holder is not None:
-            await asyncio.wait({self._holder}, timeout=CLOSE_S)
-            if self._holder.done() and not self._holder.cancelled():
-                self._holder.exception()  # marks it as seen, so that asyncio does not report it
+        await asyncio.wait({self._holder}, timeout=CLOSE_S)
+        if self._holder.done() and not self._holder.cancelled():
+            self._holder.exception()  # marks it as seen, so that asyncio does not report it
 
     def _reason(self) -> str:
-        holder = self._holder
-        assert holder is not None
-        error = holder.exception() if holder.done() and not holder.cancelled() else None
+        """Why the session has ended."""
+        ended = self._holder.done() and not self._holder.cancelled()
+        error = self._holder.exception() if ended else None
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, (BrokenResourceError, ClosedResourceError)):  # they have no text
@@ -285,11 +275,8 @@ class _Session:
 def _listed(address: Address) -> tuple[tuple[str, str, Schema], ...]:
     try:
         with boundary("listing the tools of an MCP server"):
-            session = _Session(address)
-            try:
-                found = session.list_tools()
-            finally:
-                session.close()
+            with closing(_Session(address)) as session:
+                found = session.run(session.tools())
     except UserCodeError as failure:
         raise RagenError(failure.reason.removeprefix("RuntimeError: ")) from None
     if not found:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count, islice
 from types import MappingProxyType
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,8 @@ ACTIONS, DELTAS = tuple(MOVES), tuple(MOVES.values())
 DRAWN = str.maketrans("OX√", "H@*")
 """From the map's symbols to those of `Env.picture`, where `O` is a target and not a hole."""
 Floats = npt.NDArray[np.float64]
+MOST_PLANNED = 5
+"""Maximum number of actions of a turn for which optimal play is known: it compares 4⁵ plans."""
 MOST_DRAWS = 10_000
 """Maximum number of maps drawn in search of a level whose distance lies within bounds."""
 
@@ -109,15 +111,6 @@ def generate(
     )
 
 
-class Plans(NamedTuple):
-    """Sequences of directions of one length, and their values from every cell."""
-
-    values: Floats
-    """Probabilities of success, shape (plans, cells)."""
-    codes: npt.NDArray[np.int64]
-    """The directions as digits in base 4, the first most significant, shape (plans,)."""
-
-
 class Planner:
     """Optimal play on one lake by dynamic programming over turns left, actions left and cells.
 
@@ -158,45 +151,27 @@ class Planner:
         ]
         length = next(k for k, value in enumerate(worth, start=1) if value > max(worth) - 1e-12)
         by_length = self._plans(turns - 1, actions - length, per_turn)
-        plans = next(islice(by_length, length - 1, None))
-        code = int(plans.codes[plans.values[:, cell].argmax()])
-        return [code >> 2 * place & 3 for place in reversed(range(length))]
+        values = next(islice(by_length, length - 1, None))
+        plan = int(values[:, cell].argmax())  # its digits in base 4 are the directions
+        return [plan >> 2 * place & 3 for place in reversed(range(length))]
 
     def _by_length(self, turns_after: int, actions_after: int, per_turn: int) -> list[Floats]:
         """For each length, the values of the best plans that leave these turns and actions."""
         key = (turns_after, actions_after, per_turn)
         if key not in self._known:
-            plans = self._plans(turns_after, actions_after, per_turn)
-            self._known[key] = [plan.values.max(0) for plan in plans]
+            self._known[key] = [values.max(0) for values in self._plans(*key)]
         return self._known[key]
 
-    def _plans(self, turns_after: int, actions_after: int, per_turn: int) -> Iterator[Plans]:
+    def _plans(self, turns_after: int, actions_after: int, per_turn: int) -> Iterator[Floats]:
+        """The values of all plans of each length from every cell, shape (4 ** length, cells)."""
         after = self.values(turns_after, actions_after, per_turn)
         after[~self._ended] *= self._discount  # the cost of another turn
-        plans = Plans(after[None], np.zeros(1, dtype=np.int64))
-        for length in range(per_turn):
-            values = self._discount * (plans.values[None] @ self.moves.transpose(0, 2, 1))
+        values = after[None]
+        for _ in range(per_turn):
+            values = self._discount * (values[None] @ self.moves.transpose(0, 2, 1))
             values = values.reshape(-1, values.shape[-1])
             values[:, self._ended] = after[self._ended]
-            plans = Plans(values, (np.arange(4)[:, None] * 4**length + plans.codes).ravel())
-            if per_turn > 5:  # up to 4⁵ plans, comparing all is faster than pruning
-                plans = undominated(plans)
-            yield plans
-
-
-def undominated(plans: Plans) -> Plans:
-    """The plans that no other plan equals or exceeds from every cell.
-
-    A dominated plan stays dominated after any further action before it, so pruning is exact.
-    """
-    _, distinct = np.unique(plans.values.round(12), axis=0, return_index=True)
-    # In order of decreasing sum, so that a plan comes after all plans that dominate it.
-    order = distinct[np.argsort(-plans.values[distinct].sum(1), kind="stable")]
-    values, codes = plans.values[order], plans.codes[order]
-    keep = [
-        row for row, value in enumerate(values) if not (values[:row] >= value - 1e-12).all(1).any()
-    ]
-    return Plans(values[keep], codes[keep])
+            yield values
 
 
 def transition_matrices(lake: Lake, success_probability: float) -> Floats:
@@ -327,13 +302,17 @@ class FrozenLake(GridEnv):
         self.player = state["player"]
         self._noise.bit_generator.state = state["noise"]
 
-    def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
+    def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str] | None:
+        if actions_per_turn > MOST_PLANNED:
+            return None
         plan = self._planner.best(self.player, turns_left, actions_left, actions_per_turn)
         return [self.actions[index] for index in plan]
 
     def baselines(self, turns: int, actions_per_turn: int, actions: int) -> Baselines:
         planner = Planner(self.lake, self._success_probability)
-        best = float(planner.values(turns, actions, actions_per_turn)[self.player])
+        best = None
+        if actions_per_turn <= MOST_PLANNED:
+            best = float(planner.values(turns, actions, actions_per_turn)[self.player])
         chances = np.zeros(self._size**2)
         chances[self.player] = 1.0
         for _ in range(min(actions, turns * actions_per_turn)):

@@ -6,7 +6,6 @@ success of random play is computed exactly.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise, permutations
@@ -28,6 +27,7 @@ from ragen.envs.contract import (
     pick,
     shuffled,
 )
+from ragen.envs.worlds.search import shortest_path
 
 COMPASS = {"north": (-1, 0), "east": (0, 1), "south": (1, 0), "west": (0, -1)}
 """The change of row and column by each way."""
@@ -229,23 +229,10 @@ def _floor_plan(level: np.random.Generator, rooms: int) -> tuple[tuple[int, ...]
 
 @lru_cache(maxsize=4096)
 def shortest_solution(house: House, start: Position) -> tuple[str, ...] | None:
-    """The actions of a shortest solution, by breadth-first search; ``None`` if none exists."""
-    came_from: dict[Position, tuple[Position, str] | None] = {start: None}
-    frontier = deque([start])
-    while frontier:
-        here = frontier.popleft()
-        if here.is_open:
-            actions = []
-            while (back := came_from[here]) is not None:
-                here, action = back
-                actions.append(action)
-            return tuple(reversed(actions))
-        for action in house.actions:
-            after, _ = house.act(here, action)
-            if after not in came_from:
-                came_from[after] = here, action
-                frontier.append(after)
-    return None
+    """The actions of a shortest solution; ``None`` if none exists."""
+    return shortest_path(
+        start, house.actions, lambda at, action: house.act(at, action)[0], lambda at: at.is_open
+    )
 
 
 class Manor(Env):

@@ -6,7 +6,6 @@ cells are always wall, so a step from the inside never leaves the board.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,6 +17,7 @@ from pydantic import Field
 from ragen.core.errors import RagenError
 from ragen.envs.contract import Baselines, Info, Options, State, fresh_seed, generators, pick
 from ragen.envs.worlds.grid import GridEnv, Observation, format_note
+from ragen.envs.worlds.search import shortest_path
 
 ACTIONS = ("Up", "Down", "Left", "Right")
 Cells: TypeAlias = int
@@ -240,23 +240,14 @@ def _to_list(cells: Cells) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def shortest_solution(room: Room, board: Board) -> tuple[int, ...] | None:
-    """Action indices of a shortest solution, by breadth-first search; ``None`` if none exists."""
-    came_from: dict[Board, tuple[Board, int] | None] = {board: None}
-    frontier = deque([board])
-    while frontier:
-        here = frontier.popleft()
-        if here.boxes == room.targets:
-            actions = []
-            while (back := came_from[here]) is not None:
-                here, action = back
-                actions.append(action)
-            return tuple(reversed(actions))
-        for action, step in enumerate(room.steps):
-            after = room.push(here, step)
-            if after not in came_from:
-                came_from[after] = here, action
-                frontier.append(after)
-    return None
+    """Action indices of a shortest solution; ``None`` if none exists."""
+    steps = room.steps
+    return shortest_path(
+        board,
+        range(len(steps)),
+        lambda here, action: room.push(here, steps[action]),
+        lambda here: here.boxes == room.targets,
+    )
 
 
 class Sokoban(GridEnv):
@@ -391,7 +382,6 @@ class Sokoban(GridEnv):
         self.views = room.views.setdefault(f"{self.observation} {self._symbols.wall}", {})
 
     def rows(self) -> list[str]:
-        """The map."""
         rows, cols = range(self.room.rows), self.room.cols
         return ["".join(map(self._symbol, range(r * cols, (r + 1) * cols))) for r in rows]
 
