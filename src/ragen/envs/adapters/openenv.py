@@ -5,8 +5,8 @@ A server is named by its URL, or is started here (`openenv_servers`). It describ
 the next `reset` opens a new session. A server that is slow or gone fails the episode.
 
 A server whose actions are calls of tools (OpenEnv's `MCPEnvironment`) lists the tools in a step. A
-server of `ragen serve` says more (`ragen.serving.sessions`), so that its environment plays as it
-does in this process.
+server of `ragen serve` also tells what RAGEN needs to play as in this process
+(`ragen.serving.sessions`).
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ CALL_S = 60.0
 """Seconds that a server may take to answer, unless the limit of the call is shorter."""
 TOKEN = "OPENENV_TOKEN"
 """The environment variable of the token that a server asks for."""
+CALL_FIELDS = {"type", "tool_name", "arguments"}
+"""The fields of an action that is a call of a tool."""
 MIN_TOKEN = 8
 """The least number of characters of a token."""
 
 
 class About(NamedTuple):
-    """A server's description of itself, and the schemas of fields.
+    """A server's description of itself, and a hash of the description, `digest`.
 
-    `fields` are those of an action, `state` those of a state. `tools` are as chat templates take
-    them. Where there are tools and no `fields`, every action is a call. `digest` changes with any
-    of them.
+    `fields` has the JSON schemas of an action's fields, and `state` those of a state's fields.
+    `tools` are as chat templates take them. If there are no `fields`, every action is a call.
     """
 
     name: str
@@ -73,8 +74,7 @@ class OpenEnvEnv(Adapted):
         self._token = token_here()
         self._fields = about.fields.keys()
         self._tools, self._rules = about.tools, about.description
-        self._only_calls = bool(self._tools and not self._fields)
-        self._field = "" if self._only_calls else _field(self.name, about.fields, field)
+        self._field = _field(self.name, about.fields, field) if self._fields else ""
         self._schema = about.fields.get(self._field, {})
         self.goal = self._rules.partition("\n")[0]
         names = self._schema.get("enum")
@@ -110,7 +110,7 @@ class OpenEnvEnv(Adapted):
         return _shown(answer["observation"])
 
     def play(self, action: str) -> Played:
-        message = self._call(action) if self._only_calls else self._message(action)
+        message = self._message(action)
         if message is None:
             names = ", ".join(each["function"]["name"] for each in self._tools)
             return Played(f"Error: call a tool; there are {names}", 0.0, False, False, False)
@@ -129,14 +129,13 @@ class OpenEnvEnv(Adapted):
         if session is not None:
             session.close()
 
-    def _call(self, action: str) -> dict[str, Any] | None:
-        """The call in an action, in the server's form; ``None`` for any other text."""
-        call = read_call(action)
-        if call is None:
-            return None
-        return {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
-
-    def _message(self, action: str) -> dict[str, Any]:
+    def _message(self, action: str) -> dict[str, Any] | None:
+        """An action in the server's form; ``None`` if it has to be a call and is not."""
+        if not self._fields:
+            call = read_call(action)
+            if call is None:
+                return None
+            return {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
         if self.actions is not None:
             return {self._field: self._schema["enum"][self.action_index(action)]}
         try:
@@ -151,42 +150,41 @@ class OpenEnvEnv(Adapted):
         return {self._field: value if is_number and value is not None else action}
 
     def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        from websockets.exceptions import WebSocketException
+        """The server's answer to a message; a reset opens the session if there is none."""
+        from websockets.exceptions import ConnectionClosed, WebSocketException
 
         try:
-            return self._exchange(kind, data)
+            session, self._session = self._session, None  # lost, if the call fails
+            if session is None and kind == "reset":
+                session = self._connect()
+            if session is None:
+                raise RuntimeError(f"{self.name}: the session has ended in an earlier call")
+            try:
+                with suppress(ConnectionClosed):  # the server's reason can still be read
+                    session.send(json.dumps({"type": kind, "data": data}))
+                answer = _read(session.recv(timeout=CALL_S), self._token)
+                if answer["type"] == "error":
+                    raise RuntimeError(f"{self.name}: {_said(answer['data'])}")
+                found: dict[str, Any] = answer["data"]
+            except BaseException:  # a time limit, too: a late answer would be taken for the next
+                session.close_socket()
+                raise
         except WebSocketException as error:  # its text has what the server gives as the reason
             raise RuntimeError(f"{self.name}: {_masked(str(error), self._token)}") from None
-
-    def _exchange(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        from websockets.exceptions import ConnectionClosed
-        from websockets.sync.client import connect
-
-        if kind == "reset" and self._session is None:
-            address = f"ws{address_of(self.target).removeprefix('http').rstrip('/')}/ws"
-            opened = connect(
-                address,
-                open_timeout=CALL_S,
-                close_timeout=1,
-                max_size=2**26,
-                additional_headers=_credentials(self._token),
-            )
-            self._session = opened.__enter__()  # it is left by `close`
-        session, self._session = self._session, None  # lost, if the call fails
-        if session is None:
-            raise RuntimeError(f"{self.name}: the session has ended in an earlier call")
-        try:
-            with suppress(ConnectionClosed):  # the server's reason can still be read
-                session.send(json.dumps({"type": kind, "data": data}))
-            answer = _read(session.recv(timeout=CALL_S), self._token)
-            if answer["type"] == "error":
-                raise RuntimeError(f"{self.name}: {_said(answer['data'])}")
-            found: dict[str, Any] = answer["data"]
-        except BaseException:  # a time limit, too: a late answer would be taken for the next one
-            session.close_socket()
-            raise
         self._session = session
         return found
+
+    def _connect(self) -> Any:
+        from websockets.sync.client import connect
+
+        address = f"ws{address_of(self.target).removeprefix('http').rstrip('/')}/ws"
+        return connect(
+            address,
+            open_timeout=CALL_S,
+            close_timeout=1,
+            max_size=2**26,
+            additional_headers=_credentials(self._token),
+        )
 
 
 def token_here() -> str | None:
@@ -237,16 +235,7 @@ def _check_url(target: str) -> None:
 def _about(url: str, target: str) -> About:
     """A server's description of itself; one that has answered is not asked again."""
     try:
-        metadata, schema = (_fetch(url, part) for part in ("metadata", "schema"))
-        action = schema.get("action", {})
-        if "tools" not in schema and _takes_calls(action.get("properties", {})):
-            listed = _fetch(url, "step", {"action": {"type": "list_tools"}})
-            action["properties"] = {}
-            schema["tools"] = [
-                tool_schema(each["name"], each["description"], each["input_schema"])
-                for each in listed["observation"]["tools"]
-            ]
-        return _about_of(target, metadata, schema)
+        return _described(url, target)
     except (AttributeError, KeyError, TypeError, RecursionError):
         raise RagenError(f"openenv:{target}: what answers there is not an OpenEnv server") from None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
@@ -259,30 +248,33 @@ def _about(url: str, target: str) -> About:
         raise RagenError(f"openenv:{target}: no OpenEnv server answers there ({said})") from None
 
 
-def _about_of(target: str, metadata: dict[str, Any], schema: dict[str, Any]) -> About:
-    action = schema.get("action", {})
+def _described(url: str, target: str) -> About:
+    metadata, schema = (_fetch(url, part) for part in ("metadata", "schema"))
+    action, tools = schema.get("action", {}), schema.get("tools") or ()
     fields = {name: _whole(each, action) for name, each in action.get("properties", {}).items()}
     fields.pop("metadata", None)
+    if "tools" not in schema and fields.keys() in (CALL_FIELDS, set()):
+        listed = _fetch(url, "step", {"action": {"type": "list_tools"}})
+        tools = [
+            tool_schema(each["name"], each["description"], each["input_schema"])
+            for each in listed["observation"]["tools"]
+        ]
+        fields = {}
+    if not (fields or tools):
+        raise RagenError(f"openenv:{target}: an action has no field, and there are no tools")
     name = str(metadata.get("name"))
     description = str(metadata.get("description") or metadata.get("name") or f"Play at {target}.")
     properties = schema.get("state", {}).get("properties", {})
     state = {name: dict(each) for name, each in properties.items()}
-    tools = tuple(schema.get("tools") or ())
-    if not (fields or tools):
-        raise RagenError(f"openenv:{target}: an action has no field, and there are no tools")
     told = json.dumps([name, description, fields, state, *tools], sort_keys=True)
     digest = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
-    return About(name, description, digest, fields, state, tools)
+    return About(name, description, digest, fields, state, tuple(tools))
 
 
 def _whole(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a field, which may stand elsewhere in the schema of the action."""
     found = schema.get("$defs", {}).get(str(field.get("$ref")).removeprefix("#/$defs/"))
     return field if found is None else dict(found)
-
-
-def _takes_calls(fields: dict[str, Any]) -> bool:
-    """True if these fields of an action are those of a call of a tool, or none."""
-    return fields.keys() - {"metadata"} in ({"type", "tool_name", "arguments"}, set())
 
 
 def _fetch(url: str, part: str, message: dict[str, Any] | None = None) -> dict[str, Any]:
