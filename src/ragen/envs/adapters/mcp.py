@@ -274,9 +274,9 @@ class _Session:
 @lru_cache(maxsize=16)
 def _listed(address: Address) -> tuple[tuple[str, str, Schema], ...]:
     try:
-        with boundary("listing the tools of an MCP server"):
-            with closing(_Session(address)) as session:
-                found = session.run(session.tools())
+        about = "listing the tools of an MCP server"
+        with boundary(about), closing(_Session(address)) as session:
+            found = session.run(session.tools())
     except UserCodeError as failure:
         raise RagenError(failure.reason.removeprefix("RuntimeError: ")) from None
     if not found:

@@ -32,59 +32,48 @@ def load_catalogue(path: str, num_products: int | None, seed: int) -> Catalogue:
     Raises:
         RagenError: A file is missing or not in the format, or there are no goals.
     """
-    shop = _shop_file(Path(path).expanduser())
-    generator = np.random.Generator(np.random.PCG64([2, seed]))
-    records = _read(shop, list)[:num_products]
-    attributes = _read(shop.with_name(shop.name.replace("shuffle", "ins_v2")), dict)
-    texts = _read(shop.with_name(HUMAN), dict)
-    products: dict[str, Product] = {}
-    goals: list[Goal] = []
-    for number, record in enumerate(records):
-        try:
-            key = str(record["asin"])
-            if key == "nan" or len(key) > 10 or key in products:
-                continue
-            product = _product(record, attributes.get(key, {}), generator)
-            products[key] = product
-            limit = price_limit(product.price, generator)
-            goals += _human_goals(product, texts.get(key, []), limit)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+    shop = Path(path).expanduser()
+    if not shop.is_file():
+        found = sorted(shop.glob("items_shuffle*.json"), key=lambda each: each.stat().st_size)
+        if not found:
             raise RagenError(
-                f"{shop} is not in WebShop's format: product {number} of it, or what is written "
-                f"about it beside, has a wrong or no value ({type(error).__name__}: {error})"
-            ) from error
+                f"there is no items_shuffle*.json in {shop}: path is the folder with WebShop's "
+                "files"
+            )
+        shop = found[0]
+    try:
+        products, goals = _read(shop, num_products, seed)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RagenError(
+            f"{shop} and the files beside it are not those of WebShop "
+            f"({type(error).__name__}: {error})"
+        ) from error
     if not goals:
         raise RagenError(f"{shop} has no goals: none of its products has instructions")
     random.Random(ORDER_SEED).shuffle(goals)
-    return Catalogue(list(products.values()), goals)
+    return Catalogue(products, goals)
 
 
-def _shop_file(path: Path) -> Path:
-    if path.is_file():
-        return path
-    found = sorted(path.glob("items_shuffle*.json"), key=lambda each: each.stat().st_size)
-    if not found:
-        raise RagenError(
-            f"there is no items_shuffle*.json in {path}: path is the folder with WebShop's files"
-        )
-    return found[0]
-
-
-def _read(path: Path, kind: type) -> Any:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise RagenError(f"{path}, a file of WebShop, cannot be read: {error}") from error
-    if not isinstance(content, kind):
-        raise RagenError(f"{path} is not in WebShop's format: it holds no {kind.__name__}")
-    return content
+def _read(shop: Path, num_products: int | None, seed: int) -> tuple[list[Product], list[Goal]]:
+    generator = np.random.Generator(np.random.PCG64([2, seed]))
+    beside = (shop.with_name(shop.name.replace("shuffle", "ins_v2")), shop.with_name(HUMAN))
+    records, attributes, texts = (json.loads(each.read_text("utf-8")) for each in (shop, *beside))
+    products: dict[str, Product] = {}
+    goals: list[Goal] = []
+    for record in records[:num_products]:
+        key = str(record["asin"])
+        if key == "nan" or len(key) > 10 or key in products:  # as in the original
+            continue
+        product = products[key] = _product(record, attributes.get(key, {}), generator)
+        limit = price_limit(product.price, generator)
+        goals += _human_goals(product, texts.get(key, []), limit)
+    return list(products.values()), goals
 
 
 def _product(
     record: Mapping[str, Any], about: Mapping[str, Any], generator: np.random.Generator
 ) -> Product:
     points = record["small_description"]
-    points = points if isinstance(points, list) else [points]
     price, price_text = _price(record.get("pricing") or "", generator)
     return Product(
         key=record["asin"],
@@ -101,7 +90,7 @@ def _product(
             if values
         },
         description=record["full_description"] or "",
-        features=tuple(point for point in points if point),
+        features=tuple(filter(None, points if isinstance(points, list) else [points])),
         price_text=price_text,
     )
 
