@@ -137,7 +137,8 @@ def test_optimal_play_is_unknown_with_more_actions_a_turn_than_it_compares():
     env = make("frozen-lake")
     env.reset(seed=123)
     known = env.baselines(2, 6, 12)
-    assert (known.optimal, known.optimal_return, env.solve(2, 12, 6)) == (None, None, None)
+    assert (known.optimal, known.optimal_return) == (None, None)
+    assert env.solve(2, 12, 6) == env.solve(2, 12, 5)
     assert known.random == env.baselines(12, 1, 12).random
 
 

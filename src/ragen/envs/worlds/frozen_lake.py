@@ -34,7 +34,8 @@ DRAWN = str.maketrans("OX√", "H@*")
 """From the map's symbols to those of `Env.picture`, where `O` is a target and not a hole."""
 Floats = npt.NDArray[np.float64]
 MOST_PLANNED = 5
-"""Maximum number of actions of a turn for which optimal play is known: it compares 4⁵ plans."""
+"""Maximum number of actions that the solver plans for a turn: it compares 4⁵ plans. If a turn may
+have more actions, optimal play is unknown."""
 MOST_DRAWS = 10_000
 """Maximum number of maps drawn in search of a level whose distance lies within bounds."""
 
@@ -302,10 +303,9 @@ class FrozenLake(GridEnv):
         self.player = state["player"]
         self._noise.bit_generator.state = state["noise"]
 
-    def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str] | None:
-        if actions_per_turn > MOST_PLANNED:
-            return None
-        plan = self._planner.best(self.player, turns_left, actions_left, actions_per_turn)
+    def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
+        per_turn = min(actions_per_turn, MOST_PLANNED)
+        plan = self._planner.best(self.player, turns_left, actions_left, per_turn)
         return [self.actions[index] for index in plan]
 
     def baselines(self, turns: int, actions_per_turn: int, actions: int) -> Baselines:
