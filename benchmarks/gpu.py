@@ -56,7 +56,6 @@ from ragen.rollout.setup import make_setup
 from ragen.sampling.local_sampler import Sampler, draw
 from ragen.training.collection import collect_groups, make_batch, split_batch
 from ragen.training.mixture import first_starts
-from ragen.training.running import LoopState
 
 MODES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -309,8 +308,10 @@ async def measure(
     trained = sum(weight.numel() for weights in groups_of_weights for weight in weights)
     for step in range(WARM_UP + steps):
         with phases("rollout"):
-            starts = first_starts({config.env.name: setup}, config, LoopState(step=step))
-            groups = await collect_groups(engine, starts, config, step)
+            starts = first_starts({config.env.name: setup}, config.rollout, {}, step, {})
+            groups = await collect_groups(
+                engine, starts, config.rollout, config.seed, step, config.episodes_at_once
+            )
         with phases("score"):
             batch = await make_batch(engine, *to_samples(groups), config)
         with phases("update"), waits() as waited:

@@ -86,7 +86,7 @@ VICTIMS = ("learner", "sampler", "node", "driver")
 
 IDENTICAL = "identical"
 PLACES: dict[str, tuple[Any, str]] = {
-    "rollout": (loop, "next_groups"),
+    "rollout": (loop, "play_step"),
     "score": (loop, "make_batch"),
     "update": (LocalEngine, "update"),
     "record": (loop, "record_step"),

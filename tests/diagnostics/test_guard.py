@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ragen.config.config import Config
 from ragen.config.extensions import DETECTOR
 from ragen.config.reading import changed, resolve
-from ragen.config.sections import RESPONSES, GuardConfig, Response
+from ragen.config.sections import RESPONSES, GuardConfig, LossConfig, Response
 from ragen.core.errors import RagenError
 from ragen.diagnostics.collapse import WINDOW
 from ragen.diagnostics.detectors import (
@@ -35,14 +35,18 @@ from ragen.diagnostics.detectors import (
     active_detectors,
 )
 from ragen.diagnostics.guard import (
-    GRACE_STEPS,
     MESSAGES,
     REARM_STEPS,
-    REMEDIES,
     Alarm,
     GuardState,
+    change_seed,
+    lower_learning_rate,
     raise_alarms,
+    raise_kl,
+    remedy,
+    tighten_filter,
 )
+from ragen.training.failures import ROLLBACK
 from tests.diagnostics.replay import replay
 
 Curve = Callable[[int], float]
@@ -81,10 +85,9 @@ def test_a_healthy_run_raises_no_alarm() -> None:
     assert fired(HEALTHY) == []
 
 
-def test_detector_and_remedy_names_equal_those_of_the_config() -> None:
+def test_names_of_detectors_equal_those_of_the_config() -> None:
     assert {*DETECTORS, "stalled"} == set(DETECTOR.names) == set(RESPONSES)
-    assert set(MESSAGES) == set(RESPONSES)
-    assert set(REMEDIES) == set(get_args(GuardConfig.model_fields["remedy"].annotation))
+    assert set(MESSAGES) == {*RESPONSES, "failed_episodes"}
     assert {GuardConfig().response(name) for name in RESPONSES} <= set(get_args(Response))
 
 
@@ -213,7 +216,7 @@ def test_a_lasting_condition_raises_an_alarm_only_after_the_grace_period() -> No
         for step in range(1, 60)
         for _ in raise_alarms({ENTROPY: {s: v for s, v in norms.items() if s <= step}}, step, state)
     ]
-    assert steps == [31] and GRACE_STEPS >= 2 * WINDOW
+    assert steps == [31] and ROLLBACK.grace_steps >= 2 * WINDOW
 
 
 def test_a_detector_that_is_off_is_not_called() -> None:
@@ -284,24 +287,24 @@ def test_the_kl_remedy_needs_a_kind_of_kl_that_fits_the_estimator() -> None:
     with pytest.raises(RagenError, match="divides by a std of rewards"):
         resolve(None, given)
     config = resolve(None, given | {"loss.kl_kind": "k3"})
-    assert changed(config, REMEDIES["kl"](config, 1)).loss.kl == 0.01
+    assert changed(config, remedy(config, 1)).loss.kl == 0.01
 
 
 def test_each_remedy_changes_its_settings() -> None:
     plain = Config()
-    slow = changed(plain, REMEDIES["lr"](plain, 1))
+    slow = changed(plain, lower_learning_rate(plain.update))
     assert slow.update.lr == pytest.approx(1e-6 / 3)
     assert slow.update.critic_lr == pytest.approx(1e-5 / 3)
-    once = changed(plain, REMEDIES["filter"](plain, 1))
-    twice = changed(once, REMEDIES["filter"](once, 2))
+    once = changed(plain, tighten_filter(plain.filter, plain.rollout))
+    twice = changed(once, tighten_filter(once.filter, once.rollout))
     assert (once.filter.rule, once.filter.value, twice.filter.value) == ("top_k", 0.25, 0.125)
-    weights = [0.0, 0.001, 0.1]
-    configs = [changed(plain, {"loss.kl": weight}) for weight in weights]
-    assert [REMEDIES["kl"](config, 1)["loss.kl"] for config in configs] == [0.01, 0.01, 1.0]
-    seeds = {REMEDIES["seeds"](plain, attempt)["seed"] for attempt in (1, 2)}
+    losses = [LossConfig(kl=weight) for weight in (0.0, 0.001, 0.1)]
+    assert [raise_kl(loss)["loss.kl"] for loss in losses] == [0.01, 0.01, 1.0]
+    seeds = {change_seed(plain.seed, attempt)["seed"] for attempt in (1, 2)}
     assert len(seeds | {plain.seed}) == 3
-    for remedy in REMEDIES.values():
-        assert changed(plain, remedy(plain, 1)) != plain
+    for name in get_args(GuardConfig.model_fields["remedy"].annotation):
+        config = Config(guard=GuardConfig(remedy=name))
+        assert changed(config, remedy(config, 1)) != config
 
 
 def test_an_impossible_change_is_reported_in_one_line() -> None:
@@ -325,6 +328,6 @@ def test_an_impossible_change_is_reported_in_one_line() -> None:
 )
 def test_the_filter_remedy_keeps_fewer_groups(rule: str, value: float, tighter: float) -> None:
     config = resolve(None, {"filter.rule": rule, "filter.value": value})
-    assert changed(config, REMEDIES["filter"](config, 1)).filter.value == tighter
+    assert changed(config, tighten_filter(config.filter, config.rollout)).filter.value == tighter
     reweighted = resolve(None, {"filter.rule": "reweight"})
-    assert changed(reweighted, REMEDIES["filter"](reweighted, 1)).filter.rule == "top_k"
+    assert tighten_filter(reweighted.filter, config.rollout)["filter.rule"] == "top_k"

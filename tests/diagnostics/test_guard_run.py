@@ -30,8 +30,9 @@ from ragen.storage.checkpoint import folders
 from ragen.storage.reader import read_events, read_metrics
 from ragen.storage.recorder import Recorder
 from ragen.training import loop, recovery
+from ragen.training.failures import Rollback, Stall
 from ragen.training.progress import OfCommand, Watcher
-from ragen.training.running import LoopState, evaluated, kept_checkpoints
+from ragen.training.running import LoopState, evaluated
 from ragen.training.trainer import Result, resume, train
 from ragen.training.watchdog import STACKS, Watchdog, report_stall
 from tests.training.runs import (
@@ -159,7 +160,7 @@ def test_a_resumed_run_stops_again_if_the_condition_still_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "select", lambda *_, **__: [])
-    monkeypatch.setattr(recovery, "GRACE_STEPS", 2)
+    monkeypatch.setattr(recovery, "ROLLBACK", Rollback(grace_steps=2))
     few = {"rollout__num_groups": 1, "rollout__group_size": 2}
     settings = make_config(steps=30, checkpoint__every=0, eval__episodes=0, **few)
     with pytest.raises(GuardStop, match=f"step {EMPTY_STEPS}, empty_filter"):
@@ -242,26 +243,6 @@ def test_without_a_checkpoint_before_the_onset_the_run_stops(
         train(make_config(**ROLLBACK, eval__episodes=0), tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("response", "every", "kept"),
-    [
-        ({}, 20, 2),
-        ({"grad_spike": "rollback"}, 20, 3),  # ten steps back, one checkpoint every five
-        ({"reward_drop": "log", "grad_spike": "rollback"}, 20, 3),
-        ({"reward_drop": "rollback"}, 20, 9),  # an alarm at 100, an onset at 61: 60, 65 … 100
-        ({"reward_drop": "rollback"}, 3, 3),
-    ],
-)
-def test_enough_checkpoints_are_kept_to_precede_an_onset(
-    response: dict[str, str], every: int, kept: int
-) -> None:
-    config = make_config(guard__responses=response, checkpoint__every=5, eval__every=every)
-    run: Any = SimpleNamespace(
-        config=config, guard=GuardState(checked_step=100), state=LoopState(100), spacing=5
-    )
-    assert kept_checkpoints(run) == kept
-
-
 @pytest.mark.slow
 def test_resume_after_a_stop_around_two_rollbacks_equals_the_uninterrupted_run(
     tmp_path: Path, alarms_at: Plan
@@ -337,7 +318,7 @@ def test_a_command_whose_run_hangs_reports_its_stacks_and_exits_with_3(
         return await update(engine, batch, step)
 
     monkeypatch.setattr(LocalEngine, "update", hangs)
-    monkeypatch.setattr(loop, "STALLED_S", 1.0)
+    monkeypatch.setattr(loop, "STALL", Stall(1.0))
     start = time.monotonic()
     config = make_config(eval__episodes=0)
     assert exit_code(fork(lambda: train(config, run, watcher=OfCommand()))) == 3
@@ -358,7 +339,7 @@ def test_a_run_in_python_that_waits_forever_raises_and_ends_no_process(
         return {}
 
     monkeypatch.setattr(LocalEngine, "update", hangs)
-    monkeypatch.setattr(loop, "STALLED_S", 0.5)
+    monkeypatch.setattr(loop, "STALL", Stall(0.5))
     with pytest.raises(GuardStop, match=r"stalled: .* the last checkpoint is step-0; all st"):
         train(make_config(eval__episodes=0), tmp_path / "run")
     monkeypatch.undo()
@@ -373,7 +354,7 @@ def test_a_stall_can_be_logged_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         await publish(engine)
 
     monkeypatch.setattr(LocalEngine, "publish", slow)
-    monkeypatch.setattr(loop, "STALLED_S", 1.0)
+    monkeypatch.setattr(loop, "STALL", Stall(1.0))
     config = make_config(guard__responses={"stalled": "log"}, steps=1, eval__episodes=0)
     result = train(config, tmp_path / "run", watcher=seen)
     assert [alarm.detector for alarm in result.alarms] == ["stalled"]
@@ -393,7 +374,13 @@ def test_a_stall_is_reported_if_the_checkpoints_cannot_be_read(tmp_path: Path) -
 
 def test_every_beat_resets_the_watchdog() -> None:
     silences: list[float] = []
-    with Watchdog(0.2, silences.append) as dog:
+    ended: list[str] = []
+
+    def report(seconds: float) -> str:
+        silences.append(seconds)
+        return "" if len(silences) == 1 else "it hangs"
+
+    with Watchdog(0.2, report, lambda: ended.append(dog.reason)) as dog:
         end = time.monotonic() + 0.5
         while time.monotonic() < end:
             time.sleep(0.01)
@@ -403,25 +390,26 @@ def test_every_beat_resets_the_watchdog() -> None:
         dog.beat()
         time.sleep(0.6)
     assert len(silences) == 2, "once per silence"
-    with Watchdog(0.0, silences.append):
+    assert ended == ["it hangs"]
+    with Watchdog(0.0, report, ended.clear):
         time.sleep(0.1)
     assert len(silences) == 2
 
 
 def test_an_error_of_the_watchdog_s_thread_is_raised() -> None:
-    def fails(_: float) -> None:
+    def fails(_: float) -> str:
         called.set()
         raise OSError("the terminal is gone")
 
     called = threading.Event()
-    with pytest.raises(OSError, match="the terminal is gone"), Watchdog(0.01, fails):
+    with pytest.raises(OSError, match="the terminal is gone"), Watchdog(0.01, fails, called.clear):
         called.wait(10)
 
 
 def test_no_evaluation_of_an_abandoned_attempt_counts(bandit_run: Path) -> None:
     """The first attempt of the run is abandoned after step 1, and the second one after step 2."""
-    state = LoopState(attempt=2, begins=[0, 1, 2])
-    counted = [bool(evaluated(bandit_run, state, step)) for step in range(4)]
+    states = [LoopState(step, attempt=2, begins=[0, 1, 2]) for step in range(4)]
+    counted = [bool(evaluated(bandit_run, state)) for state in states]
     assert counted == [True, True, False, False]
 
 

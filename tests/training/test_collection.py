@@ -18,8 +18,8 @@ from ragen.core.types import Completion, Episode, Prompt, Sample
 from ragen.engines.engine import Engine
 from ragen.envs.registry import env_factory
 from ragen.rollout.setup import Setup
-from ragen.training.ahead import Start
 from ragen.training.collection import collect_groups, sample_record
+from ragen.training.mixture import Start
 
 
 class Counting:
@@ -54,7 +54,7 @@ def collect(policy: Counting, config: Config) -> None:
     starts = [Start(setup, level) for level in range(config.rollout.num_groups)]
 
     async def play() -> None:
-        groups = await collect_groups(fake, starts, config, 0)
+        groups = await collect_groups(fake, starts, config.rollout, 0, 0, config.episodes_at_once)
         assert [len(group.episodes) for group in groups] == [4] * len(starts)
 
     asyncio.run(play())

@@ -12,7 +12,7 @@ from typing import Any
 
 import ragen
 from ragen.envs.worlds.bandit import Bandit
-from ragen.storage.reader import read_metrics
+from ragen.storage.reader import read_events, read_metrics
 from ragen.training.trainer import CANNOT_INTERRUPT, Result
 from tests.bandit_model import settings
 from tests.training.runs import NotedWatcher, rows
@@ -53,7 +53,11 @@ def test_a_run_goes_on_where_episodes_try_to_end_it_and_replaces_no_function(
     values = settings(**FEW)
     run = ragen.train("bandit", values, env=Exiting, out=tmp_path / "run", watcher=watcher).run
     failed = read_metrics(run)["episodes/failed"]
-    assert failed.keys() == {1} and 0 < failed[1] < 8
+    assert failed == {1: 4.0}
+    said = "4 of 8 episodes (50%) failed and are not trained on, 4 of them with: SystemExit: 3"
+    assert watcher.alarms == [f"step 1, failed_episodes: {said}"]
+    (event,) = read_events(run, "alarm")
+    assert event["step"] == 1 and event["data"]["value"] == 0.5
     assert present() == before and CANNOT_INTERRUPT not in watcher.notes
 
 

@@ -31,7 +31,7 @@ from ragen.rollout.setup import Setup
 from ragen.settings.environment import resolve_run
 from ragen.storage.reader import read_metrics
 from ragen.training.mixture import first_starts, share_out
-from ragen.training.running import LoopState, Result
+from ragen.training.running import Result
 from ragen.training.trainer import resume, train
 from ragen.viewer.reading import Runs
 from ragen.viewer.run_list import run_summary
@@ -79,11 +79,13 @@ def test_each_environment_has_its_own_levels_in_order(result: Result) -> None:
 def test_a_pool_of_levels_is_played_in_turn_in_each_environment() -> None:
     config = resolve("bandit", settings(env__mix=MIX, rollout__levels=3, rollout__num_groups=4))
     playing = cast("dict[str, Setup]", dict.fromkeys(MIX, SimpleNamespace()))
-    starts = first_starts(playing, config, LoopState(groups={"bandit": 8, "bandit-rev": 4}))
+    starts = first_starts(
+        playing, config.rollout, config.env.mix, 0, {"bandit": 8, "bandit-rev": 4}
+    )
     assert [start.level - TRAIN_LEVELS for start in starts] == [2, 0, 1, 1]
     alone = resolve("bandit", settings(rollout__levels=3, rollout__num_groups=4))
     one = cast("dict[str, Setup]", {"bandit": SimpleNamespace()})
-    starts = first_starts(one, alone, LoopState(step=1))
+    starts = first_starts(one, alone.rollout, {}, 1, {})
     assert [start.level - TRAIN_LEVELS for start in starts] == [1, 2, 0, 1]
 
 

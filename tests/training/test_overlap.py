@@ -20,9 +20,8 @@ from ragen.core.stopping import StopRequested
 from ragen.core.types import Completion, Group, Prompt
 from ragen.sampling.local_sampler import Sampler
 from ragen.storage.reader import read_events, read_metrics
-from ragen.training import experience
-from ragen.training.ahead import Ahead
-from ragen.training.experience import staleness
+from ragen.training import collection
+from ragen.training.ahead import Buffer, Played, staleness
 from ragen.training.trainer import resume, train
 from tests.bandit_model import settings
 from tests.records import episode, turn
@@ -44,7 +43,7 @@ def ahead(most: int = 1, **more: Any) -> Config:
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     """A run that plays up to two steps ahead, and the steps whose play began, from 0."""
-    begun, play = list[int](), experience._play
+    begun, play = list[int](), collection._play
 
     async def noted(run: Any, starts: Any, step: int, *more: Any) -> Any:
         begun.append(step)
@@ -52,7 +51,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         use_copied(patch)
-        patch.setattr(experience, "_play", noted)
+        patch.setattr(collection, "_play", noted)
         run = tmp_path_factory.mktemp("ahead") / "run"
         train(ahead(2), run)
     return run, begun
@@ -178,18 +177,38 @@ def test_staleness_is_that_of_the_oldest_completion() -> None:
     assert staleness(group, 1) == 3 and staleness(Group((episode(),)), 7) == 0
 
 
-def test_dropping_ends_every_task() -> None:
-    async def drop() -> Ahead:
-        kept = Ahead()
-        kept.plays.append(asyncio.create_task(asyncio.sleep(60)))  # type: ignore[arg-type]
-        failed: Any = asyncio.get_running_loop().create_future()
-        failed.set_exception(EngineLost("gone"))
-        kept.plays.append(failed)
-        await kept.drop()
-        return kept
+def test_the_life_of_an_entry() -> None:
+    """The first is trained on; dropping ends the second, which plays, and the third has failed."""
+    played = Played((), 1, 0.0)
 
-    kept = asyncio.run(drop())
-    assert not kept.plays and not kept.plans
+    async def finishes(_: asyncio.Semaphore) -> Played:
+        return played
+
+    async def plays_on(_: asyncio.Semaphore) -> Played:
+        await asyncio.sleep(60)
+        return played
+
+    async def fails(_: asyncio.Semaphore) -> Played:
+        raise EngineLost("gone")
+
+    async def live() -> list[tuple[str, ...]]:
+        buffer, states = Buffer(2, slots=1), []
+        for play in (finishes, plays_on, fails):
+            buffer.add((), play)
+        entries = list(buffer.entries)
+        for _ in range(2):
+            states.append(tuple(entry.state for entry in entries))
+            await asyncio.sleep(0.01)
+        assert await buffer.take() is played
+        await buffer.drop()
+        assert not buffer.entries and all(entry.play.done() for entry in entries if entry.play)
+        return [*states, tuple(entry.state for entry in entries)]
+
+    assert asyncio.run(live()) == [
+        ("queued", "queued", "queued"),
+        ("finished", "playing", "playing"),
+        ("trained", "dropped", "dropped"),
+    ]
 
 
 def test_the_decoupled_weight_is_that_of_the_learner_over_the_sampler() -> None:

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sqlite3
+import subprocess
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -21,7 +22,7 @@ from ragen.config.reading import dump, read_config, resolve
 from ragen.core.errors import RagenError
 from ragen.diagnostics.guard import GuardState
 from ragen.evaluation.targets import EPISODE_KEYS, is_measured
-from ragen.settings.saved import Settings, find_settings, run_config
+from ragen.settings.saved import run_config
 from ragen.storage import checkpoint
 from ragen.storage.database import CONFIG, DATABASE
 from ragen.storage.reader import read_events
@@ -30,7 +31,6 @@ from ragen.training.trainer import resume, train
 from tests.diagnostics.test_guard_run import Plan, alarms_at
 from tests.shared import own
 from tests.training.runs import (
-    NotedWatcher,
     assert_same_results,
     make_config,
     recorded_results,
@@ -39,13 +39,6 @@ from tests.training.runs import (
 __all__ = ["alarms_at"]
 
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def run(own_bandit_run: Path) -> Path:
-    """A run that was killed before it had saved its last step."""
-    shutil.rmtree(checkpoint.newest(own_bandit_run))
-    return own_bandit_run
 
 
 @pytest.fixture(scope="module")
@@ -58,16 +51,6 @@ def finished(bandit_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def expected(bandit_run: Path) -> dict[str, Any]:
     """The results of the uninterrupted run."""
     return recorded_results(bandit_run)
-
-
-def own_settings(run: Path) -> Settings:
-    """With the hash in the state of the newest checkpoint, as `resume` finds them."""
-    state = checkpoint.read_state(checkpoint.newest(run))
-    return find_settings(run, state[checkpoint.SETTINGS_HASH], {})
-
-
-def written(text: str) -> Callable[[Path], object]:
-    return lambda path: path.write_text(text, encoding="utf-8")
 
 
 def changed_text(edit: Callable[[str], str]) -> Callable[[Path], object]:
@@ -83,10 +66,8 @@ def replaced_by(make: Callable[[Path], object]) -> Callable[[Path], object]:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "cut at [update]": changed_text(lambda text: text[: text.index("[update]")]),
-    "cut at [reward]": changed_text(lambda text: text[: text.index("[reward]")]),
     "cut in a line": changed_text(lambda text: text[: text.index("minibatch_episodes") + 5]),
-    "empty": written(""),
+    "empty": lambda path: path.write_text(""),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "no text": lambda path: path.write_bytes(b"\xff\xfe" * 50),
     "a flipped bit in a key": changed_text(lambda text: text.replace("\nsteps", "\nstaps")),
@@ -97,43 +78,43 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", ["cut at [update]", "missing"])
-def test_resume_writes_a_damaged_config_again_whatever_a_killed_writer_left(
-    run: Path, expected: dict[str, Any], damage: str
+def test_a_damaged_config_is_refused_until_it_is_restored(
+    own_bandit_run: Path, expected: dict[str, Any], capsys: Capture
 ) -> None:
-    original, config = (run / CONFIG).read_bytes(), run_config(run)
-    DAMAGES[damage](run / CONFIG)
-    left = [run / f".99.{CONFIG}", *(path / ".99.state.json" for path in checkpoint.folders(run))]
-    for path in left:
-        path.write_text("half")
-    with pytest.raises(RagenError, match=r"to write it again: ragen resume|is not a run folder"):
-        run_config(run)
-    watcher = NotedWatcher()
-    resume(run, watcher)
-    assert_same_results(run, expected)
-    assert (run / CONFIG).read_bytes() == original and run_config(run) == config
-    (line,) = watcher.alarms
-    assert CONFIG in line and "written again" in line and "\n" not in line
-    assert os.path.lexists(run / f"damaged-{CONFIG}") == (damage != "missing")
-    assert [event["kind"] for event in read_events(run)] == ["damaged config", "resume"]
-
-
-def test_a_damaged_config_is_never_taken_for_the_run_s_settings(own_bandit_run: Path) -> None:
-    """However it is damaged, also if it is cut anywhere."""
-    path, data = own_bandit_run / CONFIG, (own_bandit_run / CONFIG).read_bytes()
-    own = own_settings(own_bandit_run)
-    assert own.config == make_config(eval__every=1, checkpoint__keep=9) and not own.damage
+    """The advice is followed to the letter; a killed writer has left a part of a file."""
+    run, path = own_bandit_run, own_bandit_run / CONFIG
+    shutil.rmtree(checkpoint.newest(run))  # it was killed before it had saved its last step
+    (run / f".99.{CONFIG}").write_text("half")
+    data, own_settings = path.read_bytes(), run_config(run)
     for damage in DAMAGES.values():
         damage(path)
-        settings = own_settings(own_bandit_run)
-        assert settings.config == own.config and settings.damage
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        path.write_bytes(data)
+        assert main(["resume", str(run)]) == 2
+        error = capsys.readouterr().err
+        assert CONFIG in error and error.count("\n") == 1
+        if os.path.lexists(path) and not path.is_file():
+            assert "move it away" in error
+            path.rename(run / "away") if path.exists() else path.unlink()
+            shutil.rmtree(run / "away") if (run / "away").is_dir() else None
+        command = re.search(r"sqlite3 .*$", error)
+        assert command is not None
+        subprocess.run(command[0], shell=True, check=True)
+        assert path.read_bytes().rstrip() == data.rstrip() and run_config(run) == own_settings
+    resume(run)
+    assert_same_results(run, expected)
+
+
+def test_a_config_that_is_cut_anywhere_is_never_taken_for_the_run_s_settings(
+    finished: Path,
+) -> None:
+    path, own_settings = finished / CONFIG, run_config(finished)
+    data = path.read_bytes()
     for length in range(0, len(data), 47):
         path.write_bytes(data[:length])
-        settings = own_settings(own_bandit_run)
-        assert settings.config == own.config and settings.text.encode() == data
-        assert settings.damage or read_config(path) == own.config
+        try:
+            assert run_config(finished) == own_settings
+        except RagenError as error:
+            assert "sqlite3" in str(error)
+    path.write_bytes(data)
 
 
 def test_an_edited_config_is_refused_until_the_change_is_given(
@@ -146,7 +127,7 @@ def test_an_edited_config_is_refused_until_the_change_is_given(
     assert main(["resume", str(run)]) == 2
     error = capsys.readouterr().err
     assert "steps = 4, not 3" in error and error.count("\n") == 1 and "delete" not in error
-    assert "keep the run's, move the file away and resume" in error
+    assert "to keep the run's: sqlite3 " in error
     assert main(["eval", str(run), "--episodes", "2"]) == 2
     assert "steps = 4, not 3" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in before} == before
@@ -238,7 +219,10 @@ def test_a_finished_run_takes_no_change_without_more_steps(finished: Path, capsy
         assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_advice_about_a_run_without_a_checkpoint_leads_on(run: Path, capsys: Capture) -> None:
+def test_advice_about_a_run_without_a_checkpoint_leads_on(
+    own_bandit_run: Path, capsys: Capture
+) -> None:
+    run = own_bandit_run
     assert main(["train", "bandit", "--out", str(run)]) == 2
     assert "continue that run: ragen resume" in capsys.readouterr().err
     shutil.rmtree(run / "checkpoints")
@@ -271,20 +255,30 @@ def test_a_change_of_the_user_wins_over_an_earlier_one_of_the_guard(
     assert event["data"]["changes"] == {"steps": [2, 3], "update.lr": [lowered, config.update.lr]}
 
 
-def test_a_damaged_copy_of_the_settings_is_written_again_from_the_file(
-    run: Path, expected: dict[str, Any]
-) -> None:
-    """The hash in the checkpoint's state decides which of the two is good."""
-    with closing(sqlite3.connect(run / DATABASE)) as connection, connection:
+def test_a_damaged_copy_of_the_settings_is_refused(own_bandit_run: Path) -> None:
+    """The hash in the checkpoint's state does not fit it."""
+    with closing(sqlite3.connect(own_bandit_run / DATABASE)) as connection, connection:
         connection.execute("UPDATE settings SET text = replace(text, 'steps = 3', 'steps = 9')")
-    text = (run / CONFIG).read_text("utf-8")
-    (run / CONFIG).write_text(text.replace("steps = 3", "steps = 8"), "utf-8")
-    with pytest.raises(RagenError, match=r"neither .* has the settings .* --model"):
-        resume(run)
-    (run / CONFIG).write_text(text, "utf-8")
-    resume(run)
-    assert_same_results(run, expected)
-    assert run_config(run).steps == 3
+    with pytest.raises(RagenError, match=r"run\.sqlite does not have the settings .* --model"):
+        resume(own_bandit_run)
+
+
+def test_a_change_is_completed_if_a_kill_came_between_file_and_database(
+    own_bandit_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"steps": 4}
+
+    def killed(recorder: Recorder, text: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Recorder, "keep_settings", killed)
+        resume(own_bandit_run, overrides=changes)
+    with pytest.raises(RagenError, match=r"steps = 4, not 3 \(to change them: ragen resume"):
+        resume(own_bandit_run)
+    resume(own_bandit_run, overrides=changes)
+    assert run_config(own_bandit_run).steps == 4
+    assert len(read_events(own_bandit_run, "settings")) == 1
 
 
 def test_resume_sets_checkpoints_aside_in_which_a_file_is_none(

@@ -2,18 +2,19 @@
 
 Where a detector's condition newly holds, the guard raises an alarm. What follows is the detector's
 response (`GuardConfig.response`): ``log``, ``stop``, or ``rollback`` to the last checkpoint from
-before the onset, with one setting changed (`REMEDIES`). `training.recovery` carries it out.
+before the onset, with one setting changed (`remedy`). `training.recovery` carries it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ragen.config.config import Config
 from ragen.config.extensions import short_name
+from ragen.config.sections import FilterConfig, LossConfig, RolloutConfig, UpdateConfig
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
 from ragen.diagnostics.collapse import WINDOW
@@ -29,13 +30,6 @@ from ragen.storage.reader import read_evaluations, read_events, read_metrics, st
 
 REARM_STEPS = WINDOW
 """Steps in a row without its condition after which a detector may fire again."""
-ROLLBACK_REACH = 2 * WINDOW
-"""Steps that checkpoints have to reach back if a response is a rollback: an onset lies a window
-before its alarm."""
-ROLLBACKS = 2
-"""Rollbacks that a run may take. If another one is due, it stops."""
-GRACE_STEPS = 2 * WINDOW
-"""Steps after a rollback in which no detector fires: trailing means still mix in old values."""
 
 MESSAGES: dict[str, str] = {
     "reward_std_cliff": "reward std in the group fell to {value:.3g} from {baseline:.3g}, more "
@@ -54,6 +48,7 @@ MESSAGES: dict[str, str] = {
     "to learn: use easier or harder levels, or filter.include_zero = true",
     "mismatch": "with the same weights, sampler and learner differ by {value:.3g} nats in a "
     "token's logprob, of which {baseline:.3g} may be rounding",
+    "failed_episodes": "{value:.0%} of the episodes failed",
     "stalled": "no phase made progress for {value:.0f} s",
 }
 
@@ -155,40 +150,45 @@ def changed_on_purpose(folder: Path) -> set[str]:
     return keys
 
 
-def lower_learning_rate(config: Config, attempt: int) -> dict[str, Any]:
+def remedy(config: Config, attempt: int) -> dict[str, Any]:
+    """The settings that a rollback changes (``guard.remedy``), by key.
+
+    `config` is the run's, and `attempt` the number of the attempt that begins.
+    """
+    match config.guard.remedy:
+        case "lr":
+            return lower_learning_rate(config.update)
+        case "filter":
+            return tighten_filter(config.filter, config.rollout)
+        case "kl":
+            return raise_kl(config.loss)
+        case "seeds":
+            return change_seed(config.seed, attempt)
+
+
+def lower_learning_rate(update: UpdateConfig) -> dict[str, Any]:
     """A third of every learning rate: two rollbacks lower it by about an order of magnitude."""
-    rates = {"update.lr": config.update.lr, "update.critic_lr": config.update.critic_lr}
+    rates = {"update.lr": update.lr, "update.critic_lr": update.critic_lr}
     return {key: rate * (1 / 3) for key, rate in rates.items() if rate}
 
 
-def tighten_filter(config: Config, attempt: int) -> dict[str, Any]:
+def tighten_filter(settings: FilterConfig, rollout: RolloutConfig) -> dict[str, Any]:
     """The filter of StarPO-S, or half of what the present filter keeps."""
-    rule, value = config.filter.rule, config.filter.value
-    if rule in ("all", "reweight"):
+    value = settings.value
+    if settings.rule in ("all", "reweight"):
         return {"filter.rule": "top_k", "filter.value": 0.25}
     if value >= 4:
         return {"filter.value": value // 2}
     if value > 1:  # One group, which cannot be given as a number: 1.0 is the share of all.
-        rollout = config.rollout
         return {"filter.value": 1 / (rollout.num_groups * (1 + rollout.refill))}
     return {"filter.value": value / 2}
 
 
-def raise_kl(config: Config, attempt: int) -> dict[str, Any]:
+def raise_kl(loss: LossConfig) -> dict[str, Any]:
     """Ten times the weight of the KL divergence, and at least 0.01."""
-    return {"loss.kl": max(0.01, 10 * config.loss.kl)}
+    return {"loss.kl": max(0.01, 10 * loss.kl)}
 
 
-def change_seed(config: Config, attempt: int) -> dict[str, Any]:
+def change_seed(seed: int, attempt: int) -> dict[str, Any]:
     """Other random numbers on the same levels. Evaluations keep theirs."""
-    return {"seed": derive(config.seed, "attempt", attempt)}
-
-
-REMEDIES: dict[str, Callable[[Config, int], dict[str, Any]]] = {
-    "lr": lower_learning_rate,
-    "filter": tighten_filter,
-    "kl": raise_kl,
-    "seeds": change_seed,
-}
-"""Remedies by their name in the config: from the run's config and the number of the attempt that
-begins, to new values by config key."""
+    return {"seed": derive(seed, "attempt", attempt)}

@@ -1,8 +1,8 @@
-"""A run's settings: `config.toml`, and the copy in the database that it is compared with.
+"""A run's settings: the copy in its database, and `config.toml`, which has to agree with it.
 
 Every text that `config.toml` has had is a row of the table `settings`, and the last one is valid.
-The state of a checkpoint has the hash of the text that was valid when it was saved. So a file that
-was cut, damaged or edited is never taken for the settings of the run.
+The state of a checkpoint has the hash of the text that was valid when it was saved. A file that was
+cut, damaged or edited is refused, with the command that restores it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import sqlite3
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,115 +18,55 @@ import tomli_w
 
 from ragen.config.config import Config
 from ragen.config.keys import Flat, parse_value, show
-from ragen.config.reading import changed, dump, flatten, parse_config, read_config, unread
-from ragen.config.rules import READ_WITH
+from ragen.config.reading import flatten, parse_config, read_config
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors, whole_file
-from ragen.storage.checkpoint import hash_text, set_aside
-from ragen.storage.database import CONFIG, DATABASE, check_run_folder, reading_database
+from ragen.storage.checkpoint import hash_text
+from ragen.storage.database import CONFIG, DATABASE, reading_database, restoring_config
 from ragen.storage.recorder import Recorder
 
 MOST_NAMED = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The settings of a run that is to be resumed.
+def run_config(run: Path, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The settings of a run, from its database; a folder without one has only `config.toml`.
 
-    Attributes:
-        text: As `config.toml` has to say them.
-        damage: The damage of `config.toml`, which is then written again; empty if there is none.
-        is_kept: The database has the text; otherwise only the file has it.
+    Raises:
+        RagenError: `config.toml` is missing, cannot be read, or has other values than the run. The
+            values of `overrides`, which are about to change, may be in the file already.
     """
-
-    run: Path
-    config: Config
-    text: str
-    damage: str
-    is_kept: bool
-
-    def with_changes(self, overrides: Mapping[str, Any]) -> Config:
-        """The settings with other values."""
-        config = changed(self.config, overrides)
-        for key in set(overrides).intersection(unread(config)):
-            raise RagenError(f"{key} has no effect: it takes {READ_WITH[key].words}")
-        return config
-
-    def write(
-        self, recorder: Recorder, step: int, config: Config, changes: Mapping[str, Sequence[Any]]
-    ) -> list[str]:
-        """Write the settings file and the events before the run continues with `config`.
-
-        The file is written first, so that the same command has the same result if the process is
-        killed in between. A damaged file and changes are recorded as events.
-
-        `changes` are the old and the new value of each key that changes. Returns a line about each
-        event.
-        """
-        lines = []
-        is_new = config != self.config
-        text = dump(config) if is_new else self.text
-        path = self.run / CONFIG
-        if self.damage:
-            aside = set_aside(path).name if os.path.lexists(path) else None
-            moved = f"; what was there is now {aside}" if aside else ""
-            lines.append(f"{self.damage}; it is written again from the run's own copy{moved}")
-        if self.damage or is_new:
-            with (
-                file_errors("write", path, f"free space there or make {self.run} writable"),
-                whole_file(path) as temporary,
-            ):
-                temporary.write_text(text, encoding="utf-8")
-        if self.damage:
-            data = {"reason": self.damage, "set_aside": aside}
-            recorder.event(step, "damaged config", lines[0], data)
-        if is_new or not self.is_kept:
-            recorder.keep_settings(text)
-        recorder.settings_hash = hash_text(text)
-        if changes:
-            words = (f"{key} from {_show(a)} to {_show(b)}" for key, (a, b) in changes.items())
-            lines.append(f"changed {', '.join(words)}")
-            recorder.event(step, "settings", lines[-1], {"changes": changes})
-        return lines
-
-
-def find_settings(run: Path, expected: str, overrides: Mapping[str, Any]) -> Settings:
-    """The settings with which a run is resumed, before `overrides` change them on purpose.
-
-    `expected` is the hash in the state of the checkpoint.
-    """
-    texts = _texts(run)
-    is_kept = expected in map(hash_text, texts)
-    if not is_kept:
-        check_run_folder(run)
-        with file_errors("read", run / CONFIG):
-            text = (run / CONFIG).read_text(encoding="utf-8", errors="replace")
-        if expected != hash_text(text):
-            raise RagenError(
-                f"neither {run / CONFIG} nor {run / DATABASE} has the settings that the run's "
-                "checkpoint was saved with: restore one of them, or start a new run from its "
-                f"policy: ragen train RECIPE --model {_word(run)}"
-            )
-        texts = [text]
-    config = parse_config(texts[-1], f"{run}'s settings")
-    damage, edits = _compared(run, texts[-1], config)
-    if {key: value for key, value in edits.items() if overrides.get(key) != value}:
-        raise RagenError(_differs(run, config, edits))
-    return Settings(run, config, texts[-1], damage, is_kept)
-
-
-def run_config(run: Path) -> Config:
-    """The settings of a run, to read it or to play with its policy."""
     texts = _texts(run)
     if not texts:
         return read_config(run / CONFIG)
     config = parse_config(texts[-1], f"{run}'s settings")
-    damage, edits = _compared(run, texts[-1], config)
-    if damage:
-        raise RagenError(f"{damage}; to write it again: ragen resume {_word(run)}")
-    if edits:
-        raise RagenError(_differs(run, config, edits))
+    _refuse_edited(run, flatten(config), overrides or {})
     return config
+
+
+def settings_text(run: Path, expected: str) -> str:
+    """The last text of a run's settings. `expected` is the hash in the state of its checkpoint."""
+    texts = _texts(run)
+    if expected not in map(hash_text, texts):
+        raise RagenError(
+            f"{run / DATABASE} does not have the settings that the run's checkpoint was saved "
+            "with: restore it, or start a new run from its policy: "
+            f"ragen train RECIPE --model {_word(run)}"
+        )
+    return texts[-1]
+
+
+def write_settings(recorder: Recorder, text: str) -> None:
+    """Make `text` the settings of a run, in `config.toml` and in the database.
+
+    The file is written first: if the process is killed in between, the same command goes on.
+    """
+    path = recorder.folder / CONFIG
+    with (
+        file_errors("write", path, f"free space there or make {path.parent} writable"),
+        whole_file(path) as temporary,
+    ):
+        temporary.write_text(text, encoding="utf-8")
+    recorder.keep_settings(text)
 
 
 def differing(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
@@ -137,8 +76,17 @@ def differing(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
+def changes_in_words(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """The old and the new value of each key.
+
+    Example:
+        >>> changes_in_words({"steps": (3, 4), "env.params.slip": (None, 0.5)})
+        'steps from 3 to 4, env.params.slip from unset to 0.5'
+    """
+    return ", ".join(f"{key} from {_show(a)} to {_show(b)}" for key, (a, b) in changes.items())
+
+
 def _texts(run: Path) -> list[str]:
-    """Every text that `config.toml` has had; none if there is no database."""
     if not (run / DATABASE).is_file():
         return []
     with reading_database(run) as connection:
@@ -150,36 +98,29 @@ def kept_texts(connection: sqlite3.Connection) -> list[str]:
     return [str(text) for (text,) in connection.execute("SELECT text FROM settings ORDER BY id")]
 
 
-def _compared(run: Path, text: str, config: Config) -> tuple[str, Flat]:
-    """The problem with `config.toml`, and its values that are not the run's.
-
-    A file that is missing, cut off or no valid config is damaged. Any other difference is an edit.
-    """
-    path = run / CONFIG
+def _refuse_edited(run: Path, own: Flat, overrides: Mapping[str, Any]) -> None:
+    """Refuse a `config.toml` that cannot be read, or has other values than the run's `own`."""
+    path, restore = run / CONFIG, restoring_config(run)
     if not path.is_file():
-        return f"{path} is {'no file' if os.path.lexists(path) else 'missing'}", {}
+        is_there = os.path.lexists(path)
+        wrong = "is no file; move it away, and write it again" if is_there else "is missing"
+        raise RagenError(f"{path} {wrong}: {restore}")
     try:
-        found = read_config(path)
-        data = path.read_bytes()
+        found = flatten(read_config(path))
     except RagenError as error:
-        return str(error), {}
-    edits = {key: new for key, (_, new) in differing(config, found).items()}
-    if edits and text.encode().startswith(data):
-        return f"{path} is cut off", {}
-    return "", edits
-
-
-def _differs(run: Path, config: Config, edits: Flat) -> str:
-    own = flatten(config)
+        raise RagenError(f"{error}; to restore it: {restore}") from None
+    edits = {key: found.get(key) for key in {**own, **found} if found.get(key) != own.get(key)}
+    if all(key in overrides and overrides[key] == value for key, value in edits.items()):
+        return
     named = [f"{key} = {_show(edits[key])}, not {_show(own.get(key))}" for key in edits]
     more = f", and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
     change = ""
     if not more and not any(value is None or isinstance(value, dict) for value in edits.values()):
         options = " ".join(f"--{key} {_word(typed(key, value))}" for key, value in edits.items())
         change = f" (to change them: ragen resume {_word(run)} {options})"
-    return (
-        f"{run / CONFIG} has other values than the run: {'; '.join(named[:MOST_NAMED])}{more}"
-        f"{change}; to keep the run's, move the file away and resume: it is written again"
+    raise RagenError(
+        f"{path} has other values than the run: {'; '.join(named[:MOST_NAMED])}{more}{change}; "
+        f"to keep the run's: {restore}"
     )
 
 

@@ -332,14 +332,20 @@ def check_run_folder(folder: Path, file: str = CONFIG) -> None:
         return
     if file == CONFIG and (folder / DATABASE).is_file() and (folder / CHECKPOINTS).is_dir():
         raise RagenError(
-            f"{folder / CONFIG} is missing or no file; to write it again: "
-            f"ragen resume {shlex.quote(str(folder))}"
+            f"{folder / CONFIG} is missing or no file; to restore it: {restoring_config(folder)}"
         )
     if file == DATABASE and (folder / CHECKPOINTS).is_dir():
         raise RagenError(f"{folder / DATABASE} is missing or no file; {_without_database(folder)}")
     raise RagenError(
         f"{folder} is not a run folder: {file} is missing; name a folder such as runs/bandit-1"
     )
+
+
+def restoring_config(folder: Path) -> str:
+    """The command that writes a run's `config.toml` again from the copy in its database."""
+    database, config = (shlex.quote(str(folder / name)) for name in (DATABASE, CONFIG))
+    query = "SELECT text FROM settings ORDER BY id DESC LIMIT 1"
+    return f'sqlite3 {database} "{query}" > {config}'
 
 
 def unreadable(database: Path, error: sqlite3.Error | OSError) -> RagenError:

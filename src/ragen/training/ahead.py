@@ -1,55 +1,140 @@
-"""The plays of later steps, which are under way while a step trains."""
+"""Playing ahead of training: the buffer between rollout and update.
+
+A synchronous run has no buffer: it plays a step and then trains on it (`collection.play_step`).
+With ``engine.max_staleness = k`` a buffer holds the steps that are played meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal
 
+from ragen.core.metrics import Metrics, largest, last, mean, total
 from ragen.core.types import Group
-from ragen.rollout.setup import Setup
+from ragen.training.mixture import Start
 
-
-class Start(NamedTuple):
-    """Where a group starts: its environment's set-up and its level."""
-
-    setup: Setup
-    level: int
+State = Literal["queued", "playing", "finished", "trained", "dropped"]
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """The groups of a step, played from `starts` in this `stage` of the curriculum in `seconds`."""
+    """The groups of a step, played in this `stage` of the curriculum in `seconds`.
 
-    starts: Sequence[Start]
-    stage: int
+    `version` is the policy version with which the step begins to train. `stale` has the indices of
+    groups that are too old to train on. A step that was not played ahead has neither.
+    """
+
     groups: Sequence[Group]
+    stage: int
     seconds: float
+    version: int = 0
+    stale: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
-class Ahead:
-    """A bounded queue between rollout and update; without staleness it is always empty.
+class Entry:
+    """A step in the buffer: where its groups start, its play, and the state of both (`Buffer`)."""
+
+    starts: Sequence[Start]
+    play: asyncio.Task[Played] | None = None
+    state: State = "queued"
+
+
+@dataclass(slots=True)
+class Buffer:
+    """The next steps, whose groups are played while another step trains.
+
+    The life of an entry, which is step n + k of a run with ``engine.max_staleness = k``::
+
+        queued ──▶ playing ──▶ finished ──▶ trained
+           └──────────┴────────────┴──────▶ dropped
+
+    - **queued**: when step n begins to train, the starts of step n + k are chosen. Levels and seeds
+      are those of step n + k itself; shares of a mixture and the stage of the curriculum follow
+      from the results so far. In a run's first step, the steps 0 to k are queued together.
+    - **playing**: its episodes ask the `gate` for a slot, behind those of earlier entries. So they
+      take what earlier entries leave, and begin at the earliest with the weights that step n begins
+      with. Weights that are published meanwhile are taken by open completions, too.
+    - **finished**: all groups are there and wait for their turn (``engine/queue``).
+    - **trained**: the loop has taken it as its next step. Up to k publications came since it was
+      queued, so a group's oldest completion is at most k versions behind. A group that is further
+      behind, as after a resume of a sampler, is left out of the step (`Played.stale`).
+    - **dropped**: the weights or levels change otherwise, by a rollback, a new engine or the end of
+      the run. All entries are cancelled; their steps are queued and played again.
 
     Attributes:
-        plans: The starts of each step of `plays`.
-        plays: The plays of the next steps, in their order.
-        gate: Admits the episodes of all plays in the order in which they ask for a slot, so that a
-            later play takes what an earlier one leaves.
+        max_staleness: k, which is also the number of entries beside the one that is awaited.
+        slots: Episodes played at once, those of all entries together.
     """
 
-    plans: deque[Sequence[Start]] = field(default_factory=deque)
-    plays: deque[asyncio.Task[Played]] = field(default_factory=deque)
+    max_staleness: int
+    slots: int
+    entries: deque[Entry] = field(default_factory=deque)
     gate: asyncio.Semaphore | None = None
 
+    def planned(self) -> Counter[str]:
+        """Groups of the entries by environment."""
+        return Counter(start.setup.env for entry in self.entries for start in entry.starts)
+
+    def add(
+        self, starts: Sequence[Start], play: Callable[[asyncio.Semaphore], Awaitable[Played]]
+    ) -> None:
+        """Queue a step, whose groups `play` plays."""
+        gate = self.gate = self.gate or asyncio.Semaphore(self.slots)
+        entry = Entry(starts)
+
+        async def live() -> Played:
+            entry.state = "playing"
+            played = await play(gate)
+            entry.state = "finished"
+            return played
+
+        entry.play = asyncio.create_task(live())
+        self.entries.append(entry)
+
+    async def take(self) -> Played:
+        """The oldest entry's groups, once they are played."""
+        entry = self.entries.popleft()
+        assert entry.play is not None
+        played = await entry.play
+        entry.state = "trained"
+        return played
+
     async def drop(self) -> None:
-        """Cancel all of it, because the weights or the levels will change."""
-        tasks = [*self.plays]
-        self.plans.clear()
-        self.plays.clear()
+        """Cancel all entries, because the weights or the levels will change."""
+        tasks = [entry.play for entry in self.entries if entry.play is not None]
+        for entry in self.entries:
+            entry.state = "dropped"
+        self.entries.clear()
         self.gate = None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def stale(self, groups: Sequence[Group], version: int) -> frozenset[int]:
+        """The indices of the groups that are too old to train weights of this version on."""
+        ages = [staleness(group, version) for group in groups]
+        return frozenset(index for index, age in enumerate(ages) if age > self.max_staleness)
+
+    def metrics(self, played: Played, kept: Sequence[int]) -> Metrics:
+        """Metrics of a step at its end; `kept` are the indices of the groups it trained on."""
+        metrics = {
+            "engine/stale_groups": total(len(played.stale)),
+            "engine/queue": last(sum(entry.state == "finished" for entry in self.entries)),
+            "engine/play_s": total(played.seconds),
+        }
+        if old := [staleness(played.groups[index], played.version) for index in kept]:
+            metrics["engine/staleness_mean"] = mean(sum(old) / len(old))
+            metrics["engine/staleness_max"] = largest(max(old))
+        return metrics
+
+
+def staleness(group: Group, version: int) -> int:
+    """Publications by which the oldest completion of a group is behind this policy version."""
+    versions = [
+        turn.completion.policy_version for episode in group.episodes for turn in episode.turns
+    ]
+    return version - min(versions, default=version)

@@ -6,22 +6,21 @@ Here the config's settings meet the functions that need them; the loop only sees
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.batch import Batch, collate, minibatches, num_minibatches
 from ragen.algorithms.credit import credit
-from ragen.algorithms.estimator import compares_group, needs_values
+from ragen.algorithms.estimator import needs_values
 from ragen.algorithms.filters import reward_std, scores_of, select
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
-from ragen.config.sections import (
-    AdvantageConfig,
-    FilterConfig,
-    UpdateConfig,
-)
+from ragen.config.sections import AdvantageConfig, FilterConfig, RolloutConfig, UpdateConfig
 from ragen.core.metrics import Metrics
 from ragen.core.seeding import refill_level
 from ragen.core.types import Episode, Group, Sample
@@ -32,18 +31,73 @@ from ragen.learning.exactness import verify_split, with_fingerprints
 from ragen.rollout.episode_terms import apply_episode_terms
 from ragen.rollout.groups import run_groups
 from ragen.rollout.judge import Judge
-from ragen.training.ahead import Start
+from ragen.training.ahead import Buffer, Played
+from ragen.training.failures import SMALL_GROUP
+from ragen.training.mixture import Start, first_starts
 from ragen.training.running import Run, is_due
+
+
+async def play_step(run: Run) -> Played:
+    """The groups of the next step, played with the policy's present weights."""
+    run.tasks.env_time.seconds = 0.0
+    if run.judge is not None:
+        run.judge.metrics()  # drops those of an abandoned step
+    config, state = run.config, run.state
+    playing = run.tasks.at(state.stage)
+    starts = first_starts(playing, config.rollout, config.env.mix, state.step, state.groups)
+    return await _play(run, starts, state.step, state.stage, config.episodes_at_once)
+
+
+async def play_ahead(run: Run, buffer: Buffer) -> Played:
+    """The groups of the next step from the buffer, in which the steps after it are queued."""
+    config, state = run.config, run.state
+    playing = run.tasks.at(state.stage)
+    while len(buffer.entries) <= buffer.max_staleness:
+        step = state.step + len(buffer.entries)
+        if buffer.entries and config.budget == "steps" and step >= config.steps:
+            break
+        counts = Counter(state.groups) + buffer.planned()
+        starts = first_starts(playing, config.rollout, config.env.mix, step, counts)
+        buffer.add(starts, partial(_play, run, starts, step, state.stage))
+    played, version = await buffer.take(), run.engine.version
+    stale = buffer.stale(played.groups, version)
+    if stale:
+        text = (
+            f"{len(stale)} of {len(played.groups)} groups are staler than "
+            f"{buffer.max_staleness}: not trained on"
+        )
+        data = {"what": "stale", "groups": sorted(stale)}
+        run.recorder.event(state.step + 1, "engine", text, data)
+    return replace(played, version=version, stale=stale)
+
+
+async def _play(
+    run: Run,
+    starts: Sequence[Start],
+    step: int,
+    stage: int,
+    concurrency: int | asyncio.Semaphore,
+) -> Played:
+    def ended(episode: Episode) -> None:
+        run.beat()
+        run.watcher.episode(episode)
+
+    began, rollout, seed = time.perf_counter(), run.config.rollout, run.config.seed
+    groups = await collect_groups(
+        run.engine, starts, rollout, seed, step, concurrency, ended, run.judge
+    )
+    return Played(groups, stage, time.perf_counter() - began)
 
 
 async def collect_groups(
     engine: Engine,
     starts: Sequence[Start],
-    config: Config,
+    rollout: RolloutConfig,
+    seed: int,
     step: int,
+    concurrency: int | asyncio.Semaphore,
     on_episode: Callable[[Episode], None] | None = None,
     judge: Judge | None = None,
-    gate: asyncio.Semaphore | None = None,
 ) -> list[Group]:
     """Play the groups of a step with the engine's policy, and add their terms to their rewards.
 
@@ -52,17 +106,15 @@ async def collect_groups(
     in the result, counted and recorded as all others; the filter leaves them out.
 
     `starts` are those of the first groups (`first_starts`); a group is replaced by one of the same
-    environment. `step` is the number of finished steps. `on_episode` is called as each episode
-    ends. `gate` admits the episodes of this collection and of others beside it.
+    environment. `seed` is the run's, and `step` the number of finished steps. `concurrency` and
+    `on_episode` are as in `run_groups`.
     """
     engine.forget()
-    rollout, seed = config.rollout, config.seed
-    gate = gate or asyncio.Semaphore(config.episodes_at_once)
     groups: list[Group] = []
     for _ in range(1 + rollout.refill):
         setups, levels = zip(*starts, strict=True)
         what = engine.policy, setups, levels, rollout.group_size, (seed, "train", step)
-        fresh = await run_groups(*what, gate, on_episode, first_group=len(groups))
+        fresh = await run_groups(*what, concurrency, on_episode, first_group=len(groups))
         fresh = await apply_episode_terms(fresh, starts[0].setup.reward_terms, judge, seed, step)
         groups += fresh
         whole = zip(starts, fresh, strict=True)
@@ -79,8 +131,7 @@ async def collect_groups(
 
 def filter_settings(settings: FilterConfig, advantage: AdvantageConfig) -> dict[str, Any]:
     """The keyword arguments of `select`; an estimator that compares needs two episodes a group."""
-    min_played = 2 if compares_group(find_estimator(advantage.name)) else 1
-    return settings.model_dump() | {"min_played": min_played}
+    return settings.model_dump() | {"min_played": SMALL_GROUP.min_played(advantage.name)}
 
 
 async def make_batch(

@@ -1,12 +1,14 @@
-"""The training loop: play, filter, credit, update, publish, record, guard; evaluated around it.
+"""The training loop: play, filter, credit, update, publish, record, guard.
 
-It knows neither algorithm nor machine: the config names the first, the engine hides the second.
+Evaluation runs before the first step, after every n-th and after the last. The loop knows neither
+algorithm nor machine: the config names the first, the engine hides the second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -32,12 +34,14 @@ from ragen.training.collection import (
     gradient_norms,
     make_batch,
     needs_scores,
+    play_ahead,
+    play_step,
     record_step,
     split_batch,
 )
 from ragen.training.curriculum import update_stage
-from ragen.training.experience import fresh, next_groups, overlap_metrics, parts_of
-from ragen.training.recovery import recover, restore, run_guard, update
+from ragen.training.failures import STALL
+from ragen.training.recovery import check_episodes, recover, restore, run_guard, update
 from ragen.training.running import (
     Clock,
     LoopState,
@@ -47,7 +51,7 @@ from ragen.training.running import (
     is_due,
     save,
 )
-from ragen.training.watchdog import STALLED_S, Watchdog, report_stall
+from ragen.training.watchdog import Watchdog, report_stall
 
 
 async def loop(run: Run) -> None:
@@ -56,12 +60,13 @@ async def loop(run: Run) -> None:
         config, engine, state = run.config, run.engine, run.state
         clock = Clock(run.beat)
         with clock("rollout"):
-            played = await run.stop.or_finish(next_groups(run))
-        groups, version = played.groups, engine.version
-        trainable = fresh(run, groups)
+            play = play_step(run) if run.ahead is None else play_ahead(run, run.ahead)
+            played = await run.stop.or_finish(play)
+        groups = played.groups
+        check_episodes(run, groups)
+        fresh = [index for index in range(len(groups)) if index not in played.stale]
         settings = filter_settings(config.filter, config.advantage)
-        chosen = select([groups[index] for index in trainable], **settings)
-        kept = [trainable[index] for index in chosen]
+        kept = [fresh[at] for at in select([groups[index] for index in fresh], **settings)]
         kept_groups = [groups[index] for index in kept]
         diagnosis, matrices = await diagnose(run, groups, clock)
         batch: Batch | None = None
@@ -88,9 +93,14 @@ async def loop(run: Run) -> None:
         metrics = merge([summarize(groups, kept), *updates, diagnosis, counters, engine.metrics()])
         metrics |= batch_metrics(batch) if batch else {}
         metrics |= summarize_envs(groups, kept, config.env.mix) if config.env.mix else {}
-        metrics |= overlap_metrics(run, played, kept, version)
-        metrics |= clock.metrics(parts_of(run), metrics["tokens/sampled"].value)
-        metrics |= run.judge.metrics() if run.judge is not None else {}
+        parts: dict[str, float] = {}
+        if run.ahead is not None:
+            metrics |= run.ahead.metrics(played, kept)
+        else:  # of steps that overlap, nobody knows whose part it is
+            parts["env"] = run.tasks.env_time.seconds
+            parts |= {} if run.judge is None else {"judge": run.judge.seconds}
+        metrics |= clock.metrics(parts, metrics["tokens/sampled"].value)
+        metrics |= {} if run.judge is None else run.judge.metrics()
         averages = state.averages = smooth(state.averages, metrics)
         if config.curriculum.stages:
             metrics |= update_stage(run, played)
@@ -156,17 +166,18 @@ async def run_to_the_end(run: Run) -> None:
         UnplayableError: Every episode failed; the run is saved and can be resumed.
     """
     first = run.engine
-    limit = 0.0 if run.original.guard.response("stalled") == "off" else STALLED_S
-    watchdog = Watchdog(limit, partial(report_stall, run))
+    limit = STALL.limit(run.original.guard.response("stalled"))
+    watchdog = Watchdog(limit, partial(report_stall, run), run.watcher.hangs)
     run.beat = watchdog.beat
+    loss: EngineLost | None = None
+    losses = Counter[str]()
+    has_begun, is_over = False, False
     try:
         with run.stop.listening(), watchdog:
-            loss: EngineLost | None = None
-            has_begun, is_over = False, False
             while not is_over:
                 try:
                     if loss is not None:
-                        await restore(run, loss)
+                        await restore(run, loss, losses)
                         loss = None
                     if run.state.step == 0:
                         await save(run)  # from here on the run can be resumed, whatever happens
@@ -177,8 +188,8 @@ async def run_to_the_end(run: Run) -> None:
                 except EngineLost as failure:
                     loss = failure
     except asyncio.CancelledError:
-        if run.stalled:
-            raise GuardStop(f"the guard stopped the run: {run.stalled}") from None
+        if watchdog.reason:
+            raise GuardStop(f"the guard stopped the run: {watchdog.reason}") from None
         raise
     finally:
         run.watcher.end()
@@ -208,7 +219,8 @@ async def evaluate_and_loop(run: Run) -> None:
         try:
             await loop(run)
         finally:
-            await run.ahead.drop()
+            if run.ahead is not None:
+                await run.ahead.drop()
         await evaluate_missing(run, *both)
         await save(run)
     except (StopRequested, UnplayableError) as reason:

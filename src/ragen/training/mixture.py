@@ -4,30 +4,49 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
-from ragen.config.config import Config
+from ragen.config.sections import MixedEnv, RolloutConfig
 from ragen.core.seeding import train_level
 from ragen.rollout.setup import Setup
-from ragen.training.ahead import Start
-from ragen.training.running import LoopState
 
 
-def first_starts(playing: Mapping[str, Setup], config: Config, state: LoopState) -> list[Start]:
-    """Where the groups of the next step start.
+class Start(NamedTuple):
+    """Where a group starts: its environment's set-up and its level."""
+
+    setup: Setup
+    level: int
+
+
+def first_starts(
+    playing: Mapping[str, Setup],
+    rollout: RolloutConfig,
+    mix: Mapping[str, MixedEnv],
+    step: int,
+    counts: Mapping[str, int],
+) -> list[Start]:
+    """Where the groups of a step start, before any is refilled.
 
     In a mixture, the n-th group of an environment has its n-th training level, whatever the other
-    environments and the shares are. `state` counts the groups so far.
+    environments and the shares are.
+
+    Args:
+        playing: The set-up of each environment.
+        rollout: Numbers of groups and levels.
+        mix: Shares of the environments; read if there is more than one.
+        step: Number of finished steps.
+        counts: Groups so far by environment.
     """
-    num_groups, num_levels = config.rollout.num_groups, config.rollout.levels
+    num_groups, num_levels = rollout.num_groups, rollout.levels
     if len(playing) == 1:
         (setup,) = playing.values()
-        first = state.step * num_groups
+        first = step * num_groups
         return [Start(setup, train_level(first + g, num_levels)) for g in range(num_groups)]
-    shares = {name: each.share for name, each in config.env.mix.items()}
-    counts, starts = Counter(state.groups), []
-    for name in share_out(shares, state.groups, num_groups):
-        starts.append(Start(playing[name], train_level(counts[name], num_levels)))
-        counts[name] += 1
+    shares = {name: each.share for name, each in mix.items()}
+    played, starts = Counter(counts), []
+    for name in share_out(shares, counts, num_groups):
+        starts.append(Start(playing[name], train_level(played[name], num_levels)))
+        played[name] += 1
     return starts
 
 

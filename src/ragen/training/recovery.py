@@ -1,10 +1,11 @@
-"""The responses to a run in trouble: an alarm, a stop, a rollback, or a new engine."""
+"""The responses to a run in trouble: an alarm, a stop, a rollback, or a new engine (`failures`)."""
 
 from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,17 +21,16 @@ from ragen.core.errors import (
 )
 from ragen.core.metrics import Metrics
 from ragen.core.stopping import StopRequested
+from ragen.core.types import Group
 from ragen.diagnostics.collapse import since_advance
 from ragen.diagnostics.detectors import active_detectors
 from ragen.diagnostics.guard import (
-    GRACE_STEPS,
-    REMEDIES,
-    ROLLBACKS,
     Alarm,
     GuardState,
     changed_on_purpose,
     raise_alarms,
     read_history,
+    remedy,
 )
 from ragen.settings.first_model import find_first
 from ragen.storage.checkpoint import (
@@ -45,18 +45,31 @@ from ragen.storage.checkpoint import (
     verified_state,
 )
 from ragen.storage.recorder import Recorder
+from ragen.training.failures import FAILED_EPISODES, LOST_ENGINE, ROLLBACK
 from ragen.training.progress import Watcher
-from ragen.training.running import LoopState, Run, make_engine, progress_of, save, spacing
+from ragen.training.running import LoopState, Run, make_engine, save
 
-MOST_LOSSES = 3
-"""How many engines a run may lose without a new checkpoint in between."""
+
+def check_episodes(run: Run, groups: Sequence[Group]) -> None:
+    """Raise an alarm if many episodes of the step that is about to train failed.
+
+    Raises:
+        UnplayableError: All of them failed.
+    """
+    episodes = [episode for group in groups for episode in group.episodes]
+    complaint = FAILED_EPISODES.complaint(episodes)
+    if complaint:
+        step = run.state.step + 1
+        share = sum(episode.failed for episode in episodes) / len(episodes)
+        alarm = Alarm("failed_episodes", step, step, share, 0.0)
+        run.report("alarm", f"step {step}, failed_episodes: {complaint}", asdict(alarm), step)
 
 
 async def run_guard(run: Run) -> bool:
     """Look for trouble in the step that ended, and respond to it.
 
     Returns:
-        Whether the run was rolled back.
+        True if the run was rolled back.
     """
     state, config = run.state, run.config
     if state.step <= run.guard.checked_step:  # a resumed run: the guard has seen this step
@@ -67,8 +80,7 @@ async def run_guard(run: Run) -> bool:
     history = since_advance(run.history)
     alarms = raise_alarms(history, state.step, run.guard, active_detectors(config.guard))
     for alarm in alarms:
-        run.recorder.event(alarm.step, "alarm", str(alarm), asdict(alarm))
-        run.watcher.alarm(alarm.step, str(alarm))
+        run.report("alarm", str(alarm), asdict(alarm))
     responses = {config.guard.response(alarm.detector): alarm for alarm in reversed(alarms)}
     if "stop" in responses:
         await stop(run, str(responses["stop"]))
@@ -87,23 +99,21 @@ async def recover(run: Run, failure: NotFiniteError) -> None:
         GuardStop: `config.guard` does not ask for a rollback, or none is possible.
         NotFiniteError: The run has not trained yet: the model that it began with is broken.
     """
-    state, config = run.state, run.config
-    if state.step == 0:
+    step, config = run.state.step, run.config
+    if step == 0:
         raise failure
     run.recorder.discard()
-    alarm = Alarm("non_finite", state.step, state.step, 0.0, 0.0)
+    alarm = Alarm("non_finite", step, step, 0.0, 0.0)
     key = "critic_lr" if failure.of_critic else "lr"
-    rate = getattr(config.update, key)
     text = (
-        f"step {alarm.step}, non_finite: {failure.numbers} are not finite; update.{key} = {rate:g} "
-        "may be too high"
+        f"step {step}, non_finite: {failure.numbers} are not finite; update.{key} = "
+        f"{getattr(config.update, key):g} may be too high"
     )
-    run.recorder.event(alarm.step, "alarm", text, asdict(alarm))
-    run.watcher.alarm(alarm.step, text)
+    run.report("alarm", text, asdict(alarm))
     if config.guard.response(alarm.detector) == "rollback":
         await roll_back(run, alarm, is_broken=True)
     else:
-        stop_before(run, alarm.step, f'{text}; guard.responses.non_finite = "rollback" lowers it')
+        stop_before(run, step, f'{text}; guard.responses.non_finite = "rollback" lowers it')
 
 
 def stop_before(run: Run, onset: int, reason: str) -> NoReturn:
@@ -112,7 +122,7 @@ def stop_before(run: Run, onset: int, reason: str) -> NoReturn:
     if good:
         drop_after(run.folder, good[-1])
     kept = f"kept as it was after step {good[-1]}" if good else "not saved: no checkpoint is left"
-    run.recorder.event(run.state.step, "guard", f"stopped: {reason}", {"action": "stop"})
+    _record_stop(run, reason)
     raise GuardStop(
         f"the guard stopped the run: {reason}; the run is {kept}; train again with a lower rate"
     )
@@ -126,7 +136,7 @@ async def update(run: Run, minibatch: Batch) -> Metrics:
             it was after the last step.
     """
     try:
-        return await run.engine.update(minibatch, progress_of(run.state, run.config))
+        return await run.engine.update(minibatch, run.state.used(run.config.budget))
     except MismatchError as failure:
         run.recorder.discard()
         step = run.state.step + 1
@@ -137,7 +147,7 @@ async def update(run: Run, minibatch: Batch) -> Metrics:
         )
         data = Alarm("mismatch", step, step, failure.difference, failure.bound)
         run.recorder.event(run.state.step, "alarm", text, asdict(data))
-        run.recorder.event(run.state.step, "guard", f"stopped: {text}", {"action": "stop"})
+        _record_stop(run, text)
         await save(run)
         raise GuardStop(
             f"the guard stopped the run: {text}; suspect code that changes the logits of one of "
@@ -150,17 +160,21 @@ async def update(run: Run, minibatch: Batch) -> Metrics:
 async def stop(run: Run, reason: str) -> NoReturn:
     """Save the run and stop it.
 
-    After a resume, no detector fires for `GRACE_STEPS` steps. If the trouble persists, the run
-    stops again.
+    After a resume, no detector fires for `ROLLBACK.grace_steps` steps. If the trouble persists, the
+    run stops again.
     """
-    run.guard.grace = run.state.step + GRACE_STEPS
+    run.guard.grace = run.state.step + ROLLBACK.grace_steps
     run.guard.last_held.clear()
-    run.recorder.event(run.state.step, "guard", f"stopped: {reason}", {"action": "stop"})
+    _record_stop(run, reason)
     await save(run)
     raise GuardStop(
         f"the guard stopped the run: {reason}; the run is saved, to inspect it or to continue "
         f"anyway: ragen resume {shlex.quote(str(run.folder))}"
     )
+
+
+def _record_stop(run: Run, reason: str) -> None:
+    run.recorder.event(run.state.step, "guard", f"stopped: {reason}", {"action": "stop"})
 
 
 async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
@@ -170,27 +184,21 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
     checkpoints are deleted. If the process is killed in between, the resumed run raises the same
     alarm again. If the policy `is_broken` and no rollback is possible, its weights are not saved.
     """
-    # Only regular ones: a run that was stopped in between must return to the same checkpoint.
-    every = spacing(run.config)
-    before = [path for path in regular(run.folder, every) if step_of(path) < alarm.onset]
-    good = [path for path in before if is_intact(path)]
-    if not good or run.guard.rollbacks >= ROLLBACKS:
-        why = "no rollback is left" if good else f"no checkpoint before step {alarm.onset} is left"
-        if is_broken:
-            stop_before(run, alarm.onset, f"{alarm}; {why}")
-        await stop(run, f"{alarm}; {why}")
-    checkpoint = good[-1]
-    saved = verified_state(checkpoint)
-    attempt, began, step = run.state.attempt + 1, step_of(checkpoint), run.state.step
-    changes = REMEDIES[run.original.guard.remedy](run.config, attempt)
-    guard = GuardState(**saved["guard"])
-    guard.rollbacks, guard.grace = run.guard.rollbacks + 1, began + GRACE_STEPS
-    guard.changes = run.guard.changes | changes
+    checkpoint = await _checkpoint_before(run, alarm, is_broken)
+    saved, began = verified_state(checkpoint), step_of(checkpoint)
+    attempt = run.state.attempt + 1
+    changes = remedy(run.config, attempt)
     state = replace(
         LoopState(**saved["loop"]),
         attempt=attempt,
         begins=[*run.state.begins, began],
         seconds=run.state.seconds,
+    )
+    guard = replace(
+        GuardState(**saved["guard"]),
+        rollbacks=run.guard.rollbacks + 1,
+        grace=began + ROLLBACK.grace_steps,
+        changes=run.guard.changes | changes,
     )
     drop_after(run.folder, began)
     replace_state(checkpoint, saved | {"loop": asdict(state), "guard": asdict(guard)})
@@ -200,21 +208,33 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
     )
     text = f"rolled back to step {began}, attempt {attempt}: {settings}"
     data = {"action": "rollback", "to": began, "attempt": attempt, "changes": changes}
-    run.recorder.event(step, "guard", text, data)
-    run.watcher.alarm(step, text)
+    run.report("guard", text, data)
     await continue_from(run, checkpoint, saved, state, guard)
 
 
-async def restore(run: Run, loss: EngineLost) -> None:
+async def _checkpoint_before(run: Run, alarm: Alarm, is_broken: bool) -> Path:
+    """The newest intact checkpoint before the alarm's onset; without one, the run stops."""
+    # Only regular ones: a run that was stopped in between must return to the same checkpoint.
+    before = [path for path in regular(run.folder, run.spacing) if step_of(path) < alarm.onset]
+    good = [path for path in before if is_intact(path)]
+    if good and run.guard.rollbacks < ROLLBACK.most:
+        return good[-1]
+    why = "no rollback is left" if good else f"no checkpoint before step {alarm.onset} is left"
+    if is_broken:
+        stop_before(run, alarm.onset, f"{alarm}; {why}")
+    await stop(run, f"{alarm}; {why}")
+
+
+async def restore(run: Run, loss: EngineLost, losses: Counter[str]) -> None:
     """Continue from the newest intact checkpoint with a new engine, after the loss of the old one.
 
     This is a resume within the process and the attempt. A run without a checkpoint starts again: it
-    has not recorded anything.
+    has not recorded anything. `losses` counts the engines lost since each checkpoint, by its name.
 
     Raises:
         EngineLost: The new engine is lost, too.
-        RagenError: An engine was lost more than `MOST_LOSSES` times without a new checkpoint, or
-            none can be made; the run can be resumed.
+        RagenError: Too many engines were lost without a new checkpoint (`LOST_ENGINE`), or none can
+            be made; the run can be resumed.
         StopRequested: The user has requested a stop; the run can be resumed.
     """
     start, step = time.monotonic(), run.state.step
@@ -223,20 +243,21 @@ async def restore(run: Run, loss: EngineLost) -> None:
     text = f"after step {step}, the engine is lost: {loss}"
 
     def report(follows: str) -> None:
-        line = f"{text}; {follows}"
         data = {"process": loss.process, "what": "lost", "details": loss.details}
-        run.recorder.event(step, "engine", line, data)
-        run.watcher.alarm(step, line)
+        run.report("engine", f"{text}; {follows}", data)
 
     try:
         run.stop.check()
     except StopRequested as stop:
         report("the run stops")
         raise StopRequested(stop.signal_number, f"stopped, and {text}; {then}") from None
-    run.losses += 1
-    report("the run ends" if run.losses > MOST_LOSSES else "a new one takes the last checkpoint")
-    if run.losses > MOST_LOSSES:
-        raise RagenError(f"{text}, for the {run.losses}th time since the last checkpoint; {then}")
+    newest = "".join(path.name for path in folders(run.folder)[-1:])
+    losses[newest] += 1
+    if LOST_ENGINE.ends_run(losses[newest]):
+        report("the run ends")
+        count = f"{losses[newest]} engines were lost since the last checkpoint"
+        raise RagenError(f"{text}; {count}; {then}")
+    report("a new one takes the last checkpoint")
     run.beat()
     try:
         if folders(run.folder, complete=False):
@@ -256,8 +277,7 @@ async def restore(run: Run, loss: EngineLost) -> None:
     seconds = time.monotonic() - start
     text = f"a new engine continues after step {run.state.step}; it took {seconds:.1f} s"
     data = {"what": "restored", "from": step, "to": run.state.step, "seconds": seconds}
-    run.recorder.event(step, "engine", text, data)
-    run.watcher.alarm(step, text)
+    run.report("engine", text, data, step)
 
 
 def states_of(
@@ -298,7 +318,8 @@ async def continue_from(
     run: Run, checkpoint: Path, saved: Mapping[str, Any], state: LoopState, guard: GuardState
 ) -> None:
     """Give the run a new engine with the weights of a checkpoint, and these states."""
-    await run.ahead.drop()
+    if run.ahead is not None:
+        await run.ahead.drop()
     await run.engine.close()
     run.config, run.state = changed(run.original, guard.changes), state
     run.guard, run.history = guard, {}

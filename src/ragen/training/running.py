@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragen.config.config import Config
+from ragen.config.sections import CheckpointConfig, EvalConfig
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, last, total
 from ragen.core.stopping import Stop
 from ragen.core.user_code import Stopwatch
 from ragen.diagnostics.collapse import Sign, echo_trap_signs
 from ragen.diagnostics.detectors import EVALUATED, LEVELS
-from ragen.diagnostics.guard import ROLLBACK_REACH, Alarm, GuardState, read_alarms
+from ragen.diagnostics.guard import Alarm, GuardState, read_alarms
 from ragen.engines.engine import Engine
 from ragen.engines.local import LocalEngine
 from ragen.evaluation.evaluation import Levels, evaluate_envs
@@ -37,7 +38,8 @@ from ragen.storage.checkpoint import (
 )
 from ragen.storage.reader import read_evaluations, read_metrics
 from ragen.storage.recorder import Recorder
-from ragen.training.ahead import Ahead
+from ragen.training.ahead import Buffer
+from ragen.training.failures import ROLLBACK
 from ragen.training.progress import Watcher
 
 
@@ -108,23 +110,52 @@ class LoopState:
     stage_success: list[float] = field(default_factory=list)
     groups: dict[str, int] = field(default_factory=dict)
 
+    def used(self, budget: str) -> int:
+        """How much of ``config.steps`` is used up, in the unit of ``config.budget``.
+
+        The budget ``"steps"`` counts collections. A filter changes how many updates a collection
+        makes, so runs that are compared at equal work on the weights count ``"updates"``.
+        """
+        return self.updates if budget == "updates" else self.step
+
     def counts(self, attempt: int, step: int) -> bool:
         """True if a row still counts: no later attempt began before it."""
         return all(step <= began for began in self.begins[attempt + 1 :])
 
+    def is_best(self, success: float, spacing: int) -> bool:
+        """True if the last step has a regular checkpoint, and its success is above all before."""
+        return is_due(self.step, spacing) and success > self.best_success
 
-def progress_of(state: LoopState, config: Config) -> int:
-    """How much of ``config.steps`` is used up, in the unit of ``config.budget``.
-
-    The budget ``"steps"`` counts collections. A filter changes how many updates a collection makes,
-    so runs that are compared at equal work on the weights count ``"updates"``.
-    """
-    return state.updates if config.budget == "updates" else state.step
+    def compare_with_best(self, success: float, spacing: int) -> None:
+        """Remember the last step if it is the best one; a second call changes nothing."""
+        if self.is_best(success, spacing):
+            self.best_step, self.best_success = self.step, success
 
 
-def spacing(config: Config) -> int:
+def spacing_of(checkpoint: CheckpointConfig, steps: int) -> int:
     """Steps between regular checkpoints: those that do not depend on when a run is stopped."""
-    return config.checkpoint.every or max(1, config.steps)
+    return checkpoint.every or max(1, steps)
+
+
+class Tasks(NamedTuple):
+    """The set-ups of a run.
+
+    `full` has that of each environment by name, as it is evaluated. `stages` has those of the
+    curriculum's stages but the last one, which has the full tasks.
+    """
+
+    full: Mapping[str, Setup]
+    stages: Sequence[Setup]
+
+    def at(self, stage: int) -> Mapping[str, Setup]:
+        """The set-ups that training plays in a stage, counted from 1."""
+        early = stage <= len(self.stages)
+        return dict.fromkeys(self.full, self.stages[stage - 1]) if early else self.full
+
+    @property
+    def env_time(self) -> Stopwatch:
+        """The time spent in environments; all set-ups share it."""
+        return next(iter(self.full.values())).env_time
 
 
 @dataclass(slots=True)
@@ -134,23 +165,17 @@ class Run:
     Attributes:
         original: The config that the run began with.
         config: The config in force; it differs from `original` by what the guard changed.
-        setups: The set-up of each environment, by name: the full tasks.
-        stages: The set-up of each stage of the curriculum but the last, which has the full task.
         history: The metrics so far, by name and step; empty until the guard reads the database.
         judge: Judges episodes, if a reward term asks for it.
-        ahead: The plays of later steps.
+        ahead: The steps that are played ahead of training, if any are.
         stop: The user's request to stop.
         beat: Tells the watchdog that the run is alive.
-        losses: Engines lost since the last checkpoint.
-        stalled: The watchdog's report, once it has ended a run that hangs.
     """
 
-    folder: Path
     original: Config
     config: Config
     engine: Engine
-    setups: Mapping[str, Setup]
-    stages: Sequence[Setup]
+    tasks: Tasks
     recorder: Recorder
     state: LoopState
     watcher: Watcher
@@ -159,37 +184,34 @@ class Run:
     stop: Stop = field(default_factory=Stop)
     beat: Callable[[], None] = lambda: None
     judge: Judge | None = None
-    ahead: Ahead = field(default_factory=Ahead)
-    losses: int = 0
-    stalled: str = ""
+    ahead: Buffer | None = None
 
     @property
-    def playing(self) -> Mapping[str, Setup]:
-        """The environments that training plays, in the present stage of the curriculum."""
-        return in_stage(self.setups, self.stages, self.state.stage)
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.recorder.folder
 
     @property
-    def env_time(self) -> Stopwatch:
-        """The time spent in environments; all set-ups share it."""
-        return next(iter(self.setups.values())).env_time
+    def spacing(self) -> int:
+        """Steps between regular checkpoints."""
+        return spacing_of(self.config.checkpoint, self.config.steps)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the budget is used up."""
+        return self.state.used(self.config.budget) >= self.config.steps
+
+    def report(self, kind: str, text: str, data: Mapping[str, Any], step: int = -1) -> None:
+        """Record an event, of the last step unless another is given, and show it as an alarm."""
+        step = self.state.step if step < 0 else step
+        self.recorder.event(step, kind, text, data)
+        self.watcher.alarm(step, text)
 
     def remember(self, step: int, numbers: Mapping[str, float]) -> None:
         """Add the recorded metrics of a step to the history, if the guard has read it."""
         for name in sorted(numbers) if self.history else ():
             if not math.isnan(numbers[name]):  # the database has no NaN either
                 self.history.setdefault(name, {})[step] = numbers[name]
-
-    @property
-    def is_complete(self) -> bool:
-        """True if the budget is used up."""
-        return progress_of(self.state, self.config) >= self.config.steps
-
-
-def in_stage(
-    setups: Mapping[str, Setup], stages: Sequence[Setup], stage: int
-) -> Mapping[str, Setup]:
-    """The set-ups of a stage of the curriculum, counted from 1; after all `stages`, `setups`."""
-    return dict.fromkeys(setups, stages[stage - 1]) if stage <= len(stages) else setups
 
 
 class Clock:
@@ -253,7 +275,7 @@ async def evaluate(run: Run, temperature: float) -> None:
     if config.eval.episodes == 0:
         return
     run.engine.forget()
-    setups = {name: replace(each, temperature=temperature) for name, each in run.setups.items()}
+    setups = {name: replace(each, temperature=temperature) for name, each in run.tasks.full.items()}
     slots, seed = config.episodes_at_once, run.original.seed
     levels = Levels(config.eval.episodes, slots, str(run.folder), seed)
     evaluation, groups = await run.stop.or_finish(
@@ -263,61 +285,41 @@ async def evaluate(run: Run, temperature: float) -> None:
     if config.record.episodes_every:
         run.recorder.episodes(step, groups, phase=phase_of(temperature))
     run.recorder.commit_later()
+    run.watcher.evaluated(step, evaluation)
     if temperature == config.eval.temperature:
         run.remember(step, {EVALUATED: evaluation.success, LEVELS: evaluation.episodes})
-    run.watcher.evaluated(step, evaluation)
-    compare_with_best(config, run.state, step, temperature, evaluation.success)
+        run.state.compare_with_best(evaluation.success, run.spacing)
 
 
-def compare_with_best(
-    config: Config, state: LoopState, step: int, temperature: float, success: float
-) -> None:
-    """Remember a step as the best one, if its checkpoint is regular and none was better.
-
-    Calling it twice for one evaluation changes nothing.
-    """
-    if is_best(config, state, step, temperature, success):
-        state.best_step, state.best_success = step, success
-
-
-def is_best(
-    config: Config, state: LoopState, step: int, temperature: float, success: float
-) -> bool:
-    """True if an evaluation of a step is better than the best one so far."""
-    counts = is_due(step, spacing(config)) and temperature == config.eval.temperature
-    return counts and success > state.best_success
-
-
-def evaluated(folder: Path, state: LoopState, step: int) -> dict[float, float]:
-    """The success of a step by temperature, in the evaluations that still count."""
+def evaluated(folder: Path, state: LoopState) -> dict[float, float]:
+    """The success of the last step by temperature, in the evaluations that still count."""
     return {
         each["temperature"]: each["success"]
         for each in read_evaluations(folder)
-        if each["step"] == step and state.counts(each["attempt"], step)
+        if each["step"] == state.step and state.counts(each["attempt"], state.step)
     }
 
 
-def is_finished(folder: Path, config: Config, state: LoopState) -> bool:
-    """True if a run has neither a step nor an evaluation nor a checkpoint left to do."""
-    if progress_of(state, config) < config.steps:
-        return False
-    done = evaluated(folder, state, state.step)
-    wanted = {config.eval.temperature, 0.0} if config.eval.episodes else set()
-    return wanted <= done.keys() and not any(
-        is_best(config, state, state.step, temperature, success)
-        for temperature, success in done.items()
+def is_evaluated(folder: Path, state: LoopState, settings: EvalConfig, spacing: int) -> bool:
+    """True if a run has neither an evaluation of its last step nor the best checkpoint to do."""
+    if settings.episodes == 0:
+        return True
+    done = evaluated(folder, state)
+    return {settings.temperature, 0.0} <= done.keys() and not state.is_best(
+        done[settings.temperature], spacing
     )
 
 
 async def evaluate_missing(run: Run, *temperatures: float) -> None:
     """Evaluate at each temperature for which this step has no evaluation that still counts."""
     run.recorder.commit()
-    done = evaluated(run.folder, run.state, run.state.step)
+    done = evaluated(run.folder, run.state)
     for temperature in temperatures:
-        if temperature in done:  # the run may have been killed before the comparison
-            compare_with_best(run.config, run.state, run.state.step, temperature, done[temperature])
-        else:
+        if temperature not in done:
             await evaluate(run, temperature)
+        elif temperature == run.config.eval.temperature:
+            # The run may have been killed before the comparison.
+            run.state.compare_with_best(done[temperature], run.spacing)
 
 
 async def save(run: Run) -> None:
@@ -326,7 +328,7 @@ async def save(run: Run) -> None:
     If that step has a checkpoint already, its weights are the same, so only the states of loop and
     guard are written.
     """
-    state, keep, every = run.state, kept_checkpoints(run), spacing(run.config)
+    state, keep, every = run.state, kept_checkpoints(run), run.spacing
     own: dict[str, Any] = {"loop": asdict(state), "guard": asdict(run.guard)}
     own[SETTINGS_HASH] = run.recorder.settings_hash
     existing = checkpoint_of(run.folder, state.step)
@@ -340,34 +342,29 @@ async def save(run: Run) -> None:
         engine_state = await run.engine.save(folder)
         run.recorder.commit()  # the database is never behind a checkpoint
         write_state(folder, own | {"engine": engine_state})
-    run.losses = 0
     run.recorder.log(state.step, {"time/save_s": total(time.perf_counter() - start)})
     run.recorder.commit_later()
 
 
 def kept_checkpoints(run: Run) -> int:
     """How many of the regular checkpoints stay: as many as a rollback may reach back."""
-    keep, responses = run.config.checkpoint.keep, run.config.guard.responses
-    if "rollback" in responses.values():
-        # A drop of success shows in two evaluations in a row, and its onset lies before both.
-        evaluations = 2 * run.config.eval.every * (responses.get("reward_drop") == "rollback")
-        keep = max(keep, 1 + math.ceil(max(ROLLBACK_REACH, evaluations) / spacing(run.config)))
+    config = run.config
+    reach = ROLLBACK.kept_checkpoints(config.guard, config.eval.every, run.spacing)
     # A run may stop before the guard has checked the step: its checkpoint must push no other out.
-    return keep + (run.guard.checked_step < run.state.step)
+    return max(config.checkpoint.keep, reach) + (run.guard.checked_step < run.state.step)
 
 
-def result_of(folder: Path, config: Config, state: LoopState) -> Result:
-    """The result of a run as it is, from its database."""
-    temperature, steps = config.eval.temperature, state.step
+def result_of(folder: Path, env: str, temperature: float, state: LoopState) -> Result:
+    """The result of a run as it is, from its database; `temperature` is ``eval.temperature``."""
     found = {
         (each.step, each.evaluation.temperature): each.evaluation
         for each in load_evaluations(folder)
     }
-    wanted = {"before": (0, temperature), "after": (steps, temperature)}
-    wanted |= {"before_greedy": (0, 0.0), "after_greedy": (steps, 0.0)}
+    wanted = {"before": (0, temperature), "after": (state.step, temperature)}
+    wanted |= {"before_greedy": (0, 0.0), "after_greedy": (state.step, 0.0)}
     return Result(
         run=folder,
-        env=config.env.name,
+        env=env,
         seconds=state.seconds,
         evaluations={name: found[key] for name, key in wanted.items() if key in found},
         signs=tuple(echo_trap_signs(read_metrics(folder))),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
 from ragen.config.extensions import load, short_name
-from ragen.config.reading import changed, dump, with_preset
+from ragen.config.reading import changed, dump, unread, with_preset
+from ragen.config.rules import READ_WITH
 from ragen.config.sources import refuse_changed
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, values
 from ragen.core.seeding import train_level
 from ragen.core.stopping import run_async
 from ragen.core.user_code import can_interrupt
-from ragen.diagnostics.guard import REMEDIES
+from ragen.diagnostics.guard import GuardState, remedy
 from ragen.diagnostics.information import measure_envs
 from ragen.engines.engine import Engine
 from ragen.engines.judges import check_judge, open_judge
@@ -27,11 +29,17 @@ from ragen.evaluation.targets import is_measured
 from ragen.models.memory import plans, refuse_too_large
 from ragen.networks.machine import use_threads
 from ragen.rollout.episode import require_room
-from ragen.rollout.setup import Setup, open_setups, open_stages
+from ragen.rollout.setup import open_setups, open_stages
 from ragen.settings.first_model import find_first, pin_first
 from ragen.settings.model import advice
-from ragen.settings.saved import Settings, differing, find_settings, run_config
-from ragen.storage.checkpoint import SETTINGS_HASH, newest, newest_intact, sound
+from ragen.settings.saved import (
+    changes_in_words,
+    differing,
+    run_config,
+    settings_text,
+    write_settings,
+)
+from ragen.storage.checkpoint import SETTINGS_HASH, hash_text, newest, newest_intact, sound
 from ragen.storage.database import (
     DATABASE,
     check_run_folder,
@@ -39,6 +47,7 @@ from ragen.storage.database import (
     refuse_existing,
 )
 from ragen.storage.recorder import Recorder
+from ragen.training.ahead import Buffer
 from ragen.training.code_check import load_code, resolve_paths
 from ragen.training.collection import collect_groups, gradient_norms
 from ragen.training.loop import run_to_the_end
@@ -49,11 +58,11 @@ from ragen.training.running import (
     LoopState,
     Result,
     Run,
-    in_stage,
-    is_finished,
+    Tasks,
+    is_evaluated,
     make_engine,
-    progress_of,
     result_of,
+    spacing_of,
 )
 from ragen.training.trackers import with_trackers
 
@@ -91,7 +100,7 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
     """
     refuse_existing(out)
     config = pin_first(load_code(resolve_paths(with_preset(config))))
-    changed(config, REMEDIES[config.guard.remedy](config, 1))  # refuse a remedy that cannot work
+    changed(config, remedy(config, 1))  # refuse a remedy that cannot work
     state = LoopState(threads=use_threads(config.threads))
     watcher = with_trackers(watcher, config.record.trackers)
     if warning := advice(config.prompt.style, config.model.path):
@@ -100,8 +109,8 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
     engine = make_engine(config)
 
     async def start() -> Result:
-        async with opened(engine, config) as (setups, stages):
-            for setup in (*setups.values(), *stages):
+        async with opened(engine, config) as tasks:
+            for setup in (*tasks.full.values(), *tasks.stages):
                 require_room(setup, train_level(0))
             of_env = config.recipe == Config().recipe  # no recipe, so the environment names it
             name = short_name(config.env.name) if of_env else config.recipe
@@ -109,15 +118,47 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
             with Recorder.create(folder, dump(config), engine.chat.text_of) as recorder:
                 if engine.chat.warning is not None:
                     watcher.note(engine.chat.warning)
-                if not (can_interrupt() or config.env.isolate):
-                    watcher.note(CANNOT_INTERRUPT)
-                played = config, config, engine, setups, stages
-                run = Run(folder, *played, recorder, state, watcher)
-                async with open_judge(config, folder) as run.judge:
-                    await run_to_the_end(run)
-        return result_of(folder, run.config, run.state)
+                run = Run(config, config, engine, tasks, recorder, state, watcher)
+                await _complete(run)
+        return _result(run)
 
     return run_async(start())
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A run as its folder has it, from which `resume` continues.
+
+    Attributes:
+        checkpoint: The newest intact checkpoint.
+        damaged: The later checkpoints, with what is wrong with each.
+        engine: The state of the engine in the checkpoint.
+        original: The config that the run continues with, without the guard's changes.
+        config: The same with the guard's changes.
+        text: The text of the run's settings, those that change included.
+        is_new: The run has another text so far.
+        changes: The old and the new value of each setting that changes now.
+    """
+
+    folder: Path
+    checkpoint: Path
+    damaged: Mapping[Path, str]
+    engine: dict[str, Any]
+    state: LoopState
+    guard: GuardState
+    original: Config
+    config: Config
+    text: str
+    is_new: bool
+    changes: Mapping[str, tuple[Any, Any]]
+
+    @property
+    def is_over(self) -> bool:
+        """True if the run has neither a step nor an evaluation nor a checkpoint left to do."""
+        config, state = self.config, self.state
+        spacing = spacing_of(config.checkpoint, config.steps)
+        is_trained = not self.damaged and state.used(config.budget) >= config.steps
+        return is_trained and is_evaluated(self.folder, state, config.eval, spacing)
 
 
 def resume(
@@ -126,8 +167,7 @@ def resume(
     """Continue a run from its newest intact checkpoint, as if it had never stopped.
 
     Database rows later than the checkpoint are deleted first. Later checkpoints that are damaged
-    are renamed. A `config.toml` that is damaged or missing is written again. A finished run is left
-    as it is.
+    are renamed. A finished run is left as it is.
 
     Args:
         folder: The run's folder.
@@ -136,75 +176,112 @@ def resume(
 
     Raises:
         RagenError: There is no run or no intact checkpoint, the model it began with is gone,
-            `config.toml` has other values than the run, or a change is impossible or has no effect.
+            `config.toml` is damaged or has other values than the run, or a change is impossible or
+            has no effect.
         GuardStop, StopRequested: As `train`.
     """
-    check_run_folder(folder, DATABASE)
-    checkpoint, saved, damaged = newest_intact(folder)
-    settings = find_settings(folder, saved[SETTINGS_HASH], overrides or {})
-    original = _changed_settings(settings, overrides or {})
-    state, guard = states_of(folder, checkpoint, saved)
-    engine_state = saved["engine"]
-    use_threads(state.threads)
-    before = changed(settings.config, guard.changes)
-    guard.leave(overrides or ())
-    config = changed(original, guard.changes)
+    saved = _load(folder, overrides or {})
+    config = saved.config
     watcher = with_trackers(watcher, config.record.trackers)
-
-    changes = differing(before, config)
-    is_over = not damaged and is_finished(folder, config, state)
-    without_effect = changes.keys() - (() if is_over else {"steps"})
-    if without_effect and progress_of(state, config) >= config.steps:
-        raise RagenError(
-            f"nothing is left to train after step {state.step}, so a change has no effect: give "
-            "more --steps, too"
-        )
-
-    def write_settings(recorder: Recorder) -> None:
-        for line in settings.write(recorder, state.step, original, changes):
-            watcher.alarm(state.step, line)
-
-    if is_over:
-        if settings.damage:
-            with Recorder.open(folder, state.attempt) as recorder:
-                write_settings(recorder)
+    if saved.is_over:
         watcher.note(
-            f"the run is finished at step {state.step}; to train its model further: "
+            f"the run is finished at step {saved.state.step}; to train its model further: "
             f"ragen train RECIPE --model {folder}"
         )
-        return result_of(folder, config, state)
-    path = find_first(config, checkpoint)
+        return result_of(folder, config.env.name, config.eval.temperature, saved.state)
+    use_threads(saved.state.threads)
+    path = find_first(config, saved.checkpoint)
     refuse_too_large(plans(changed(config, {"model.path": path})), watcher.note)
     engine = make_engine(config, path)
 
     async def restart() -> Result:
-        async with opened(engine, config) as (setups, stages):
-            await engine.load(checkpoint, engine_state)
-            with Recorder.open(folder, state.attempt, engine.chat.text_of) as recorder:
-                if not (can_interrupt() or config.env.isolate):
-                    watcher.note(CANNOT_INTERRUPT)
-                write_settings(recorder)
-                text, data = f"resumed after step {state.step}", {"checkpoint": checkpoint.name}
-                recorder.event(state.step, "resume", text, data)
-                forget_later(recorder, watcher, checkpoint, state, damaged)
-                played = original, config, engine, setups, stages
-                run = Run(folder, *played, recorder, state, watcher, guard)
-                async with open_judge(config, folder, state.attempt) as run.judge:
-                    await run_to_the_end(run)
-        return result_of(folder, run.config, run.state)
+        async with opened(engine, config) as tasks:
+            await engine.load(saved.checkpoint, saved.engine)
+            with Recorder.open(folder, saved.state.attempt, engine.chat.text_of) as recorder:
+                _repair(saved, recorder, watcher)
+                both = saved.original, config
+                run = Run(*both, engine, tasks, recorder, saved.state, watcher, saved.guard)
+                await _complete(run)
+        return _result(run)
 
     return run_async(restart())
 
 
-def _changed_settings(settings: Settings, overrides: Mapping[str, Any]) -> Config:
-    """The settings with those that change on purpose."""
+def _load(folder: Path, overrides: Mapping[str, Any]) -> Saved:
+    """Read a run that is to be resumed with some settings changed; nothing is written."""
+    check_run_folder(folder, DATABASE)
+    checkpoint, saved, damaged = newest_intact(folder)
+    text = settings_text(folder, saved[SETTINGS_HASH])
+    own = run_config(folder, overrides)
+    original = _with_changes(own, overrides, folder)
+    state, guard = states_of(folder, checkpoint, saved)
+    before = changed(own, guard.changes)
+    guard.leave(overrides)
+    config = changed(original, guard.changes)
+    found = Saved(
+        folder=folder,
+        checkpoint=checkpoint,
+        damaged=damaged,
+        engine=saved["engine"],
+        state=state,
+        guard=guard,
+        original=original,
+        config=config,
+        text=text if original == own else dump(original),
+        is_new=original != own,
+        changes=differing(before, config),
+    )
+    without_effect = found.changes.keys() - (() if found.is_over else {"steps"})
+    if without_effect and state.used(config.budget) >= config.steps:
+        raise RagenError(
+            f"nothing is left to train after step {state.step}, so a change has no effect: give "
+            "more --steps, too"
+        )
+    return found
+
+
+def _repair(saved: Saved, recorder: Recorder, watcher: Watcher) -> None:
+    """Make the run's files those of its checkpoint and its settings, and record that it resumes."""
+    step, checkpoint = saved.state.step, saved.checkpoint
+    if saved.is_new:
+        write_settings(recorder, saved.text)
+    recorder.settings_hash = hash_text(saved.text)
+    if saved.changes:
+        words = f"changed {changes_in_words(saved.changes)}"
+        recorder.event(step, "settings", words, {"changes": saved.changes})
+        watcher.alarm(step, words)
+    data = {"checkpoint": checkpoint.name}
+    recorder.event(step, "resume", f"resumed after step {step}", data)
+    forget_later(recorder, watcher, checkpoint, saved.state, saved.damaged)
+
+
+async def _complete(run: Run) -> None:
+    """Do all that is left to do in a run."""
+    config = run.config
+    if not (can_interrupt() or config.env.isolate):
+        run.watcher.note(CANNOT_INTERRUPT)
+    if config.engine.max_staleness:
+        run.ahead = Buffer(config.engine.max_staleness, config.episodes_at_once)
+    async with open_judge(config, run.folder, run.state.attempt) as run.judge:
+        await run_to_the_end(run)
+
+
+def _result(run: Run) -> Result:
+    config = run.config
+    return result_of(run.folder, config.env.name, config.eval.temperature, run.state)
+
+
+def _with_changes(before: Config, overrides: Mapping[str, Any], folder: Path) -> Config:
+    """A run's settings with those that change on purpose."""
     load.cache_clear()
-    refuse_changed(settings.config)
+    refuse_changed(before)
     if not overrides:
-        return settings.config
-    config = settings.with_changes(overrides)
-    run = shlex.quote(str(settings.run))
-    for key in differing(settings.config, config):
+        return before
+    config = changed(before, overrides)
+    for key in set(overrides).intersection(unread(config)):
+        raise RagenError(f"{key} has no effect: it takes {READ_WITH[key].words}")
+    run = shlex.quote(str(folder))
+    for key in differing(before, config):
         anew = f"train its policy further in a new run: ragen train RECIPE --model {run}"
         if key in FIXED or key.startswith(tuple(f"{fixed}." for fixed in FIXED)):
             raise RagenError(f"{key} cannot change when a run is resumed; to change it, {anew}")
@@ -214,12 +291,12 @@ def _changed_settings(settings: Settings, overrides: Mapping[str, Any]) -> Confi
                 f"is resumed; evaluate its policy otherwise: ragen eval {run}, or {anew}"
             )
     config = load_code(resolve_paths(config))
-    name = config.advantage.name
-    needs = [needs_values(find_estimator(each)) for each in (settings.config.advantage.name, name)]
-    if needs[0] != needs[1]:
+    names = before.advantage.name, config.advantage.name
+    had_critic, has_critic = (needs_values(find_estimator(name)) for name in names)
+    if had_critic != has_critic:
         raise RagenError(
-            f"advantage.name = {name!r} {'needs a' if needs[1] else 'has no'} critic, unlike the "
-            "run's; it cannot change when a run is resumed"
+            f"advantage.name = {names[1]!r} {'needs a' if has_critic else 'has no'} critic, unlike "
+            "the run's; it cannot change when a run is resumed"
         )
     return config
 
@@ -244,10 +321,14 @@ def examine(folder: Path) -> dict[str, float]:
     engine = make_engine(config, find_first(config, checkpoint))
 
     async def measure() -> Metrics:
-        async with opened(engine, config) as found, open_judge(config, None) as judge:
+        async with opened(engine, config) as tasks, open_judge(config, None) as judge:
             await engine.load(checkpoint, saved["engine"])
-            starts = first_starts(in_stage(*found, state.stage), config, state)
-            groups = await collect_groups(engine, starts, config, state.step, judge=judge)
+            playing, rollout = tasks.at(state.stage), config.rollout
+            starts = first_starts(playing, rollout, config.env.mix, state.step, state.groups)
+            at_once = config.episodes_at_once
+            groups = await collect_groups(
+                engine, starts, rollout, config.seed, state.step, at_once, judge=judge
+            )
             metrics: Metrics = {}
             if config.prompt.think:
                 of_step = config.seed, state.step
@@ -258,15 +339,13 @@ def examine(folder: Path) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def opened(
-    engine: Engine, config: Config
-) -> AsyncIterator[tuple[dict[str, Setup], list[Setup]]]:
-    """`Run.setups` and `Run.stages`; at the end, closes them and the engine (it may hold a GPU)."""
+async def opened(engine: Engine, config: Config) -> AsyncIterator[Tasks]:
+    """The tasks of a run; at the end, closes them and the engine (it may hold a GPU)."""
     try:
         check_judge(config)  # before the run's folder is made
         with ExitStack() as stack:
             setups = open_setups(config, engine.chat, stack)
             env_time = next(iter(setups.values())).env_time
-            yield setups, open_stages(config, engine.chat, stack, env_time)
+            yield Tasks(setups, open_stages(config, engine.chat, stack, env_time))
     finally:
         await engine.close()

@@ -17,21 +17,24 @@ from ragen.training.running import Run
 STACKS = "stalled.txt"
 """The file to which a run that hangs writes the stacks of its threads."""
 
-STALLED_S = 1800.0
-"""Seconds without progress of any phase after which a run counts as stalled."""
-
 
 class Watchdog:
-    """Calls `on_stall` if no beat comes for `limit` seconds.
+    """Calls `report` if no beat comes for `limit` seconds, and `end` if it returns a reason.
 
-    `on_stall` gets the seconds. It is called once until the next beat, and never with a `limit` of
-    0, in a thread of its own. It also runs while the event loop is blocked, but not
-    while other code holds the interpreter's lock. It counts its own waking time instead of reading
-    the clock, so that a suspended process does not count as stalled.
+    `report` gets the seconds. It is called once until the next beat, and never with a `limit` of 0,
+    in a thread of its own. It also runs while the event loop is blocked, but not while other code
+    holds the interpreter's lock. The watchdog counts its own waking time instead of reading the
+    clock, so that a suspended process does not count as stalled.
+
+    Attributes:
+        reason: The reason why the run was ended; empty until then.
     """
 
-    def __init__(self, limit: float, on_stall: Callable[[float], None]) -> None:
-        self._limit, self._on_stall = limit, on_stall
+    def __init__(
+        self, limit: float, report: Callable[[float], str], end: Callable[[], None]
+    ) -> None:
+        self.reason = ""
+        self._limit, self._report, self._end = limit, report, end
         self._over = threading.Event()
         self._silent, self._called = 0.0, False
         self._error: BaseException | None = None
@@ -53,7 +56,9 @@ class Watchdog:
             self._silent += tick
             if self._limit and self._silent >= self._limit and not self._called:
                 self._called = True
-                self._on_stall(self._silent)
+                self.reason = self._report(self._silent)
+                if self.reason:
+                    self._end()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -66,11 +71,11 @@ class Watchdog:
             raise self._error
 
 
-def report_stall(run: Run, seconds: float) -> None:
-    """Report where a run hangs, and end it if the guard's response is to stop.
+def report_stall(run: Run, seconds: float) -> str:
+    """Report where a run hangs; returns why it is to end, or nothing if it may go on.
 
-    The run's task is cancelled, so that the run raises `GuardStop`. Code that hangs without waiting
-    cannot be cancelled; only a command ends its process then (`Watcher.hangs`).
+    Ending it cancels the run's task, so that the run raises `GuardStop`. Code that hangs without
+    waiting cannot be cancelled; only a command ends its process then (`Watcher.hangs`).
 
     The watchdog calls it from its own thread. The database or the terminal may be what hangs, so
     the file with the stacks of all threads is written first, then the database, then the terminal.
@@ -92,6 +97,4 @@ def report_stall(run: Run, seconds: float) -> None:
     except (OSError, RagenError) as error:  # the disk or the database may be what hangs
         text = f"{text}; {error}"
     run.watcher.alarm(state.step, text)
-    if run.original.guard.response("stalled") == "stop":
-        run.stalled = text
-        run.watcher.hangs()
+    return text if run.original.guard.response("stalled") == "stop" else ""

@@ -1,0 +1,137 @@
+"""What a run does about each thing that can fail: one small policy each, with its numbers.
+
+=============  ================================================================  ==================
+what fails     what follows                                                      policy
+=============  ================================================================  ==================
+a request      is sent again                                                     `rollout.endpoint`
+an episode     is recorded, counted and not trained on                           `Episode.failed`
+a group        of too few played episodes is not trained on                      `SmallGroup`
+many episodes  an alarm names the commonest reason; if all fail, the run stops   `FailedEpisodes`
+the policy     a detector's response: log, stop or roll back                     `Rollback`
+a process      a new engine takes the last checkpoint                            `LostEngine`
+any phase      hangs: the stacks of all threads are written, the run may stop    `Stall`
+a checkpoint   that is damaged is set aside for an older one                     `newest_intact`
+=============  ================================================================  ==================
+
+`training.recovery` carries out what these policies decide. How long the processes of an engine wait
+for each other after a loss is `cluster.lost.GRACE_S`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ragen.algorithms.advantages import find_estimator
+from ragen.algorithms.estimator import compares_group
+from ragen.config.sections import GuardConfig
+from ragen.core.errors import last_line
+from ragen.core.types import Episode
+from ragen.diagnostics.collapse import WINDOW
+from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
+
+
+@dataclass(frozen=True, slots=True)
+class SmallGroup:
+    """A group is trained on if enough of its episodes did not fail.
+
+    Attributes:
+        compared: Episodes that an estimator needs which compares those of a group.
+    """
+
+    compared: int = 2
+
+    def min_played(self, estimator: str) -> int:
+        """Played episodes that a group needs with this advantage estimator."""
+        return self.compared if compares_group(find_estimator(estimator)) else 1
+
+
+@dataclass(frozen=True, slots=True)
+class FailedEpisodes:
+    """A step in which many episodes fail raises an alarm; if all fail, the run stops, saved.
+
+    Attributes:
+        alarm_fraction: Share of failed episodes in a step from which on there is an alarm.
+    """
+
+    alarm_fraction: float = 0.5
+
+    def complaint(self, episodes: Sequence[Episode]) -> str:
+        """One line with the share and the commonest reason; empty if few episodes failed.
+
+        Raises:
+            UnplayableError: All episodes failed, or none had room for its first prompt.
+        """
+        refuse_unplayable([outcome_of(episode) for episode in episodes])
+        reasons = Counter(last_line(each.error) for each in episodes if each.failed)
+        if not reasons or reasons.total() < self.alarm_fraction * len(episodes):
+            return ""
+        ((reason, count),) = reasons.most_common(1)
+        share = reasons.total() / len(episodes)
+        return (
+            f"{reasons.total()} of {len(episodes)} episodes ({share:.0%}) failed and are not "
+            f"trained on, {count} of them with: {reason}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """A run in trouble may continue from the last checkpoint before the trouble began.
+
+    Attributes:
+        most: Rollbacks that a run may take; if another one is due, it stops.
+        grace_steps: Steps after a rollback or a stop in which no detector fires, because trailing
+            means still mix in old values.
+        reach_steps: Steps that checkpoints reach back: an onset lies a window before its alarm.
+    """
+
+    most: int = 2
+    grace_steps: int = 2 * WINDOW
+    reach_steps: int = 2 * WINDOW
+
+    def kept_checkpoints(self, guard: GuardConfig, eval_every: int, spacing: int) -> int:
+        """Regular checkpoints, `spacing` steps apart, that a rollback may need."""
+        if "rollback" not in guard.responses.values():
+            return 0
+        # A drop of success shows in two evaluations in a row, and its onset lies before both.
+        evaluations = 2 * eval_every * (guard.responses.get("reward_drop") == "rollback")
+        return 1 + math.ceil(max(self.reach_steps, evaluations) / spacing)
+
+
+@dataclass(frozen=True, slots=True)
+class LostEngine:
+    """A run whose engine is lost continues with a new one from the last checkpoint.
+
+    Attributes:
+        most: Engines that a run may lose without a new checkpoint in between.
+    """
+
+    most: int = 3
+
+    def ends_run(self, losses: int) -> bool:
+        """True if a run has lost too many engines since its last checkpoint."""
+        return losses > self.most
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A run in which nothing makes progress hangs: it is reported, and may be stopped.
+
+    Attributes:
+        limit_s: Seconds without progress of any phase after which a run counts as stalled.
+    """
+
+    limit_s: float = 1800.0
+
+    def limit(self, response: str) -> float:
+        """The limit for a response of the detector ``stalled``; 0 where nobody looks."""
+        return 0.0 if response == "off" else self.limit_s
+
+
+SMALL_GROUP = SmallGroup()
+FAILED_EPISODES = FailedEpisodes()
+ROLLBACK = Rollback()
+LOST_ENGINE = LostEngine()
+STALL = Stall()
