@@ -80,10 +80,8 @@ def train(
     Raises:
         RagenError: The settings, the environment, the model or the disk do not allow the run.
     """
-    from ragen.config.config import Config
     from ragen.config.keys import dotted
-    from ragen.settings.environment import resolve_run
-    from ragen.settings.model import resolve_for_model
+    from ragen.settings.resolve import resolve
     from ragen.training.trainer import train
 
     named = {
@@ -97,12 +95,7 @@ def train(
     values = dotted(
         {**(overrides or {}), **{key: value for key, value in named.items() if value is not None}}
     )
-    if isinstance(recipe, Config):
-        config = resolve_for_model(
-            None, {**dotted(recipe.model_dump(exclude_unset=True)), **values}
-        )
-    else:
-        config = resolve_run(recipe, values).config
+    config = resolve(recipe, values)
     return train(config, None if out is None else Path(out), watcher=watcher)
 
 

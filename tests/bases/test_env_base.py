@@ -35,7 +35,7 @@ from ragen.envs.registry import env_factory
 from ragen.models.names import is_embedded, taught_style
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import Setup
-from ragen.settings.environment import resolve_run
+from ragen.settings.resolve import resolve
 from tests.free_text import Echo
 from tests.scripted_policy import ScriptedPolicy
 
@@ -180,7 +180,7 @@ def test_a_base_says_what_it_was_shown_and_trains_without_a_recipe(
     start = {"model": "one", "steps": 1, "eval.episodes": 0, "threads": 1}
     result = train(None, start | sizes, env=ECHO)
     assert result.run.name == "Echo-1" and taught_style(str(result.run)) == "compact"
-    again = resolve_run(None, {"env": ECHO, "model": str(result.run)}).config
+    again = resolve(None, {"env": ECHO, "model": str(result.run)})
     assert again.prompt.style == "compact", "a run's model reads what it read"
 
 

@@ -28,7 +28,7 @@ from ragen.evaluation.compare import (
 from ragen.evaluation.outcomes import Outcome
 from ragen.evaluation.results import Evaluation, summarize
 from ragen.evaluation.tables import closing_sections, comparison_table
-from ragen.evaluation.targets import shared_settings
+from ragen.settings.target import shared_settings
 from ragen.storage.database import CONFIG
 from tests.faulty import FaultyServer, chat_reply
 

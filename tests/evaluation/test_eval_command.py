@@ -25,10 +25,11 @@ from ragen.evaluation.evaluation import EVALS, evaluate_target
 from ragen.evaluation.outcomes import Outcome, describe_failures
 from ragen.evaluation.results import summarize
 from ragen.evaluation.tables import evaluation_table
-from ragen.evaluation.targets import config_for, outcome_settings
+from ragen.evaluation.targets import outcome_settings
 from ragen.models.names import hash_model_folder
 from ragen.rollout import endpoint
 from ragen.rollout.endpoint import Server
+from ragen.settings.target import config_for
 from ragen.storage.checkpoint import run_of
 from ragen.storage.database import read
 from ragen.storage.reader import read_evaluations

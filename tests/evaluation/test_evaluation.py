@@ -22,10 +22,10 @@ from ragen.evaluation.evaluation import (
     evaluate_target,
     play_target,
 )
-from ragen.evaluation.targets import config_for
 from ragen.models.names import resolve_model
 from ragen.rollout.setup import make_setup
 from ragen.settings.saved import run_config
+from ragen.settings.target import config_for
 from ragen.storage.database import new_run_folder
 from ragen.storage.reader import read_evaluations
 from ragen.storage.recorder import Recorder

@@ -17,10 +17,10 @@ from ragen.core.errors import RagenError
 from ragen.core.types import Episode
 from ragen.evaluation.evaluation import EVALS, evaluate_target
 from ragen.evaluation.kept_episodes import KeptEpisodes
-from ragen.evaluation.targets import config_for
 from ragen.rollout import endpoint
 from ragen.rollout.endpoint import Server
 from ragen.settings.saved import run_config
+from ragen.settings.target import config_for
 from ragen.storage.database import DATABASE
 from ragen.storage.stored_episodes import read_episodes
 from ragen.storage.stored_episodes import records as records_of

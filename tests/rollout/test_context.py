@@ -14,8 +14,8 @@ from ragen.envs.worlds.manor import Manor
 from ragen.rollout.context import Conversation, View
 from ragen.rollout.episode import play_episode, require_unchanged
 from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
-from ragen.settings.environment import resolve_run
-from ragen.settings.model import resolve_for_model
+from ragen.settings.model import suited
+from ragen.settings.resolve import resolve
 from tests.scripted_policy import ScriptedPolicy
 from tests.tiny import tiny_tokenizer
 
@@ -137,8 +137,8 @@ def test_a_summary_gets_its_room() -> None:
     given = {"env": "manor", "model": "a/b", "prompt.window": 2}
     recipe = {"env.max_turns": 40, "model": "a/b", "prompt.window": 2}
     for resolved in (
-        lambda kind: resolve_run(None, {**given, "prompt.summary": kind}).config,
-        lambda kind: resolve_for_model(None, {**recipe, "prompt.summary": kind}),
+        lambda kind: resolve(None, {**given, "prompt.summary": kind}),
+        lambda kind: suited(None, {**recipe, "prompt.summary": kind}),
     ):
         lengths = [resolved(kind).model.max_length for kind in get_args(Summary)]
         assert lengths == sorted(lengths) and len(set(lengths)) == 3

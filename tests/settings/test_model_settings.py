@@ -12,10 +12,10 @@ import ragen
 from ragen.cli.main import main
 from ragen.config.reading import dump, resolve
 from ragen.core.errors import RagenError
-from ragen.evaluation.targets import config_for
 from ragen.models.loading import save_model
 from ragen.models.names import base_folder, is_embedded
-from ragen.settings.model import resolve_for_model
+from ragen.settings.model import suited
+from ragen.settings.target import config_for
 from ragen.storage.database import CONFIG
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -81,7 +81,7 @@ def test_what_the_user_or_the_recipe_says_is_kept(model: str, tmp_path: Path) ->
     assert (config.prompt.style, config.rollout.max_tokens) == ("compact", 56)
     mine = tmp_path / "mine.toml"
     mine.write_text(f"model.path = {json.dumps(model)}\nrollout.max_tokens = 90\n")
-    config = resolve_for_model(mine)
+    config = suited(mine)
     assert (config.prompt.style, config.rollout.max_tokens) == ("paper", 90)
     assert config.model.max_length == (90 + 112) * 6
     assert config_for("Qwen/Some-Model", {"env": str(mine)}).rollout.max_tokens == 90
@@ -127,7 +127,7 @@ def test_a_recipe_of_the_embedded_models_takes_another_model_with_a_chosen_style
     model: str, capsys: Capture
 ) -> None:
     given = {"model.path": model, "prompt.style": "paper", "update.lr": 1e-5}
-    config = resolve_for_model("sokoban", given)
+    config = suited("sokoban", given)
     assert (config.prompt.style, config.rollout.max_tokens) == ("paper", 400)
     assert (config.update.lr, config.rollout.num_groups, config.recipe) == (1e-5, 16, "sokoban")
     for style, warned in (("paper", False), ("compact", True)):

@@ -20,10 +20,10 @@ from ragen.engines.factory import load_model
 from ragen.engines.local import LocalEngine
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.evaluation.results import load_evaluations
-from ragen.evaluation.targets import config_for
 from ragen.models.adapter_folder import ADAPTER_WEIGHTS
 from ragen.models.names import ADAPTER_CONFIG
 from ragen.networks import fast_qwen2, lora
+from ragen.settings.target import config_for
 from ragen.storage import checkpoint
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import resume, train

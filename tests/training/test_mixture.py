@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ragen.algorithms.batch import EpisodeIndex
 from ragen.algorithms.credit import compared_with
 from ragen.config.keys import parse_value
-from ragen.config.reading import changed, resolve
+from ragen.config.reading import changed, merge
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, last, mean
 from ragen.core.seeding import TRAIN_LEVELS
@@ -24,11 +24,11 @@ from ragen.diagnostics.step_metrics import summarize_envs
 from ragen.evaluation.branch import branch
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.evaluation.results import load_evaluations
-from ragen.evaluation.targets import envs_of, resolve_target
 from ragen.reports.facts import read_facts
 from ragen.reports.report import page
 from ragen.rollout.setup import Setup
-from ragen.settings.environment import resolve_run
+from ragen.settings.resolve import resolve
+from ragen.settings.target import config_for, envs_of
 from ragen.storage.reader import read_metrics
 from ragen.training.mixture import first_starts, share_out
 from ragen.training.running import Result
@@ -77,13 +77,13 @@ def test_each_environment_has_its_own_levels_in_order(result: Result) -> None:
 
 
 def test_a_pool_of_levels_is_played_in_turn_in_each_environment() -> None:
-    config = resolve("bandit", settings(env__mix=MIX, rollout__levels=3, rollout__num_groups=4))
+    config = merge("bandit", settings(env__mix=MIX, rollout__levels=3, rollout__num_groups=4))
     playing = cast("dict[str, Setup]", dict.fromkeys(MIX, SimpleNamespace()))
     starts = first_starts(
         playing, config.rollout, config.env.mix, 0, {"bandit": 8, "bandit-rev": 4}
     )
     assert [start.level - TRAIN_LEVELS for start in starts] == [2, 0, 1, 1]
-    alone = resolve("bandit", settings(rollout__levels=3, rollout__num_groups=4))
+    alone = merge("bandit", settings(rollout__levels=3, rollout__num_groups=4))
     one = cast("dict[str, Setup]", {"bandit": SimpleNamespace()})
     starts = first_starts(one, alone.rollout, {}, 1, {})
     assert [start.level - TRAIN_LEVELS for start in starts] == [1, 2, 0, 1]
@@ -119,7 +119,7 @@ def test_an_environment_is_evaluated_as_in_a_run_of_it_alone(
     part = before.parts[1]
     alone = settings(steps=0, env__name=part.env, env__max_turns=5, env__max_actions=10)
     alone |= {"env.actions_per_turn": 5}
-    expected = train(resolve("bandit", alone), tmp_path / part.env).before
+    expected = train(merge("bandit", alone), tmp_path / part.env).before
     for name in ("success", "success_low", "mean_return", "random", "optimal", "first_level"):
         assert getattr(part, name) == getattr(expected, name), name
 
@@ -128,8 +128,8 @@ def test_ragen_eval_takes_one_environment_of_a_mixture(result: Result) -> None:
     assert envs_of(str(result.run)) == list(MIX)
     assert envs_of("random") == []
     with pytest.raises(RagenError, match="several environments: choose with --env bandit, bandit"):
-        resolve_target(str(result.run), {})
-    config = resolve_target(str(result.run), {"env": "bandit-rev"}).config
+        config_for(str(result.run), {})
+    config = config_for(str(result.run), {"env": "bandit-rev"})
     assert (config.env.name, config.env.mix) == ("bandit-rev", {})
     found, _ = evaluate_target(str(result.run), {"env": "bandit-rev"}, episodes=4)
     assert found.env == "bandit-rev" and found.success == result.after.parts[1].success
@@ -165,24 +165,24 @@ def test_a_branch_is_played_in_the_environment_of_its_episode(result: Result) ->
 
 
 def test_budgets_parameters_and_lengths_come_from_each_environment() -> None:
-    config = resolve_run("mixed").config
+    config = resolve("mixed")
     own = {name: each.params for name, each in config.env.mix.items()}
     assert own == {key: {"observation": "named"} for key in ("frozen-lake", "frozen-lake-still")}
     text = "{bandit = 1, sokoban = {share = 3, max_turns = 3, params = {rows = 7}}}"
-    config = resolve_run(None, {"env.mix": parse_value("env.mix", text)}).config
+    config = resolve(None, {"env.mix": parse_value("env.mix", text)})
     bandit, sokoban = config.env.mix.values()
     assert (bandit.share, bandit.max_turns, bandit.max_actions) == (1, 1, 1)
     assert (sokoban.share, sokoban.max_turns, sokoban.max_actions) == (3, 3, 10)
     assert sokoban.params == {"observation": "named", "rows": 7}
-    longest = max(resolve_run(name).config.rollout.max_tokens for name in ("bandit", "sokoban"))
+    longest = max(resolve(name).rollout.max_tokens for name in ("bandit", "sokoban"))
     assert config.rollout.max_tokens == longest
-    assert resolve_run("mixed", {"rollout.max_tokens": 50}).config.rollout.max_tokens == 50
-    more = resolve_run("mixed", {"env.mix.bandit": 1}).config
+    assert resolve("mixed", {"rollout.max_tokens": 50}).rollout.max_tokens == 50
+    more = resolve("mixed", {"env.mix.bandit": 1})
     assert list(more.env.mix) == ["frozen-lake", "frozen-lake-still", "bandit"]
-    alone = resolve_run("mixed", {"env": "sokoban"}).config
+    alone = resolve("mixed", {"env": "sokoban"})
     assert alone.env.name == "sokoban" and not alone.env.mix
     with pytest.raises(RagenError, match=r"and env\.mix are given"):
-        resolve_run("mixed", {"env": "sokoban", "env.mix.bandit": 1})
+        resolve("mixed", {"env": "sokoban", "env.mix.bandit": 1})
 
 
 def episode(env: str, group: int, success: bool = True) -> Episode:
@@ -230,7 +230,7 @@ def test_information_is_measured_within_each_environment(monkeypatch: pytest.Mon
 
 def test_a_recipe_of_one_environment_gives_its_place_to_a_mixture() -> None:
     """Its budgets and parameters stay behind; an embedded model keeps its form of prompts."""
-    config = resolve_run("bandit", {"env.mix": {"bandit": 0.5, "countdown": 0.5}}).config
+    config = resolve("bandit", {"env.mix": {"bandit": 0.5, "countdown": 0.5}})
     assert config.env.name == "bandit+countdown" and config.recipe == "bandit"
     assert config.prompt.style == "compact"
     with pytest.raises(RagenError, match=r"env\.name and env\.mix are given"):

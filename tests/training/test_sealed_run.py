@@ -21,8 +21,8 @@ from ragen.config.keys import keys
 from ragen.config.reading import dump, read_config, resolve
 from ragen.core.errors import RagenError
 from ragen.diagnostics.guard import GuardState
-from ragen.evaluation.targets import EPISODE_KEYS, is_measured
 from ragen.settings.saved import run_config
+from ragen.settings.target import EPISODE_KEYS, is_measured
 from ragen.storage import checkpoint
 from ragen.storage.database import CONFIG, DATABASE
 from ragen.storage.reader import read_events

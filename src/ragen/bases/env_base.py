@@ -46,7 +46,7 @@ from ragen.networks.machine import use_threads
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import has_random_play
 from ragen.rollout.setup import Setup, knows_no_tools
-from ragen.settings.environment import config_of_env
+from ragen.settings.environment import with_budgets
 from ragen.settings.saved import typed
 from ragen.storage.checkpoint import new_folder
 
@@ -80,7 +80,7 @@ def prepare_env(
             tools, shows too much, or can be played neither at random nor by a solver.
     """
     began, given = time.monotonic(), dotted(given)
-    config = config_of_env(given)
+    config = with_budgets(given)
     env, window = config.env, config.prompt.window
     with new_folder(out) as folder:
         use_threads(1)  # the same weights however many cores are free

@@ -53,7 +53,7 @@ def _cuda() -> str:
 
 def _end_to_end() -> str:
     """Two steps of the recipe ``bandit``, from the model to a saved run, which is then removed."""
-    from ragen.config.reading import resolve
+    from ragen.settings.resolve import resolve
     from ragen.training.trainer import train
 
     start = time.perf_counter()

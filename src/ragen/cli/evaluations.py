@@ -28,26 +28,22 @@ def _eval_options(parser: Parser) -> None:
 
 
 def _eval(options: Namespace, overrides: Overrides) -> int:
-    from ragen.envs.registry import try_env
     from ragen.evaluation.tables import evaluation_record, evaluation_table
-    from ragen.evaluation.targets import envs_of, resolve_target
     from ragen.rollout.players import PLAYERS
+    from ragen.rollout.setup import facts_of
     from ragen.settings.model import advice
+    from ragen.settings.target import config_for, envs_of
 
     server = _server(options)
     prices = options.price_in, options.price_out
     names = _named_envs(options) or envs_of(options.target, server)
     by_env = [overrides | {"env": name} for name in names] or [overrides]
-    resolved = [resolve_target(options.target, values, server) for values in by_env]
-    envs = [each.config.env for each in resolved]
-    for each in resolved:
-        if each.note:
-            complain(each.note)
+    envs = [config_for(options.target, values, server, complain).env for values in by_env]
     style = "paper" if server or options.target in PLAYERS else overrides.get("prompt.style")
     if warning := advice(style or "paper", options.target):
         complain(warning)
     for env in envs:  # refuses a missing one before any is played
-        try_env(env.name, env.params)
+        facts_of(env)
     with _output(options) as put:
         for env, values in zip(envs, by_env, strict=True):
             found = _evaluate(options, options.target, values, server, env.name)
@@ -65,7 +61,7 @@ def _compare_options(parser: Parser) -> None:
 def _compare(options: Namespace, overrides: Overrides) -> int:
     from ragen.evaluation.compare import compare_in_envs, refuse_absent_targets
     from ragen.evaluation.tables import closing_sections, comparison_table
-    from ragen.evaluation.targets import is_local
+    from ragen.settings.target import is_local
 
     server, envs = _server(options), _compared_envs(options)
 
@@ -199,8 +195,8 @@ def _play_options(parser: Parser) -> None:
 
 def _play(options: Namespace, overrides: Overrides) -> int:
     from ragen.cli.play import play_env, show_episode
-    from ragen.evaluation.targets import config_for
     from ragen.rollout.players import PLAYERS
+    from ragen.settings.target import config_for
 
     overrides = {**overrides, "env.name": options.env}
     console = terminal()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 
 from rich.console import Console
 from rich.text import Text
@@ -13,9 +12,9 @@ from ragen.core.errors import RagenError, last_line
 from ragen.core.seeding import EVAL_LEVELS, derive
 from ragen.core.types import Episode
 from ragen.core.user_code import UserCodeError
-from ragen.envs.registry import env_factory, try_env
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import Player
+from ragen.rollout.setup import open_env
 
 
 def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> None:
@@ -23,9 +22,8 @@ def play_env(console: Console, env: EnvConfig, player: Player, seed: int) -> Non
 
     The level `seed` counts evaluation levels, so that ``--seed 0`` is the first of ``ragen eval``.
     """
-    try_env(env.name, env.params)  # refuses wrong parameters now
     try:
-        with closing(GuardedEnv(env_factory(env.name, **env.params), env.timeout_s)) as guarded:
+        with open_env(env) as guarded:
             guarded.reset(EVAL_LEVELS + seed, derive(seed, "play"))
             console.print(Text(guarded.rules), soft_wrap=True)
             for tool in guarded.tools:

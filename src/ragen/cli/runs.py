@@ -37,18 +37,15 @@ def _train_options(parser: Parser) -> None:
 
 def _train(options: Namespace, overrides: Overrides) -> int:
     from ragen.config.sources import sources
-    from ragen.envs.registry import try_env
-    from ragen.rollout.setup import at_stage, by_env
-    from ragen.settings.environment import resolve_run
+    from ragen.rollout.setup import at_stage, by_env, facts_of
     from ragen.settings.model import advice
+    from ragen.settings.resolve import resolve
 
-    config, note = resolve_run(options.recipe, overrides)
-    if note:
-        complain(note)
+    config = resolve(options.recipe, overrides, complain)
     for alone in by_env(config).values():
-        try_env(alone.env.name, alone.env.params)
+        facts_of(alone.env)  # refuses wrong parameters, and is read again by the run
     for stage in range(1, len(config.curriculum.stages) + 1):
-        try_env(config.env.name, at_stage(config, stage).env.params)
+        facts_of(at_stage(config, stage).env)
     sources(config)  # loads and checks code from outside
     if options.dry_run:
         if warning := advice(config.prompt.style, config.model.path):

@@ -79,17 +79,15 @@ def _serve_options(parser: Parser) -> None:
 
 
 def _serve(options: Namespace, overrides: Overrides) -> int:
-    from ragen.config.reading import resolve
     from ragen.rollout.setup import make_setup
     from ragen.serving.openenv import serve
-    from ragen.settings.environment import budgets_of
+    from ragen.settings.environment import with_budgets
 
     others = [key for key in overrides if not key.startswith("env.") or key == "env.name"]
     if others:
         raise RagenError(f"--{others[0]} has no effect on a server; leave it out")
     tls = _tls(options)
-    given = {**overrides, "env.name": options.env}
-    config = resolve(None, given, env=budgets_of(options.env, given)[0])
+    config = with_budgets({**overrides, "env.name": options.env})
 
     def say(url: str, token: str | None) -> None:
         print(f"{options.env} is served at {url} (Ctrl-C stops it)")

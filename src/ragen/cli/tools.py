@@ -36,22 +36,19 @@ def _sft_options(parser: Parser) -> None:
 
 
 def _sft(options: Namespace, overrides: Overrides) -> int:
-    from ragen.envs.registry import try_env
-    from ragen.rollout.setup import refuse_mixture
-    from ragen.settings.environment import resolve_run
+    from ragen.rollout.setup import facts_of, refuse_mixture
+    from ragen.settings.resolve import resolve
 
     def watch(line: str) -> None:
         if not options.quiet:
             print(line, file=sys.stderr)
 
-    config, note = resolve_run(options.recipe, overrides)
-    if note:
-        watch(note)
+    config = resolve(options.recipe, overrides, watch)
     refuse_mixture(config)
-    try_env(config.env.name, config.env.params)
-    from ragen.evaluation.targets import EPISODE_KEYS
+    facts_of(config.env)
     from ragen.finetuning.sft import refuse_unread, sft
     from ragen.finetuning.transcripts import is_file
+    from ragen.settings.target import EPISODE_KEYS
 
     refuse_unread(overrides)
     if is_file(options.player) and (options.episodes or options.keep):

@@ -41,7 +41,7 @@ class Difference(NamedTuple):
     """A key whose value is not the preset's.
 
     Example:
-        >>> differences(resolve(None, {"update.lr": 0.5}))
+        >>> differences(merge(None, {"update.lr": 0.5}))
         [Difference(key='update.lr', preset=1e-06, value=0.5)]
     """
 
@@ -50,14 +50,14 @@ class Difference(NamedTuple):
     value: Any
 
 
-def resolve(
+def merge(
     recipe: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     *,
     saved: Mapping[str, Any] | None = None,
     env: Flat | None = None,
 ) -> Config:
-    """Resolve every value of a run.
+    """Lay all layers of values over each other, then check the result.
 
     A value that would never be read is refused (`rules.READ_WITH`). If an override names another
     algorithm, values of the recipe that this algorithm does not read fall back to its preset. If it
@@ -74,7 +74,7 @@ def resolve(
             value that would never be read, or broken TOML; one line with the remedy.
 
     Example:
-        >>> config = resolve("bandit", {"update.lr": 3e-4, "env.params.slip": 0.5})
+        >>> config = merge("bandit", {"update.lr": 3e-4, "env.params.slip": 0.5})
         >>> config.env.name, config.update.lr, config.env.params, config.loss.clip_high
         ('bandit', 0.0003, {'slip': 0.5}, 0.28)
     """
@@ -108,9 +108,12 @@ def resolve(
                         f"{key} = {show(values[key])}{in_place(where)} has no effect: it takes "
                         f"{READ_WITH[key].words}; leave it out or set that"
                     )
-                resolve(recipe)  # which has to read it when it stands alone
+                merge(recipe)  # which has to read it when it stands alone
             del values[key]
     return _validate([preset, *above])
+
+
+resolve = merge
 
 
 def with_preset(config: Config) -> Config:
@@ -184,7 +187,7 @@ def dump(config: Config) -> str:
 
 def differences(config: Config) -> list[Difference]:
     """The settings that differ from the algorithm's preset, in the config's order."""
-    preset = flatten(resolve(None, {"algorithm": config.algorithm}))
+    preset = flatten(merge(None, {"algorithm": config.algorithm}))
     return [
         Difference(key, preset.get(key), value)
         for key, value in flatten(config).items()

@@ -162,12 +162,6 @@ _HANGING: set[type[Env]] = set()
 """The classes that hung in `close`."""
 
 
-def try_env(name: str, params: Mapping[str, Any]) -> type[Env]:
-    """Make and close an environment, to find mistakes early, and return its class."""
-    with closing_env(make(name, **params)) as env:
-        return type(env)
-
-
 def env_factory(name: str, **params: Any) -> Callable[[], Env]:
     """A function that builds the environment; the name and the parameters are checked once, here.
 

@@ -29,16 +29,11 @@ from ragen.core.statistics import (
 from ragen.evaluation.evaluation import Options, evaluate_target
 from ragen.evaluation.outcomes import Outcome, describe_failures
 from ragen.evaluation.results import Evaluation
-from ragen.evaluation.targets import (
-    Overrides,
-    config_for,
-    is_local,
-    refuse_absent,
-    shared_settings,
-)
+from ragen.evaluation.targets import refuse_absent
 from ragen.models.names import base_folder
 from ragen.rollout.endpoint import Server
 from ragen.settings.saved import run_config
+from ragen.settings.target import Overrides, config_for, is_local, shared_settings
 from ragen.storage.checkpoint import run_of
 
 Measure = Callable[[str, Overrides], tuple[Evaluation, list[Outcome]]]

@@ -26,13 +26,14 @@ from ragen.evaluation.outcomes import (
     refuse_unplayable,
 )
 from ragen.evaluation.results import Evaluation, summarize, together
-from ragen.evaluation.targets import config_for, load_target, outcome_settings
+from ragen.evaluation.targets import load_target, outcome_settings
 from ragen.models.names import resolve_model
 from ragen.rollout.endpoint import Server
 from ragen.rollout.groups import run_episodes, run_groups
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import Closable, Policy
 from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
+from ragen.settings.target import config_for
 from ragen.storage.checkpoint import run_of
 
 EVALS = Path(FOLDER)

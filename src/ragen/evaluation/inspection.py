@@ -15,21 +15,20 @@ from itertools import groupby, product
 from typing import TYPE_CHECKING, Any
 
 from ragen.config.config import Config
-from ragen.config.reading import changed, flatten, resolve
+from ragen.config.reading import changed, flatten, merge
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.stopping import run_async
 from ragen.core.types import Completion, Prompt, Turn
 from ragen.core.user_code import UserCodeError
-from ragen.envs.registry import try_env
 from ragen.evaluation.outcomes import outcome_of
-from ragen.evaluation.targets import Overrides, config_for
 from ragen.models.memory import GIB, plans
 from ragen.models.names import base_of, local_config, resolve_model
 from ragen.models.sizes import read_sizes
 from ragen.rollout.episode import opening, play_episode, read_reply, require_room
 from ragen.rollout.players import Player, PlayerPolicy, random_player
-from ragen.rollout.setup import EpisodeSpec, Setup, make_chat, make_setup
+from ragen.rollout.setup import EpisodeSpec, Setup, facts_of, make_chat, make_setup
+from ragen.settings.target import Overrides, config_for
 from ragen.storage.checkpoint import run_of
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
     if run_of(target) is None and given.keys().isdisjoint(("env", "env.name")):
         given["env"] = ENV
     config = config_for(target, given)
-    try_env(config.env.name, config.env.params)
+    facts_of(config.env)
     path = resolve_model(target, config.env.name)
     memory, free = memory_table(config, path)  # while no weights take any
     sizes = read_sizes(base_of(path))
@@ -159,7 +158,7 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
     policy = make_sampler("local", few, model, chat, path)
     assert isinstance(policy, Sampler)
     setup = make_setup(config, chat)
-    require_room(setup, EVAL_LEVELS)
+    require_room(setup)
     with closing(setup):
         turns, spec = conversation(setup, chat)
         prompt, names = opening(setup, spec)
@@ -290,7 +289,7 @@ def memory_table(config: Config, path: str) -> tuple[list[Memory], float | None]
     for (method, algorithm), rank, dtype in product(METHODS.items(), (0, RANK), DTYPES):
         asked = {"algorithm": algorithm, "model.path": path, "model.dtype": dtype}
         try:
-            (planned,) = plans(resolve(None, asked, saved=saved | {"lora.rank": rank}))
+            (planned,) = plans(merge(None, asked, saved=saved | {"lora.rank": rank}))
         except RagenError:
             if not rank:
                 raise

@@ -25,7 +25,7 @@ from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import NoCompletion, Policy, written_completion
 from ragen.rollout.reward_terms import apply_reward_terms, thought_info, weights_for
-from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
+from ragen.rollout.setup import FIRST, BranchSpec, EpisodeSpec, Setup, Start
 
 
 async def play_episode(policy: Policy | PlayerPolicy, setup: Setup, spec: EpisodeSpec) -> Episode:
@@ -50,17 +50,17 @@ async def play_episode(policy: Policy | PlayerPolicy, setup: Setup, spec: Episod
     return playthrough.episode()
 
 
-def require_room(setup: Setup, level: int) -> None:
-    """Refuse a run whose first prompt leaves no room for a reply.
+def require_room(setup: Setup) -> None:
+    """Refuse a set-up whose first prompt leaves no room for a reply.
 
     Raises:
-        RagenError: The prompt of `level` is too long. Other levels may be shorter, but not by much.
+        RagenError: The prompt of the first level is too long. Others may be shorter, but not by
+            much.
     """
-    try:
-        prompt, _ = opening(setup, EpisodeSpec(level, 0, 0, (0, "look")))
-    except UserCodeError:
-        return  # the episodes report this failure
-    token_ids = prompt.token_ids
+    if setup.start is None:
+        return
+    playthrough = _Playthrough(setup, FIRST)
+    token_ids = playthrough.prompt(*playthrough.first(setup.start), 0).token_ids
     if token_ids is not None and not setup.has_room(token_ids):
         setup.close()
         raise RagenError(
@@ -161,12 +161,16 @@ class _Playthrough:
 
         A branch begins after its recorded turns, which are part of the conversation.
         """
-        setup, spec = self.setup, self.spec
+        spec = self.spec
         observation = env.reset(spec.level_seed, spec.noise_seed)
-        conversation = Conversation(setup, (env.rules, env.goal, env.actions))
+        conversation, view = self.first(Start(env.rules, env.goal, env.actions, observation))
         if isinstance(spec, BranchSpec):
-            return conversation, self._replay(env, conversation, spec)
-        return conversation, View(observation, self._limits(0))
+            view = self._replay(env, conversation, spec)
+        return conversation, view
+
+    def first(self, start: Start) -> tuple[Conversation, View]:
+        """The conversation before the first turn, and the first view."""
+        return Conversation(self.setup, start[:3]), View(start.observation, self._limits(0))
 
     def _replay(self, env: GuardedEnv, conversation: Conversation, branch: BranchSpec) -> View:
         """Rebuild the recorded turns and restore the environment; returns the view after them."""

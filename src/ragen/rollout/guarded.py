@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ragen.config.keys import BUDGETS
 from ragen.core.user_code import Stopwatch, UserCodeError, boundary, hold_timer, release_timer
 from ragen.envs import answers
 from ragen.envs.contract import Env, Reading
@@ -87,6 +88,16 @@ class GuardedEnv:
             self.env.set_state(copy.deepcopy(dict(state)))
         self.observation, self.info = observation, {}
         self.terminated, self.truncated = False, False
+
+    def budgets(self) -> dict[str, int]:
+        """The budgets of its episodes, by the keys of the section ``env``."""
+        with self._calling("its budgets"):
+            return {name: getattr(self.env, name) for name in BUDGETS}
+
+    def prompt_style(self) -> str | None:
+        """The style of prompts that it asks for, if any."""
+        with self._calling("its prompt_style"):
+            return self.env.prompt_style
 
     def read_thought(self, thought: str) -> Reading | None:
         """The environment's reading of a thought about the present state."""

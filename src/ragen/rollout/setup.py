@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ragen.chat.actions import SEPARATOR
 from ragen.chat.chat import Chat
@@ -16,15 +16,25 @@ from ragen.chat.tool_calls import ToolForm, find_tool_parser
 from ragen.config.config import Config
 from ragen.config.keys import BUDGETS, PARAMS, TASK
 from ragen.config.reading import changed
+from ragen.config.sections import EnvConfig
 from ragen.core.errors import RagenError
-from ragen.core.seeding import derive
+from ragen.core.seeding import derive, train_level
 from ragen.core.types import Turn
-from ragen.core.user_code import Stopwatch
+from ragen.core.user_code import Stopwatch, UserCodeError
 from ragen.envs.contract import Env, Schema
 from ragen.envs.isolation import Workers
-from ragen.envs.registry import build_env, env_factory
+from ragen.envs.registry import build_env, env_class, env_factory
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.reward_terms import NEED_READING
+
+
+class Start(NamedTuple):
+    """The rules, the goal, the names of the actions, and the observation after a reset."""
+
+    rules: str
+    goal: str
+    actions: tuple[str, ...] | None
+    observation: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +50,8 @@ class Setup:
     `max_length`. `format_penalty` is subtracted from the reward of a turn whose reply is not valid;
     `reward_terms` are the weights of the reward terms (`ragen.rollout.reward_terms`). One call of
     the environment may take `timeout_s` seconds. It runs in the processes of `workers`, or in this
-    process; `env_time` is the time spent in it. `stage` is that of the curriculum, counted from 1;
-    0 is the full task.
+    process; `env_time` is the time spent in it. `start` is what the environment shows on the first
+    level of training. `stage` is the stage of the curriculum, counted from 1; 0 is the full task.
     """
 
     env: str
@@ -64,6 +74,7 @@ class Setup:
     reward_terms: Mapping[str, float] = field(default_factory=dict)
     timeout_s: float = 30.0
     workers: Workers | None = None
+    start: Start | None = None
     stage: int = 0
     params: Mapping[str, Any] = field(default_factory=dict)
     env_time: Stopwatch = field(default_factory=Stopwatch, repr=False, compare=False)
@@ -110,9 +121,78 @@ def knows_no_tools(env: str) -> RagenError:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class EnvFacts:
+    """Facts of an environment, read from one instance that is built for it.
+
+    `tools` are those that it offers; `reads_thoughts` says that it can check thoughts. `start` is
+    what it shows on the first level of training, ``None`` if its `reset` fails there, which the
+    episodes will report.
+    """
+
+    tools: tuple[Schema, ...]
+    reads_thoughts: bool
+    start: Start | None
+
+
+_FACTS: dict[tuple[type[Env], str], EnvFacts] = {}
+"""By class and parameters. An edited file has another class; `forget_facts` is for all else."""
+
+
+def forget_facts() -> None:
+    """Read facts anew from here on. A run calls this at its end: a server may change its tools."""
+    _FACTS.clear()
+
+
+def facts_of(env: EnvConfig) -> EnvFacts:
+    """The facts of an environment, which is built for them unless they are known.
+
+    Raises:
+        RagenError: The environment or one of its parameters does not exist, or it cannot be made.
+    """
+    known = _FACTS.get(_key(env))
+    if known is None:
+        with open_env(env) as built:
+            known = read_facts(env, built)
+    return known
+
+
+def read_facts(env: EnvConfig, built: GuardedEnv) -> EnvFacts:
+    """The facts of an environment that has just been built, which `facts_of` then knows."""
+    start = None
+    with suppress(UserCodeError):
+        observation = built.reset(FIRST.level_seed, FIRST.noise_seed)
+        start = Start(built.rules, built.goal, built.actions, observation)
+    facts = _FACTS[_key(env)] = EnvFacts(built.tools, built.reads_thoughts, start)
+    return facts
+
+
+def _key(env: EnvConfig) -> tuple[type[Env], str]:
+    return env_class(env.name), f"{env.name} {env.params}"
+
+
+@contextmanager
+def open_env(env: EnvConfig) -> Iterator[GuardedEnv]:
+    """One guarded environment, in a worker process of its own if it is isolated.
+
+    Raises:
+        RagenError: As `facts_of`.
+    """
+    workers = Workers(env.name, env.params, env.timeout_s) if env.isolate else None
+    make = workers.make if workers else env_factory(env.name, **env.params)
+    limit = None if workers else env.timeout_s  # a worker process enforces it itself
+    try:
+        with closing(build_env(partial(GuardedEnv, make, limit), env.name)) as built:
+            yield built
+    finally:
+        if workers:
+            workers.close()
+
+
 def make_chat(config: Config, tokenizer: Tokenizer) -> Chat:
     """The chat of a tokenizer with the tools of a config's environment."""
-    prompt, (tools, *others) = config.prompt, map(_tools_of, by_env(config).values())
+    prompt = config.prompt
+    tools, *others = (facts_of(each.env).tools for each in by_env(config).values())
     if others and any((tools, *others)):
         raise RagenError(
             "env.mix has an environment with tools, and a mixture has one chat for all: train in "
@@ -120,13 +200,6 @@ def make_chat(config: Config, tokenizer: Tokenizer) -> Chat:
         )
     parser = None if prompt.tool_parser == "auto" else find_tool_parser(prompt.tool_parser)
     return Chat(tokenizer, prompt.think, prompt.history_thoughts, tools, parser)
-
-
-def _tools_of(config: Config) -> tuple[Schema, ...]:
-    env = config.env
-    make = partial(GuardedEnv, env_factory(env.name, **env.params), env.timeout_s)
-    with closing(build_env(make, env.name)) as built:
-        return built.tools
 
 
 def at_stage(config: Config, stage: int) -> Config:
@@ -177,14 +250,19 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
             environments (`by_env`).
     """
     refuse_mixture(config)
-    env, prompt = config.env, config.prompt
-    workers = None
-    if env.isolate:
-        workers = Workers(env.name, env.params, env.timeout_s)
-    make = workers.make if workers else env_factory(env.name, **env.params)
-    setup = Setup(
+    env, prompt, facts = config.env, config.prompt, facts_of(config.env)
+    unread = NEED_READING.intersection(config.reward.terms)
+    if unread and not facts.reads_thoughts:
+        raise RagenError(
+            f"reward.terms.{min(unread)}: the environment {env.name} cannot read thoughts; leave "
+            "the term out, or give the environment a read_thought (docs/environments.md)"
+        )
+    if facts.tools and chat is not None and chat.calls is None:
+        raise knows_no_tools(env.name)
+    workers = Workers(env.name, env.params, env.timeout_s) if env.isolate else None
+    return Setup(
         env=env.name,
-        make=make,
+        make=workers.make if workers else env_factory(env.name, **env.params),
         params=env.params,
         turns=env.max_turns,
         actions_per_turn=env.actions_per_turn,
@@ -196,6 +274,8 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         summary=prompt.summary,
         drops_thoughts=prompt.think and prompt.history_thoughts == "drop",
         chat=chat,
+        tools=facts.tools,
+        start=facts.start,
         max_tokens=config.rollout.max_tokens,
         max_length=config.model.max_length,
         temperature=config.rollout.temperature,
@@ -204,21 +284,6 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         timeout_s=env.timeout_s,
         workers=workers,
     )
-    try:
-        with closing(build_env(setup.make_env, env.name)) as built:  # errors show before the run
-            unread = NEED_READING.intersection(config.reward.terms)
-            if unread and not built.reads_thoughts:
-                raise RagenError(
-                    f"reward.terms.{min(unread)}: the environment {env.name} cannot read thoughts; "
-                    "leave the term out, or give the environment a read_thought "
-                    "(docs/environments.md)"
-                )
-            if built.tools and chat is not None and chat.calls is None:
-                raise knows_no_tools(env.name)
-            return replace(setup, tools=built.tools)
-    except RagenError:
-        setup.close()
-        raise
 
 
 def open_setups(config: Config, chat: Chat | None, stack: ExitStack) -> dict[str, Setup]:
@@ -269,6 +334,10 @@ class EpisodeSpec:
     def _derive(self, *rest: int | str) -> int:
         run_seed, *above = self.path
         return derive(int(run_seed), *above, *rest)
+
+
+FIRST = EpisodeSpec(train_level(0), 0, 0, (0, "look"))
+"""The episode whose start is read before a run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ragen.config.config import Config
 from ragen.config.keys import Flat, dotted
-from ragen.config.reading import flatten, load_recipe, recipes, resolve
+from ragen.config.reading import flatten, load_recipe, merge, recipes
 from ragen.config.sections import MOST_TOKENS
 from ragen.core.errors import RagenError
 from ragen.models.names import is_embedded, local_config, resolve_model
@@ -28,12 +28,12 @@ OF_WORDS = ("rollout.max_tokens", "model.max_length", "env.params.observation")
 """Settings that recipes for the embedded models choose for their tokens, besides prompts."""
 
 
-def resolve_for_model(
+def suited(
     recipe: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     env: Flat | None = None,
 ) -> Config:
-    """The settings of a run (`ragen.config.reading.resolve`), as its model needs them.
+    """The settings of a run as its model needs them.
 
     `env` is what the environment brings; it chooses the prompts if it holds ``prompt.style``.
 
@@ -41,10 +41,10 @@ def resolve_for_model(
     takes another model only if `overrides` set ``prompt.style``.
 
     Raises:
-        RagenError: As `resolve`; the recipe is for the embedded models, or there is no such model.
+        RagenError: As `merge`; the recipe is for the embedded models, or there is no such model.
     """
     given = dotted(overrides or {})
-    config = resolve(recipe, given, env=env)
+    config = merge(recipe, given, env=env)
     written = {} if recipe is None else load_recipe(recipe)[1]
     model = config.model.path
     is_chosen = "prompt.style" in written | given or "model.path" in written
@@ -76,7 +76,7 @@ def with_prompts(config: Config, written: Flat, given: Flat, model: str) -> Conf
         reply = min(REPLY, longest // 2)
     kept = {k: v for k, v in flatten(config).items() if k not in OF_WORDS or k in chosen}
     lengths = {"rollout.max_tokens": reply, "model.max_length": longest}
-    return resolve(None, given, saved={**kept, "prompt.style": "paper", **lengths})
+    return merge(None, given, saved={**kept, "prompt.style": "paper", **lengths})
 
 
 def advice(style: str, model: str) -> str | None:

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeGuard
 from pydantic import Field, model_validator
 
 from ragen.config.config import Config
-from ragen.config.reading import differences, resolve
+from ragen.config.reading import differences, merge
 from ragen.config.sections import Section
 from ragen.core.errors import RagenError, nearest
 from ragen.core.statistics import Interval
@@ -192,7 +192,7 @@ class Study(Section):
         )
         # One thread a run: several run at once, and a run's numbers depend on the count.
         own = common | _at(scale, place.settings) | _at(scale, self.arms[arm])
-        return resolve(recipe, {"threads": 1, **own, "seed": seed})
+        return merge(recipe, {"threads": 1, **own, "seed": seed})
 
 
 def _at(scale: Scale, settings: Mapping[str, Any]) -> dict[str, Any]:

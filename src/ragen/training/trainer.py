@@ -18,18 +18,16 @@ from ragen.config.rules import READ_WITH
 from ragen.config.sources import refuse_changed
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, values
-from ragen.core.seeding import train_level
 from ragen.core.stopping import run_async
 from ragen.core.user_code import can_interrupt
 from ragen.diagnostics.guard import GuardState, remedy
 from ragen.diagnostics.information import measure_envs
 from ragen.engines.engine import Engine
 from ragen.engines.judges import check_judge, open_judge
-from ragen.evaluation.targets import is_measured
 from ragen.models.memory import plans, refuse_too_large
 from ragen.networks.machine import use_threads
 from ragen.rollout.episode import require_room
-from ragen.rollout.setup import open_setups, open_stages
+from ragen.rollout.setup import forget_facts, open_setups, open_stages
 from ragen.settings.first_model import find_first, pin_first
 from ragen.settings.model import advice
 from ragen.settings.saved import (
@@ -39,6 +37,7 @@ from ragen.settings.saved import (
     settings_text,
     write_settings,
 )
+from ragen.settings.target import is_measured
 from ragen.storage.checkpoint import SETTINGS_HASH, hash_text, newest, newest_intact, sound
 from ragen.storage.database import (
     DATABASE,
@@ -111,7 +110,7 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
     async def start() -> Result:
         async with opened(engine, config) as tasks:
             for setup in (*tasks.full.values(), *tasks.stages):
-                require_room(setup, train_level(0))
+                require_room(setup)
             of_env = config.recipe == Config().recipe  # no recipe, so the environment names it
             name = short_name(config.env.name) if of_env else config.recipe
             folder = new_run_folder(Path("runs"), name, out)
@@ -348,4 +347,5 @@ async def opened(engine: Engine, config: Config) -> AsyncIterator[Tasks]:
             env_time = next(iter(setups.values())).env_time
             yield Tasks(setups, open_stages(config, engine.chat, stack, env_time))
     finally:
+        forget_facts()
         await engine.close()

@@ -21,7 +21,7 @@ from ragen.core.statistics import (
     smallest_detectable,
 )
 from ragen.evaluation.outcomes import how_sampled
-from ragen.evaluation.targets import task_settings
+from ragen.settings.target import task_settings
 from ragen.viewer.episode_page import detail
 from ragen.viewer.reading import Answer, Question, RunReader
 from ragen.viewer.run_list import evaluations, read_settings, with_parts

@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ragen.config.reading import flatten, resolve
+from ragen.config.reading import flatten, merge
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Series
 from ragen.reports.facts import EXACT, SIGNALS, TERMS, rolled_back, seconds_by_phase
@@ -107,11 +107,11 @@ def _differences(folder: Path) -> list[Answer] | None:
         return None
     source = f"recipe {config.recipe}"
     try:
-        algorithm = resolve(config.recipe, {}).algorithm
-        base = resolve(config.recipe, {"algorithm": config.algorithm})
+        algorithm = merge(config.recipe, {}).algorithm
+        base = merge(config.recipe, {"algorithm": config.algorithm})
     except RagenError:  # the recipe was a file that is not here
         source, algorithm = f"preset {config.algorithm}", config.algorithm
-        base = resolve(None, {"algorithm": config.algorithm})
+        base = merge(None, {"algorithm": config.algorithm})
     standard = {**flatten(base), "algorithm": algorithm}
     return [
         {"key": key, "value": value, "base": standard.get(key), "source": source}
