@@ -58,6 +58,7 @@ def _prepare(folder: Path) -> None:
     from ragen.config.reading import resolve
     from ragen.config.sections import LossConfig, UpdateConfig
     from ragen.learning.learner import Learner
+    from ragen.learning.models import Models
     from ragen.models.loading import save_model
     from ragen.rollout.groups import run_groups
     from ragen.rollout.setup import make_setup
@@ -75,7 +76,7 @@ def _prepare(folder: Path) -> None:
         lambda text: (*chat.encode(text), end),
     )
     groups = asyncio.run(run_groups(policy, make_setup(config, chat), range(4), 4, (0, "speak")))
-    learner = Learner(model, UpdateConfig(lr=1e-2), LossConfig(name="nll"), steps=80)
+    learner = Learner(Models(model), UpdateConfig(lr=1e-2), LossConfig(name="nll"), steps=80)
     batch = collate(to_samples(groups)[0])
     for step in range(80):
         learner.update(batch, step)

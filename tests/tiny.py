@@ -6,8 +6,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
+
+
+def ends(*end_ids: int, control_ids: Iterable[int] = (), decode: Callable[..., str] = str) -> Any:
+    """A chat's part that samplers use."""
+    ids = frozenset(end_ids)
+    return SimpleNamespace(end_ids=ids, control_ids=ids | {*control_ids}, decode=decode)
+
 
 _LOOP = "{% for m in messages %}"
 _END = "{% endfor %}"

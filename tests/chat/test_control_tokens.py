@@ -21,6 +21,7 @@ from ragen.core.types import Prompt
 from ragen.sampling.local_sampler import Sampler
 from ragen.sampling.sampler import STOP_IDS
 from tests.chat.test_histories import FEW
+from tests.tiny import ends
 
 History = Literal["keep", "drop"]
 NAMES = [*TEMPLATES, "embedded", "shouting"]
@@ -187,9 +188,7 @@ def test_a_control_token_of_one_character_becomes_a_replacement_character() -> N
 
 def test_a_sampled_control_token_ends_its_reply_and_the_template_closes_it() -> None:
     chat, made = make_chat("chatml"), tokenizer("chatml")
-    sampler = Sampler(
-        tiny_model(made), chat.end_ids, chat.decode, slots=24, control_ids=chat.control_ids
-    )
+    sampler = Sampler(tiny_model(made), chat, slots=24)
     ids, _ = chat.open([{"role": "user", "content": "P"}])
 
     async def sample() -> list[Any]:
@@ -218,7 +217,7 @@ def test_a_server_that_samples_beyond_a_control_token_is_cut_there() -> None:
     """vLLM takes at most `STOP_IDS` stop tokens, and some tokenizers have more control tokens."""
     made = tokenizer("chatml")
     many = range(100, 100 + 2 * STOP_IDS)
-    sampler = Sampler(tiny_model(made), {7}, str, control_ids=many)
+    sampler = Sampler(tiny_model(made), ends(7, control_ids=many))
     assert sampler.stop_ids == [7, *range(100, 99 + STOP_IDS)]
     last = many[-1]
     completion = sampler._completion((1, last, 2), (-0.5, -0.25, -1.0))

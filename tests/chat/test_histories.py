@@ -39,6 +39,7 @@ from ragen.config.sections import AdvantageConfig, LossConfig, RewardConfig, Upd
 from ragen.core.types import Completion, Episode, Group, Prompt, Sample
 from ragen.learning.exactness import verify, with_fingerprints
 from ragen.learning.learner import Learner
+from ragen.learning.models import Models
 from ragen.models.loading import save_model
 from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import fingerprint
@@ -304,12 +305,12 @@ def test_recomputed_logprobs_equal_sampled_ones(
         max_length=max_length,
         temperature=temperature,
     )
-    sampler = Sampler(model, chat.end_ids, chat.decode, slots=4, max_length=max_length)
+    sampler = Sampler(model, chat, slots=4, max_length=max_length)
     groups = asyncio.run(run_groups(sampler, setup, [1, 2], 2, (seed, "train", 0)))
     samples, episodes = to_samples(groups)
     check(episodes, samples)
     batch = with_fingerprints(collate(samples), episodes)
-    learner = Learner(model, UpdateConfig(), LossConfig(kl=0.0), temperature=temperature)
+    learner = Learner(Models(model, temperature=temperature), UpdateConfig(), LossConfig(kl=0.0))
     recomputed_BT, _ = learner.logprobs(batch)
     gap_BT = (recomputed_BT - batch.sampled_logprobs_BT)[batch.mask_BT].abs()
     assert gap_BT.max() < LOGPROB

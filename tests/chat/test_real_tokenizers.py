@@ -30,6 +30,7 @@ from ragen.core.types import Group
 from ragen.envs.registry import make
 from ragen.envs.worlds.sorting import Sorting
 from ragen.learning.learner import Learner
+from ragen.learning.models import Models
 from ragen.models.loading import load_policy, load_tokenizer, save_model
 from ragen.reports.export import export
 from ragen.rollout.episode import play_episode
@@ -265,6 +266,6 @@ def test_a_small_model_is_trained_exactly_exported_and_loaded_with_the_same_logp
     exported, weights = export(run, tmp_path / "exported", step=1), "model.safetensors"
     assert (exported / weights).read_bytes() != (tmp_path / "model" / weights).read_bytes()
     model, _ = load_policy(exported, "cpu", "float32")
-    logprobs_BT, _ = Learner(model, UpdateConfig(), LossConfig(kl=0.0)).logprobs(batch)
+    logprobs_BT, _ = Learner(Models(model), UpdateConfig(), LossConfig(kl=0.0)).logprobs(batch)
     gap_BT = (logprobs_BT - batch.sampled_logprobs_BT)[batch.mask_BT].abs()
     assert gap_BT.max() < LOGPROB

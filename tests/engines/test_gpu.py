@@ -23,8 +23,8 @@ from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.types import Completion, Prompt, Sample
-from ragen.engines.factory import make_learner
 from ragen.learning.learner import Learner
+from ragen.learning.models import Models
 from ragen.models.loading import load_policy, recompute_layers
 from ragen.networks import packed
 from ragen.networks.decoder import HFDecoder, make_decoder
@@ -36,7 +36,7 @@ from tests.bandit_model import bandit_model, settings
 from tests.learning.recorded import batch_for, config_of, gradients, relative
 from tests.learning.test_learner import PLAIN, batch
 from tests.networks.test_packed import build
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import ends, tiny_model, tiny_tokenizer
 from tests.tolerance import LOGPROB
 
 CUDA = pytest.param(
@@ -76,11 +76,9 @@ def learner(
         recompute_layers(policy)
     update = {"lr": 1e-3, "critic_lr": 1e-3} | update
     return Learner(
-        policy,
+        Models(policy, critic=True, reference=True),
         UpdateConfig(**update),
         LossConfig(**PLAIN),
-        critic=True,
-        reference=True,
         longest=20,
         muon_lr=muon_lr,
     )
@@ -93,7 +91,7 @@ def prompts() -> list[Prompt]:
 
 
 def sampled(policy: Any, **how: Any) -> list[Completion]:
-    sampler = Sampler(policy, [2], lambda _: "", slots=3, max_length=64, **how)
+    sampler = Sampler(policy, ends(2), slots=3, max_length=64, **how)
 
     async def everyone() -> list[Completion]:
         return list(await asyncio.gather(*[sampler.complete(prompt) for prompt in prompts()]))
@@ -184,7 +182,7 @@ def test_gradients_of_recorded_episodes_equal_those_of_the_cpu(
 def gradients_of(config: Config, device: str) -> list[Tensor]:
     """The gradients of the first update on the recorded episodes."""
     policy, _ = load_policy(bandit_model(), device, config.model.dtype)
-    one = make_learner(config, policy)
+    one = Learner(Models(policy, reference=True), config.update, config.loss)
     part = batch_for(one, config)
     with gradients() as found:
         one.update(part, 0)

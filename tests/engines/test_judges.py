@@ -49,7 +49,7 @@ def asked(text: str) -> Prompt:
 
 def answers(folder: Path, prompts: Sequence[Prompt]) -> list[Completion]:
     async def ask() -> list[Completion]:
-        model = LocalModel(Config(), str(folder))
+        model = LocalModel(str(folder), "float32")
         found = await asyncio.gather(*map(model.complete, prompts))
         await model.close()
         return list(found)
@@ -129,4 +129,4 @@ def test_its_weights_are_a_part_of_the_memory(folder: Path) -> None:
 
 def test_a_model_that_is_missing_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(RagenError, match="there is no model or run"):
-        check_judge(config_of(tmp_path / "none"))
+        check_judge(config_of(tmp_path / "none").judge, "bandit")

@@ -39,6 +39,7 @@ from ragen.finetuning.sft import (
     split_examples,
 )
 from ragen.learning.learner import Learner
+from ragen.learning.models import Models
 from ragen.models.adapter_folder import hash_tensors
 from ragen.models.loading import load_policy
 from ragen.models.names import is_adapter, resolve_model
@@ -120,7 +121,7 @@ def test_held_out_loss_is_the_mean_over_the_trained_tokens(tmp_path: Path) -> No
     """By hand: log softmax of the model's own logits at the tokens of the mask."""
     model, tokenizer = load_policy(bandit_model(), "cpu", "float32")
     batch = collate_examples(solved(tiny_config(), Chat(tokenizer, think=False), 4).kept)
-    learner = Learner(model, UpdateConfig(), LossConfig(name="nll"))
+    learner = Learner(Models(model), UpdateConfig(), LossConfig(name="nll"))
     with torch.no_grad():
         logprobs_BTV = model(batch.token_ids_BT).logits.log_softmax(-1)
     logprobs = [

@@ -23,6 +23,7 @@ from ragen.config.reading import resolve
 from ragen.core.metrics import Metrics
 from ragen.engines.local import LocalEngine
 from ragen.engines.sharded import Rank
+from ragen.learning.learner import Learner
 from ragen.networks.lora import adapter_of, has_adapters
 from ragen.networks.precision import Masters
 from ragen.networks.sharding import local, whole
@@ -50,13 +51,13 @@ def config_of(recipe: str, **more: Any) -> Config:
 
 
 class Answering:
-    """A `Rank` or a learner in the place of an engine that only scores."""
+    """A learner in the place of an engine that only scores."""
 
-    def __init__(self, rank: Any) -> None:
-        self._rank = rank
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
 
     async def score(self, batch: Batch, role: Any) -> Batch:
-        return self._rank.score(batch, role)
+        return self._learner.score(batch, role)
 
 
 @cache
@@ -72,10 +73,10 @@ def collection(groups: int = 3, members: int = 4) -> tuple[Any, ...]:
     return to_samples(played)
 
 
-def batch_for(rank: Any, config: Config, **size: int) -> Batch:
-    """The recorded collection as a batch, scored by `rank`."""
+def batch_for(learner: Learner, config: Config, **size: int) -> Batch:
+    """The recorded collection as a batch, scored by `learner`."""
     samples, episodes = collection(**size)
-    return asyncio.run(make_batch(Answering(rank), samples, episodes, config))
+    return asyncio.run(make_batch(Answering(learner), samples, episodes, config))
 
 
 @contextmanager
@@ -117,7 +118,7 @@ def outcome(
 ) -> Outcome:
     """`outcome_of` a rank that is closed afterwards."""
     one = Rank(config, str(bandit_model()), rank, size, address)
-    found = outcome_of(one, batch_for(one, config, **work), steps)
+    found = outcome_of(one, batch_for(one.learner, config, **work), steps)
     one.close()
     return found
 
@@ -125,11 +126,11 @@ def outcome(
 def outcome_of(one: Rank, batch: Batch, steps: int) -> Outcome:
     """Scores, the gradients of the first update, and the weights after some."""
     with gradients() as found:
-        metrics = [one.update(batch, 0)]
-    norms = one.gradient_norms(batch, torch.arange(batch.num_rows) % 2)
-    metrics += [one.update(batch, step) for step in range(1, steps)]
-    scores_NM = one.cross_scores([[1, 2, 3], [4, 5, 6, 7]], [[9, 8], [7], [6, 5, 4]])
-    weights, critic = dict(one.weights()), one.learner.critic
+        metrics = [one.learner.update(batch, 0)]
+    norms = one.learner.gradient_norms(batch, torch.arange(batch.num_rows) % 2)
+    metrics += [one.learner.update(batch, step) for step in range(1, steps)]
+    scores_NM = one.learner.cross_scores([[1, 2, 3], [4, 5, 6, 7]], [[9, 8], [7], [6, 5, 4]])
+    weights, critic = one.weights(), one.learner.critic
     for name, weight in critic.named_parameters() if critic is not None else ():
         weights[f"critic.{name}"] = whole(weight)
     return Outcome(batch, found, metrics, norms, scores_NM, weights)

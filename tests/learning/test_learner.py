@@ -19,6 +19,7 @@ from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import NotFiniteError
 from ragen.core.types import Sample
 from ragen.learning.learner import IMPORTANCE_CAP, Learner
+from ragen.learning.models import Models
 from ragen.learning.optimizers import optimizer_tensors, optimizers, restore_optimizer
 from ragen.models.loading import load_policy
 from ragen.networks.model import Critic
@@ -74,11 +75,9 @@ def learner(
     **update: Any,
 ) -> Learner:
     return Learner(
-        model(seed),
+        Models(model(seed), critic, shared),
         UpdateConfig(**({"lr": 1e-2, "critic_lr": 1e-2} | update)),
         LossConfig(**(PLAIN if loss is None else loss)),
-        critic=critic,
-        shared=shared,
         steps=10,
         longest=20,
         muon_lr=muon_lr,
@@ -233,7 +232,7 @@ def test_gradients_of_recorded_episodes_do_not_depend_on_the_microbatch_size(
     for tokens in (8192, 200, 1):
         policy, _ = load_policy(str(bandit_model()), "cpu", "float32")
         loss = LossConfig(entropy=0.01, kl=0.0)
-        one = Learner(policy, UpdateConfig(microbatch_tokens=tokens), loss)
+        one = Learner(Models(policy), UpdateConfig(microbatch_tokens=tokens), loss)
         parts.append(len(one._microbatches(part)))
         gradients = gradient(one, part, monkeypatch).values()
         results.append(torch.cat([each.flatten().double() for each in gradients]))
@@ -272,7 +271,7 @@ def test_gradients_do_not_depend_on_padding(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_logprobs_equal_those_of_the_plain_model() -> None:
-    one = Learner(model(), UpdateConfig(), LossConfig(), temperature=0.7)
+    one = Learner(Models(model(), temperature=0.7), UpdateConfig(), LossConfig())
     part = batch(one)
     actual = one.logprobs(part)[0]
     for row in range(part.num_rows):
@@ -371,7 +370,8 @@ def test_the_first_update_computes_its_own_old_logprobs(dtype: torch.dtype) -> N
     pair = []
     for _ in range(2):
         one = learner()
-        pair.append(Learner(one.model.to(dtype), UpdateConfig(lr=1e-2), LossConfig(**PLAIN)))
+        models = Models(one.model.to(dtype))
+        pair.append(Learner(models, UpdateConfig(lr=1e-2), LossConfig(**PLAIN)))
     before, inside = pair
     part = batch(before)
     expected = before.update(part, 0)
@@ -406,7 +406,7 @@ def test_mismatch_is_reported_only_at_equal_weights() -> None:
 
 
 def test_updates_do_not_change_the_reference() -> None:
-    one = Learner(model(), UpdateConfig(lr=1e-2), LossConfig(), reference=True)
+    one = Learner(Models(model(), reference=True), UpdateConfig(lr=1e-2), LossConfig())
     part = batch(one)
     before = one.logprobs(part, reference=True)[0]
     assert_close(before, one.logprobs(part)[0])

@@ -24,12 +24,13 @@ from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import RagenError
 from ragen.core.types import Prompt
 from ragen.learning.learner import Learner
+from ragen.learning.models import Models
 from ragen.models.loading import recompute_layers
 from ragen.networks.decoder import HFDecoder
 from ragen.networks.model import KEPT_LOGITS, is_fast, padded_hidden_states
 from ragen.sampling.local_sampler import Sampler
 from tests.learning.test_learner import PLAIN, batch, sample
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import ends, tiny_model, tiny_tokenizer
 from tests.tolerance import assert_close
 
 VOCABULARY = 18_750
@@ -94,7 +95,7 @@ def test_the_learner_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> 
     dtype = torch.bfloat16  # logits of a chunk are computed in float32
     monkeypatch.setattr("ragen.networks.model.KEPT_LOGITS", KEPT)
     assert KEPT == KEPT_LOGITS // 8
-    one = Learner(large_vocabulary_model(dtype), UpdateConfig(), LossConfig(**PLAIN))
+    one = Learner(Models(large_vocabulary_model(dtype)), UpdateConfig(), LossConfig(**PLAIN))
     part = long_batch(one)
     assert part.num_tokens * VOCABULARY > 2 * KEPT > 2 * VOCABULARY * 16
     for work in (lambda: one.logprobs(part), lambda: one.update(part, 0)):
@@ -106,9 +107,7 @@ def test_the_learner_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_the_sampler_computes_logits_only_at_last_positions(fast: bool) -> None:
-    sampler = Sampler(
-        large_vocabulary_model(), [2], lambda _: "", slots=4, max_length=256, fast=fast
-    )
+    sampler = Sampler(large_vocabulary_model(), ends(2), slots=4, max_length=256, fast=fast)
     prompts = [
         Prompt((), tuple(range(start, start + 200)), 0, 2, 1.0, start) for start in (3, 4, 5)
     ]
@@ -126,7 +125,7 @@ def test_a_frozen_output_layer_gets_no_gradient_of_its_size() -> None:
     policy = large_vocabulary_model(kind="llama")
     policy.requires_grad_(False)
     policy.model.layers.requires_grad_(True)
-    one = Learner(policy, UpdateConfig(), LossConfig(**PLAIN), longest=20)
+    one = Learner(Models(policy), UpdateConfig(), LossConfig(**PLAIN), longest=20)
     short = long_batch(one, (8, 6))
     assert short.num_tokens < 16
     assert measured(lambda: one.update(short, 0)).largest < 16 * VOCABULARY
@@ -155,7 +154,8 @@ def deep_learner(kind: str, recomputes: bool, dtype: torch.dtype = torch.float32
     if recomputes:
         recompute_layers(policy)
     settings = UpdateConfig(lr=1e-2, critic_lr=1e-2)
-    return Learner(policy, settings, LossConfig(**PLAIN), critic=True, reference=True)
+    models = Models(policy, critic=True, reference=True)
+    return Learner(models, settings, LossConfig(**PLAIN))
 
 
 def states(one: Learner) -> list[Tensor]:
@@ -201,7 +201,7 @@ def test_recomputing_uses_the_general_path_and_samples_the_same_tokens() -> None
         return (await sampler.complete(Prompt((), (3, 4, 5, 6), 0, 20, 1.0, 7))).token_ids
 
     samplers = [
-        Sampler(each, [2], lambda _: "", slots=2, max_length=64, fast=False)
+        Sampler(each, ends(2), slots=2, max_length=64, fast=False)
         for each in (one.model, plain.model)
     ]
     first, second = (asyncio.run(sample_ids(sampler)) for sampler in samplers)
@@ -259,7 +259,8 @@ def test_long_rows_keep_no_attention_weights_and_get_the_same_update(
     results = []
     for kept in (10**9, 0):
         monkeypatch.setattr("ragen.networks.fast_qwen2.KEPT_SCORES", kept)
-        one = Learner(tiny_model(tiny_tokenizer("chatml")), UpdateConfig(), LossConfig(**PLAIN))
+        models = Models(tiny_model(tiny_tokenizer("chatml")))
+        one = Learner(models, UpdateConfig(), LossConfig(**PLAIN))
         assert is_fast(one.model)
         part = long_batch(one, (700, 300))
         memory = measured(lambda one=one, part=part: one.update(part, 0))  # type: ignore[misc]
@@ -278,7 +279,7 @@ def test_a_long_prompt_is_read_in_parts_of_bounded_memory(
     for most in (1024, 100):
         monkeypatch.setattr("ragen.sampling.local_sampler.PREFILL_TOKENS", most)
         sampler = Sampler(
-            tiny_model(tiny_tokenizer("chatml")), (), str, slots=2, max_length=1000, fast=fast
+            tiny_model(tiny_tokenizer("chatml")), ends(), slots=2, max_length=1000, fast=fast
         )
         with Memory() as memory:
             completion = asyncio.run(sampler.complete(prompt))

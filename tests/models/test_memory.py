@@ -27,7 +27,7 @@ from ragen.sampling.local_sampler import Sampler
 from tests.bandit_model import settings
 from tests.learning.recorded import held, master_bytes, optimizer_bytes
 from tests.learning.test_sharded import two_processes, with_critic_and_reference
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import ends, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer("chatml")
 MODES: dict[str, dict[str, Any]] = {
@@ -158,7 +158,7 @@ def test_the_plan_of_the_cache_is_exact_for_any_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = llama(num_hidden_layers=3)
-    sampler = Sampler(model, {0}, TOKENIZER.decode, slots=5, max_length=40)
+    sampler = Sampler(model, ends(0), slots=5, max_length=40)
     asyncio.run(sampler.complete(Prompt((), (1, 2), 0, 2, 1.0, 0)))
     stored = sampler._decoder.store.memory  # type: ignore[union-attr]
     # 5 slots · 40 tokens · 3 layers · 2 heads · 16 wide · 2 · 4 bytes

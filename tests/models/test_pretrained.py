@@ -38,7 +38,7 @@ from ragen.models.pretrained import model_config
 from ragen.models.sizes import read_sizes
 from ragen.sampling.local_sampler import Sampler
 from tests.models.test_hostile_files import set_field
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import ends, tiny_model, tiny_tokenizer
 
 WORDS = tiny_tokenizer("chatml")
 
@@ -128,7 +128,7 @@ def test_a_generation_config_with_a_temperature_that_is_not_used_is_no_obstacle(
 def test_sampler_refuses_a_model_without_a_cache_of_keys() -> None:
     model = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1))
     with pytest.raises(RagenError, match="of the type mamba have no cache of keys"):
-        Sampler(model, {0}, str)
+        Sampler(model, ends(0))
 
 
 def test_a_config_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None:

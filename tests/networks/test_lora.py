@@ -18,6 +18,7 @@ from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import RagenError
 from ragen.core.types import Role
 from ragen.learning.learner import Learner
+from ragen.learning.models import Models
 from ragen.models.adapter_folder import (
     ADAPTER_WEIGHTS,
     fingerprint_of_base,
@@ -54,12 +55,12 @@ def adapted(
 
 
 def learner(critic: bool = True, weight_decay: float = 0.01, **update: Any) -> Learner:
+    roles: tuple[Role, ...] = BOTH if critic else ("policy",)
+    policy = adapted(tiny_model(tiny_tokenizer()), roles, rank=4)
     return Learner(
-        adapted(tiny_model(tiny_tokenizer()), BOTH if critic else ("policy",), rank=4),
+        Models(policy, critic, reference=True),
         UpdateConfig(**({"lr": 1e-2, "critic_lr": 1e-2} | update)),
         LossConfig(entropy=0.0, kl=0.0),
-        critic=critic,
-        reference=True,
         steps=10,
         longest=20,
         weight_decay=weight_decay,
@@ -296,11 +297,9 @@ def test_gradients_do_not_depend_on_microbatches_and_checkpointing(
         if checkpointing:
             recompute_layers(policy)
         one = Learner(
-            policy,
+            Models(policy, critic=True, shared=shared),
             UpdateConfig(microbatch_tokens=tokens),
             LossConfig(entropy=0.01, kl=0.0),
-            critic=True,
-            shared=shared,
             longest=20,
         )
         assert one.critic is not None

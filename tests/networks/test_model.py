@@ -26,6 +26,7 @@ from ragen.networks import model as ragen_model
 from ragen.networks.model import Critic, hidden_states, token_logprobs
 from ragen.networks.precision import Shape, shape_of
 from ragen.sampling.local_sampler import Sampler
+from tests.tiny import ends
 from tests.tolerance import GRADIENT, assert_close
 
 SMALL = {
@@ -234,7 +235,7 @@ def test_scaled_and_capped_logits_are_equal_in_sampler_and_learner(
 ) -> None:
     save_model(model_with_shaped_logits(kind), tokenizer(), tmp_path)
     model, _ = load_policy(tmp_path, "cpu", "float32")
-    sampler = Sampler(model, (), str, slots=2, max_length=32)
+    sampler = Sampler(model, ends(), slots=2, max_length=32)
     drawn = asyncio.run(sampler.complete(Prompt((), (3, 1, 4, 1, 5), 0, 12, 0.7, 7)))
     assert drawn.token_ids is not None and drawn.logprobs is not None
     ids_BT = torch.tensor([(3, 1, 4, 1, 5, *drawn.token_ids)])

@@ -19,6 +19,7 @@ from ragen.config.reading import resolve
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.engines.local import LocalEngine
 from ragen.learning.learner import Learner
+from ragen.learning.models import Models
 from ragen.models.loading import load_policy
 from ragen.networks import precision
 from ragen.networks.precision import (
@@ -46,10 +47,9 @@ def learner(
     """A learner in either dtype with the same weights, which bfloat16 represents exactly."""
     model = tiny_model(tiny_tokenizer("chatml")).to(torch.bfloat16).to(dtype)
     return Learner(
-        model,
+        Models(model, critic),
         UpdateConfig(**update),
         LossConfig(**PLAIN),
-        critic=critic,
         steps=10_000,
         weight_decay=weight_decay,
     )

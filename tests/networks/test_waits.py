@@ -16,6 +16,7 @@ from torch import Tensor
 from ragen.algorithms.batch import Batch, collate
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.learning.learner import Learner
+from ragen.learning.models import Models
 from ragen.models.loading import recompute_layers
 from ragen.networks.device import to_device
 from ragen.sampling.local_sampler import draw
@@ -50,14 +51,16 @@ def _with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
 
 
-def learner(*, loss: Any = None, recomputes: bool = False, **settings: Any) -> Learner:
+def learner(
+    *, loss: Any = None, recomputes: bool = False, muon_lr: float = 0.0, **models: Any
+) -> Learner:
     policy = model("cpu", torch.bfloat16)
     if recomputes:
         recompute_layers(policy)
     update = UpdateConfig(lr=1e-2, critic_lr=1e-2, microbatch_tokens=12)
-    return Learner(
-        policy.to(DEVICE), update, LossConfig(**(loss or {})), steps=10, longest=20, **settings
-    )
+    made = Models(policy.to(DEVICE), **models)
+    settings = LossConfig(**(loss or {}))
+    return Learner(made, update, settings, steps=10, longest=20, muon_lr=muon_lr)
 
 
 def batch() -> Batch:

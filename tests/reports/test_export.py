@@ -371,7 +371,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def logits_of(run: Path) -> torch.Tensor:
     """The policy's logits for the probe, with its adapter not merged."""
-    model, _ = load_model(read_facts(run).config, str(newest(run)))
+    model, _ = load_model(read_facts(run).config.model, str(newest(run)))
     with torch.no_grad():
         return model(PROBE).logits
 

@@ -16,6 +16,7 @@ from ragen.networks.model import hidden_states, token_logprobs
 from ragen.networks.packing import BEGINNING
 from ragen.sampling.local_sampler import Sampler, draw
 from tests.networks.test_model import tiny
+from tests.tiny import ends
 from tests.tolerance import LOGPROB
 
 END = 2
@@ -26,7 +27,7 @@ def make_sampler(model: PreTrainedModel, **options: object) -> Sampler:
         return " ".join(map(str, ids))
 
     settings = {"end_ids": [END], "slots": 4, "max_length": 96, **options}
-    return Sampler(model, decode=decode, **settings)
+    return Sampler(model, ends(*settings.pop("end_ids"), decode=decode), **settings)
 
 
 def make_prompt(ids: Sequence[int], seed: int, **changes: object) -> Prompt:

@@ -154,13 +154,13 @@ def config() -> Config:
 @pytest.fixture(scope="module")
 def learner(config: Config) -> LearnerHost:
     host = LearnerHost()
-    host.start(config, config.model.path, 1)
+    host.start(1, config, config.model.path)
     return host
 
 
 def sampler_of(config: Config) -> SamplerHost:
     host = SamplerHost()
-    host.start(config, config.model.path, 1)
+    host.start(1, config, config.model.path)
     return host
 
 

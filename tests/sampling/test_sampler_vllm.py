@@ -41,8 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def sampler(folder: str) -> VllmSampler:
-    chat = Chat(tiny_tokenizer())
-    return VllmSampler(PretendVllm(folder), chat.end_ids, chat.decode, max_length=64)
+    return VllmSampler(PretendVllm(folder), Chat(tiny_tokenizer()), 64)
 
 
 def make_prompt(seed: int, **changes: Any) -> Prompt:

@@ -56,7 +56,7 @@ def model_and_chat() -> tuple[Any, Chat]:
 
 def connect(url: str, model: Any = None) -> VllmServer:
     served, chat = model_and_chat()
-    return VllmServer(url, model or served, chat.end_ids, chat.decode, max_length=64)
+    return VllmServer(url, model or served, chat, 64)
 
 
 def test_requests_and_completions_hold_tokens() -> None:
@@ -73,12 +73,13 @@ def test_requests_and_completions_hold_tokens() -> None:
     assert (completed.token_ids, completed.logprobs) == ((8, 9), (-0.5, -0.25))
     assert completed.finish_reason == "length" and completed.fingerprint is not None
     assert (server.stats.prefilled, server.stats.reused, server.stats.sampled) == (1, 2, 2)
+    chat = Chat(tiny_tokenizer())
     assert requests[0] == {
         "model": "m",
         "prompt": [5, 6, 7],
         "max_tokens": 4,
         "seed": 11,
-        "stop_token_ids": sorted(Chat(tiny_tokenizer()).end_ids),
+        "stop_token_ids": [*sorted(chat.end_ids), *sorted(chat.control_ids - chat.end_ids)],
         "ignore_eos": True,
         "logprobs": 0,
         "return_token_ids": True,

@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def engine_of(folder: str, **changes: Any) -> VllmSampler:
     sizes = {"dtype": "float32", "max_length": MAX_LENGTH, "slots": 8, "gpu_memory": 0.3}
     vllm, chat = Vllm(folder, **{**sizes, **changes}), Chat(tiny_tokenizer())
-    return VllmSampler(vllm, chat.end_ids, chat.decode, max_length=MAX_LENGTH)
+    return VllmSampler(vllm, chat, MAX_LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def policy(request: pytest.FixtureRequest, folder: str) -> Iterator[Policy]:
 def connect(url: str, model: Any = None) -> VllmServer:
     chat = Chat(tiny_tokenizer())
     model = model or model_of()
-    return VllmServer(url, model, chat.end_ids, chat.decode, max_length=MAX_LENGTH)
+    return VllmServer(url, model, chat, MAX_LENGTH)
 
 
 def make_prompt(seed: int, **changes: Any) -> Prompt:

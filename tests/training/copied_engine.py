@@ -25,7 +25,7 @@ class CopiedEngine(LocalEngine):
     def __init__(self, config: Config, path: str) -> None:
         super().__init__(config, path)
         self.copied = copy.deepcopy(self.model)
-        self.policy = make_sampler("local", config, self.copied, self.chat, path)
+        self.policy = make_sampler(self.copied, self.chat, path, config.model, config.rollout)
 
     @torch.no_grad()
     def _copy(self) -> None:

@@ -96,7 +96,7 @@ def test_adapter_and_merged_weights_give_the_trained_policy(finished: Path) -> N
     assert not lora.has_adapters(plain) and lora.has_adapters(engine.model)
     probe = torch.arange(1, 9)[None]
     expected = engine.model(probe).logits
-    model, _ = load_model(make_config(), str(newest))
+    model, _ = load_model(make_config().model, str(newest))
     assert torch.equal(model(probe).logits, expected)
     assert_close(plain(probe).logits, expected)
     assert torch.equal(merged(engine.model)(probe).logits, plain(probe).logits)

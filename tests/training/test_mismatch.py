@@ -18,7 +18,7 @@ from ragen.core.errors import GuardStop
 from ragen.core.metrics import Metrics
 from ragen.diagnostics.detectors import MISMATCH, MISMATCH_BOUND, mismatch
 from ragen.engines.local import LocalEngine
-from ragen.learning import learner
+from ragen.learning import models
 from ragen.models.loading import save_model
 from ragen.sampling import local_sampler as sampler
 from ragen.storage.checkpoint import newest
@@ -144,13 +144,13 @@ def test_a_mismatch_stops_a_run_in_float32_before_its_update(
 def test_a_mismatch_that_is_not_a_number_stops_a_run(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute = learner.token_logprobs
+    compute = models.token_logprobs
 
     def broken(*arguments: Any) -> tuple[torch.Tensor, ...]:
         nothing = math.nan if torch.is_grad_enabled() else 1.0  # not where scores are verified
         return tuple(nothing * field for field in compute(*arguments))
 
-    monkeypatch.setattr(learner, "token_logprobs", broken)
+    monkeypatch.setattr(models, "token_logprobs", broken)
     with pytest.raises(GuardStop, match="nan nats apart"):
         train(settings(folder), tmp_path / "run")
 

@@ -25,7 +25,7 @@ from ragen.training.ahead import Buffer, Played, staleness
 from ragen.training.trainer import resume, train
 from tests.bandit_model import settings
 from tests.records import episode, turn
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import ends, tiny_model, tiny_tokenizer
 from tests.training.copied_engine import CopiedEngine, use_copied
 from tests.training.runs import rows
 
@@ -235,7 +235,7 @@ def test_open_completions_go_on_with_new_weights_and_leave_no_keys() -> None:
     old, new = (tiny_model(tokenizer, seed=seed) for seed in (0, 1))
     model = tiny_model(tokenizer, seed=0)
     ids = tuple(range(5, 15))
-    sampler = Sampler(model, (), lambda tokens: "", slots=2, max_length=64)
+    sampler = Sampler(model, ends(), slots=2, max_length=64)
 
     async def run() -> tuple[Completion, Completion, SimpleNamespace]:
         first = asyncio.create_task(sampler.complete(Prompt((), ids, 0, 20, 0.0, 0)))
@@ -256,12 +256,12 @@ def test_open_completions_go_on_with_new_weights_and_leave_no_keys() -> None:
     began, second, at = asyncio.run(run())
     assert (began.policy_version, second.policy_version) == (0, 1)
     assert sampler.stats.reused == 0, "the second prompt extends the first, whose keys are mixed"
-    alone = Sampler(old, (), lambda tokens: "", slots=2, max_length=64)
+    alone = Sampler(old, ends(), slots=2, max_length=64)
     expected = asyncio.run(alone.complete(Prompt((), ids, 0, 20, 0.0, 0)))
     assert began.logprobs is not None and expected.logprobs is not None
     assert began.logprobs[: at.count] == expected.logprobs[: at.count]
     assert began.logprobs[at.count + 1] != expected.logprobs[at.count + 1]
-    fresh = Sampler(new, (), lambda tokens: "", slots=2, max_length=64)
+    fresh = Sampler(new, ends(), slots=2, max_length=64)
     again = asyncio.run(fresh.complete(Prompt((), ids + began.token_ids, 0, 5, 0.0, 0)))
     assert (again.token_ids, again.logprobs) == (second.token_ids, second.logprobs)
 

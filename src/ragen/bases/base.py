@@ -35,6 +35,7 @@ from ragen.core.seeding import derive
 from ragen.core.stopping import run_async
 from ragen.core.types import Sample
 from ragen.learning.learner import Learner
+from ragen.learning.models import Models
 from ragen.models.loading import save_model
 from ragen.networks.machine import use_threads
 from ragen.rollout.groups import run_groups
@@ -109,7 +110,7 @@ def teach(
     num_steps = min(stage.steps, steps or stage.steps)
     update = UpdateConfig(lr=stage.lr, lr_end=stage.lr_end, warmup_steps=WARMUP_STEPS, beta2=0.99)
     learner = Learner(
-        model,
+        Models(model),
         update,
         LossConfig(name="nll"),
         steps=num_steps,

@@ -47,31 +47,26 @@ class LearnerHost(Host):
             port = free.getsockname()[1]
         return f"{own_address()}:{port}"
 
-    def start(
-        self, config: Config, path: str, threads: int, rank: int = 0, num: int = 1, store: str = ""
-    ) -> Any:
-        """Load the weights and return the tokenizer.
-
-        `threads` is the number of threads to use, and `store` the address where `num` learners
-        meet.
-        """
+    def start(self, threads: int, *of_rank: Any) -> Any:
+        """Load the weights and return the tokenizer; the other arguments are those of `Rank`."""
         use_threads(threads)
-        self._rank = Rank(config, path, rank, num, store)
+        self._rank = Rank(*of_rank)
         return self._rank.tokenizer
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """The answer of a method of the learner; only the first learner returns one."""
-        answer = getattr(self._rank, method)(*arguments)
+        """The answer of a method of the rank or its learner; only the first learner returns one."""
+        owner = self._rank if method in ("save", "load") else self._rank.learner
+        answer = getattr(owner, method)(*arguments)
         return answer if self._rank.ranks.rank == 0 else None
 
     def weights(self) -> tuple[Block | None, tuple[dict[str, int], int]]:
         """A publication, its checksums and its size in bytes; only the first learner has them."""
         tensors = self._rank.weights()
-        self._rank.published()
+        self._rank.learner.synced = True
         if not tensors:
             return None, ({}, 0)
-        block = pack(tensors)
-        return block, (checksums(tensors), block.num_bytes)
+        block = pack(tensors.items())
+        return block, (checksums(tensors.items()), block.num_bytes)
 
 
 class SamplerHost(Host):
@@ -90,21 +85,27 @@ class SamplerHost(Host):
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="sampler", daemon=True).start()
 
-    def start(self, config: Config, path: str, threads: int) -> None:
+    def start(self, threads: int, config: Config, path: str) -> None:
         """Load the model; the learner's weights come with `load`.
 
         Raises:
             RagenError: The model cannot be loaded.
         """
         use_threads(threads)
-        name = config.rollout.sampler
-        model, tokenizer = load_model(config, path, "cpu" if name == "vllm" else "")
-        self._model = prepare_model(config, path, model, critic=False)
-        chat = make_chat(config, tokenizer)
-        self._sampler = make_sampler(name, config, self._model, chat, path)
-        self._sampler.source = path
+        has_vllm = config.rollout.sampler == "vllm"
+        model, tokenizer = load_model(config.model, path, "cpu" if has_vllm else "")
+        self._model = prepare_model(model, path, config.lora, config.seed)
+        self._sampler = make_sampler(
+            self._model,
+            make_chat(config, tokenizer),
+            path,
+            config.model,
+            config.rollout,
+            adapter_rank=config.lora.rank,
+            tensor_parallel=config.engine.tensor_parallel,
+        )
         self._names = frozenset(published(self._model))
-        if name == "vllm":
+        if has_vllm:
             nn.Module.to(self._model, "meta")  # vLLM holds its own weights
 
     def load(self, block: Block, version: int) -> dict[str, int]:

@@ -26,7 +26,7 @@ from ragen.config.config import Config
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.metrics import Metrics, mean, total
 from ragen.core.types import Role
-from ragen.engines.engine import Engine
+from ragen.engines.engine import Engine, assert_sampled
 from ragen.learning.ranks import TIMEOUT_S
 from ragen.rollout.setup import make_chat
 from ragen.sampling.pool import SamplerPool
@@ -80,10 +80,10 @@ class RayEngine(Engine):
         (store,) = await self._all([self._learners[0].call("address")])
         threads = self.cluster.threads()
         starts = [
-            each.call("start", config, path, threads[each.name], rank, num, store)
+            each.call("start", threads[each.name], config, path, rank, num, store)
             for rank, each in enumerate(self._learners)
         ]
-        starts += [each.call("start", config, path, threads[each.name]) for each in self._samplers]
+        starts += [each.call("start", threads[each.name], config, path) for each in self._samplers]
         tokenizer, *_ = await self._all(starts)
         self.chat = make_chat(config, tokenizer)
         await self._push()
@@ -127,6 +127,7 @@ class RayEngine(Engine):
 
     @override
     async def update(self, batch: Batch, step: int) -> Metrics:
+        assert_sampled(batch)
         metrics: Metrics = await self._train("update", ray.put(batch), step)
         return metrics
 

@@ -84,3 +84,8 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Free its memory and end its processes, even while the engine is still referenced."""
+
+
+def assert_sampled(batch: Batch) -> None:
+    """Assert that a batch has the fingerprints of sampled tokens, which an update verifies."""
+    assert batch.born_BK is not None, "a run trains on sampled tokens and verifies them"

@@ -11,7 +11,7 @@ from pathlib import Path
 from ragen.chat.chat import Chat
 from ragen.config.config import Config
 from ragen.config.extensions import JUDGE
-from ragen.config.reading import changed
+from ragen.config.sections import JudgeConfig, ModelConfig
 from ragen.core.types import Completion, Prompt, Usage
 from ragen.engines.factory import load_model
 from ragen.models.hub import model_folder
@@ -30,26 +30,19 @@ MAX_LENGTH = 8192
 class LocalModel:
     """A `Policy` that answers messages with a model on this machine, as a chat endpoint does.
 
-    `path` is a folder or a hub id; `config` gives the dtype. The model makes one completion at a
-    time and keeps nothing of the one before. So an answer depends on its question alone, and a
-    resumed run gets the same answer, bit for bit.
+    `path` is a folder or a hub id. The model makes one completion at a time and keeps nothing of
+    the one before. So an answer depends on its question alone, and a resumed run gets the same
+    answer, bit for bit.
     """
 
-    def __init__(self, config: Config, path: str) -> None:
+    def __init__(self, path: str, dtype: str) -> None:
         about = model_config(model_folder(base_of(path)), path).get_text_config()
         positions = getattr(about, "max_position_embeddings", MAX_LENGTH)
         length = int(min(positions, window_of(about) or MAX_LENGTH, MAX_LENGTH))
-        of_model = {"model.dtype": config.model.dtype, "model.max_length": length}
-        model, tokenizer = load_model(
-            changed(Config(), {**of_model, "rollout.max_tokens": 1}), path
-        )
-        self._chat = chat = Chat(tokenizer, think=False)
-        self._sampler = Sampler(
-            *(model, chat.end_ids, chat.decode),
-            slots=1,
-            max_length=length,
-            control_ids=chat.control_ids,
-        )
+        settings = ModelConfig.model_validate({"dtype": dtype, "max_length": length})
+        model, tokenizer = load_model(settings, path)
+        self._chat = Chat(tokenizer, think=False)
+        self._sampler = Sampler(model, self._chat, slots=1, max_length=length)
         self._turn = asyncio.Lock()
 
     async def complete(self, prompt: Prompt) -> Completion:
@@ -75,18 +68,17 @@ class LocalModel:
         await self._sampler.close()
 
 
-def check_judge(config: Config) -> None:
-    """Refuse a judge that cannot be asked; no weights are read.
+def check_judge(judge: JudgeConfig, env: str) -> None:
+    """Refuse a judge that cannot be asked, in the environment `env`; no weights are read.
 
     Raises:
         RagenError: The address, the key or the model is invalid.
     """
-    if JUDGE not in config.reward.terms:
-        return
-    if config.judge.url:
-        server_of(config.judge)
+    if judge.url:
+        server_of(judge)
     else:
-        model_config(model_folder(base_of(_path(config)), weights=False), config.judge.model)
+        path = resolve_model(judge.model, env)
+        model_config(model_folder(base_of(path), weights=False), judge.model)
 
 
 @asynccontextmanager
@@ -105,14 +97,10 @@ async def open_judge(
     policy = (
         ChatEndpoint(server_of(settings), settings.model, think=False)
         if settings.url
-        else LocalModel(config, _path(config))
+        else LocalModel(resolve_model(settings.model, config.env.name), config.model.dtype)
     )
     judge = Judge(settings, policy, folder, attempt)
     try:
         yield judge
     finally:
         await judge.close()
-
-
-def _path(config: Config) -> str:
-    return resolve_model(config.judge.model, config.env.name)

@@ -15,7 +15,7 @@ from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, largest
 from ragen.core.types import Prompt, Role, Sample
-from ragen.engines.engine import Engine
+from ragen.engines.engine import Engine, assert_sampled
 from ragen.engines.factory import TOLERANCES, make_sampler
 from ragen.engines.sharded import Rank
 from ragen.learning.learner import Learner
@@ -48,32 +48,40 @@ class LocalEngine(Engine):
         self.model, self.chat = self.rank.model, self.rank.chat
         self.learner = self.rank.learner
         self.version = 0
-        self.policy = make_sampler(config.rollout.sampler, config, self.model, self.chat, path)
-        self.policy.source = path
+        self.policy = make_sampler(
+            self.model,
+            self.chat,
+            path,
+            config.model,
+            config.rollout,
+            adapter_rank=config.lora.rank,
+            tensor_parallel=config.engine.tensor_parallel,
+        )
         self._dtype, self._temperature = config.model.dtype, config.rollout.temperature
         self._parity = self._check_parity()
 
     @override
     async def score(self, batch: Batch, role: Role) -> Batch:
         self.policy.rest()
-        return self.rank.score(batch, role)
+        return self.learner.score(batch, role)
 
     @override
     async def update(self, batch: Batch, step: int) -> Metrics:
+        assert_sampled(batch)
         self.policy.rest()
-        return self.rank.update(batch, step)
+        return self.learner.update(batch, step)
 
     @override
     async def cross_scores(
         self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
     ) -> Tensor:
         self.policy.rest()
-        return self.rank.cross_scores(prompts, thoughts)
+        return self.learner.cross_scores(prompts, thoughts)
 
     @override
     async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
         self.policy.rest()
-        return self.rank.gradient_norms(batch, bucket_B)
+        return self.learner.gradient_norms(batch, bucket_B)
 
     @override
     async def publish(self) -> None:
@@ -82,7 +90,7 @@ class LocalEngine(Engine):
 
     async def _push(self) -> None:
         await self.policy.publish(self.model, self.version)
-        self.rank.published()
+        self.learner.synced = True
         self._parity = self._check_parity()
 
     def _check_parity(self) -> Metrics:

@@ -7,32 +7,40 @@ caller then calls the same method in all processes, and takes the answer of rank
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ragen.algorithms.batch import Batch
+from ragen.algorithms.advantages import find_estimator
+from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
+from ragen.config.sections import most_turns
 from ragen.core.errors import RagenError
-from ragen.core.metrics import Metrics
-from ragen.core.types import Role
-from ragen.engines.factory import load_for_training, make_learner
+from ragen.engines.factory import TOLERANCES, load_model, prepare_model
+from ragen.learning.learner import Learner, Mismatch
+from ragen.learning.models import Models
 from ragen.learning.ranks import ALONE, join, leave
 from ragen.learning.saving import load_learner, refuse_another_first, save_learner
 from ragen.models.adapter_folder import fingerprint_of_base, hash_tensors
 from ragen.networks import lora
-from ragen.networks.sharding import whole
+from ragen.networks.sharding import gathered
 from ragen.rollout.setup import make_chat
+from ragen.sampling.weights import published
+
+ONE_ARITHMETIC_TOLERANCE = 1e-3
+"""The tolerance of a sampler that computes as the learner does, at temperatures of 1 and above.
+The worst of 50,000 tokens of a trained model differs by 1.1e-4. A lower temperature divides the
+logits, and their rounding errors with them."""
 
 
 class Rank:
     """This process's part of `num_ranks` learners; a single one needs no communication.
 
-    Every method is called in all processes at once with the same arguments. A batch is given whole,
-    and each process computes its share. If one process raises an error, all raise it. If one dies,
-    the others wait for it, at most for `ranks.TIMEOUT_S`.
+    Every method, also of the `learner`, is called in all processes at once with the same arguments.
+    A batch is given whole, and each process computes its share. If one process raises an error, all
+    raise it. If one dies, the others wait for it, at most for `ranks.TIMEOUT_S`.
 
     `path` is the folder or hub id of the policy's first weights, which each process reads.
     `store_address` is ``host:port`` on the machine of rank 0, where the processes meet.
@@ -50,13 +58,23 @@ class Rank:
         num_ranks: int = 1,
         store_address: str = "",
     ) -> None:
-        self.ranks = ALONE
-        if num_ranks > 1:
-            self.ranks = join(rank, num_ranks, store_address)
+        self.ranks = join(rank, num_ranks, store_address) if num_ranks > 1 else ALONE
         device = "cpu" if num_ranks > 1 else ""  # a GPU gets its part when the weights are split
-        self.model, self.tokenizer = self.ranks.together(
-            lambda: load_for_training(config, path, device)
-        )
+        critic, shared = uses_critic(config.advantage.name), config.model.critic == "shared"
+
+        def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+            model, tokenizer = load_model(config.model, path, device)
+            if config.lora.rank and config.may_use_kl and lora.has_adapters(model):
+                raise RagenError(
+                    "the KL reference is the policy that the run begins with, but with LoRA it is "
+                    'the base without an adapter: set loss.kl = 0 and no guard.remedy = "kl", or '
+                    "merge the adapter first (for a run: `ragen export RUN --merge`) and name the "
+                    "merged model"
+                )
+            own_critic = critic and not shared
+            return prepare_model(model, path, config.lora, config.seed, own_critic), tokenizer
+
+        self.model, self.tokenizer = self.ranks.together(load)
         self.chat = make_chat(config, self.tokenizer)
         self._first, self._base = None, None
         # Recorded even without a KL term, because a resumed run may add one. An adapter does not
@@ -66,50 +84,28 @@ class Rank:
         else:
             self._first = hash_tensors(self.model.state_dict().items())
         self._max_length = config.model.max_length
-        self.learner = make_learner(config, self.model, self.ranks)
-
-    def score(self, batch: Batch, role: Role) -> Batch:
-        """The batch with the scores of its trained tokens by `role`."""
-        return self.learner.score(batch, role)
-
-    def update(self, batch: Batch, step: int) -> Metrics:
-        """One optimiser step on one minibatch."""
-        assert batch.born_BK is not None, (
-            "a run trains on sampled tokens and verifies their fingerprints"
+        temperature, exact = config.rollout.temperature, config.one_arithmetic
+        bound = ONE_ARITHMETIC_TOLERANCE if exact else TOLERANCES[config.model.dtype]
+        self.learner = Learner(
+            Models(self.model, critic, shared, config.loss.kl > 0, temperature, self.ranks),
+            config.update,
+            config.loss,
+            steps=config.steps,
+            longest=most_turns(config.env) * config.rollout.max_tokens,
+            mismatch=Mismatch(
+                bound / min(1.0, temperature),
+                is_refused=exact and config.guard.responses.get("mismatch", "stop") == "stop",
+                on_policy=config.engine.max_staleness == 0,
+            ),
         )
-        return self.learner.update(batch, step)
 
-    def cross_scores(
-        self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
-    ) -> Tensor:
-        """Log-probability of each thought under each prompt, (N, M)."""
-        return self.learner.cross_scores(prompts, thoughts)
-
-    def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
-        """Gradient norms of each term of the loss, by bucket."""
-        return self.learner.gradient_norms(batch, bucket_B)
-
-    def weights(self) -> list[tuple[str, Tensor]]:
+    def weights(self) -> dict[str, Tensor]:
         """The policy's weights by name, or its adapter's, on the CPU; empty except in rank 0.
 
         All processes gather them together, one at a time, so that a GPU holds only one whole
         weight. A rank that is alone on a CPU returns the weights themselves, not copies.
         """
-        tensors = (
-            lora.adapter_tensors(self.model).items()
-            if lora.has_adapters(self.model)
-            else self.model.named_parameters()
-        )
-        found = []
-        for name, weight in tensors:
-            full = whole(weight.detach())
-            if self.ranks.rank == 0:
-                found.append((name, full.cpu()))
-        return found
-
-    def published(self) -> None:
-        """Note that the samplers have these weights, so that the next samples are on-policy."""
-        self.learner.synced = True
+        return gathered(published(self.model).items(), keep=self.ranks.rank == 0)
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Write weights and optimisers into a folder that all processes reach; returns the rest.
@@ -150,3 +146,8 @@ class Rank:
     def close(self) -> None:
         """Part from the other processes."""
         leave(self.ranks)
+
+
+def uses_critic(estimator: str) -> bool:
+    """True if an estimator needs a critic."""
+    return needs_values(find_estimator(estimator))

@@ -15,7 +15,7 @@ from itertools import groupby, product
 from typing import TYPE_CHECKING, Any
 
 from ragen.config.config import Config
-from ragen.config.reading import changed, flatten, merge
+from ragen.config.reading import flatten, merge
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.stopping import run_async
@@ -147,16 +147,14 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
     path = resolve_model(target, config.env.name)
     memory, free = memory_table(config, path)  # while no weights take any
     sizes = read_sizes(base_of(path))
-    from ragen.engines.factory import load_model, make_sampler
+    from ragen.engines.factory import load_model
     from ragen.networks.machine import use_threads
     from ragen.sampling.local_sampler import Sampler
 
     use_threads(config.threads)
-    model, tokenizer = load_model(config, path)
+    model, tokenizer = load_model(config.model, path)
     chat = make_chat(config, tokenizer)
-    few = changed(config, {"rollout.slots": REPLIES, "rollout.sampler": "local"})
-    policy = make_sampler("local", few, model, chat, path)
-    assert isinstance(policy, Sampler)
+    policy = Sampler(model, chat, slots=REPLIES, max_length=config.model.max_length)
     setup = make_setup(config, chat)
     require_room(setup)
     with closing(setup):

@@ -49,6 +49,7 @@ from ragen.finetuning.transcripts import (
     to_exchanges,
 )
 from ragen.learning.learner import Learner
+from ragen.learning.models import Models
 from ragen.models.loading import save_model
 from ragen.models.names import resolve_model
 from ragen.networks.machine import use_threads
@@ -178,8 +179,8 @@ def sft(
     if warning := advice(config.prompt.style, config.model.path):
         watch(warning)
     path = resolve_model(config.model.path, config.env.name)
-    model, tokenizer = load_model(config, path)
-    model = prepare_model(config, path, model, critic=False)
+    model, tokenizer = load_model(config.model, path)
+    model = prepare_model(model, path, config.lora, config.seed)
     chat = make_chat(config, tokenizer)
     if chat.warning:
         watch(chat.warning)
@@ -193,7 +194,7 @@ def sft(
     update = config.update.model_copy(update={"lr": lr})
     size = update.minibatch_episodes
     num_steps = epochs * max(1, round(len(training) / size))
-    learner = Learner(model, update, LossConfig(name="nll"), steps=num_steps)
+    learner = Learner(Models(model), update, LossConfig(name="nll"), steps=num_steps)
     watch(f"{examples}, {len(held_out)} of them held out; {num_steps} steps at lr {lr:g}")
     parts = epoch_minibatches(train_batch, size, epochs, config.seed)
     with new_folder(out) as folder:

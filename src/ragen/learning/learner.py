@@ -5,18 +5,16 @@ It works on tensors and a few numbers, and knows no environment, sampler or esti
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
 
 from ragen.algorithms.batch import Batch, TokenFields, flatten, padding, row_splits, take
 from ragen.algorithms.losses import (
@@ -38,23 +36,11 @@ from ragen.core.errors import MismatchError, NotFiniteError
 from ragen.core.metrics import Metric, Metrics, largest, last, mean, merge, total
 from ragen.core.types import Role
 from ragen.learning.exactness import verify, verify_num_rows, verify_share
+from ragen.learning.models import Models
 from ragen.learning.optimizers import WEIGHT_DECAY, optimizers
-from ragen.learning.ranks import ALONE, Ranks
-from ragen.networks.device import to_device
-from ragen.networks.lora import acting, adapter_of, has_adapters
-from ragen.networks.machine import usable_device
-from ragen.networks.model import (
-    Critic,
-    cross_scores,
-    hidden_states,
-    is_fast,
-    shares_prompts,
-    token_logprobs,
-)
+from ragen.networks.lora import acting
 from ragen.networks.precision import Masters
-from ragen.networks.sharding import Unit, Units, whole
-
-T = TypeVar("T")
+from ragen.networks.sharding import whole
 
 SHARED_VALUE_WEIGHT = 0.5
 """Weight of the critic's loss on a backbone shared with the policy: c₁ of arXiv:1707.06347, with
@@ -71,6 +57,30 @@ IMPORTANCE_CAP = 2.0
 """Largest weight that corrects for a sampler whose arithmetic is not the learner's."""
 
 
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The difference that sampler and learner may have.
+
+    Attributes:
+        bound: The largest difference, in nats, of a sampled and a recomputed logprob at equal
+            weights that rounding explains.
+        is_refused: A larger difference is an error.
+        on_policy: The present weights sampled the tokens that are trained on. If earlier weights
+            may have sampled them, a difference is not a mismatch.
+
+    Example:
+        >>> Mismatch(bound=1e-3, is_refused=True).on_policy
+        True
+    """
+
+    bound: float = math.inf
+    is_refused: bool = False
+    on_policy: bool = True
+
+
+UNBOUNDED = Mismatch()
+
+
 class _Passed(NamedTuple):
     """Results of the forward and backward passes of one update, besides the gradients.
 
@@ -85,98 +95,53 @@ class _Passed(NamedTuple):
 
 
 class Learner:
-    """The weights of policy, critic and reference, and their optimisers.
-
-    The policy is `model`; the reference is a frozen copy of it; the critic is a value head on a
-    copy of the backbone, or on the policy's own. With LoRA (`ragen.networks.lora`) there are no
-    copies: all three are `model`, with the policy's adapter, no adapter, or the critic's, and only
-    the adapters and the value head are trained.
+    """The optimisers of a policy and its critic, and the updates of their weights.
 
     Trained weights that are not float32 get a float32 master (`ragen.networks.precision.Masters`).
-    All logprobs are computed at the sampling temperature.
 
-    With several `ranks` each process has its own learner, which keeps a part of every weight
-    and of its optimiser's state (`ragen.networks.sharding`) and computes its share of a batch. All
-    processes call the same methods at the same time with the same arguments, and get the same
-    results.
+    With several ranks (`Models`) each process has its own learner, which keeps a part of every
+    optimiser's state and computes its share of a batch. All processes call the same methods at the
+    same time with the same arguments, and get the same results.
 
     Args:
-        model: The policy; with LoRA it has its adapters, including the critic's unless `shared`.
+        models: The policy, the critic and the reference.
         update: The settings of updates.
         loss: The settings of the loss.
-        critic: Train a critic.
-        shared: The critic reads the policy's own backbone.
-        reference: Keep the initial policy.
         steps: The length of the run, over which the learning rate decays, as in `Config.budget`.
-        temperature: The sampling temperature.
         longest: The maximum number of sampled tokens in an episode.
-        mismatch_bound: The largest difference, in nats, of a sampled and a recomputed logprob at
-            equal weights that rounding explains.
-        refuses_mismatch: A larger difference is an error.
-        on_policy: The present weights sampled the tokens that are trained on. If earlier weights
-            may have sampled them, a difference is not a mismatch.
+        mismatch: The difference that sampler and learner may have.
         muon_lr: The learning rate of Muon, which then trains the weight matrices; 0 for AdamW only.
         weight_decay: The weight decay of both optimisers.
-        ranks: This process's place among those that train together.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        models: Models,
         update: UpdateConfig,
         loss: LossConfig,
-        critic: bool = False,
-        shared: bool = False,
-        reference: bool = False,
+        *,
         steps: int = 1,
-        temperature: float = 1.0,
         longest: int = 1,
-        mismatch_bound: float = math.inf,
-        refuses_mismatch: bool = False,
-        on_policy: bool = True,
+        mismatch: Mismatch = UNBOUNDED,
         muon_lr: float = 0.0,
         weight_decay: float = WEIGHT_DECAY,
-        ranks: Ranks = ALONE,
     ) -> None:
-        self.model = model
-        adapted = has_adapters(model)
-        self.trained: nn.Module = adapter_of(model, "policy") if adapted else model
-        self.ranks, self._units = ranks, Units()
-        split = self._split if ranks.size > 1 else lambda *_: None
-        self.critic = Critic(model, shared) if critic else None
-        head = [self.critic.head] if self.critic is not None else []
-        if self.critic is not None and self.critic.has_backbone:
-            split([self.critic], head)
-            head = []
-        self.reference: PreTrainedModel | None = None
-        if reference:  # with adapters the base without them, which does not change
-            self.reference = model if adapted else copy.deepcopy(model).requires_grad_(False)
-            if not adapted:
-                split([self.reference])
-        split([model, *head], head)
-        self.masters = Masters(self.trained.named_parameters())
+        self.models, self.ranks = models, models.ranks
+        self.model, self.critic, self.reference = models.policy, models.critic, models.reference
+        self.masters = Masters(models.trained.named_parameters())
         self.critic_masters = Masters(self.critic.named_parameters() if self.critic else ())
         make = partial(optimizers, beta2=update.beta2, muon_lr=muon_lr, weight_decay=weight_decay)
         self.optimizers = make(self.masters.trained, update.lr)
         critic_trained = self.critic_masters.trained
-        self.critic_optimizers = make(critic_trained, update.critic_lr) if critic else []
+        self.critic_optimizers = make(critic_trained, update.critic_lr) if self.critic else []
         self.synced = True
-        self._on_policy = on_policy
-        self._update, self._loss = update, loss
-        self._steps, self._temperature, self._longest = steps, temperature, longest
-        self._mismatch_bound, self._refuses_mismatch = mismatch_bound, refuses_mismatch
-        self._device = next(model.parameters()).device
+        self._update, self._loss, self._mismatch = update, loss, mismatch
+        self._steps, self._longest = steps, longest
 
     @property
     def _samples_now(self) -> bool:
         """True if the present weights sampled the tokens that are trained on."""
-        return self.synced and self._on_policy
-
-    def _split(self, modules: Sequence[nn.Module], apart: Sequence[nn.Module] = ()) -> None:
-        """Split the weights of modules that compute together; one of another dtype is `apart`."""
-        fast = usable_device() == "cpu" and is_fast(self.model)
-        unit = Unit(modules, apart, in_layers=not fast)
-        self._units.add(unit, *modules)
+        return self.synced and self._mismatch.on_policy
 
     def named_optimizers(self) -> dict[str, Optimizer]:
         """Every optimiser by the name it is saved under."""
@@ -191,7 +156,7 @@ class Learner:
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that updates change, by name: the policy's, then the critic's."""
-        modules = {"policy": self.trained, "critic": self.critic}
+        modules = {"policy": self.models.trained, "critic": self.critic}
         for role, module in modules.items():
             for name, weights in module.named_parameters() if module is not None else ():
                 if weights.requires_grad:
@@ -217,10 +182,8 @@ class Learner:
         Raises:
             NotFiniteError: A number is not finite.
         """
-        model = self.reference if reference else self.model
-        assert model is not None, "this learner keeps no reference"
-        with acting(model, "reference" if reference else "policy"):
-            fields = self._per_token(batch, lambda part: self._policy_outputs(model, part))
+        with acting(self.model, "reference" if reference else "policy"):
+            fields = self._per_token(batch, lambda part: self.models.logprobs(part, reference))
         return _finite(f"the logprobs of the {'reference' if reference else 'policy'}", *fields)
 
     @torch.no_grad()
@@ -232,7 +195,7 @@ class Learner:
         """
         assert self.critic is not None, "this learner trains no critic"
         with acting(self.model, "policy" if self.critic.shared else "critic"):
-            fields = self._per_token(batch, lambda part: (self._critic_values(part),))
+            fields = self._per_token(batch, lambda part: (self.models.values(part),))
         (values_BT,) = _finite("the critic's values", *fields, of_critic=True)
         return values_BT
 
@@ -240,21 +203,12 @@ class Learner:
     def cross_scores(
         self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Log-probability of each thought under each prompt (`ragen.networks.model.cross_scores`).
+        """Log-probability of each thought under each prompt, (N, M).
 
         Raises:
             NotFiniteError: A score is NaN; −∞ is the score of an impossible thought.
         """
-        ranks = self.ranks
-        most = self._update.microbatch_tokens // ranks.size
-        scores_NM = self._units.within(
-            self.model,
-            lambda: cross_scores(
-                *(self.model, prompts, thoughts, self._temperature, most), ranks.rank, ranks.size
-            ),
-        )
-        self._units.rest()
-        scores_NM = ranks.sum(scores_NM)
+        scores_NM = self.models.cross_scores(prompts, thoughts, self._update.microbatch_tokens)
         _finite("the scores of thoughts", scores_NM.exp())
         return scores_NM
 
@@ -284,9 +238,9 @@ class Learner:
         return metrics
 
     def _term_norms(self, batch: Batch) -> dict[str, float]:
-        if self._units:
+        if self.models.units:
             return self._term_norms_if_split(batch)
-        trained = [p for p in self.trained.parameters() if p.requires_grad]
+        trained = [p for p in self.models.trained.parameters() if p.requires_grad]
         sums: dict[str, Sequence[Tensor]] = {}
         for rows in self._microbatches(batch):
             for term, loss in self._terms(take(batch, rows)).items():
@@ -308,9 +262,9 @@ class Learner:
         masters = self.masters.trained.values()
         for term in ("task", "entropy", "kl")[: 2 + (batch.reference_logprobs_BT is not None)]:
             for number, rows in enumerate(passes := own + idle):
-                self._units.begin_pass(number == len(passes) - 1)
+                self.models.units.begin_pass(number == len(passes) - 1)
                 _backward(self._terms(take(batch, rows))[term], float(number < len(own)))
-            self._units.rest()
+            self.models.units.rest()
             gradients = [master.grad for master in masters if master.grad is not None]
             norms[term] = float(whole(nn.utils.get_total_norm(gradients)))
             for master in masters:
@@ -318,8 +272,8 @@ class Learner:
         return norms
 
     def _terms(self, part: Batch) -> dict[str, Loss]:
-        tokens = flatten(part).to(self._device)
-        logprobs_N, entropies_N = self._policy_outputs(self.model, part)
+        tokens = flatten(part).to(self.models.device)
+        logprobs_N, entropies_N = self.models.logprobs(part)
         terms = {
             "task": self._task_loss(logprobs_N, tokens),
             "entropy": entropy_bonus(entropies_N, tokens),
@@ -342,7 +296,7 @@ class Learner:
         for rows in idle:
             unused = compute(take(batch, rows))
             pieces = pieces or [[field[:0].float() for field in unused]]
-        self._units.rest()
+        self.models.units.rest()
         row_N, column_N = torch.cat(places, dim=1)
         fields = []
         for field in zip(*pieces, strict=True):
@@ -370,7 +324,7 @@ class Learner:
         """The rows of each microbatch, by process."""
         settings = (
             self._update.microbatch_tokens,
-            self._shares_prompts,
+            self.models.shares_prompts,
             needs_whole_episodes(find_loss(self._loss.name)),
         )
         if self.ranks.size == 1:
@@ -379,12 +333,8 @@ class Learner:
             [rows_B[rows] for rows in row_splits(take(batch, rows_B), *settings)]
             if len(rows_B)
             else []
-            for rows_B in self.ranks.shares(batch, self._shares_prompts)
+            for rows_B in self.ranks.shares(batch, self.models.shares_prompts)
         ]
-
-    @cached_property
-    def _shares_prompts(self) -> bool:
-        return self._units.within(self.model, lambda: shares_prompts(self.model))
 
     def update(self, batch: Batch, step: int) -> Metrics:
         """One optimiser step of the policy and one of the critic on one minibatch.
@@ -431,13 +381,13 @@ class Learner:
         own, idle = self._passes(batch)
         microbatches = [take(batch, rows) for rows in own]
         passed = _Passed([self._verify(batch, microbatches)], [], [], [])
-        if own and not self._shares_prompts:  # with shared prompts rows are not padded
+        if own and not self.models.shares_prompts:  # with shared prompts rows are not padded
             passed.metrics.append(padding(microbatches))
         num_passes = len(own) + len(idle)
         for number, part in enumerate(chain(microbatches, (take(batch, rows) for rows in idle)), 1):
             is_own = number <= len(own)
-            self._units.begin_pass(number == num_passes)
-            tokens = flatten(part).to(self._device)
+            self.models.units.begin_pass(number == num_passes)
+            tokens = flatten(part).to(self.models.device)
             loss, logprobs_N = self._policy_backward(part, tokens, float(is_own))
             if is_own:
                 passed.losses.append(loss.value.detach())
@@ -449,7 +399,7 @@ class Learner:
                 if is_own:
                     passed.critic_losses.append(loss.value.detach())
                     passed.metrics.append(loss.metrics)
-        self._units.rest()
+        self.models.units.rest()
         return passed
 
     def _verify(self, batch: Batch, microbatches: list[Batch]) -> Metrics:
@@ -468,14 +418,8 @@ class Learner:
 
         Returns the logprobs (N,) too.
         """
-        critic = self.critic if self.critic is not None and self.critic.shared else None
-
-        def outputs() -> tuple[Tensor, ...]:
-            hidden_ND = hidden_states(self.model, *self._model_inputs(part))
-            scores = token_logprobs(self.model, hidden_ND, tokens.token_ids_N, self._temperature)
-            return scores if critic is None else (*scores, critic.read(hidden_ND))
-
-        logprobs_N, entropy_N, *values = self._units.within(self.model, outputs)
+        scores = self.models.logprobs_and_values(part, tokens.token_ids_N)
+        logprobs_N, entropy_N, *values = scores
         loss = self._policy_loss(tokens, logprobs_N, entropy_N)
         for values_N in values:
             value = value_loss(values_N, tokens, value_clip=VALUE_CLIP)
@@ -486,7 +430,7 @@ class Learner:
 
     def _critic_backward(self, part: Batch, tokens: TokenFields, scale: float) -> Loss:
         with acting(self.model, "critic"):
-            loss = value_loss(self._critic_values(part), tokens, value_clip=VALUE_CLIP)
+            loss = value_loss(self.models.values(part), tokens, value_clip=VALUE_CLIP)
             _backward(loss, scale)
         return loss
 
@@ -505,7 +449,7 @@ class Learner:
         metrics |= loss.metrics | bonus.metrics
         if self._samples_now:
             metrics |= mismatch_kl(tokens.sampled_logprobs_N, logprobs_N.detach())
-            metrics["mismatch/bound"] = largest(self._mismatch_bound)
+            metrics["mismatch/bound"] = largest(self._mismatch.bound)
         if settings.kl > 0 and settings.kl_kind != "k1":
             term = kl_loss(logprobs_N, tokens, kind=settings.kl_kind)
             value = value + settings.kl * term.value
@@ -515,13 +459,15 @@ class Learner:
     def _refuse_mismatch(self, metrics: Metrics, compared: list[tuple[Tensor, ...]]) -> None:
         """Refuse a ``mismatch/max_abs`` that is more than rounding, if this learner refuses any.
 
-        `compared` are those of `_Passed`.
+        The gradients are dropped, so that they are not part of a later update.
         """
-        gap, bound = metrics.get("mismatch/max_abs"), self._mismatch_bound
-        if self._refuses_mismatch and gap is not None and not gap.value <= bound:
+        gap, bound = metrics.get("mismatch/max_abs"), self._mismatch.bound
+        if self._mismatch.is_refused and gap is not None and not gap.value <= bound:
             worst = [_worst(*map(torch.cat, zip(*compared, strict=True)))] if compared else []
             worst = list(chain.from_iterable(self.ranks.gather(worst)))
             token, sampled, recomputed = max(worst, key=_difference)
+            for optimizer in self.named_optimizers().values():
+                optimizer.zero_grad(set_to_none=True)
             raise MismatchError(token, sampled, recomputed, bound)
 
     def _task_loss(self, logprobs_N: Tensor, tokens: TokenFields) -> Loss:
@@ -565,29 +511,6 @@ class Learner:
         rise = min(1.0, (step + 1) / (update.warmup_steps + 1))
         left = 1 - min(1.0, step / max(1, self._steps))
         return rise * (update.lr_end + (1 - update.lr_end) * left)
-
-    def _policy_outputs(self, model: PreTrainedModel, part: Batch) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies ``(N,)`` of the tokens that the loss covers."""
-        targets_N = to_device(part.token_ids_BT[part.weight_BT > 0], self._device)
-
-        def outputs() -> tuple[Tensor, Tensor]:
-            hidden_ND = hidden_states(model, *self._model_inputs(part))
-            return token_logprobs(model, hidden_ND, targets_N, self._temperature)
-
-        return self._units.within(model, outputs)
-
-    def _critic_values(self, part: Batch) -> Tensor:
-        """Values ``(N,)`` of the states before the tokens that the loss covers."""
-        critic = self.critic
-        assert critic is not None
-        module = critic if critic.has_backbone else self.model
-        return self._units.within(module, lambda: critic.values(*self._model_inputs(part)))
-
-    def _model_inputs(self, part: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, lengths, and the positions whose states predict the tokens that the loss covers."""
-        before_BT = torch.zeros_like(part.mask_BT)
-        before_BT[:, :-1] = part.weight_BT[:, 1:] > 0
-        return part.token_ids_BT, part.lengths_B, before_BT
 
 
 def _backward(loss: Loss, scale: float) -> None:

@@ -1,22 +1,17 @@
 """A learner's part of a checkpoint: the model, the critic, the optimisers and the masters.
 
 The model, or with LoRA its adapter, is a Hugging Face folder. The tensors of everything else are a
-safetensors file for each name (``optimizer-0.safetensors``); or, if the weights are split over
-processes, a folder for each name, with a safetensors file of each process, written and read by
-torch's DCP. Both load into any number of processes. DCP is imported where it is used.
+safetensors file for each name (``optimizer-0.safetensors``). If the weights are split over
+processes, the first one gathers each file's tensors in main memory and writes them. Every process
+reads the files and takes its part, so they load into any number of processes.
 """
 
-# mypy: allow-untyped-calls
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -63,11 +58,12 @@ def save_learner(
     _refuse_broken(learner, chat, max_length)
     split, first = ranks.size > 1, ranks.rank == 0
     tensors = gathered(trained_tensors(learner.model).items(), keep=first) if split else None
-    if first:
-        model_args = (learner.model, tokenizer, folder, base, tensors)
-        ranks.together(lambda: save_model(*model_args))
-    else:
-        ranks.together(lambda: None)
+
+    def write_model() -> None:
+        if first:
+            save_model(learner.model, tokenizer, folder, base, tensors)
+
+    ranks.together(write_model)
     if learner.critic is not None:
         _save(learner.critic.state_dict(), folder, "critic", ranks)
     for name, optimizer in learner.named_optimizers().items():
@@ -149,24 +145,21 @@ def trained_tensors(model: PreTrainedModel) -> Mapping[str, Tensor]:
 
 
 def _save(tensors: Mapping[str, Tensor], folder: Path, name: str, ranks: Ranks) -> None:
-    if ranks.size == 1:
-        written = {key: each.detach().cpu().contiguous() for key, each in tensors.items()}
-        save_file(written, folder / f"{name}.safetensors")
-        return
-    from torch.distributed.checkpoint import hf_storage, state_dict_saver
+    full = gathered(tensors.items(), keep=ranks.rank == 0)
 
-    writer = hf_storage.HuggingFaceStorageWriter(str(folder / name), save_distributed=True)
-    with _dcp_errors():
-        state_dict_saver.save(dict(tensors), storage_writer=writer)
+    def write() -> None:
+        if ranks.rank == 0:
+            written = {key: each.contiguous() for key, each in full.items()}
+            save_file(written, folder / f"{name}.safetensors")
+
+    ranks.together(write)
 
 
 def _load(folder: Path, name: str, weight_of: Like, ranks: Ranks) -> dict[str, Tensor]:
     """The tensors of a name, each split as its weight."""
-    if ranks.together(lambda: (folder / name).is_dir()):
-        return _load_split(folder / name, weight_of, ranks)
+    path = folder / f"{name}.safetensors"
 
     def read() -> dict[str, Tensor]:
-        path = folder / f"{name}.safetensors"
         try:
             with safe_open(path, "pt") as file:
                 names = list(file.keys())
@@ -175,44 +168,6 @@ def _load(folder: Path, name: str, weight_of: Like, ranks: Ranks) -> dict[str, T
             raise Damaged(path, error) from error
 
     return ranks.together(read)
-
-
-def _load_split(folder: Path, weight_of: Like, ranks: Ranks) -> dict[str, Tensor]:
-    from torch.distributed.checkpoint import hf_storage, state_dict_loader
-
-    reader = hf_storage.HuggingFaceStorageReader(str(folder))
-
-    def places() -> dict[str, Tensor]:
-        try:
-            held: Any = reader.read_metadata().state_dict_metadata
-        except (OSError, SafetensorError) as error:
-            raise Damaged(folder, error) from error
-        return {
-            name: torch.empty(each.size, dtype=each.properties.dtype)
-            if (weight := weight_of(name)) is None
-            else torch.empty_like(weight, dtype=each.properties.dtype, requires_grad=False)
-            for name, each in held.items()
-        }
-
-    tensors = ranks.together(places)
-    with _dcp_errors(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        state_dict_loader.load(tensors, storage_reader=reader, no_dist=ranks.size == 1)
-    return tensors
-
-
-@contextmanager
-def _dcp_errors() -> Iterator[None]:
-    """Raise what failed in one of the processes as an error of this one."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        if isinstance(cause, OSError):
-            raise OSError(*cause.args) from error
-        raise RuntimeError(f"in process {rank}: {cause}") from error
 
 
 def _saved_weights(folder: Path) -> dict[str, Tensor]:

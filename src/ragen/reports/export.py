@@ -77,7 +77,7 @@ def export(
     usage = usage_of(config, chat, tokenizer.chat_template, adapter and not merge)
     with new_folder(target) as folder:
         if merge:
-            model, _ = load_model(config, str(checkpoint))
+            model, _ = load_model(config.model, str(checkpoint))
             lora.merge(model).save_pretrained(folder)
         else:
             for path in chain.from_iterable(map(checkpoint.glob, WEIGHTS)):

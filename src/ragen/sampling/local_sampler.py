@@ -14,7 +14,7 @@ Axes: **N** rows of a forward, **V** vocabulary.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ragen.chat.chat import Chat
 from ragen.core.types import Prompt
 from ragen.networks.decoder import PATHS, Decoder, make_decoder
 from ragen.networks.device import to_device
 from ragen.networks.graphs import GraphDecoder, recorder
 from ragen.networks.packing import BEGINNING
-from ragen.sampling.sampler import QUIET_ROUNDS, Decode, QueuedPolicy
+from ragen.sampling.sampler import QUIET_ROUNDS, QueuedPolicy
 from ragen.sampling.slots import SlotTable, Tokens, common
 
 PREFILL_TOKENS = 2048
@@ -55,16 +56,14 @@ class Sampler(QueuedPolicy):
     def __init__(
         self,
         model: PreTrainedModel,
-        end_ids: Collection[int],
-        decode: Decode,
+        chat: Chat,
         *,
         slots: int = 64,
         max_length: int = 1024,
-        control_ids: Collection[int] = (),
         fast: bool = True,
         graphs: bool = True,
     ) -> None:
-        super().__init__(end_ids, decode, max_length, control_ids)
+        super().__init__(chat, max_length)
         if graphs and model.device.type == "cuda":
             self._decoder: Decoder = GraphDecoder(model, slots, max_length, recorder())
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,7 @@ from ragen.rollout.policies import fingerprint
 if TYPE_CHECKING:  # players do without torch
     from transformers import PreTrainedModel
 
-Decode = Callable[[Sequence[int]], str]
-"""Turns token ids into text."""
+    from ragen.chat.chat import Chat
 
 QUIET_ROUNDS = 4
 """Rounds of the event loop without a new request after which the next forward begins.
@@ -59,29 +58,24 @@ class Stats:
 class WeightedPolicy:
     """A `Policy` whose weights are published to it: the local sampler, vLLM, a server.
 
-    A completion ends at the first token of `end_ids` or of the chat's other `control_ids`, which it
-    includes: nothing may be sampled after a control token. Otherwise it has `Prompt.max_tokens`
-    tokens. `decode` turns token ids, without the end token, into text. The caller makes sure that a
-    prompt and its completion have at most `max_length` tokens together.
+    A completion ends at the first token of the chat's `end_ids` or of its other `control_ids`,
+    which it includes: nothing may be sampled after a control token. Otherwise it has
+    `Prompt.max_tokens` tokens. The chat's `decode` turns token ids, without the end token, into
+    text. The caller makes sure that a prompt and its completion have at most `max_length` tokens
+    together.
     `version` is the policy version of the weights, which completions carry. `stats` count tokens
     since they were last reset. `source` names the origin of the first weights in messages.
     """
 
-    def __init__(
-        self,
-        end_ids: Collection[int],
-        decode: Decode,
-        max_length: int,
-        control_ids: Collection[int] = (),
-    ) -> None:
+    def __init__(self, chat: Chat, max_length: int) -> None:
         self.version = 0
         self.source = "the model"
         self.stats = Stats()
         self.max_length = max_length
-        self.end_ids = sorted(end_ids)
-        self.last_ids = frozenset((*end_ids, *control_ids))
-        self.stop_ids = [*self.end_ids, *sorted(self.last_ids - {*end_ids})][:STOP_IDS]
-        self._decode = decode
+        self.end_ids = sorted(chat.end_ids)
+        self.last_ids = frozenset((*chat.end_ids, *chat.control_ids))
+        self.stop_ids = [*self.end_ids, *sorted(self.last_ids - {*chat.end_ids})][:STOP_IDS]
+        self._decode = chat.decode
 
     async def complete(self, prompt: Prompt) -> Completion:
         """Sample one completion: the next tokens of `prompt.token_ids`.
@@ -151,14 +145,8 @@ class WeightedPolicy:
 class QueuedPolicy(WeightedPolicy, ABC):
     """A policy with a task that samples while requests are open, and leaves none unanswered."""
 
-    def __init__(
-        self,
-        end_ids: Collection[int],
-        decode: Decode,
-        max_length: int,
-        control_ids: Collection[int] = (),
-    ) -> None:
-        super().__init__(end_ids, decode, max_length, control_ids)
+    def __init__(self, chat: Chat, max_length: int) -> None:
+        super().__init__(chat, max_length)
         self._open: dict[Any, asyncio.Future[Completion]] = {}  # sent and not answered
         self._task: asyncio.Task[None] | None = None
 

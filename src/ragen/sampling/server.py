@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import httpx
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from ragen.chat.chat import Chat
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors
 from ragen.core.types import Completion, Prompt
@@ -31,7 +32,7 @@ from ragen.models.adapter_folder import save_adapter
 from ragen.networks.lora import has_adapters
 from ragen.rollout.endpoint import MAX_SHOWN, check_address
 from ragen.rollout.endpoint_format import error_message
-from ragen.sampling.sampler import Decode, WeightedPolicy
+from ragen.sampling.sampler import WeightedPolicy
 from ragen.sampling.vllm_engine import ADAPTER, TESTED
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
@@ -48,17 +49,8 @@ class VllmServer(WeightedPolicy):
             weights be pushed, or serves another model.
     """
 
-    def __init__(
-        self,
-        url: str,
-        model: PreTrainedModel,
-        end_ids: Collection[int],
-        decode: Decode,
-        *,
-        max_length: int,
-        control_ids: Collection[int] = (),
-    ) -> None:
-        super().__init__(end_ids, decode, max_length, control_ids)
+    def __init__(self, url: str, model: PreTrainedModel, chat: Chat, max_length: int) -> None:
+        super().__init__(chat, max_length)
         check_address("rollout.sampler", url, "a server for training needs no key")
         self.url = url.rstrip("/").removesuffix("/v1")
         with self._reaching():

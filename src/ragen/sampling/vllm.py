@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from ragen.chat.chat import Chat
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors
 from ragen.core.types import Completion, Prompt
 from ragen.models.adapter_folder import save_adapter
 from ragen.networks.lora import has_adapters, scale_of
-from ragen.sampling.sampler import QUIET_ROUNDS, Decode, QueuedPolicy
+from ragen.sampling.sampler import QUIET_ROUNDS, QueuedPolicy
 from ragen.sampling.vllm_engine import Sampled, Vllm
 from ragen.sampling.weights import MEMORY, MORE_MEMORY, published, some
 
@@ -37,16 +38,8 @@ class VllmSampler(QueuedPolicy):
     changes the last digits of its logits, so sampling is not reproducible bit for bit.
     """
 
-    def __init__(
-        self,
-        vllm: Vllm,
-        end_ids: Collection[int],
-        decode: Decode,
-        *,
-        max_length: int,
-        control_ids: Collection[int] = (),
-    ) -> None:
-        super().__init__(end_ids, decode, max_length, control_ids)
+    def __init__(self, vllm: Vllm, chat: Chat, max_length: int) -> None:
+        super().__init__(chat, max_length)
         self._vllm = vllm
         self._names = map(str, count())
         self._closed = False

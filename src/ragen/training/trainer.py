@@ -12,7 +12,7 @@ from typing import Any
 from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
-from ragen.config.extensions import load, short_name
+from ragen.config.extensions import JUDGE, load, short_name
 from ragen.config.reading import changed, dump, unread, with_preset
 from ragen.config.rules import READ_WITH
 from ragen.config.sources import refuse_changed
@@ -341,7 +341,8 @@ def examine(folder: Path) -> dict[str, float]:
 async def opened(engine: Engine, config: Config) -> AsyncIterator[Tasks]:
     """The tasks of a run; at the end, closes them and the engine (it may hold a GPU)."""
     try:
-        check_judge(config)  # before the run's folder is made
+        if JUDGE in config.reward.terms:  # before the run's folder is made
+            check_judge(config.judge, config.env.name)
         with ExitStack() as stack:
             setups = open_setups(config, engine.chat, stack)
             env_time = next(iter(setups.values())).env_time
