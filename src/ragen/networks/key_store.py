@@ -5,6 +5,22 @@ until that slot is used for something else. Keys and values of a prompt are then
 for all members of a group. Values have the model's dtype, and keys are float32, so that scores are
 not rounded. Everything is on a CPU.
 
+Three members of a group share a prompt p of six tokens, and slot 3 is alone:
+
+    slot 0   p p p p p p a a . . .    the holder of the prompt
+    slot 1   . . . . . . b b b . .    refers to slot 0 for its first six tokens
+    slot 2   . . . . . . c . . . .    the same
+    slot 3   d d d d d d d d . . .    refers to itself
+
+A `Reach` is what the new tokens of some slots see. Each row's scores are two products side by side
+under one softmax: with the P positions of its holder's beginning, and with the W positions of its
+own slot from `low` on, where `low` is the shortest beginning of all rows. A mask hides the others:
+
+    slot 1   [p p p p p p] [b b b]    P = 6, low = 6, W = 3
+    slot 2   [p p p p p p] [c # #]
+
+New tokens come as a flat list (F). Where rows have several, queries are padded to R × T.
+
 Axes: **N** rows of a call, **F** flat new tokens of all rows, **R** stored slots that are read,
 **T** new tokens of a row, **W** stored positions that are read, **S** sequences that hold a shared
 beginning, **M** rows that share it, **P** its positions, **H** heads, **K** key–value heads, **G**
@@ -174,35 +190,32 @@ class Reach:
         source_N: Tensor,
         shared_N: Tensor,
     ) -> None:
-        rows_F = torch.repeat_interleave(counts_N)
-        columns_F = torch.arange(len(rows_F)) - (counts_N.cumsum(0) - counts_N)[rows_F]
+        row_F = torch.repeat_interleave(counts_N)
+        column_F = torch.arange(len(row_F)) - (counts_N.cumsum(0) - counts_N)[row_F]
+        position_F = starts_N[row_F] + column_F
+        self.places = slots_N[row_F], position_F
         # The slot with the latest start need not be the one with the most queries.
-        positions_F = starts_N[rows_F] + columns_F
-        self.places = slots_N[rows_F], positions_F
-        self.most, self.width = int(counts_N.max()), int(positions_F.max()) + 1
-        self.low = int(shared_N.min())  # no row reads its own slot before
-        rows_N = torch.arange(len(slots_N))
+        self.most, self.width = int(counts_N.max()), int(position_F.max()) + 1
+        self.low = int(shared_N.min())
+        # Neighbouring slots are read in place, with the idle ones between them; others are copied.
         first, end = int(slots_N.min()), int(slots_N.max()) + 1
         self.slots: slice | Tensor = slots_N
-        self.num_rows = len(slots_N)
-        # Neighbouring slots are read in place, with the idle ones between them; others are copied.
-        ascending = bool((slots_N.diff() > 0).all())
-        if ascending and end - first <= 3 * len(slots_N):
-            self.slots, self.num_rows = slice(first, end), end - first
-            rows_N = slots_N - first
+        self.num_rows, place_N = len(slots_N), torch.arange(len(slots_N))
+        if bool((slots_N.diff() > 0).all()) and end - first <= 3 * len(slots_N):
+            self.slots, self.num_rows, place_N = slice(first, end), end - first, slots_N - first
         self.dense = self.most == 1 and self.num_rows == len(slots_N)
-        self.flat = rows_N[rows_F], columns_F
-        self._bags: dict[torch.Size, tuple[Bags, Bags]] = {}  # by the shape of the keys
+        self.padded = place_N[row_F], column_F  # the place of each query in R × T
         last_R = torch.zeros(self.num_rows, dtype=torch.long)
-        last_R[rows_N] = starts_N
+        last_R[place_N] = starts_N
         last_RT = last_R[:, None] + torch.arange(self.most)
         hidden_RTW = torch.arange(self.low, self.width) > last_RT[:, :, None]
         self.prefix: _Prefix | None = None
         if bool(shared_N.any()):
-            self.prefix = _Prefix(rows_N, source_N, shared_N, self.num_rows)
+            self.prefix = _Prefix(place_N, source_N, shared_N, self.num_rows)
             hidden_RTW = self.prefix.hide(hidden_RTW, self.low)
         mask_RTW = torch.zeros(hidden_RTW.shape).masked_fill_(hidden_RTW, -torch.inf)
         self.mask_R1TW = mask_RTW[:, None]
+        self._bags: dict[torch.Size, tuple[Bags, Bags]] = {}  # by the shape of a layer's keys
 
     def attend(self, q_FHD: Tensor, stored: Stored) -> Tensor:
         """Attention of the flat queries, which are already scaled, (F, H · D of the values)."""
@@ -215,7 +228,7 @@ class Reach:
             q_RTHD = q_FHD
         else:
             q_RTHD = q_FHD.new_zeros(self.num_rows, self.most, heads, width)
-            q_RTHD[self.flat] = q_FHD
+            q_RTHD[self.padded] = q_FHD
         # Heads that share keys are rows of one product: (R, K, G · T, D).
         q_RTKGD = q_RTHD.view(self.num_rows, self.most, kv_heads, -1, width)
         q_RKQD = q_RTKGD.permute(0, 2, 3, 1, 4).reshape(self.num_rows, kv_heads, -1, width)
@@ -229,10 +242,10 @@ class Reach:
                 out_RKQD = self._attend_alone(q_RKQD, k_RKDW, v_RKWD)
         if self.most == 1:
             out_RE = out_RKQD.reshape(self.num_rows, -1)
-            return out_RE if self.dense else out_RE[self.flat[0]]
+            return out_RE if self.dense else out_RE[self.padded[0]]
         out_RKGTD = out_RKQD.view(self.num_rows, kv_heads, -1, self.most, v_RKWD.shape[3])
         out_RTE = out_RKGTD.permute(0, 3, 1, 2, 4).reshape(self.num_rows, self.most, -1)
-        return out_RTE[self.flat]
+        return out_RTE[self.padded]
 
     def _attend_singly(self, q_FHD: Tensor, stored: Stored) -> Tensor:
         """Attention of one query a row to its own keys, in about 0.6 of the time of products.
@@ -247,7 +260,7 @@ class Reach:
         for_keys, for_values = self._bags[keys.shape]
         scores_FHL = for_keys.sum(keys, q_FHD).view(*q_FHD.shape[:2], -1)
         mask_R1W = self.mask_R1TW[:, :, 0]
-        mask_F1W = mask_R1W if self.dense else mask_R1W[self.flat[0]]
+        mask_F1W = mask_R1W if self.dense else mask_R1W[self.padded[0]]
         weights_FHW = torch.softmax(scores_FHL[:, :, self.low : self.width] + mask_F1W, dim=-1)
         return for_values.sum(values, weights_FHW).view(len(q_FHD), -1)
 
@@ -316,30 +329,25 @@ class Bags:
 class _Prefix:
     """The beginnings that the rows of a forward share, each read once for all its rows."""
 
-    def __init__(self, rows_N: Tensor, source_N: Tensor, shared_N: Tensor, num_rows: int) -> None:
-        shares_N = shared_N > 0
-        self.rows_N, source_N = rows_N[shares_N], source_N[shares_N]
-        sources_S, group_N = source_N.unique(return_inverse=True)
-        steps = sources_S.diff().unique()
-        self.sources: slice | Tensor = sources_S
-        if len(steps) <= 1:  # at equal distances they are read in place
-            step = int(steps[0]) if len(steps) else 1
-            self.sources = slice(int(sources_S[0]), int(sources_S[-1]) + 1, step)
-        order_N = group_N.argsort(stable=True)
-        counts_S = torch.bincount(group_N)
-        member_N = torch.empty_like(group_N)
-        starts_S = counts_S.cumsum(0) - counts_S
-        member_N[order_N] = torch.arange(len(group_N)) - starts_S[group_N[order_N]]
-        self.members = int(counts_S.max())
-        self.places = group_N, member_N
+    def __init__(self, place_N: Tensor, source_N: Tensor, shared_N: Tensor, num_rows: int) -> None:
         self.length = int(shared_N.max())
         self.shared_R = torch.zeros(num_rows, dtype=torch.long)
-        self.shared_R[rows_N] = shared_N
+        self.shared_R[place_N] = shared_N
+        self.rows_N, source_N = place_N[shared_N > 0], source_N[shared_N > 0]
+        sources_S, group_N = source_N.unique(return_inverse=True)
+        self.sources: slice | Tensor = sources_S
+        steps = sources_S.diff().unique().tolist() or [1]
+        if len(steps) == 1:  # at equal distances they are read in place
+            self.sources = slice(int(sources_S[0]), int(sources_S[-1]) + 1, steps[0])
+        is_of_NS = functional.one_hot(group_N)
+        member_N = is_of_NS.cumsum(0).gather(1, group_N[:, None])[:, 0] - 1
+        self.members, self.places = int(is_of_NS.sum(0).max()), (group_N, member_N)
         # Often all rows are there, group by group: then no index is needed.
-        is_full = len(self.rows_N) == num_rows == self.members * len(counts_S)
-        self.is_grid = is_full and bool(
-            (group_N * self.members + member_N == torch.arange(num_rows)).all()
-            and (self.rows_N == torch.arange(num_rows)).all()
+        every_R = torch.arange(num_rows)
+        self.is_grid = (
+            num_rows == self.members * len(sources_S)
+            and torch.equal(self.rows_N, every_R)
+            and torch.equal(group_N * self.members + member_N, every_R)
         )
 
     def hide(self, hidden_RTW: Tensor, low: int) -> Tensor:
