@@ -74,7 +74,7 @@ def rows() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_the_private_names_of_transformers_that_are_used_are_there() -> None:
-    remedy = "adapt their users in ragen.models, or lower the bound of transformers in pyproject"
+    remedy = "adapt ragen.networks.attention, or lower the bound of transformers in pyproject"
     model = build("Llama")
     assert model.config._attn_implementation == "sdpa", remedy
     assert model._supports_attention_backend is True, remedy

@@ -37,10 +37,10 @@ from ragen.models.hub import model_folder
 from ragen.models.model_files import check_files, shapes, weight_files
 from ragen.models.names import WORDS
 from ragen.models.pretrained import load_errors, model_config
+from ragen.networks.attention import Attending
 from ragen.networks.decoder import HFDecoder
 from ragen.networks.lora import has_adapters
 from ragen.networks.model import backbone
-from ragen.networks.packed import Attending
 from ragen.networks.precision import shape_of, widen_products
 
 PROBE = "Go up, 你好 P _ G\n  x = 12345; don't  é🙂\t<b>\n\n end"
@@ -344,7 +344,7 @@ def recompute_layers(model: PreTrainedModel) -> None:
 
 def _same_attention(config: PreTrainedConfig) -> tuple[Any, Any]:
     """Contexts of a layer's forward and of its recomputation, which needs the same attention."""
-    return nullcontext(), Attending(config, config._attn_implementation)
+    return nullcontext(), Attending(config)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from ragen.core.errors import RagenError
 from ragen.models.model_files import read_config, shown
 from ragen.models.names import is_adapter
+from ragen.networks.attention import use_eager
 
 
 def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrainedConfig:
@@ -47,7 +48,7 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
         )
     if getattr(text, "attn_logit_softcapping", None):
         # Only the eager attention of transformers caps the scores; the others ignore the cap.
-        config._attn_implementation = "eager"
+        use_eager(config)
     most = getattr(text, "max_position_embeddings", None)
     if isinstance(most, int) and max_length > most:
         raise RagenError(

@@ -20,17 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ragen.core.errors import RagenError
 from ragen.networks import fast_qwen2, packed
+from ragen.networks.attention import Run, grouped, read
 from ragen.networks.device import to_device
 from ragen.networks.fast_decoder import Qwen2Decoder
 from ragen.networks.key_store import KeyStore
-from ragen.networks.packed import Attending
 from ragen.networks.precision import output_logits, shape_of
 
 PADDED_QUERIES = 4096
@@ -143,7 +141,7 @@ class FlatDecoder:
             return mixed_FE.view(*q_FHD.shape[:2], -1).to(q_FHD.dtype)
 
         decoder = self.model.get_decoder()
-        states_FD = packed.read(decoder, token_ids_F, reach.places[1], attention)
+        states_FD = read(decoder, token_ids_F, reach.places[1], Run(attention))
         return logits_of(self.model, states_FD[counts_N.cumsum(0) - 1])
 
 
@@ -171,7 +169,6 @@ class HFDecoder:
                 f"layers of this model attend to {window or 'their own choice of'} tokens only; "
                 f"model.max_length, here {max_length}, must not be above its sliding window"
             )
-        AttentionInterface.register(GROUPED, _grouped_attention)
         self.model = model
         self.cache = _SlotCache(num_slots, max_length)
 
@@ -247,10 +244,7 @@ class HFDecoder:
         mask_NTW = torch.zeros(hidden_NTW.shape, dtype=dtype, device=tokens_NT.device)
         mask_NTW = mask_NTW.masked_fill_(hidden_NTW, torch.finfo(dtype).min)
         decoder = self.model.get_decoder()
-        config: Any = decoder.config
-        chosen = config._attn_implementation
-        # It also replaces flash attention, which takes no masks; some models need eager attention.
-        with Attending(config, GROUPED if chosen != "eager" else chosen):
+        with grouped(decoder.config):
             states_NTD: Tensor = decoder(
                 input_ids=tokens_NT,
                 attention_mask=mask_NTW[:, None],
@@ -268,40 +262,6 @@ PATHS = {
     HFDecoder: "general (the library's own forward)",
 }
 """The ways to decode, as people read them."""
-
-
-def _grouped_attention(
-    module: Any,
-    query_NHTD: Tensor,
-    key_NKWD: Tensor,
-    value_NKWD: Tensor,
-    attention_mask: Tensor,
-    scaling: float | None = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    """Attention that treats the heads that share keys as more queries of one head.
-
-    With a mask, transformers' own attention repeats keys and values for each head instead. For
-    Qwen2.5-0.5B that is seven times the stored keys and values, in every layer, for each token.
-    """
-    if any(more.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
-        mixed: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query_NHTD, key_NKWD, value_NKWD, attention_mask, scaling=scaling, **more
-        )
-        return mixed
-    num_rows, num_heads, num_tokens, width = query_NHTD.shape
-    num_keys = key_NKWD.shape[1]
-    query_NKQD = query_NHTD.reshape(num_rows, num_keys, -1, width)
-    mask_NGTW = attention_mask.expand(-1, num_heads // num_keys, num_tokens, -1)
-    mixed_NKQD = functional.scaled_dot_product_attention(
-        query_NKQD, key_NKWD, value_NKWD, mask_NGTW.flatten(1, 2)[:, None], scale=scaling
-    )
-    mixed_NHTD = mixed_NKQD.reshape(num_rows, num_heads, num_tokens, -1)
-    return mixed_NHTD.transpose(1, 2).contiguous(), None
-
-
-GROUPED = "ragen_grouped"
-"""The name under which transformers finds `_grouped_attention`; the first decoder registers it."""
 
 
 class _SlotCache(Cache):

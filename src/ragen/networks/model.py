@@ -12,16 +12,16 @@ Axes: **B** samples, **T** tokens, **N** wanted positions, **V** vocabulary, **D
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import chain, count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 
 from ragen.networks import fast_qwen2, packed
+from ragen.networks.attention import Attending
 from ragen.networks.beginnings import Beginnings, find_beginnings
 from ragen.networks.device import to_device
 from ragen.networks.fast_scores import PrefixReader
@@ -67,26 +67,13 @@ def padded_hidden_states(
     attends to later ones. So attention is plainly causal, which has the fastest kernels.
     """
     ids_BT = to_device(token_ids_BT, model.device)
-    with _whole_rows():
-        states_BTD = backbone(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
+    used = backbone(model)
+    with Attending(used.config):
+        states_BTD = used(input_ids=ids_BT, use_cache=False).last_hidden_state
     # Places, since counting those of a mask would wait for a GPU.
     wanted = (to_device(places_N, model.device) for places_N in wanted_BT.nonzero(as_tuple=True))
     states_ND: Tensor = states_BTD[tuple(wanted)]
     return states_ND
-
-
-@contextmanager
-def _whole_rows() -> Iterator[None]:
-    """Keep transformers from checking whether a row holds several sequences; here it never does.
-
-    The check would wait for the GPU at each forward.
-    """
-    asked = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = asked
 
 
 def backbone(model: PreTrainedModel) -> PreTrainedModel:

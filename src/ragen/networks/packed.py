@@ -1,10 +1,9 @@
-"""Any model of transformers on one flat list of tokens, each at its own position in its own row.
+"""Learning with any model of transformers on one flat list of tokens, each at its own position.
 
-Only attention lets tokens see each other, and transformers lets a program replace it: here by an
-`Attention` that knows the rows. In learning, each query sees the keys of its own sample and of the
-prompt that this shares (`ragen.networks.packing`): on a CPU block by block, on a GPU by torch's
-attention for sequences of various lengths. The `Attention` for sampling is in
-`ragen.networks.decoder`.
+Only attention lets tokens see each other, and transformers lets a program replace it
+(`ragen.networks.attention`). Here each query sees the keys of its own sample and of the prompt that
+this shares (`ragen.networks.packing`): on a CPU block by block, on a GPU by torch's attention for
+sequences of various lengths.
 
 Axes: see `ragen.networks.packing`.
 """
@@ -16,38 +15,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
-from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
+from ragen.networks.attention import Attention, Run, UnknownAttention, can_replace, read
 from ragen.networks.device import to_device
 from ragen.networks.packing import SHARED, Blocks, Packing, attend, attend_backward, pack
 from ragen.networks.precision import bfloat16_products
-
-Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-"""Attention of a layer, given its number, queries (F, H, D), keys and values (F, K, D), and the
-scale of the scores; returns (F, H, D)."""
-
-FLAT = "ragen_flat"
-"""The name under which transformers finds `_hook`."""
-
-
-class _Unknown(Exception):
-    """The model's attention is more than scores, softmax and a sum."""
-
-
-@dataclass(slots=True)
-class _Run:
-    """A forward; `calls` counts its layers, `window` is the fewest tokens that one attends to."""
-
-    attention: Attention
-    calls: int = 0
-    window: float = inf
 
 
 def longest(model: PreTrainedModel) -> float:
@@ -72,9 +51,8 @@ _LONGEST = WeakKeyDictionary()
 @torch.no_grad()
 def _try(model: PreTrainedModel) -> float:
     """Compare two rows that share a prompt with the model's own padded forward."""
-    config: Any = model.config
-    text, device = config.get_text_config(), model.device
-    if not model._supports_attention_backend or config._attn_implementation == "eager":
+    text, device = model.config.get_text_config(), model.device
+    if not can_replace(model):
         return 0
     if device.type != "cpu" and not _has_kernel(model):
         return 0
@@ -88,10 +66,10 @@ def _try(model: PreTrainedModel) -> float:
     padded_BTD = model(input_ids=to_device(token_ids_BT, device), use_cache=False).last_hidden_state
     expected_ND = padded_BTD[wanted_BT.to(device)]
     packing = pack(token_ids_BT, lengths_B, wanted_BT)
-    run = _Run(_learning(packing, device))
+    run = Run(_learning(packing, device))
     try:
-        states_FD = _run(model, token_ids_BT[packing.places], packing.places[1], run)
-    except _Unknown:
+        states_FD = read(model, token_ids_BT[packing.places], packing.places[1], run)
+    except UnknownAttention:
         return 0
     tolerance = torch.finfo(model.dtype).eps ** 0.5 * float(expected_ND.abs().max())
     states_ND = states_FD[packing.wanted_N.to(device)]
@@ -121,73 +99,9 @@ def hidden_states(
 ) -> Tensor:
     """`ragen.networks.model.hidden_states` for a backbone and rows up to its `longest`."""
     packing = pack(token_ids_BT, lengths_B, wanted_BT)
-    attention = _learning(packing, model.device)
-    states_FD = read(model, token_ids_BT[packing.places], packing.places[1], attention)
+    run = Run(_learning(packing, model.device))
+    states_FD = read(model, token_ids_BT[packing.places], packing.places[1], run)
     return states_FD[to_device(packing.wanted_N, model.device)]
-
-
-def read(
-    model: PreTrainedModel, token_ids_F: Tensor, positions_F: Tensor, attention: Attention
-) -> Tensor:
-    """Last hidden states (F, D) of a backbone that has a `longest`.
-
-    Differentiable if `attention` is. Ids and positions are on the CPU or on the model's device.
-    """
-    return _run(model, token_ids_F, positions_F, _Run(attention))
-
-
-def _run(model: PreTrainedModel, token_ids_F: Tensor, positions_F: Tensor, run: _Run) -> Tensor:
-    with Attending(model.config, FLAT):
-        states_1FD: Tensor = model(
-            input_ids=to_device(token_ids_F[None], model.device),
-            position_ids=to_device(positions_F[None], model.device),
-            use_cache=False,
-            ragen_run=run,
-        ).last_hidden_state
-    return states_1FD[0]
-
-
-class Attending:
-    """A context, which may be entered again, of a model (by its config) with another attention."""
-
-    def __init__(self, config: Any, name: str) -> None:
-        self._config, self._name = config, name
-
-    def __enter__(self) -> None:
-        self._chosen = self._config._attn_implementation
-        self._config._attn_implementation = self._name
-
-    def __exit__(self, *_: object) -> None:
-        self._config._attn_implementation = self._chosen
-
-
-def _hook(
-    module: Any,
-    query_1HFD: Tensor,
-    key_1KFD: Tensor,
-    value_1KFD: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    ragen_run: _Run | None = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    """The attention that transformers calls in every layer; returns (1, F, H, D)."""
-    names = ("softcap", "s_aux", "position_bias")
-    if ragen_run is None or any(more.get(name) is not None for name in names):
-        raise _Unknown
-    query, key, value = (x[0].transpose(0, 1) for x in (query_1HFD, key_1KFD, value_1KFD))
-    scale = query.shape[2] ** -0.5 if scaling is None else scaling
-    layer = module.layer_idx
-    ragen_run.calls += 1
-    ragen_run.window = min(ragen_run.window, sliding_window or inf)
-    return ragen_run.attention(layer, query, key, value, scale)[None], None
-
-
-AttentionInterface.register(FLAT, _hook)
-
-
-# Learning: queries see their own samples.
 
 
 def _learning(packing: Packing, device: torch.device) -> Attention:
