@@ -1,8 +1,7 @@
 """A run's settings: the copy in its database, and `config.toml`, which has to agree with it.
 
-Every text that `config.toml` has had is a row of the table `settings`, and the last one is valid.
-The state of a checkpoint has the hash of the text that was valid when it was saved. A file that was
-cut, damaged or edited is refused, with the command that restores it.
+Every text that `config.toml` has had is a row of the table `settings`, and the last one is valid. A
+file that was cut, damaged or edited is refused, with the command that restores it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from ragen.config.keys import Flat, parse_value, show
 from ragen.config.reading import flatten, parse_config, read_config
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors, whole_file
-from ragen.storage.checkpoint import hash_text
 from ragen.storage.database import CONFIG, DATABASE, reading_database, restoring_config
 from ragen.storage.recorder import Recorder
 
@@ -41,18 +39,6 @@ def run_config(run: Path, overrides: Mapping[str, Any] | None = None) -> Config:
     config = parse_config(texts[-1], f"{run}'s settings")
     _refuse_edited(run, flatten(config), overrides or {})
     return config
-
-
-def settings_text(run: Path, expected: str) -> str:
-    """The last text of a run's settings. `expected` is the hash in the state of its checkpoint."""
-    texts = _texts(run)
-    if expected not in map(hash_text, texts):
-        raise RagenError(
-            f"{run / DATABASE} does not have the settings that the run's checkpoint was saved "
-            "with: restore it, or start a new run from its policy: "
-            f"ragen train RECIPE --model {_word(run)}"
-        )
-    return texts[-1]
 
 
 def write_settings(recorder: Recorder, text: str) -> None:

@@ -28,8 +28,8 @@ from ragen.storage.database import CHECKPOINTS, CONFIG, free_run
 STATE = "state.json"
 """The loop's state inside a checkpoint; written last."""
 
-FILES, SEAL, SETTINGS_HASH = "files", "seal", "settings"
-"""Keys of the state: the hash of each other file, of the state itself, and of `config.toml`."""
+FILES, SEAL = "files", "seal"
+"""Keys of the state: the hash of each other file, and that of the state itself."""
 
 
 class Damaged(RagenError):

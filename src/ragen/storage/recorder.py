@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from ragen.core.metrics import Metric, merge
 from ragen.core.types import Episode, Group
-from ragen.storage.checkpoint import hash_text
 from ragen.storage.database import (
     DATABASE,
     cannot_write,
@@ -50,7 +49,6 @@ class Recorder:
     Only events are written at once, after what was committed, and they are never deleted.
 
     `text_of` is the text of one token, for readers without a tokenizer; ``None`` writes none.
-    `settings_hash` is the hash of the text of `config.toml`, for the state of checkpoints.
     """
 
     def __init__(
@@ -74,7 +72,6 @@ class Recorder:
             except sqlite3.DatabaseError as error:
                 raise unreadable(folder / DATABASE, error) from None
             stack.pop_all()
-        self.settings_hash = ""
         self._known_tokens = {token for (token,) in rows}
         self._pending = _Step(attempt, 0)
         self._writer = ThreadPoolExecutor(1, "recorder")
@@ -85,9 +82,7 @@ class Recorder:
         cls, folder: Path, config_text: str, text_of: Callable[[int], str] | None = None
     ) -> Self:
         """Start a run in `folder` (from `new_run_folder`) with its config and an empty database."""
-        recorder = cls(folder, create_database(folder, config_text), text_of=text_of)
-        recorder.settings_hash = hash_text(config_text)
-        return recorder
+        return cls(folder, create_database(folder, config_text), text_of=text_of)
 
     @classmethod
     def open(

@@ -1,20 +1,8 @@
 """What a run does about each thing that can fail: one small policy each, with its numbers.
 
-=============  ================================================================  ==================
-what fails     what follows                                                      policy
-=============  ================================================================  ==================
-a request      is sent again                                                     `rollout.endpoint`
-an episode     is recorded, counted and not trained on                           `Episode.failed`
-a group        of too few played episodes is not trained on                      `SmallGroup`
-many episodes  an alarm names the commonest reason; if all fail, the run stops   `FailedEpisodes`
-the policy     a detector's response: log, stop or roll back                     `Rollback`
-a process      a new engine takes the last checkpoint                            `LostEngine`
-any phase      hangs: the stacks of all threads are written, the run may stop    `Stall`
-a checkpoint   that is damaged is set aside for an older one                     `newest_intact`
-=============  ================================================================  ==================
-
-`training.recovery` carries out what these policies decide. How long the processes of an engine wait
-for each other after a loss is `cluster.lost.GRACE_S`.
+`recovery` carries out what they decide. docs/reproducibility.md has the whole list, also of what
+stands elsewhere: `rollout.endpoint` sends a request again, and after a loss the processes of an
+engine wait for each other (`cluster.lost.GRACE_S`).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from ragen.training.collection import (
 )
 from ragen.training.curriculum import update_stage
 from ragen.training.failures import STALL
-from ragen.training.recovery import check_episodes, recover, restore, run_guard, update
+from ragen.training.recovery import check_episodes, respond, run_guard, update
 from ragen.training.running import (
     Clock,
     LoopState,
@@ -169,24 +169,27 @@ async def run_to_the_end(run: Run) -> None:
     limit = STALL.limit(run.original.guard.response("stalled"))
     watchdog = Watchdog(limit, partial(report_stall, run), run.watcher.hangs)
     run.beat = watchdog.beat
-    loss: EngineLost | None = None
+    trouble: EngineLost | NotFiniteError | None = None
     losses = Counter[str]()
     has_begun, is_over = False, False
     try:
         with run.stop.listening(), watchdog:
             while not is_over:
                 try:
-                    if loss is not None:
-                        await restore(run, loss, losses)
-                        loss = None
+                    if trouble is not None:
+                        await respond(run, trouble, losses)
+                        trouble = None
                     if run.state.step == 0:
                         await save(run)  # from here on the run can be resumed, whatever happens
                     if not has_begun:
                         run.watcher.begin(run.folder, run.config, run.state.step)
                         has_begun = True
-                    is_over = await evaluate_and_loop_or_recover(run)
-                except EngineLost as failure:
-                    loss = failure
+                    await evaluate_and_loop(run)
+                    is_over = True
+                except (EngineLost, NotFiniteError) as failure:
+                    if isinstance(failure, NotFiniteError) and run.state.step == 0:
+                        raise
+                    trouble = failure
     except asyncio.CancelledError:
         if watchdog.reason:
             raise GuardStop(f"the guard stopped the run: {watchdog.reason}") from None
@@ -195,16 +198,6 @@ async def run_to_the_end(run: Run) -> None:
         run.watcher.end()
         if run.engine is not first:  # the caller closes the first one
             await run.engine.close()
-
-
-async def evaluate_and_loop_or_recover(run: Run) -> bool:
-    """True if the run is complete; else the guard has rolled a broken policy back."""
-    try:
-        await evaluate_and_loop(run)
-        return True
-    except NotFiniteError as failure:
-        await recover(run, failure)
-        return False
 
 
 async def evaluate_and_loop(run: Run) -> None:

@@ -89,6 +89,14 @@ async def run_guard(run: Run) -> bool:
     return "rollback" in responses
 
 
+async def respond(run: Run, failure: EngineLost | NotFiniteError, losses: Counter[str]) -> None:
+    """Bring a run back into a state from which it goes on (`restore`, `recover`), or end it."""
+    if isinstance(failure, EngineLost):
+        await restore(run, failure, losses)
+    else:
+        await recover(run, failure)
+
+
 async def recover(run: Run, failure: NotFiniteError) -> None:
     """Roll back a run whose policy is broken, or stop it in its state before the policy broke.
 
@@ -97,11 +105,8 @@ async def recover(run: Run, failure: NotFiniteError) -> None:
 
     Raises:
         GuardStop: `config.guard` does not ask for a rollback, or none is possible.
-        NotFiniteError: The run has not trained yet: the model that it began with is broken.
     """
     step, config = run.state.step, run.config
-    if step == 0:
-        raise failure
     run.recorder.discard()
     alarm = Alarm("non_finite", step, step, 0.0, 0.0)
     key = "critic_lr" if failure.of_critic else "lr"

@@ -28,7 +28,6 @@ from ragen.models.names import resolve_model
 from ragen.rollout.judge import Judge
 from ragen.rollout.setup import Setup
 from ragen.storage.checkpoint import (
-    SETTINGS_HASH,
     checkpoint_of,
     drop_old,
     read_state,
@@ -330,7 +329,6 @@ async def save(run: Run) -> None:
     """
     state, keep, every = run.state, kept_checkpoints(run), run.spacing
     own: dict[str, Any] = {"loop": asdict(state), "guard": asdict(run.guard)}
-    own[SETTINGS_HASH] = run.recorder.settings_hash
     existing = checkpoint_of(run.folder, state.step)
     if existing is not None:
         run.recorder.commit()

@@ -34,11 +34,10 @@ from ragen.settings.saved import (
     changes_in_words,
     differing,
     run_config,
-    settings_text,
     write_settings,
 )
 from ragen.settings.target import is_measured
-from ragen.storage.checkpoint import SETTINGS_HASH, hash_text, newest, newest_intact, sound
+from ragen.storage.checkpoint import newest, newest_intact, sound
 from ragen.storage.database import (
     DATABASE,
     check_run_folder,
@@ -126,17 +125,11 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A run as its folder has it, from which `resume` continues.
+    """A run as its folder has it, to be continued from `checkpoint` with the states in it.
 
-    Attributes:
-        checkpoint: The newest intact checkpoint.
-        damaged: The later checkpoints, with what is wrong with each.
-        engine: The state of the engine in the checkpoint.
-        original: The config that the run continues with, without the guard's changes.
-        config: The same with the guard's changes.
-        text: The text of the run's settings, those that change included.
-        is_new: The run has another text so far.
-        changes: The old and the new value of each setting that changes now.
+    `damaged` has the later checkpoints, with what is wrong with each. The run had the settings
+    `own` and gets `original`; with the guard's changes this is `config`. `changes` are the old and
+    the new value of each key.
     """
 
     folder: Path
@@ -145,10 +138,9 @@ class Saved:
     engine: dict[str, Any]
     state: LoopState
     guard: GuardState
+    own: Config
     original: Config
     config: Config
-    text: str
-    is_new: bool
     changes: Mapping[str, tuple[Any, Any]]
 
     @property
@@ -210,27 +202,15 @@ def _load(folder: Path, overrides: Mapping[str, Any]) -> Saved:
     """Read a run that is to be resumed with some settings changed; nothing is written."""
     check_run_folder(folder, DATABASE)
     checkpoint, saved, damaged = newest_intact(folder)
-    text = settings_text(folder, saved[SETTINGS_HASH])
     own = run_config(folder, overrides)
     original = _with_changes(own, overrides, folder)
     state, guard = states_of(folder, checkpoint, saved)
     before = changed(own, guard.changes)
     guard.leave(overrides)
     config = changed(original, guard.changes)
-    found = Saved(
-        folder=folder,
-        checkpoint=checkpoint,
-        damaged=damaged,
-        engine=saved["engine"],
-        state=state,
-        guard=guard,
-        original=original,
-        config=config,
-        text=text if original == own else dump(original),
-        is_new=original != own,
-        changes=differing(before, config),
-    )
-    without_effect = found.changes.keys() - (() if found.is_over else {"steps"})
+    changes, engine = differing(before, config), saved["engine"]
+    found = Saved(folder, checkpoint, damaged, engine, state, guard, own, original, config, changes)
+    without_effect = changes.keys() - (() if found.is_over else {"steps"})
     if without_effect and state.used(config.budget) >= config.steps:
         raise RagenError(
             f"nothing is left to train after step {state.step}, so a change has no effect: give "
@@ -242,9 +222,8 @@ def _load(folder: Path, overrides: Mapping[str, Any]) -> Saved:
 def _repair(saved: Saved, recorder: Recorder, watcher: Watcher) -> None:
     """Make the run's files those of its checkpoint and its settings, and record that it resumes."""
     step, checkpoint = saved.state.step, saved.checkpoint
-    if saved.is_new:
-        write_settings(recorder, saved.text)
-    recorder.settings_hash = hash_text(saved.text)
+    if saved.original != saved.own:
+        write_settings(recorder, dump(saved.original))
     if saved.changes:
         words = f"changed {changes_in_words(saved.changes)}"
         recorder.event(step, "settings", words, {"changes": saved.changes})
