@@ -19,13 +19,12 @@ from ragen.cli.main import main
 from ragen.config.config import Config
 from ragen.config.extensions import DETECTOR, ESTIMATOR, KINDS, LOSS, SCORE, TERM, TOOL_PARSER
 from ragen.config.reading import resolve
-from ragen.config.sources import sources
 from ragen.core.errors import RagenError
 from ragen.core.plugins import load_object, reference_to
 from ragen.core.types import Turn
 from ragen.envs.contract import Env
 from ragen.models.names import base_folder
-from ragen.training.code_check import load_code
+from ragen.settings.code import load_code, sources
 from tests.bandit_model import settings
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -35,7 +35,6 @@ from ragen.bases.tokenizer import build, words_for
 from ragen.chat.chat import Chat
 from ragen.config.keys import Flat, dotted
 from ragen.config.sections import EnvConfig
-from ragen.config.sources import parts_of, without_folder
 from ragen.core.errors import RagenError
 from ragen.core.seeding import BASE_LEVELS
 from ragen.core.user_code import UserCodeError, boundary
@@ -46,6 +45,7 @@ from ragen.networks.machine import use_threads
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import has_random_play
 from ragen.rollout.setup import Setup, knows_no_tools
+from ragen.settings.code import parts_of, without_folder
 from ragen.settings.environment import with_budgets
 from ragen.settings.saved import typed
 from ragen.storage.checkpoint import new_folder

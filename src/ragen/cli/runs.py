@@ -36,8 +36,8 @@ def _train_options(parser: Parser) -> None:
 
 
 def _train(options: Namespace, overrides: Overrides) -> int:
-    from ragen.config.sources import sources
     from ragen.rollout.setup import at_stage, by_env, facts_of
+    from ragen.settings.code import sources
     from ragen.settings.model import advice
     from ragen.settings.resolve import resolve
 

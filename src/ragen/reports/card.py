@@ -14,12 +14,12 @@ from pathlib import Path
 from ragen.config.config import Config
 from ragen.config.extensions import KINDS, library_of
 from ragen.config.sections import EnvConfig
-from ragen.config.sources import parts_of, value_of, without_folder
 from ragen.core.tables import Section, markdown
 from ragen.core.types import Message
 from ragen.reports.facts import Facts
 from ragen.reports.report import events, exactness, settings, successes
 from ragen.rollout.setup import by_env
+from ragen.settings.code import parts_of, value_of, without_folder
 from ragen.settings.saved import run_config
 from ragen.storage.checkpoint import run_of
 

@@ -17,13 +17,13 @@ from typing_extensions import override
 from ragen.config.config import Config
 from ragen.config.keys import Flat, canonical_key, show
 from ragen.config.reading import flatten, load_recipe, merge, mixed_in, recipes
-from ragen.config.sources import absolute
 from ragen.core.errors import RagenError
 from ragen.envs.registry import parameter_names
 from ragen.models.names import is_embedded
 from ragen.rollout.endpoint import Server
 from ragen.rollout.players import PLAYERS
 from ragen.rollout.setup import by_env, facts_of, refuse_mixture
+from ragen.settings.code import absolute
 from ragen.settings.environment import brought_by, budgets_of
 from ragen.settings.model import with_prompts
 from ragen.settings.resolve import Note, note_of

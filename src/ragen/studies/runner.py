@@ -22,12 +22,12 @@ from ragen.core.stopping import StopRequested
 from ragen.evaluation.results import load_evaluations
 from ragen.finetuning.sft import sft
 from ragen.networks.machine import usable_cpus
+from ragen.settings.code import resolve_paths
 from ragen.settings.saved import run_config
 from ragen.storage.database import CONFIG
 from ragen.storage.reader import read_events
 from ragen.studies.results import Findings, conclude, transfer_of
 from ragen.studies.study import Cell, Scale, Study, cells_of, with_model
-from ragen.training.code_check import resolve_paths
 from ragen.training.trainer import resume, train
 
 

@@ -1,4 +1,4 @@
-"""Functions from outside: loaded and recorded for a run, and checked by a call with an example."""
+"""Functions from outside, each checked by a call with an example."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,12 +16,10 @@ from ragen.algorithms.estimator import Credit, compares_group, estimate
 from ragen.algorithms.filters import find_score
 from ragen.algorithms.losses import find_loss, policy_loss
 from ragen.chat.tool_calls import find_tool_parser
-from ragen.config.config import Config
 from ragen.config.extensions import (
     DETECTOR,
     ESTIMATOR,
     ESTIMATOR_INPUTS,
-    KINDS,
     LOSS,
     SCORE,
     TERM,
@@ -32,8 +28,6 @@ from ragen.config.extensions import (
     judged_by,
     load,
 )
-from ragen.config.reading import changed
-from ragen.config.sources import absolute, sources, value_of
 from ragen.core.errors import RagenError
 from ragen.core.inputs import names_input
 from ragen.core.plugins import load_object
@@ -201,44 +195,10 @@ _CHECKS: tuple[tuple[Kind, Iterable[str], Check], ...] = (
 shows a reward term."""
 
 
-def resolve_paths(config: Config) -> Config:
-    """The config with absolute paths to models and to files of code.
-
-    The run can then be resumed from any working directory.
-    """
-    changes: dict[str, Any] = {}
-    for key, path in config.local_models.items():
-        if path != "base" and Path(path).exists():
-            changes[key] = str(Path(path).resolve())
-    for key in KINDS:
-        value = value_of(config, key)
-        if isinstance(value, str):
-            changes[key] = absolute(value)
-        else:
-            changes[key] = {absolute(entry): each for entry, each in value.items()}
-    return changed(config, changes)
-
-
-def load_code(config: Config) -> Config:
-    """The config with the sources of all code from outside, which is loaded and checked.
-
-    Raises:
-        RagenError: A name cannot be loaded, a signature is wrong, an object that was passed in
-            Python has lost its name to another one, or an estimator that compares the episodes of a
-            group would have only one.
-    """
-    load.cache_clear()  # A file may have been edited: what is recorded is what runs.
-    found = changed(config, {"sources": sources(config)})
-    for name, source in found.sources.items():
-        if name.startswith("python:") and config.sources.get(name, source) != source:
-            raise RagenError(
-                f"{name} of this config has lost its name to what was passed later: give both "
-                "different names, or define them in a file"
-            )
-    estimator = find_estimator(config.advantage.name)
-    if compares_group(estimator) and config.rollout.group_size < 2:
+def refuse_lonely(estimator: str, group_size: int) -> None:
+    """Refuse an estimator that compares the episodes of a group where a group has only one."""
+    if group_size < 2 and compares_group(find_estimator(estimator)):
         raise RagenError(
-            f"advantage.name = {config.advantage.name!r} compares the episodes of a group "
-            "(group_E): set rollout.group_size to 2 or more"
+            f"advantage.name = {estimator!r} compares the episodes of a group (group_E): set "
+            "rollout.group_size to 2 or more"
         )
-    return found

@@ -15,7 +15,6 @@ from ragen.config.config import Config
 from ragen.config.extensions import JUDGE, load, short_name
 from ragen.config.reading import changed, dump, unread, with_preset
 from ragen.config.rules import READ_WITH
-from ragen.config.sources import refuse_changed
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, values
 from ragen.core.stopping import run_async
@@ -28,6 +27,7 @@ from ragen.models.memory import plans, refuse_too_large
 from ragen.networks.machine import use_threads
 from ragen.rollout.episode import require_room
 from ragen.rollout.setup import forget_facts, open_setups, open_stages
+from ragen.settings.code import load_code, refuse_changed, resolve_paths
 from ragen.settings.first_model import find_first, pin_first
 from ragen.settings.model import advice
 from ragen.settings.saved import (
@@ -46,7 +46,7 @@ from ragen.storage.database import (
 )
 from ragen.storage.recorder import Recorder
 from ragen.training.ahead import Buffer
-from ragen.training.code_check import load_code, resolve_paths
+from ragen.training.code_check import refuse_lonely
 from ragen.training.collection import collect_groups, gradient_norms
 from ragen.training.loop import run_to_the_end
 from ragen.training.mixture import first_starts
@@ -85,7 +85,7 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
     """Train an agent and evaluate it before and after.
 
     Args:
-        config: The settings. `ragen.config.reading.resolve` makes them from a recipe; what a
+        config: The settings. `ragen.settings.resolve` makes them from a recipe; what a
             `Config` built in Python leaves unset comes from the preset of its algorithm.
         out: The run's folder, which must not exist; ``None`` numbers one under ``runs/``.
         watcher: Shows progress; by default nothing does.
@@ -97,7 +97,7 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
         StopRequested: SIGINT or SIGTERM came; the run is saved as of its last finished step.
     """
     refuse_existing(out)
-    config = pin_first(load_code(resolve_paths(with_preset(config))))
+    config = pin_first(_with_code(with_preset(config)))
     changed(config, remedy(config, 1))  # refuse a remedy that cannot work
     state = LoopState(threads=use_threads(config.threads))
     watcher = with_trackers(watcher, config.record.trackers)
@@ -268,7 +268,7 @@ def _with_changes(before: Config, overrides: Mapping[str, Any], folder: Path) ->
                 f"{key} decides what an evaluation of the run measures, and cannot change when it "
                 f"is resumed; evaluate its policy otherwise: ragen eval {run}, or {anew}"
             )
-    config = load_code(resolve_paths(config))
+    config = _with_code(config)
     names = before.advantage.name, config.advantage.name
     had_critic, has_critic = (needs_values(find_estimator(name)) for name in names)
     if had_critic != has_critic:
@@ -276,6 +276,13 @@ def _with_changes(before: Config, overrides: Mapping[str, Any], folder: Path) ->
             f"advantage.name = {names[1]!r} {'needs a' if has_critic else 'has no'} critic, unlike "
             "the run's; it cannot change when a run is resumed"
         )
+    return config
+
+
+def _with_code(config: Config) -> Config:
+    """The config with whole paths and with the sources of its code, which is loaded and checked."""
+    config = load_code(resolve_paths(config))
+    refuse_lonely(config.advantage.name, config.rollout.group_size)
     return config
 
 

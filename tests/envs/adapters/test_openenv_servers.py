@@ -26,7 +26,7 @@ from ragen.envs.tools import write_call
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, random_player
 from ragen.rollout.setup import Setup
-from ragen.training.code_check import resolve_paths
+from ragen.settings.code import resolve_paths
 
 pytest.importorskip("openenv", reason="needs the package openenv")
 pytest.importorskip("websockets", reason="needs the extra openenv")

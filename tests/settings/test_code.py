@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ragen.config.reading import resolve
-from ragen.config.sources import absolute, refuse_changed
 from ragen.core.errors import RagenError
+from ragen.settings.code import absolute, refuse_changed
 
 
 def test_a_relative_file_in_a_name_becomes_absolute(

@@ -1,4 +1,4 @@
-"""The code from outside that a config names, and whether it has changed since a run began."""
+"""The code from outside that a config names: where it is, and whether it has changed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from ragen.config.config import Config
 from ragen.config.extensions import KINDS, library_of, load
+from ragen.config.reading import changed
 from ragen.core.errors import RagenError
 from ragen.core.plugins import installed
 
@@ -26,6 +27,42 @@ def sources(config: Config) -> dict[str, str]:
         for name in [value] if isinstance(value, str) else value:
             if ":" in name or (name not in kind.names and name in installed(kind.group)):
                 found[name] = load(name, kind).source
+    return found
+
+
+def resolve_paths(config: Config) -> Config:
+    """The config with absolute paths to models and to files of code.
+
+    The run can then be resumed from any working directory.
+    """
+    changes: dict[str, Any] = {}
+    for key, path in config.local_models.items():
+        if path != "base" and Path(path).exists():
+            changes[key] = str(Path(path).resolve())
+    for key in KINDS:
+        value = value_of(config, key)
+        if isinstance(value, str):
+            changes[key] = absolute(value)
+        else:
+            changes[key] = {absolute(entry): each for entry, each in value.items()}
+    return changed(config, changes)
+
+
+def load_code(config: Config) -> Config:
+    """The config with the sources of all code from outside, which is loaded and checked.
+
+    Raises:
+        RagenError: A name cannot be loaded, a signature is wrong, or an object that was passed in
+            Python has lost its name to another one.
+    """
+    load.cache_clear()  # A file may have been edited: what is recorded is what runs.
+    found = changed(config, {"sources": sources(config)})
+    for name, source in found.sources.items():
+        if name.startswith("python:") and config.sources.get(name, source) != source:
+            raise RagenError(
+                f"{name} of this config has lost its name to what was passed later: give both "
+                "different names, or define them in a file"
+            )
     return found
 
 
