@@ -7,12 +7,13 @@ only in training; an evaluation reads the environment's own rewards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from ragen.config.extensions import JUDGE, short_name
 from ragen.core.seeding import derive
-from ragen.core.types import Episode, Group, StopReason
+from ragen.core.types import Episode, Group
 from ragen.core.user_code import UserCodeError
 from ragen.rollout.groups import together
 from ragen.rollout.judge import Failure, Judge
@@ -33,78 +34,64 @@ async def apply_episode_terms(
     of the group. `seed` is the run's, `step` counts finished steps.
     """
     for name, weight in weights_for("episode", weights).items():
-        groups = await together(_each(name, weight, group) for group in groups)
+        found = await together(_values(name, each) for group in groups for each in judged(group))
+        groups = _with(groups, name, weight, found)
     for name, weight in weights_for("episodes", weights).items():
-        groups = await together(_all(name, weight, group) for group in groups)
+        found = await together(_values(name, judged(group)) for group in groups)
+        groups = _with(groups, name, weight, found)
     if judge is not None:
         seeds = [derive(seed, "judge", step, group.episodes[0].group) for group in groups]
-        found = await judge.scores([judged(group) for group in groups], step, seeds)
-        groups = [
-            _with(group, JUDGE, weights[JUDGE], values)
-            for group, values in zip(groups, found, strict=True)
-        ]
+        scores = await judge.scores([judged(group) for group in groups], step, seeds)
+        groups = _with(groups, JUDGE, weights[JUDGE], scores)
     return list(groups)
 
 
 def judged(group: Group) -> list[Episode]:
     """The episodes of a group that can be judged."""
-    return [episode for episode in group.episodes if episode.turns and not episode.failed]
+    return [episode for episode in group.episodes if _is_judged(episode)]
 
 
-Value = float | Failure | UserCodeError
-"""The value of a term for an episode, or the reason why there is none."""
+def _is_judged(episode: Episode) -> bool:
+    return bool(episode.turns) and not episode.failed
 
 
-async def _each(name: str, weight: float, group: Group) -> Group:
-    async def value(episode: Episode) -> Value:
-        try:
-            return (await call_term(name, episode))[0]
-        except UserCodeError as failure:
-            return failure
-
-    return _with(group, name, weight, await together(value(each) for each in judged(group)))
-
-
-async def _all(name: str, weight: float, group: Group) -> Group:
-    episodes = judged(group)
+async def _values(name: str, judged: Episode | Sequence[Episode]) -> Sequence[float | Failure]:
+    """The values of a term for one or several episodes, or for each the reason that it failed."""
+    count = 1 if isinstance(judged, Episode) else len(judged)
     try:
-        values: Sequence[Value] = await call_term(name, episodes) if episodes else []
+        return await call_term(name, judged) if count else []
     except UserCodeError as failure:
-        values = [failure] * len(episodes)
-    return _with(group, name, weight, values)
+        return [Failure(str(failure), "timeout" if failure.timed_out else "error")] * count
 
 
-def _with(group: Group, name: str, weight: float, values: Sequence[Value]) -> Group:
-    """The group with a term's values for its judged episodes."""
-    left = iter(values)
-    return Group(
-        tuple(
-            _rewarded(episode, name, weight, next(left))
-            if episode.turns and not episode.failed
-            else episode
-            for episode in group.episodes
+def _with(
+    groups: Sequence[Group], name: str, weight: float, values: Iterable[Iterable[float | Failure]]
+) -> list[Group]:
+    """The groups with a term's values for their judged episodes, in order."""
+    left = chain.from_iterable(values)
+    return [
+        Group(
+            tuple(
+                _rewarded(each, name, weight, next(left)) if _is_judged(each) else each
+                for each in group.episodes
+            )
         )
-    )
+        for group in groups
+    ]
 
 
-def _rewarded(episode: Episode, name: str, weight: float, value: Value) -> Episode:
+def _rewarded(episode: Episode, name: str, weight: float, value: float | Failure) -> Episode:
     if isinstance(value, Failure):
-        return _failed(episode, "request", value.reason)
-    if isinstance(value, UserCodeError):
-        return _failed(episode, "timeout" if value.timed_out else "error", str(value))
+        return replace(
+            episode,
+            stop_reason=value.stop_reason,
+            error=value.reason,
+            success=False,
+            terminated=False,
+            truncated=True,
+        )
     *before, last = episode.turns
     terms = {**last.info.get("reward_terms", {}), short_name(name): weight * value}
     info = {**last.info, "reward_terms": terms}
     rewarded = replace(last, reward=last.reward + weight * value, info=info)
     return replace(episode, turns=(*before, rewarded))
-
-
-def _failed(episode: Episode, reason: StopReason, error: str) -> Episode:
-    return replace(
-        episode,
-        stop_reason=reason,
-        error=error,
-        success=False,
-        terminated=False,
-        truncated=True,
-    )

@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from time import perf_counter
@@ -28,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ragen.config.sections import JudgeConfig
 from ragen.core.errors import RagenError, UnplayableError
 from ragen.core.metrics import Metrics, total
-from ragen.core.types import Episode, Message, Prompt, Usage
+from ragen.core.types import Episode, Message, Prompt, StopReason, Usage
 from ragen.rollout.endpoint import Server, check_address
 from ragen.rollout.groups import together
 from ragen.rollout.policies import Closable, NoCompletion, Policy
@@ -62,22 +63,16 @@ Answer with one JSON object and nothing else. It has one entry for each episode:
 A score is a number from 0 (worst) to 1 (best)."""
 
 
+COUNTS = ("calls", "cached", "failed", "prompt_tokens", "completion_tokens")
+"""Counts of a step: questions (new, known, without a score) and tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why there is no score: the endpoint failed, or its answer could not be read."""
+    """Why a reward term has no value for an episode, and how this ends the episode."""
 
     reason: str
-
-
-@dataclass(slots=True)
-class _Cost:
-    """A step's counts: questions (new, known, without a score) and tokens."""
-
-    calls: int = 0
-    cached: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    stop_reason: StopReason
 
 
 class UnreadableAnswer(Exception):
@@ -105,7 +100,7 @@ class Judge:
         self._kept = Judgements(folder)
         self._gate = asyncio.Semaphore(CONCURRENCY)
         self._asked: dict[str, asyncio.Task[Judgement]] = {}
-        self._cost, self.seconds = _Cost(), 0.0
+        self._counts, self.seconds = Counter[str](), 0.0
         self.attempt = attempt
 
     async def close(self) -> None:
@@ -139,16 +134,16 @@ class Judge:
         messages = question(self._settings, texts)
         key = _hash(self._settings.model, messages)
         if key in self._asked:
-            self._cost.cached += 1
+            self._counts["cached"] += 1
         else:
             self._asked[key] = asyncio.create_task(self._find(key, messages, len(texts), step))
         try:
             judgement = await self._asked[key]
             return dict(zip(texts, read_scores(judgement.text, len(texts)), strict=True))
         except (NoCompletion, UnreadableAnswer) as error:
-            self._cost.failed += 1
-            failure = Failure(f"the judge {self._settings.model} gave no score: {error}")
-            return dict.fromkeys(texts, failure)
+            self._counts["failed"] += 1
+            reason = f"the judge {self._settings.model} gave no score: {error}"
+            return dict.fromkeys(texts, Failure(reason, "request"))
 
     async def _find(
         self, key: str, messages: tuple[Message, ...], number: int, step: int
@@ -160,15 +155,15 @@ class Judge:
         """
         known = self._kept.find(key)
         if known is not None and (known.attempt, known.step) < (self.attempt, step):
-            self._cost.cached += 1
+            self._counts["cached"] += 1
             return known
-        self._cost.calls += 1
+        self._counts["calls"] += 1
         if known is None:
             async with self._gate:
                 known = await self._ask(key, messages, number, step)
             self._kept.add(key, known)
-        self._cost.prompt_tokens += known.prompt_tokens
-        self._cost.completion_tokens += known.completion_tokens
+        self._counts["prompt_tokens"] += known.prompt_tokens
+        self._counts["completion_tokens"] += known.completion_tokens
         return known
 
     async def _ask(
@@ -176,8 +171,7 @@ class Judge:
     ) -> Judgement:
         read = written = 0
         text = ""
-        for attempt in range(TRIES):
-            seed = int(key[:15], 16) + attempt
+        for seed in range(first := int(key[:15], 16), first + TRIES):
             prompt = Prompt(messages, None, 0, MAX_TOKENS, 0.0, seed)
             try:
                 completion = await self._policy.complete(prompt)
@@ -196,10 +190,11 @@ class Judge:
 
     def metrics(self) -> Metrics:
         """The cost of the questions since the last call; then a new step begins."""
-        counts = asdict(self._cost)
+        metrics = {f"judge/{name}": total(self._counts[name]) for name in COUNTS}
         self._asked.clear()
-        self._cost, self.seconds = _Cost(), 0.0
-        return {f"judge/{name}": total(count) for name, count in counts.items()}
+        self._counts.clear()
+        self.seconds = 0.0
+        return metrics
 
 
 def server_of(settings: JudgeConfig) -> Server:

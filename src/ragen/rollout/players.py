@@ -31,11 +31,18 @@ def random_player(seed: int) -> Player:
     generator = np.random.Generator(np.random.PCG64(seed))
 
     def play(env: Env, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
-        names, name = _about(env)
-        if names is None:
-            return [free_action(env, generator, name)]
-        count = min(actions_left, actions_per_turn)
-        return [pick(generator, names) for _ in range(count)]
+        names = _actions_of(env)
+        if names is not None:
+            count = min(actions_left, actions_per_turn)
+            return [pick(generator, names) for _ in range(count)]
+        with boundary("random_action"):
+            action = env.random_action(generator)
+            if action is not None:
+                return [answers.text(action, "random_action", "an action")]
+        raise RagenError(
+            f"{env.name} takes free text and has no random player: give it a random_action "
+            "(docs/environments.md)"
+        )
 
     return play
 
@@ -47,25 +54,9 @@ def has_random_play(env: Env) -> bool:
         return env.actions is not None or env.random_action(generator) is not None
 
 
-def free_action(env: Env, generator: np.random.Generator, name: str) -> str:
-    """One action of random play in an environment of free text."""
-    with boundary("random_action"):
-        action = env.random_action(generator)
-        if action is not None:
-            return answers.text(action, "random_action", "an action")
-    raise RagenError(
-        f"{name} takes free text and has no random player: give it a random_action "
-        "(docs/environments.md)"
-    )
-
-
-def _about(env: Env) -> tuple[tuple[str, ...] | None, str]:
+def _actions_of(env: Env) -> tuple[str, ...] | None:
     with boundary("actions"):
-        return answers.action_names(env.actions, "actions"), _name_of(env)
-
-
-def _name_of(env: Env) -> str:
-    return getattr(env, "name", type(env).__name__)  # `registry.make` sets it
+        return answers.action_names(env.actions, "actions")
 
 
 def solver(
@@ -79,9 +70,8 @@ def solver(
     with boundary("solve"):
         answer = env.solve(turns_left, actions_left, actions_per_turn)
         actions = answers.action_names(answer, "solve")
-        name = _name_of(env)
     if actions is None:
-        raise RagenError(f"{name} has no solver; {instead}")
+        raise RagenError(f"{env.name} has no solver; {instead}")
     return list(actions)
 
 
@@ -97,7 +87,7 @@ def human(
     `ask` shows a text and returns the typed line; the person is asked until the line is valid. If
     actions are free text, the line is the action.
     """
-    names, _ = _about(env)
+    names = _actions_of(env)
     if names is None:
         return [ask("> ")]
     limit = min(actions_left, actions_per_turn)
@@ -110,22 +100,18 @@ def human(
 
 
 def read_actions(line: str, names: tuple[str, ...], limit: int) -> list[str]:
-    """Action names in a typed line."""
+    """Action names in a typed line, which may be one name of several words."""
     whole = [name for name in names if name.lower() == line.strip().lower()]
-    if whole:
-        return whole
-    actions = [
-        _read_action(word, names) for word in line.replace("||", " ").replace(",", " ").split()
-    ]
+    words = line.replace("||", " ").replace(",", " ").split()
+    actions = whole or [_read_action(word.lower(), names) for word in words]
     if not 0 < len(actions) <= limit:
         raise ValueError(f"type 1 to {limit} of: {' '.join(names)}")
     return actions
 
 
 def _read_action(word: str, names: tuple[str, ...]) -> str:
-    matches = [name for name in names if name.lower() == word.lower()] or [
-        name for name in names if name.lower().startswith(word.lower())
-    ]
+    same = [name for name in names if name.lower() == word]
+    matches = same or [name for name in names if name.lower().startswith(word)]
     if len(matches) != 1:
         what = "could be " + " or ".join(matches) if matches else "is none of " + " ".join(names)
         raise ValueError(f"{word!r} {what}")
