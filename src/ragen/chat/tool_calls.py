@@ -171,18 +171,23 @@ def parse_tools(reply: str, parser: ToolParser, *, think: bool, max_actions: int
             return malformed("The call is not in the form of this model's calls.")
         left = (rest,)[: max(0, max_actions)]
         return Parsed(thought, thought_chars, (rest,), left, True, None)
-    calls = [_read(text, f"call{at:05d}") for at, text in enumerate(found)]
-    valid = [call.text for call in calls if call.refusal is None]
-    carried_out, count = tuple(valid[: max(0, max_actions)]), 0
-    for at, call in enumerate(calls):
-        if call.refusal is None:
-            count += 1
-            calls[at] = call if count <= len(carried_out) else replace(call, refusal=NO_BUDGET)
-    problem = None if len(valid) == len(calls) else NO_CALL
+    calls = _calls(found, max_actions)
     asked = tuple(call.text for call in calls)
-    return Parsed(
-        thought, thought_chars, asked, carried_out, problem is None, problem, tuple(calls)
-    )
+    carried_out = tuple(call.text for call in calls if call.refusal is None)
+    problem = NO_CALL if any(call.refusal == NO_CALL for call in calls) else None
+    return Parsed(thought, thought_chars, asked, carried_out, problem is None, problem, calls)
+
+
+def _calls(found: Sequence[str], max_actions: int) -> tuple[AskedCall, ...]:
+    """The calls of a reply, of which at most `max_actions` are carried out."""
+    calls, left = list[AskedCall](), max_actions
+    for at, text in enumerate(found):
+        call = _read(text, f"call{at:05d}")
+        if call.refusal is None and left <= 0:
+            call = replace(call, refusal=NO_BUDGET)
+        left -= call.refusal is None
+        calls.append(call)
+    return tuple(calls)
 
 
 def _read(text: str, default_id: str) -> AskedCall:

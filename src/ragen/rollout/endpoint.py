@@ -42,8 +42,6 @@ TEMPORARY = (408, 409, 425, 429)
 """Status codes below 500 after which the same request may succeed later."""
 MAX_BODY = 2**22
 """Maximum size of an answer in bytes, about a million tokens of text."""
-MAX_ERROR = 2**16
-"""Maximum number of bytes that are read of an error's body."""
 MAX_SHOWN = 300
 """Maximum number of characters that are shown of a server's error message."""
 SECRET = re.compile(r"[^@]*//[^/]*@|[^/]*@|.*[?#]", re.DOTALL)
@@ -368,16 +366,15 @@ def _certificates() -> ssl.SSLContext:
 
 
 async def _body_of(response: httpx.Response) -> bytes:
-    """The body of an answer as it was sent; of an error's body, the first `MAX_ERROR` bytes."""
-    limit = MAX_BODY if response.status_code == 200 else MAX_ERROR
+    """The body of an answer as it was sent; of an error's body, the beginning."""
     body = bytearray()
     async for chunk in response.aiter_raw():
         body += chunk
-        if len(body) > limit:
+        if len(body) > MAX_BODY:
+            if response.status_code == 200:
+                raise WrongAnswer(f"an answer of more than {MAX_BODY >> 20} MB")
             break
-    if len(body) > MAX_BODY:
-        raise WrongAnswer(f"an answer of more than {MAX_BODY >> 20} MB")
-    return bytes(body[:limit])
+    return bytes(body)
 
 
 def retry_after(header: str) -> float:

@@ -302,11 +302,8 @@ def _require_same(
     """Check that a rebuilt prompt has the recorded token ids, where ids were recorded."""
     if recorded is None or rebuilt is None or rebuilt == recorded:
         return
-    pairs = enumerate(zip(rebuilt, recorded, strict=False))
-    shorter = min(len(rebuilt), len(recorded))
-    first = next((at for at, (one, other) in pairs if one != other), shorter)
     raise RagenError(
-        f"the prompt of turn {number} cannot be rebuilt: its token {first} differs from what the "
+        f"the prompt of turn {number} cannot be rebuilt: its tokens differ from those that the "
         "model saw; the tokenizer, its chat template, the environment or RAGEN has changed since"
     )
 
