@@ -66,41 +66,30 @@ MISTAKES = {
     "train bandit --update.lrr 1": "unknown key 'update.lrr'; did you mean 'update.lr'?",
     "train bandit --update 1": "'update' is a section: set one of update.",
     "train bandit --update.lr": "--update.lr needs a value: a number > 0",
-    "train bandit --update.lr --json": "--update.lr needs a value: a number > 0",
     "train bandit --reward.terms.length": "--reward.terms.length needs a value",
     "train bandit --update.lr nan": "update.lr",
     "train bandit --steps many": "a whole number ≥ 0",
-    "train bandit --steps -1": "a whole number ≥ 0",
     "train bandit --filter.rule best": "all, top_k, top_p or reweight",
     "train bandit --algorithm starpo-s/pppo": "did you mean 'starpo-s/ppo'?",
     "train bandit --env bandti": "unknown environment 'bandti'; did you mean 'bandit'?",
     "train bandit --env nowhere.py:World": "no file nowhere.py",
     "train bandit --env.params.slip 1": "no parameter 'slip'; it has name_set",
-    "train bandit --env.params.split tset": "split",
     "train bandit --env.params.risky_probability 2.0": "less than or equal to 1",
     "train bandit --rollout.group_size 1": "set rollout.group_size to 2 or more",
     "train bandit --rollout.max_tokens 2000": "below model.max_length",
     "train bandit --model ./no-model": "no-model",
     "train smol/bandit": "no model 'models/smollm2-bandit' here: make it first (docs/small-models",
     "eval random --env bandit --episodes 0": "from 1 to 9877",
-    "eval random --env bandit --episodes 9878": "from 1 to 9877",
-    "eval random --env bandit --seed -1": "≥ 0",
     "eval random --env bandit --temperature=-1": "argument --temperature: expected a number ≥ 0",
-    "eval random --env bandti": "did you mean 'bandit'?",
     "eval random --env bandit --env.params 0": "expected a table",
     "eval human --env bandit": "ragen play",
-    "eval ./no-run --env bandit": "no-run",
     "resume no-run": "no-run",
-    "envs --episodes 0": "from 1 to 9877",
     "envs --update.lr 3": "unknown option --update.lr; ragen envs --help lists them all",
-    "play bandti --player random": "unknown environment 'bandti'; did you mean 'bandit'?",
     "play bandit --player random --seed -1": "≥ 0",
     "check bandti": "did you mean 'bandit'?",
     "completion csh": "argument SHELL: invalid choice: 'csh'",
     "serve": "required: ENV",
-    "serve bandti": "did you mean 'bandit'?",
     "serve bandit --port 65536": "from 0 to 65535",
-    "serve bandit --sessions 0": "from 1 to 10000",
     "serve bandit --env.params.slip 1": "it has name_set",
     "serve bandit --update.lr 1": "--update.lr has no effect on a server",
     "serve bandit --tls-key key.pem": "name it with --tls-cert",
@@ -159,10 +148,7 @@ def test_invalid_model_folder_is_reported(tmp_path: Path) -> None:
     for text, reason in (
         ("{}", "cannot load the model"),
         ("[", "config.json: Expecting value"),
-        (
-            '{"model_type": "qwen2", "num_attention_heads": 0}',
-            "config.json: integer division or modulo by zero",
-        ),
+        ('{"model_type": "qwen2", "num_attention_heads": 0}', "a model has at least one"),
     ):
         (tmp_path / "empty" / "config.json").write_text(text)
         assert reason in error_line(tmp_path, "train", "bandit", "--model", "./empty", *PAPER)
@@ -184,7 +170,7 @@ def altered_model(folder: Path, **changes: str | None) -> Path:
 
 def model_error(tmp_path: Path, model: str | Path, *more: str) -> str:
     """The one error line about a model, the same in training and in evaluation."""
-    (tmp_path / "cwd").mkdir()
+    (tmp_path / "cwd").mkdir(exist_ok=True)
     arguments = ("--model", model, "--rollout.max_tokens", "8", "--model.max_length", "128", *more)
     arguments += PAPER
     line = error_line(tmp_path / "cwd", "train", "bandit", *arguments)
@@ -192,35 +178,30 @@ def model_error(tmp_path: Path, model: str | Path, *more: str) -> str:
     return line
 
 
-def test_model_absent_from_cache_and_hub_is_reported(
+MODELS: list[tuple[dict[str, str | None], str]] = [
+    (
+        {"tokenizer": None, "tokenizer_config": None, "chat_template": None},
+        "has no tokenizer; save one in its folder",
+    ),
+    ({"chat_template": None}, "no chat template: choose an instruction-tuned model"),
+    (
+        {"chat_template": "{{ raise_exception('not today') }}"},
+        "the chat template refuses a conversation of user (not today): "
+        "choose a model whose template takes user and assistant",
+    ),
+]
+
+
+def test_model_without_what_a_conversation_needs_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Hub is unreachable: nothing listens on that port."""
+    for number, (changes, words) in enumerate(MODELS):
+        assert words in model_error(tmp_path, altered_model(tmp_path / f"{number}", **changes))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     line = model_error(tmp_path, "nobody/has-this-model")
     assert "'nobody/has-this-model' is not in the local cache" in line and "network" in line
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            {"tokenizer": None, "tokenizer_config": None, "chat_template": None},
-            "has no tokenizer; save one in its folder",
-        ),
-        ({"chat_template": None}, "no chat template: choose an instruction-tuned model"),
-        (
-            {"chat_template": "{{ raise_exception('not today') }}"},
-            "the chat template refuses a conversation of user (not today): "
-            "choose a model whose template takes user and assistant",
-        ),
-    ],
-)
-def test_model_without_what_a_conversation_needs_is_refused(
-    tmp_path: Path, changes: dict[str, str | None], words: str
-) -> None:
-    assert words in model_error(tmp_path, altered_model(tmp_path / "model", **changes))
 
 
 def test_max_length_must_fit_the_model_and_the_prompt(tmp_path: Path) -> None:
@@ -249,13 +230,30 @@ def test_run_that_exceeds_memory_is_refused(
     assert "MiB, and 4 MiB are free on the cpu; the largest are" in line
 
 
-def test_environment_that_fails_in_every_episode_is_reported(tmp_path: Path) -> None:
-    line = error_line(
-        tmp_path,
-        *("eval", "random", "--env", f"{ROGUE}:Rogue", "--env.params.misdeed", "hang in reset"),
-        *("--episodes", "2", "--env.timeout_s", "0.05"),
-    )
-    assert "failed in every episode" in line and "ragen check" in line
+PLAY = ("play", "--player", "solver")
+FAULTY = [
+    ("raise in init", ("train", "bandit", "--env"), "cannot be made: KeyError"),
+    ("raise in init", ("eval", "random", "--env"), "cannot be made: KeyError"),
+    ("raise in init", PLAY, "cannot be made: KeyError"),
+    ("raise", PLAY, "run `ragen check` on it"),
+    ("hang", PLAY, "run `ragen check` on it"),
+    ("text as reward", PLAY, "run `ragen check` on it"),
+    ("raise in solve", PLAY, "run `ragen check` on it"),
+    ("raise in reset", ("serve",), "failed: LookupError: no such level; run `ragen check` on it"),
+    ("hang in reset", ("eval", "random", "--episodes", "2", "--env"), "failed in every episode"),
+]
+
+
+def test_environment_that_fails_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragen.serving.openenv.find_spec", lambda name: True)
+    for misdeed, command, words in FAULTY:
+        keys = ("--env.params.misdeed", misdeed, "--env.timeout_s", "0.05")
+        assert words in error_line(tmp_path, *command, f"{ROGUE}:Rogue", *keys), misdeed
+
+
+def test_environment_that_fails_in_every_episode_ends_the_run(tmp_path: Path) -> None:
     values = settings(eval__episodes=2, env__timeout_s=0.05, env__name=f"{ROGUE}:Rogue")
     keys = [text for key, value in values.items() for text in (f"--{key}", str(value).lower())]
     keys[keys.index("--model.path") + 1] = str(bandit_model())
@@ -264,20 +262,6 @@ def test_environment_that_fails_in_every_episode_is_reported(tmp_path: Path) -> 
     code, _, err = ragen("train", "bandit", *keys, "--out", "run", cwd=tmp_path)
     assert code == 2, err
     assert "failed in every episode" in err.splitlines()[-1]
-
-
-def test_environment_whose_constructor_raises_is_reported(tmp_path: Path) -> None:
-    env = ("--env", f"{ROGUE}:Rogue", "--env.params.misdeed", "raise in init")
-    assert "cannot be made: KeyError" in error_line(tmp_path, "train", "bandit", *env)
-    assert "cannot be made: KeyError" in error_line(tmp_path, "eval", "random", *env)
-    assert "cannot be made: KeyError" in error_line(tmp_path, "play", *env[1:])
-
-
-@pytest.mark.parametrize("misdeed", ["raise", "hang", "text as reward", "raise in solve"])
-def test_environment_that_fails_during_play_is_reported(tmp_path: Path, misdeed: str) -> None:
-    more = ("--env.params.misdeed", misdeed, "--env.timeout_s", "0.05")
-    line = error_line(tmp_path, "play", f"{ROGUE}:Rogue", "--player", "solver", *more)
-    assert "failed" in line and "ragen check" in line
 
 
 def test_environment_that_fails_during_check_is_reported(tmp_path: Path) -> None:
@@ -331,8 +315,6 @@ def test_a_server_that_cannot_be_is_reported(
         port = str(taken.getsockname()[1])
         line = error_line(tmp_path, "serve", "bandit", "--port", port)
     assert f"port {port}: address already in use; choose another one with --port" in line
-    line = error_line(tmp_path, "serve", f"{ROGUE}:Rogue", "--env.params.misdeed", "raise in reset")
-    assert "failed: LookupError: no such level; run `ragen check` on it" in line
     for token in ("short", "no token ä"):
         monkeypatch.setenv("OPENENV_TOKEN", token)
         line = error_line(tmp_path, "serve", "bandit")

@@ -186,7 +186,7 @@ def test_dry_run_ends_with_the_memory_plan(capsys: Capture) -> None:
     assert main(["train", "bandit", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     *_, total, certain, most = shown.splitlines()
-    assert total.startswith("# memory: up to ") and "optimiser" in certain and "sampler" in most
+    assert total.startswith("# memory: up to ") and "optimiser" in certain and "cache" in most
     assert Config.model_validate(tomllib.loads(shown)).model.path == "base"
 
 

@@ -103,35 +103,28 @@ def test_difference_of_independent_rates(trials: int, rate: float, other: float)
 # Means: levels drawn from distributions with long and short tails.
 
 
-def measured(draw: Draw, size: int, interval: Callable[[Floats], Interval]) -> list[Interval]:
-    generator = np.random.default_rng(size)
-    return [interval(draw(generator, size)) for _ in range(SAMPLES)]
-
-
 def sokoban(generator: np.random.Generator, size: int) -> Floats:
     """Returns of an agent that solves a fifth of levels: about 10.5 if solved, about −1 if not."""
     solved = generator.random(size) < 0.2
     return np.where(solved, 10.9 - 0.1 * generator.integers(9, size=size), -1.0)
 
 
-@pytest.mark.parametrize(
-    ("draw", "mean", "size"),
-    [
-        pytest.param(lambda generator, size: generator.normal(3.0, 2.0, size), 3.0, 8, marks=SLOW),
-        (sokoban, 0.2 * 10.5 - 0.8, 32),
-    ],
-)
-def test_bootstrap_mean(draw: Draw, mean: float, size: int) -> None:
-    found = measured(draw, size, lambda values: bootstrap_mean(values.tolist(), range(size)))
-    assert is_nominal(coverage_of(found, mean)), coverage_of(found, mean)
+def normal(generator: np.random.Generator, size: int) -> Floats:
+    return generator.normal(3.0, 2.0, size)
 
 
-def successes(
-    generator: np.random.Generator, num_levels: int, samples: int, spread: float, centre: float
-) -> Floats:
+def of_mean(values: Floats) -> Interval:
+    return bootstrap_mean(values.tolist(), range(len(values)))
+
+
+def solved_of(samples: int, spread: float, centre: float) -> Draw:
     """Successes on each level; difficulty is normally distributed on the logit scale."""
-    chances = expit(centre + generator.normal(0, spread, num_levels))
-    return generator.binomial(samples, chances).astype(float)
+
+    def draw(generator: np.random.Generator, num_levels: int) -> Floats:
+        chances = expit(centre + generator.normal(0, spread, num_levels))
+        return generator.binomial(samples, chances).astype(float)
+
+    return draw
 
 
 def mean_chance(spread: float, centre: float, power: int = 1) -> float:
@@ -141,55 +134,67 @@ def mean_chance(spread: float, centre: float, power: int = 1) -> float:
     return float(weights @ chances / weights.sum())
 
 
-@SLOW
-def test_success_rate_with_several_samples_per_level() -> None:
-    levels = np.repeat(np.arange(128), 4).tolist()
-
-    def interval(solved: Floats) -> Interval:
-        return success_rate((np.arange(4) < solved[:, None]).ravel().tolist(), levels)
-
-    found = measured(lambda g, n: successes(g, n, 4, 1.5, -2.0), 128, interval)
-    coverage = coverage_of(found, mean_chance(1.5, -2.0))
-    assert is_nominal(coverage), coverage
-
-
-def over_samples(draw: Callable[..., Floats], num_levels: int, k: int) -> list[Interval]:
-    """Intervals of pass@k of eight samples."""
-    return measured(
-        lambda g, n: draw(g, n, 8),
-        num_levels,
-        lambda solved: pass_at_k(solved.astype(int).tolist(), 8, k),
-    )
-
-
-@pytest.mark.parametrize("k", [pytest.param(4, marks=SLOW), 8])
-def test_pass_at_k(k: int) -> None:
-    found = over_samples(lambda *args: successes(*args, 1.5, -1.0), 128, k)
-    coverage = coverage_of(found, mean_chance(1.5, -1.0, k))
-    assert is_nominal(coverage), coverage
-
-
-def few_hard(generator: np.random.Generator, num_levels: int, samples: int) -> Floats:
-    """Successes on levels of which one in twenty is almost never solved."""
+def few_hard(generator: np.random.Generator, num_levels: int) -> Floats:
+    """Successes of eight samples on levels of which one in twenty is almost never solved."""
     chances = np.where(generator.random(num_levels) < 0.95, 0.98, 0.02)
-    return generator.binomial(samples, chances).astype(float)
+    return generator.binomial(8, chances).astype(float)
 
 
-def easy(generator: np.random.Generator, num_levels: int, samples: int) -> Floats:
-    return successes(generator, num_levels, samples, 0.3, 1.0)
+def of_rate(solved: Floats) -> Interval:
+    """The interval of the success rate of four samples a level."""
+    levels = np.repeat(np.arange(len(solved)), 4).tolist()
+    return success_rate((np.arange(4) < solved[:, None]).ravel().tolist(), levels)
+
+
+def of_pass_at(k: int) -> Callable[[Floats], Interval]:
+    return lambda solved: pass_at_k(solved.astype(int).tolist(), 8, k)
+
+
+def of_seeds(scores: Floats) -> Interval:
+    return interquartile_mean(np.atleast_2d(scores).tolist())
+
+
+def three_envs(generator: np.random.Generator, seeds: int) -> Floats:
+    return generator.normal([[0.4], [0.5], [0.6]], 0.1, (3, seeds))
+
+
+def one_env(generator: np.random.Generator, seeds: int) -> Floats:
+    return generator.normal(0.5, 0.1, seeds)
+
+
+SYNTHETIC: list[tuple[Draw, int, Callable[[Floats], Interval], float, tuple[float, float]]] = [
+    (sokoban, 32, of_mean, 0.2 * 10.5 - 0.8, NOMINAL),
+    (solved_of(8, 1.5, -1.0), 128, of_pass_at(8), mean_chance(1.5, -1.0, 8), NOMINAL),
+    # Near 0 and 1, the plain bootstrap covers 78–86 %; too much coverage is accepted.
+    (few_hard, 32, of_pass_at(1), 0.95 * 0.98 + 0.05 * 0.02, (NOMINAL[0], 0.995)),
+    (one_env, 3, of_seeds, 0.5, (0.735, 0.765)),
+]
+SLOW_ONES: list[tuple[Draw, int, Callable[[Floats], Interval], float, tuple[float, float]]] = [
+    (normal, 8, of_mean, 3.0, NOMINAL),
+    (solved_of(4, 1.5, -2.0), 128, of_rate, mean_chance(1.5, -2.0), NOMINAL),
+    (solved_of(8, 1.5, -1.0), 128, of_pass_at(4), mean_chance(1.5, -1.0, 4), NOMINAL),
+    (solved_of(8, 0.3, 1.0), 32, of_pass_at(4), mean_chance(0.3, 1.0, 4), (NOMINAL[0], 0.995)),
+    (one_env, 5, of_seeds, 0.5, (0.915, 0.945)),
+    (one_env, 8, of_seeds, 0.5, (0.955, 0.985)),
+    (one_env, 20, of_seeds, 0.5, (0.942, 0.972)),
+    (three_envs, 5, of_seeds, 0.5, NOMINAL),
+]
 
 
 @pytest.mark.parametrize(
-    ("solves", "k", "num_levels"),
-    [(few_hard, 1, 32), pytest.param(easy, 4, 32, marks=SLOW)],
+    ("draw", "size", "interval", "truth", "expected"),
+    [*SYNTHETIC, *(pytest.param(*case, marks=SLOW) for case in SLOW_ONES)],
 )
-def test_pass_at_k_near_0_and_1(solves: Callable[..., Floats], k: int, num_levels: int) -> None:
-    """The plain bootstrap covers 78–86 % here with 32 levels; too much coverage is accepted."""
-    truth = mean_chance(0.3, 1.0, k)
-    if solves is few_hard:
-        truth = float(1 - np.array([0.95, 0.05]) @ (1 - np.array([0.98, 0.02])) ** k)
-    coverage = coverage_of(over_samples(solves, num_levels, k), truth)
-    assert NOMINAL[0] <= coverage <= (0.995 if num_levels == 32 else 0.98), coverage
+def test_intervals_of_synthetic_samples(
+    draw: Draw,
+    size: int,
+    interval: Callable[[Floats], Interval],
+    truth: float,
+    expected: tuple[float, float],
+) -> None:
+    generator = np.random.default_rng(size)
+    coverage = coverage_of((interval(draw(generator, size)) for _ in range(SAMPLES)), truth)
+    assert expected[0] <= coverage <= expected[1], coverage
 
 
 # Two agents on the same levels.
@@ -320,21 +325,6 @@ def test_one_episode_of_256_decides_nothing_between_seeds_that_agree() -> None:
         assert scores.low < 254 / 256 and scores.high > 1 - 1 / 1024
 
 
-BY_SEEDS = {3: 0.75, 5: 0.93, 8: 0.97, 20: 0.957}
-"""Coverage of one stratum's interquartile mean, as its docstring states."""
-
-
-@pytest.mark.parametrize(
-    ("seeds", "expected"),
-    [pytest.param(n, x, marks=() if n == 3 else SLOW) for n, x in BY_SEEDS.items()],
-)
-def test_interquartile_mean_of_one_environment(seeds: int, expected: float) -> None:
-    found = measured(
-        lambda g, n: g.normal(0.5, 0.1, n), seeds, lambda s: interquartile_mean([s.tolist()])
-    )
-    assert coverage_of(found, 0.5) == pytest.approx(expected, abs=0.015)
-
-
 @SLOW
 @pytest.mark.parametrize(("rate", "seeds"), [(0.02, 2), (0.5, 5), (0.97, 3)])
 def test_interquartile_mean_of_seeds_that_differ_by_chance_alone(rate: float, seeds: int) -> None:
@@ -347,14 +337,3 @@ def test_interquartile_mean_of_seeds_that_differ_by_chance_alone(rate: float, se
         scores = rate + (rates - rate) / spans
         found.append(interquartile_mean(scores.tolist(), float(noises.mean())))
     assert coverage_of(found, rate) >= NOMINAL[0]
-
-
-@SLOW
-def test_interquartile_mean_of_three_environments() -> None:
-    centres = np.array([[0.4], [0.5], [0.6]])
-    found = measured(
-        lambda g, n: g.normal(centres, 0.1, (3, n)),
-        5,
-        lambda scores: interquartile_mean(scores.tolist()),
-    )
-    assert is_nominal(coverage_of(found, 0.5)), coverage_of(found, 0.5)
