@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import ragen.finetuning.examples as examples_module
 import ragen.finetuning.sft as sft_module
 from ragen import evaluate, train
 from ragen.bases.demonstrations import NEUTRAL, plan_in_words
@@ -28,16 +30,8 @@ from ragen.core.errors import RagenError
 from ragen.core.seeding import SFT_LEVELS
 from ragen.core.types import Prompt
 from ragen.envs.registry import make
-from ragen.finetuning.sft import (
-    Examples,
-    card,
-    collate_examples,
-    epoch_minibatches,
-    mean_nll,
-    played_examples,
-    sft,
-    split_examples,
-)
+from ragen.finetuning.examples import Examples, Keep, find_player, played_examples
+from ragen.finetuning.sft import epoch_minibatches, mean_nll, sft
 from ragen.learning.learner import Learner
 from ragen.learning.models import Models
 from ragen.models.adapter_folder import hash_tensors
@@ -61,8 +55,12 @@ def weights(folder: Path) -> str:
     return hash_tensors(AutoModelForCausalLM.from_pretrained(folder).state_dict().items())
 
 
-def solved(config: Config, chat: Chat, episodes: int) -> Examples:
-    return played_examples(config, chat, "solver", episodes, None)
+def played(
+    config: Config, chat: Chat, player: str, episodes: int, keep: Keep | None = None
+) -> Examples:
+    policy, setup = find_player(config, chat, player)
+    found = played_examples(policy, setup, chat, player, episodes, keep, config.seed)
+    return found.fitting(config.rollout.max_tokens, config.model.max_length)
 
 
 def write_conversations(path: Path, count: int, reply: str = "<answer>Dragon</answer>") -> Path:
@@ -120,7 +118,8 @@ def test_conversations_teach_their_replies(tmp_path: Path) -> None:
 def test_held_out_loss_is_the_mean_over_the_trained_tokens(tmp_path: Path) -> None:
     """By hand: log softmax of the model's own logits at the tokens of the mask."""
     model, tokenizer = load_policy(bandit_model(), "cpu", "float32")
-    batch = collate_examples(solved(tiny_config(), Chat(tokenizer, think=False), 4).kept)
+    examples = played(tiny_config(), Chat(tokenizer, think=False), "solver", 4)
+    batch = examples.batch(examples.kept)
     learner = Learner(Models(model), UpdateConfig(), LossConfig(name="nll"))
     with torch.no_grad():
         logprobs_BTV = model(batch.token_ids_BT).logits.log_softmax(-1)
@@ -134,11 +133,12 @@ def test_held_out_loss_is_the_mean_over_the_trained_tokens(tmp_path: Path) -> No
 def test_every_example_is_used_once_per_epoch() -> None:
     tokenizer = tiny_tokenizer()
     sizes = settings(model__max_length=512, rollout__max_tokens=64)
-    examples = solved(resolve("frozen-lake-still", sizes), Chat(tokenizer, think=False), 9).kept
-    training, held_out = split_examples(examples, seed=3)
-    assert len(held_out) == 1 and held_out[0] in examples
-    assert [each for each in examples if each in training or each in held_out] == examples
-    batch = collate_examples(training)
+    config = resolve("frozen-lake-still", sizes)
+    examples = played(config, Chat(tokenizer, think=False), "solver", 9)
+    training, held_out = examples.split(seed=3)
+    assert len(held_out) == 1 and held_out[0] in examples.kept
+    assert [each for each in examples.kept if each in training + held_out] == examples.kept
+    batch = examples.batch(training)
     parts = list(epoch_minibatches(batch, 3, 2, seed=0))
     seen = [int(e) for part in parts for e in part.episode_B.unique()]
     assert len(parts) == 2 * round(8 / 3) and sorted(seen) == sorted(2 * list(range(len(training))))
@@ -151,16 +151,16 @@ def test_every_example_is_used_once_per_epoch() -> None:
 def test_random_play_is_kept_whatever_came_of_it_and_leans_to_no_action() -> None:
     config = resolve("bandit", {"rollout.max_tokens": 200, "model.max_length": 4096})
     chat = Chat(tiny_tokenizer("chatml"))
-    examples = played_examples(config, chat, "random", 64, None)
+    examples = played(config, chat, "random", 64)
     assert (len(examples.kept), examples.unsolved) == (64, 0) and "no skill" in examples.shows
     replies = [example[0][1].text for example in examples.kept]
     thoughts = [reply.partition("</think>")[0] for reply in replies]
     assert set(thoughts) == set(NEUTRAL)
     chosen = [reply.partition("<answer>")[2].partition("<")[0] for reply in replies]
     assert 16 <= chosen.count(chosen[0]) <= 48
-    won = played_examples(config, chat, "random", 64, "solved")
+    won = played(config, chat, "random", 64, "solved")
     assert 0 < len(won.kept) < 64 == len(won.kept) + won.unsolved
-    again = played_examples(config, chat, "random", 64, None)
+    again = played(config, chat, "random", 64)
     assert again.kept == examples.kept
 
 
@@ -169,8 +169,8 @@ def test_a_teacher_shows_optimal_play_in_the_thoughts_of_the_embedded_models(env
     config = resolve(env)
     _, tokenizer = load_policy(resolve_model("base", env), "cpu", "float32")
     chat = make_chat(config, tokenizer)
-    every = played_examples(config, chat, "teacher", 8, "all")
-    won = played_examples(config, chat, "teacher", 8, "solved")
+    every = played(config, chat, "teacher", 8, "all")
+    won = played(config, chat, "teacher", 8, "solved")
     assert len(won.kept) >= (2 if env == "frozen-lake" else 7), "optimal play; on ice with luck"
     own = make(env, **config.env.params)
     for level, example in enumerate(every.kept, SFT_LEVELS):
@@ -185,7 +185,7 @@ def test_a_wanderer_describes_the_map_and_moves_at_random(env: str) -> None:
     config = resolve(env, {"prompt.style": "paper", "env.params.observation": "coord"})
     config = changed(config, {"rollout.max_tokens": 400, "model.max_length": 4096})
     chat = Chat(tiny_tokenizer("chatml"))
-    examples = played_examples(config, chat, "wanderer", 12, None)
+    examples = played(config, chat, "wanderer", 12)
     assert examples.unsolved == examples.too_long == 0 and "no skill" in examples.shows
     actions = []
     for example in examples.kept:
@@ -198,8 +198,8 @@ def test_a_wanderer_describes_the_map_and_moves_at_random(env: str) -> None:
             assert here and thought.startswith(f"I am at {here[1]}.")
             (goal,) = re.findall(r"(?:Goal|Targets): (\(.*?\))", state)
             assert f"at {goal} is" in thought
-    batch = collate_examples(examples.kept, examples.trained)
-    every = collate_examples(examples.kept).mask_BT
+    batch = examples.batch(examples.kept)
+    every = replace(examples, trained={}).batch(examples.kept).mask_BT
     left_out = batch.token_ids_BT[every & ~batch.mask_BT].tolist()
     chosen = [chat.encode_text(f" {action}") for action in actions]
     assert left_out == [token for tokens in chosen for token in tokens], "only the choices"
@@ -223,7 +223,7 @@ def test_a_player_says_what_it_needs(
 ) -> None:
     config = resolve(env, more)
     with pytest.raises(RagenError, match=complaint):
-        played_examples(config, make_chat(config, build()), player, 2, None)
+        played(config, make_chat(config, build()), player, 2)
 
 
 def test_a_run_teaches_its_solved_episodes(bandit_run: Path, tmp_path: Path) -> None:
@@ -232,44 +232,41 @@ def test_a_run_teaches_its_solved_episodes(bandit_run: Path, tmp_path: Path) -> 
     assert 0 < kept < 24 == kept + tuned.unsolved
     text = (tmp_path / "tuned" / "README.md").read_text(encoding="utf-8")
     assert f"{kept} {bandit_run} episodes (left out: {tuned.unsolved} unsolved" in text
-    some = Examples("solver episodes", "They show it.", [[]] * 10, 2, 1)
-    assert (
-        "on 9 examples: 10 solver episodes (left out: 2 unsolved, 1 too long), "
-        "1 of them held out. They show it." in card(resolve("bandit"), some, 9)
-    )
+    assert f"{tuned.held_out} of them held out. Only successes of {bandit_run} play" in text
 
 
-def test_a_model_plays_at_temperature_1_without_reward_terms_and_is_released(
+def test_levels_are_reserved_temperature_is_1_without_terms_and_a_model_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "terms.py").write_text(
-        "from ragen.core.types import Turn\ndef praise(turn: Turn): return -1.0"
-    )
+    (tmp_path / "terms.py").write_text("def praise(turn):\n    return 1.0\n")
     setups, closed = list[Setup](), list[Sampler]()
-    run_groups = sft_module.run_groups
+    run_groups = examples_module.run_groups
 
-    async def spy(policy: Any, setup: Setup, *rest: Any) -> Any:
+    async def spy(policy: Any, setup: Setup, levels: Any, *rest: Any) -> Any:
         setups.append(setup)
-        return await run_groups(policy, setup, *rest)
+        assert list(levels) == [SFT_LEVELS + index for index in range(4)]
+        return await run_groups(policy, setup, levels, *rest)
 
     async def close(sampler: Sampler) -> None:
         closed.append(sampler)
 
-    monkeypatch.setattr(sft_module, "run_groups", spy)
+    monkeypatch.setattr(examples_module, "run_groups", spy)
     monkeypatch.setattr(Sampler, "close", close)
     terms = {f"{tmp_path}/terms.py:praise": 0.5}
     config = tiny_config(reward__terms=terms, rollout__temperature=0.5)
     _, tokenizer = load_policy(bandit_model(), "cpu", "float32")
     for player in (str(bandit_model()), "random"):
-        played_examples(config, make_chat(config, tokenizer), player, 4, "all")
+        played(config, make_chat(config, tokenizer), player, 4, "all")
     assert [(setup.temperature, setup.reward_terms) for setup in setups] == 2 * [(1.0, {})]
     assert len(closed) == 1
 
 
 def test_a_player_with_other_tokens_is_refused(tmp_path: Path) -> None:
     config = resolve("bandit", {"rollout.max_tokens": 80, "env.max_turns": 1})
-    with pytest.raises(RagenError, match=r"the tokens of base are not those of .*FILE\.jsonl"):
-        played_examples(config, Chat(tiny_tokenizer("chatml")), "base", 4, "all")
+    with pytest.raises(
+        RagenError, match=r"the tokens of base are not those of the model.*FILE\.jsonl"
+    ):
+        played(config, Chat(tiny_tokenizer("chatml")), "base", 4, "all")
 
 
 # The solver's episodes.
@@ -298,29 +295,16 @@ def test_solver_writes_its_plan_as_thought_and_answer() -> None:
 def test_solver_episodes_are_solved_with_every_chat_template(template: str, prefill: bool) -> None:
     more = {"prompt.style": "paper", "prompt.prefill": prefill, "env.actions_per_turn": 1}
     sizes = {"rollout.max_tokens": 200, "model.max_length": 16384}
-    examples = solved(resolve("sokoban", more | sizes), Chat(tiny_tokenizer(template)), 2)
+    config = resolve("sokoban", more | sizes)
+    examples = played(config, Chat(tiny_tokenizer(template)), "solver", 2)
     assert (len(examples.kept), examples.unsolved) == (2, 0)
 
 
-def test_solver_examples_come_from_solved_levels_reserved_for_sft(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from ragen.finetuning import sft as module
-
-    seen_levels: list[int] = []
-    run_groups = module.run_groups
-
-    async def spy(policy: Any, setup: Any, levels: Any, *rest: Any) -> Any:
-        seen_levels.extend(levels)
-        return await run_groups(policy, setup, levels, *rest)
-
-    monkeypatch.setattr(module, "run_groups", spy)
-    config = resolve("frozen-lake", {"threads": 1})
-    examples = solved(config, Chat(build()), 16)
-    assert seen_levels == [SFT_LEVELS + index for index in range(16)]
-    # Optimal play on slippery ice solves about half of the levels.
+def test_episodes_that_the_solver_does_not_solve_are_left_out() -> None:
+    """Optimal play on slippery ice solves about half of the levels."""
+    examples = played(resolve("frozen-lake", {"threads": 1}), Chat(build()), "solver", 16)
     assert examples.unsolved + len(examples.kept) == 16 and 0 < examples.unsolved < 16
-    assert "left out: " in str(examples)
+    assert f"left out: {examples.unsolved} unsolved" in str(examples)
 
 
 # Mistakes and failures.
@@ -367,15 +351,13 @@ def test_interrupted_or_failed_sft_leaves_nothing_behind(
     ("arguments", "complaint"),
     [
         (("--episodes", "1"), "--episodes: expected a whole number from 2"),
-        (("--epochs", "0"), "--epochs: expected a whole number from 1"),
-        (("--lr", "0"), "--lr: expected a number ≥ 1e-12"),
         (("--update.lr", "1e-3"), "set --lr"),
         (("--loss.kl", "0.1"), "loss.kl has no effect on supervised fine-tuning"),
         (
             ("--rollout.max_tokens", "3", "--episodes", "8"),
             "0 solver episodes (left out: 0 unsolved, 8 too",
         ),
-        (("--player", "none.jsonl"), "there is no file none.jsonl"),
+        (("--player", "none.jsonl"), "cannot read none.jsonl: no such file"),
         (("--player", "wandere"), "random, wanderer, solver, teacher, a FILE.jsonl, or a hub id"),
         (("--player", "talks", "--episodes", "3"), "leave out --episodes and --keep"),
         (

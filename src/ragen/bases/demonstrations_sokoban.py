@@ -23,6 +23,7 @@ import numpy as np
 
 from ragen.bases.demonstrations import Chart, Piece, Reply, Teacher, answer
 from ragen.chat.prompt import Limits
+from ragen.core.errors import RagenError
 from ragen.envs.contract import Env, pick
 from ragen.envs.worlds.sokoban import ACTIONS, Board, Room, Sokoban, shortest_solution
 
@@ -137,6 +138,8 @@ def sokoban_plan(careful: float, slips_trained: bool = True) -> Teacher:
     def write(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
         assert isinstance(env, Sokoban)
         room, board = env.room, env.board
+        if room.targets.bit_count() != 1:
+            raise RagenError("the teacher of sokoban pushes one box only: take --player solver")
         push = optimal_push(room, board) if generator.random() < careful else None
         is_careful = push is not None
         if push is None:

@@ -57,7 +57,7 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
     given = {name: value for name, value in given.items() if value is not None}
     tuned = sft(config, options.out, options.player, watch=watch, **given)
     if options.json:
-        print(json.dumps(tuned.record()))
+        print(json.dumps(asdict(tuned), default=str))
         return 0
     print(tuned)
     print(f"{tuned.seconds:.0f} s; the model is in {tuned.model}")

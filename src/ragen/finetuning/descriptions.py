@@ -20,11 +20,9 @@ from ragen.bases.demonstrations import Piece, Reply, answer
 from ragen.chat.prompt import Limits
 from ragen.core.errors import RagenError
 from ragen.envs.contract import Env, pick
-from ragen.envs.worlds.frozen_lake import FrozenLake
+from ragen.envs.worlds.frozen_lake import MOVES, FrozenLake
 from ragen.envs.worlds.grid import Cell, GridEnv, cells_of
 from ragen.envs.worlds.sokoban import Sokoban
-
-STEPS = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 
 
 def wanderer(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
@@ -57,9 +55,8 @@ def places(env: GridEnv, mark: str) -> list[Cell]:
 def neighbours(env: GridEnv, here: Cell) -> dict[str, Cell]:
     """The neighbouring cells that are on the map, by the action towards each."""
     cells, (row, col) = cells_of(env.rows()), here
-    ahead = {
-        action: (row + STEPS[action][0], col + STEPS[action][1]) for action in env.actions or ()
-    }
+    moves = ((action, MOVES[action]) for action in env.actions or ())
+    ahead = {action: (row + down, col + right) for action, (down, right) in moves}
     return {action: cell for action, cell in ahead.items() if cell in cells}
 
 

@@ -12,12 +12,11 @@ policy would have to sample, and no reply is searched for in rendered text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from ragen.algorithms.samples import Exchange
 from ragen.chat.chat import Chat, without_thought
@@ -47,12 +46,9 @@ OWN_PLAYERS = ("random", "wanderer", "solver", "teacher")
 
 def is_file(player: str) -> bool:
     """True for a file of conversations: any file, also a pipe, such as /dev/stdin."""
-    if player in OWN_PLAYERS:
-        return False
     path = Path(player)
-    if path.suffix == ".jsonl" and not path.exists():
-        raise RagenError(f"there is no file {player}: --player FILE.jsonl names conversations")
-    return path.exists() and not path.is_dir()
+    names_file = path.suffix == ".jsonl" or (path.exists() and not path.is_dir())
+    return names_file and player not in OWN_PLAYERS
 
 
 def read_transcripts(path: Path) -> list[Transcript]:
@@ -71,18 +67,21 @@ def read_transcripts(path: Path) -> list[Transcript]:
     return transcripts
 
 
+ALTERNATING = ("user", "assistant")
+
+
 class _Message(BaseModel):
-    role: str
+    role: Literal["system", "user", "assistant"]
     content: str
-    weight: Any = 1
+    weight: Literal[1] = 1
 
 
 class _Line(BaseModel):
-    messages: list[_Message] = Field(min_length=1)
-    weight: Any = 1
+    messages: list[_Message]
+    weight: Literal[1] = 1
 
 
-def _messages(line: str, where: str) -> Sequence[Message]:
+def _messages(line: str, where: str) -> list[Message]:
     try:
         found = _Line.model_validate_json(line)
     except ValidationError as error:
@@ -92,29 +91,20 @@ def _messages(line: str, where: str) -> Sequence[Message]:
             f"{where}: {place}: {first['msg']}; "
             'expected {"messages": [{"role": text, "content": text}, …]}'
         ) from None
-    for weight in (found.weight, *(message.weight for message in found.messages)):
-        if weight != 1:
-            raise RagenError(
-                f"{where}: weight = {weight!r} is not supported, since every assistant "
-                "message is trained on; leave the conversation out, or remove this key"
-            )
-    parsed = [{"role": m.role, "content": m.content} for m in found.messages]
-    turns = parsed[1:] if parsed[0]["role"] == "system" else parsed
-    for number, message in enumerate(turns):
-        expected = "assistant" if number % 2 else "user"
-        if message["role"] != expected:
-            raise RagenError(
-                f"{where}: message {number + 1 + len(parsed) - len(turns)} has role "
-                f"{message['role']!r}, expected {expected!r}; user and assistant alternate, "
-                "after at most one system message"
-            )
-        if expected == "assistant":
-            message["content"] = message["content"].strip()
-            if not message["content"]:
+    roles = [message.role for message in found.messages]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    if len(turns) < 2 or any(role != ALTERNATING[i % 2] for i, role in enumerate(turns)):
+        raise RagenError(
+            f"{where}: the roles are {', '.join(roles) or 'none'}; user and assistant must "
+            "alternate, after at most one system message"
+        )
+    messages = found.messages[: len(roles) - len(turns) % 2]
+    for message in messages[1:]:
+        if message.role == "assistant":
+            message.content = message.content.strip()
+            if not message.content:
                 raise RagenError(f"{where}: an assistant message is empty")
-    if len(turns) < 2:
-        raise RagenError(f"{where}: it has no assistant message")
-    return parsed if len(turns) % 2 == 0 else parsed[:-1]
+    return [{"role": message.role, "content": message.content} for message in messages]
 
 
 def to_exchanges(
