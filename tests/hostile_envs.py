@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import locale
 import os
-import random
 import signal
 import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from fractions import Fraction
@@ -105,20 +102,6 @@ RAISED: dict[str, tuple[Callable[[], object], str]] = {
 }
 """Exceptions, by the reason of the failed episode."""
 
-UNDONE: dict[str, Callable[[], object]] = {
-    "chdir": lambda: os.chdir("/"),
-    "SIGINT handler": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    "stdout replaced": lambda: setattr(sys, "stdout", None),
-    "fd 2 replaced": lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2),
-    "recursion limit": lambda: sys.setrecursionlimit(500),
-    "warnings": lambda: warnings.simplefilter("error"),
-    "environ": lambda: os.environ.update(RAGEN_HOSTILE="1"),
-    "random": lambda: random.seed(1),
-    "numpy": lambda: np.random.seed(1),  # noqa: NPY002
-    "locale": lambda: locale.setlocale(locale.LC_ALL, "C"),
-}
-"""What a process has of its own, and code can change."""
-
 ANSWERS: dict[str, tuple[dict[str, Any], str]] = {
     "surrogate": ({"observation": "a\ud800"}, "lone surrogate"),
     "long": ({"observation": "x" * 200_000}, "at most 100,000"),
@@ -180,7 +163,6 @@ WORKER: dict[str, tuple[Callable[[], object], str]] = {
 
 DEEDS: dict[str, Callable[[], object]] = {
     **{name: deed for name, (deed, _) in (RAISED | WORKER).items()},
-    "change everything": lambda: [change() for change in UNDONE.values()],
     "fork and hang": fork_and_hang,
     "print": lambda: sys.stdout.write("printed by the environment\n"),
 }

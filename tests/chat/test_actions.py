@@ -148,15 +148,6 @@ def test_action_names_of_several_words_and_other_scripts() -> None:
     assert not read("<think>.</think><answer>\u212a</answer>", actions=names).valid
 
 
-def test_actions_beyond_the_limit_are_left_out() -> None:
-    reply = "<think>.</think><answer>Up || Left || Fly || Down</answer>"
-    parsed = read(reply, max_actions=2)
-    assert parsed.actions_asked == ("Up", "Left", "Fly", "Down")
-    assert parsed.actions == ("Up", "Left")
-    assert not parsed.valid
-    assert read("<think>.</think><answer>Up</answer>", max_actions=0).actions == ()
-
-
 def test_problem_is_one_short_printable_sentence() -> None:
     name = "\u202e\x1b[31m<answer" + "x" * 100_000
     problem = read(f"<think>.</think><answer>{name}</answer>").problem

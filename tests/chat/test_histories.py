@@ -8,45 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sqlite3
 from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragen.algorithms.advantages import ADVANTAGES
 from ragen.algorithms.batch import (
-    Batch,
     collate,
-    episode_index,
     minibatches,
-    scatter_to_rows,
-    to_episodes,
 )
-from ragen.algorithms.credit import credit
 from ragen.algorithms.samples import to_samples
 from ragen.chat.chat import Chat
-from ragen.config.reading import resolve
-from ragen.config.sections import AdvantageConfig, LossConfig, RewardConfig, UpdateConfig
+from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.types import Completion, Episode, Group, Prompt, Sample
 from ragen.learning.exactness import verify, with_fingerprints
 from ragen.learning.learner import Learner
 from ragen.learning.models import Models
-from ragen.models.loading import save_model
 from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import fingerprint
 from ragen.rollout.setup import Setup
 from ragen.sampling.local_sampler import Sampler
-from ragen.training.progress import Watcher
-from ragen.training.trainer import train
 from tests.rogue import Rogue
 from tests.tiny import TEMPLATES, tiny_model, tiny_tokenizer
 from tests.tolerance import LOGPROB
@@ -195,38 +181,6 @@ def test_every_sampled_token_is_trained_once(template: str, data: st.DataObject)
         verify([part])
 
 
-def credit_of_episodes(batch: Batch, episodes: list[Episode]) -> list[torch.Tensor]:
-    """Rewards, returns and advantages of each episode, by every estimator and both placements."""
-    index = episode_index(batch)
-    values_ES = torch.linspace(0, 1, index.mask_ES.shape[1]) * index.mask_ES
-    batch = replace(batch, values_BT=scatter_to_rows(values_ES, index))
-    fields_ES = [index.turn_ES, index.turn_ends_ES]
-    for placement, name in product(("episode", "turn"), ADVANTAGES):
-        reward = RewardConfig(placement=placement)
-        result = credit(batch, episodes, reward, AdvantageConfig(name=name), LossConfig(kl=0.0))
-        fields_BT = (result.rewards_BT, result.advantages_BT, result.returns_BT)
-        fields_ES += [
-            to_episodes(field_BT, index) for field_BT in fields_BT if field_BT is not None
-        ]
-    return fields_ES
-
-
-@FEW
-@given(data=st.data(), max_length=st.sampled_from([ROOMY, TIGHT]))
-def test_credit_does_not_depend_on_what_a_prompt_shows(
-    data: st.DataObject, max_length: int
-) -> None:
-    replies, texts = data.draw(draw_replies("chatml")), data.draw(text_lists)
-
-    def credits(window: int, summary: Summary) -> list[torch.Tensor]:
-        groups = play("chatml", replies, texts, window, max_length, summary=summary)
-        samples, episodes = to_samples(groups)
-        return credit_of_episodes(collate(samples), episodes)
-
-    whole, shown = credits(0, "none"), credits(*data.draw(st.sampled_from(VIEWS[1:])))
-    assert all(map(torch.equal, shown, whole))
-
-
 NUMBERS = ["one", "two", "three", "four", "five"]
 
 
@@ -314,32 +268,3 @@ def test_recomputed_logprobs_equal_sampled_ones(
     recomputed_BT, _ = learner.logprobs(batch)
     gap_BT = (recomputed_BT - batch.sampled_logprobs_BT)[batch.mask_BT].abs()
     assert gap_BT.max() < LOGPROB
-
-
-class NoteRecorder(Watcher):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-@pytest.mark.parametrize(("kept", "text"), [("keep", "here they stay"), ("drop", "are left out")])
-def test_a_run_reports_whether_thoughts_are_kept(tmp_path: Path, kept: str, text: str) -> None:
-    """From the setting to the samples, with a template that drops thoughts."""
-    tokenizer = tiny_tokenizer("reasoner")
-    save_model(tiny_model(tokenizer), tokenizer, tmp_path / "model")
-    wanted = {"steps": 1, "threads": 1, "rollout.num_groups": 1, "rollout.group_size": 2}
-    sizes = {"rollout.max_tokens": 8, "rollout.slots": 2, "env.max_turns": 3, "eval.episodes": 0}
-    keys = {"model.path": str(tmp_path / "model"), "record.tokens_every": 1, "filter.rule": "all"}
-    more = {"filter.include_zero": True, "prompt.history_thoughts": kept}
-    config = resolve("frozen-lake-still", wanted | sizes | keys | more)
-    recorder = NoteRecorder()
-    train(config, tmp_path / "run", watcher=recorder)
-    _, note = recorder.notes  # the first note is about the recipe
-    assert text in note
-    with closing(sqlite3.connect(tmp_path / "run" / "run.sqlite")) as database:
-        (samples,) = database.execute("SELECT COUNT(*) FROM samples").fetchone()
-        (turns,) = database.execute("SELECT COUNT(*) FROM turns").fetchone()
-    assert turns == 6
-    assert samples == (2 if kept == "keep" else 6)

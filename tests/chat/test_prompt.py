@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ragen.chat.prompt import Limits, PromptBuilder, prefill
+from ragen.chat.prompt import Limits, PromptBuilder
 
 FIRST = Limits(turn=1, turns_left=5, actions_left=10, actions_per_turn=5)
 LAST = Limits(turn=5, turns_left=1, actions_left=3, actions_per_turn=5)
@@ -69,13 +69,3 @@ def test_paper_prompt_for_one_free_text_action_per_turn_without_thought() -> Non
     assert "<answer> action </answer>" in text
     assert "||" not in text
     assert "tokens" not in text
-
-
-def test_paper_prompt_names_the_separator() -> None:
-    text = PromptBuilder("paper").first("R.", "G", MOVES, "P", FIRST)
-    assert "action || action" in text
-    assert "Put || between actions" in text
-
-
-def test_prefill_opens_the_thought_or_the_answer() -> None:
-    assert (prefill(True), prefill(False)) == ("<think>", "<answer>")

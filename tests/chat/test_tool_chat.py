@@ -391,16 +391,6 @@ def test_several_calls_and_a_broken_one_have_one_result_each(name: str) -> None:
     assert episode.stop_reason == "solved" and episode.success
 
 
-def test_wrong_arguments_and_names_are_results_without_a_penalty() -> None:
-    calls = [write_call("echo", times=1), write_call("shout")]
-    episode = scripted("hermes", [chat_of("hermes").calls.write(calls), "end"])  # type: ignore[union-attr]
-    assert episode.turns[0].results == (
-        "Error: text: Missing required argument",
-        "Error: there is no tool of that name; there are echo",
-    )
-    assert episode.turns[0].penalty == 0 and episode.turns[0].info["effective"] == 0
-
-
 @pytest.mark.parametrize(
     ("reply", "problem"),
     [

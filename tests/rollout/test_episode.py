@@ -217,10 +217,7 @@ def test_episodes_start_in_order_within_the_concurrency(concurrency: int) -> Non
 MISDEEDS: dict[str, str] = {
     "raise in init": "KeyError: 'no key'",
     "raise in reset": "LookupError: no such level",
-    "raise": "ZeroDivisionError: by zero",
     "raise in state_key": "RuntimeError: no key today",
-    "no observation": "NoneType as observation: text is expected",
-    "list as info": "list as info: a dict",
     "hang": "longer than 0.1 s in step",
     "hang in reset": "longer than 0.1 s in reset",
 }
@@ -263,7 +260,7 @@ def test_a_limit_of_the_environment_itself_counts_as_a_budget() -> None:
     assert sum(len(turn.actions_executed) for turn in episode.turns) == 2
 
 
-def test_snapshots_are_copies_and_must_be_json() -> None:
+def test_snapshots_are_copies() -> None:
     class Shares(Rogue):
         def reset(self, **seeds: Any) -> Any:
             self.state = {"where": [0]}
@@ -279,13 +276,6 @@ def test_snapshots_are_copies_and_must_be_json() -> None:
 
     episode = play(lambda prompt: RIGHT, corridor(make=Shares))
     assert [t.snapshot for t in episode.turns[:3]] == [{"where": [n]} for n in (0, 1, 2)]
-
-    class Odd(Rogue):
-        def get_state(self) -> Any:
-            return {"where": {1, 2}}
-
-    episode = play(lambda prompt: RIGHT, corridor(make=Odd))
-    assert episode.stop_reason == "error" and "not JSON serializable" in (episode.error or "")
 
 
 def test_a_bug_in_a_policy_is_raised() -> None:

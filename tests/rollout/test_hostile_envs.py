@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import re
 import signal
-import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ragen.core.types import Episode
@@ -82,28 +78,6 @@ def test_isolation_survives_what_a_process_can_do(deed: str) -> None:
     bad, good = play_isolated(deed, 0, 1, every=2, timeout_s=timeout_s)
     assert (bad.failed, good.stop_reason) == (True, "solved")
     assert re.search(reason, bad.error or ""), bad.error
-
-
-def present() -> dict[str, Any]:
-    """What a run depends on."""
-    return {
-        "folder": os.getcwd(),
-        "handler": signal.getsignal(signal.SIGINT),
-        "streams": (sys.stdin, sys.stdout, sys.stderr),
-        "files": [os.fstat(fd)[:3] for fd in (1, 2)],
-        "depth": sys.getrecursionlimit(),
-        "warnings": list(warnings.filters),
-        "environ": dict(os.environ),
-        "random": random.getstate(),
-        "numpy": str(np.random.get_state()),  # noqa: NPY002
-    }
-
-
-def test_what_an_isolated_environment_changes_stays_in_its_process() -> None:
-    play(Setup("corridor", Rogue))  # what is loaded or made once is not a change
-    before = present()
-    assert [each.stop_reason for each in play_isolated("change everything", 0)] == ["solved"]
-    assert present() == before
 
 
 def test_what_an_environment_prints_goes_to_standard_error(
