@@ -44,14 +44,10 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
             f"the model '{name}' is gated: accept its terms on its page of the Hub, then log in "
             "with `hf auth login`"
         ) from error
-    except RepositoryNotFoundError as error:
+    except (RepositoryNotFoundError, HFValidationError) as error:
         raise RagenError(
-            f"the Hub has no model '{name}' that may be read from here: check the name; for a "
-            "private one log in with `hf auth login`"
-        ) from error
-    except HFValidationError as error:
-        raise RagenError(
-            f"there is no model '{name}': name a folder that exists, or an id of the Hub"
+            f"there is no model '{name}' that may be read from here: name a folder that exists, or "
+            "an id of the Hub; for a private one log in with `hf auth login`"
         ) from error
     except (OSError, HTTPError, ImportError, ValueError) as error:  # the last two: an odd proxy
         if getattr(error, "errno", None):  # the disk's; errors of the network have no number here
@@ -79,13 +75,9 @@ def hub_shapes(name: str) -> dict[str, tuple[int, ...]]:
 
     try:
         files = HfApi().get_safetensors_metadata(name).files_metadata.values()
-    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+    except (NotASafetensorsRepoError, SafetensorsParsingError, OSError, HTTPError) as error:
         raise RagenError(
-            f"the model '{name}' has no weights as safetensors on the Hub; use one that has"
-        ) from error
-    except (OSError, HTTPError) as error:
-        raise RagenError(
-            f"the sizes of the model '{name}' cannot be read from the Hub: check the network, or "
-            "name a local folder"
+            f"the model '{name}' has no weights as safetensors on the Hub, or the network fails: "
+            "use a model that has, or name a local folder"
         ) from error
     return {each: tuple(info.shape) for file in files for each, info in file.tensors.items()}

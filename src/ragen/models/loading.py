@@ -124,13 +124,10 @@ def _check_saving(model: PreTrainedModel, folder: Path) -> None:
         model.generation_config.validate(strict=True)
     except ValueError:  # often a temperature without do_sample, which RAGEN does not read
         model.generation_config.do_sample = True
-    with TemporaryDirectory() as scratch:
-        for file, config in (
-            ("config.json", model.config),
-            ("generation_config.json", model.generation_config),
-        ):
-            with load_errors(folder, f"{file} could not be saved with a checkpoint"):
-                config.save_pretrained(scratch)
+    cause = "config.json or generation_config.json could not be saved with a checkpoint"
+    with TemporaryDirectory() as scratch, load_errors(folder, cause):
+        model.config.save_pretrained(scratch)
+        model.generation_config.save_pretrained(scratch)
 
 
 def _load_weights(folder: Path, name: str, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
@@ -203,15 +200,23 @@ def load_tokenizer(
 
 
 def _read_tokenizer(folder: Path, name: str | Path) -> PreTrainedTokenizerBase:
+    file, saved = folder / WORDS, None
     with load_errors(name, "it has no usable tokenizer"):
-        saved = _saved_tokenizer(folder / WORDS)
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=False
-        )
-        _encode_all(getattr(tokenizer, "backend_tokenizer", None))
-        if not _encodes_as_saved(tokenizer, saved):
+        if file.is_file():
+            saved = Tokenizer.from_file(str(file))
+            largest = max(saved.get_vocab().values(), default=0)
+            if largest > MOST_IDS:  # transformers fills tables up to it
+                raise RagenError(
+                    f"{file}: a token has the id {largest}, and at most {MOST_IDS} makes sense; "
+                    "use the model's own tokenizer"
+                )
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        # transformers builds some tokenizers from the vocabulary alone, by the class that the
+        # folder names. It takes DeepSeek's for a Llama tokenizer, which loses spaces and Chinese.
+        if saved and backend and _ids(backend) != _ids(saved):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
-            _encode_all(tokenizer.backend_tokenizer)
+            _ids(tokenizer.backend_tokenizer)
     # transformers replaces a missing tokenizer by one that has special tokens alone.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise RagenError(f"the model '{name}' has no tokenizer; save one in its folder")
@@ -223,47 +228,17 @@ def _read_tokenizer(folder: Path, name: str | Path) -> PreTrainedTokenizerBase:
             f"the tokenizer of '{name}' erases text: {PROBE[:5]!r} becomes {kept[:20]!r} when it "
             "is encoded and decoded; use the model's own tokenizer"
         )
-    return tokenizer
+    found: PreTrainedTokenizerBase = tokenizer
+    return found
 
 
-def _saved_tokenizer(file: Path) -> Tokenizer | None:
-    """The tokenizer of a tokenizer.json, if there is one.
-
-    transformers fills tables up to the largest id, so that this is checked first.
-    """
-    if not file.is_file():
-        return None
-    saved = Tokenizer.from_file(str(file))
-    largest = max(saved.get_vocab().values(), default=0)
-    if largest > MOST_IDS:
-        raise RagenError(
-            f"{file}: a token has the id {largest}, and at most {MOST_IDS} makes sense; use the "
-            "model's own tokenizer"
-        )
-    _encode_all(saved)
-    return saved
-
-
-def _encodes_as_saved(tokenizer: PreTrainedTokenizerBase, saved: Tokenizer | None) -> bool:
-    """True if a tokenizer gives the ids that its tokenizer.json gives.
-
-    transformers builds some tokenizers from the vocabulary alone, by the class that the folder
-    names. It takes DeepSeek's for a Llama tokenizer, which loses spaces and all Chinese.
-    """
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or type(tokenizer) is PreTrainedTokenizerFast or saved is None:
-        return True
-    found = [each.encode(PROBE, add_special_tokens=False).ids for each in (saved, backend)]
-    return bool(found[0] == found[1])
-
-
-def _encode_all(backend: Tokenizer | None) -> None:
-    """Stop a tokenizer from truncating, padding and sampling, because `Chat` encodes with it."""
-    if backend is not None:
-        backend.no_truncation()
-        backend.no_padding()
-        if getattr(backend.model, "dropout", None) is not None:  # it skips merges at random
-            backend.model.dropout = None
+def _ids(backend: Tokenizer) -> list[int]:
+    """The ids of `PROBE`, once the tokenizer neither truncates nor pads nor samples."""
+    backend.no_truncation()
+    backend.no_padding()
+    if getattr(backend.model, "dropout", None) is not None:  # it skips merges at random
+        backend.model.dropout = None
+    return backend.encode(PROBE, add_special_tokens=False).ids
 
 
 def _check_fit(

@@ -226,8 +226,8 @@ class Run:
     @property
     def is_fast(self) -> bool:
         """True if the learner computes with `ragen.networks.fast_qwen2`."""
-        is_plain = self.sizes.is_plain_qwen2 and self.item == FLOAT and self.device == "cpu"
-        return is_plain and not self.model.gradient_checkpointing
+        is_qwen2 = self.sizes.is_qwen2 and self.item == FLOAT and self.device == "cpu"
+        return is_qwen2 and not self.model.gradient_checkpointing
 
 
 def rows_of(run: Run) -> list[Row]:
@@ -279,7 +279,7 @@ def _copies(run: Run) -> int:
         return 0
     if sampler == "vllm":
         return run.item * sizes.numbers
-    if sampler == "local" and run.item == FLOAT and sizes.is_plain_qwen2:
+    if sampler == "local" and run.item == FLOAT and sizes.is_qwen2:
         # The fast decoder's: fused layers with biases, the embedding and the output layer.
         biases = sizes.num_layers * (sizes.heads + 2 * sizes.key_heads) * sizes.head_width
         words = 2 * sizes.vocabulary * sizes.width

@@ -87,26 +87,19 @@ class FlatDecoder:
         self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> Tensor:
         """Read new tokens as `HFDecoder` does; a long row is read apart from many short ones."""
-        logits, first, longest = [], 0, 0
+        firsts, longest = [0], 0  # the first row of each forward
         for row, count in enumerate(map(len, tokens)):
             longest = max(longest, count)
-            if row > first and (row + 1 - first) * longest > PADDED_QUERIES:
-                logits.append(self._prefill(slots, starts, tokens, slice(first, row)))
-                first, longest = row, count
-        logits.append(self._prefill(slots, starts, tokens, slice(first, len(tokens))))
+            if row > firsts[-1] and (row + 1 - firsts[-1]) * longest > PADDED_QUERIES:
+                firsts.append(row)
+                longest = count
+        slots_N, starts_N = torch.tensor(slots), torch.tensor(starts)
+        counts_N = torch.tensor([len(row) for row in tokens])
+        logits = []
+        for part in map(slice, firsts, [*firsts[1:], len(tokens)]):
+            token_ids_F = torch.tensor(list(chain.from_iterable(tokens[part])))
+            logits.append(self._read(slots_N[part], starts_N[part], counts_N[part], token_ids_F))
         return torch.cat(logits)
-
-    def _prefill(
-        self,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        tokens: Sequence[Sequence[int]],
-        rows: slice,
-    ) -> Tensor:
-        counts_N = torch.tensor([len(row) for row in tokens[rows]])
-        token_ids_F = torch.tensor(list(chain.from_iterable(tokens[rows])))
-        slots_N, starts_N = torch.tensor(slots[rows]), torch.tensor(starts[rows])
-        return self._read(slots_N, starts_N, counts_N, token_ids_F)
 
     @torch.no_grad()
     def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:

@@ -50,8 +50,8 @@ class Sizes:
 
     `weights` are the shapes of all parameters by name; a tied output layer is not repeated.
     `inner` is the width between the two layers of a feed-forward block. `stores_scores` says that
-    attention keeps its scores for the backward pass, and `is_plain_qwen2` that the fast path of
-    `ragen.networks.fast_qwen2` computes it in float32.
+    attention keeps its scores for the backward pass, and `is_qwen2` that the fast path of
+    `ragen.networks.fast_qwen2` usually computes it in float32.
     """
 
     weights: Mapping[str, Shape]
@@ -63,7 +63,7 @@ class Sizes:
     head_width: int
     inner: int
     stores_scores: bool = False
-    is_plain_qwen2: bool = False
+    is_qwen2: bool = False
 
     @property
     def numbers(self) -> int:
@@ -116,7 +116,7 @@ def sizes_of(raw: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Sizes:
         head_width=head_width,
         inner=_number(config, INNER) or 4 * width,
         stores_scores=bool(config.get("attn_logit_softcapping")),
-        is_plain_qwen2=_is_plain_qwen2(config, head_width),
+        is_qwen2=config.get("model_type") == "qwen2",
     )
 
 
@@ -155,17 +155,3 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
         if type(value) is int and value > 0:
             return value
     return None
-
-
-def _is_plain_qwen2(config: Mapping[str, Any], head_width: int) -> bool:
-    """True if `ragen.networks.fast_qwen2.supports` the model in float32."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return (
-        config.get("model_type") == "qwen2"
-        and config.get("hidden_act", "silu") == "silu"
-        and isinstance(rope, dict)
-        and rope.get("rope_type", rope.get("type", "default")) == "default"  # the older name
-        and not config.get("use_sliding_window")
-        and not config.get("attention_dropout")
-        and head_width % 2 == 0
-    )
