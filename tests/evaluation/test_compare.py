@@ -21,7 +21,6 @@ from ragen.evaluation.compare import (
     SUITES,
     Comparison,
     compare,
-    compare_arms,
     compare_in_envs,
     refuse_absent_targets,
 )
@@ -56,6 +55,11 @@ def scripted(solved: Mapping[str, Sequence[Sequence[bool]]]) -> Any:
     return measure
 
 
+def compared(a: list[str], b: list[str], solved: Mapping[str, Any]) -> Comparison:
+    """The comparison of two arms in the environment of the first."""
+    return next(compare_in_envs(a, b, {"": {}}, {}, scripted(solved)))
+
+
 def levels(won: int, lost: int) -> list[list[bool]]:
     return [[True]] * won + [[False]] * lost
 
@@ -66,7 +70,7 @@ def test_comparison_equals_values_computed_by_hand() -> None:
         "random": levels(60, 40),
         "solver": [*levels(40, 20), *levels(4, 36)],
     }
-    comparison = compare_arms("", ["random"], ["solver"], {}, scripted(solved))
+    comparison = compared(["random"], ["solver"], solved)
     assert (comparison.env, comparison.won, comparison.lost) == ("bandit", 20, 4)
     assert comparison.difference.value == pytest.approx(0.16)
     # With two added levels: centre 16/102 = .15686; variance (26 − 102·.15686²)/101 = .23258, of
@@ -76,14 +80,14 @@ def test_comparison_equals_values_computed_by_hand() -> None:
     assert comparison.p_value == mcnemar([1] * 20 + [-1] * 4)
     assert comparison.detectable == smallest_detectable(comparison.difference)
     assert comparison.verdict == "random is better than solver: +16.0 points [+6.2, +25.2]."
-    swapped = compare_arms("", ["solver"], ["random"], {}, scripted(solved))
+    swapped = compared(["solver"], ["random"], solved)
     assert swapped.verdict == "solver is worse than random: -16.0 points [-25.2, -6.2]."
     json.dumps(comparison.record())
 
 
 def test_verdict_states_the_smallest_detectable_difference() -> None:
     solved = {"random": levels(33, 31), "solver": levels(31, 33)}
-    comparison = compare_arms("", ["random"], ["solver"], {}, scripted(solved))
+    comparison = compared(["random"], ["solver"], solved)
     assert comparison.verdict == (
         "No difference is shown: +3.1 points [-3.0, +9.1]. This sample is too small to show "
         "a difference of less than 8.7 points reliably."
@@ -95,7 +99,7 @@ def test_verdict_states_the_smallest_detectable_difference() -> None:
 
 def test_several_samples_are_paired_by_level() -> None:
     solved = {"random": [[True, True], [True, False]], "solver": [[True, False], [False, True]]}
-    comparison = compare_arms("", ["random"], ["solver"], {}, scripted(solved))
+    comparison = compared(["random"], ["solver"], solved)
     assert (comparison.difference.value, comparison.won, comparison.lost) == (0.25, 1, 0)
     assert comparison.p_value == mcnemar([1, 0]) == 1.0
     assert "Of 2 levels, 2 episodes each:" in markdown([comparison_table(comparison)])
@@ -112,9 +116,7 @@ def run_folders(tmp_path: Path, names: str) -> list[str]:
 def test_runs_with_different_seeds_form_an_arm(tmp_path: Path) -> None:
     a, b, c, d = run_folders(tmp_path, "abcd")
     solved = {a: levels(40, 24), b: levels(48, 16), c: levels(56, 8), d: levels(20, 44)}
-    comparison = compare_arms(
-        "", [a, b, c], [d, "random"], {}, scripted(solved | {"random": levels(24, 40)})
-    )
+    comparison = compared([a, b, c], [d, "random"], solved | {"random": levels(24, 40)})
     assert (
         comparison.a.success.value == pytest.approx(0.75) and comparison.b.success.value == 22 / 64
     )

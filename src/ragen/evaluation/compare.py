@@ -185,52 +185,39 @@ def compare_in_envs(
 ) -> Iterator[Comparison]:
     """Compare two arms in one environment after the other.
 
-    ``base`` is the same embedded model in all environments: that of the environment in which the
-    first run was trained, or else of the first environment. So an agent that was trained on Sokoban
-    meets the model that it started from on the lake, too, not one that has seen lakes.
+    ``base`` is the same embedded model in all environments: the model of the environment in which
+    the first run was trained, or else of the first environment. So an agent that was trained on
+    Sokoban meets the model that it started from on the lake, too, not one that has seen lakes.
 
     An arm is a target, or the runs of its training seeds. `envs` are settings by the environment's
-    name in the result, such as an entry of `SUITES`; `overrides` hold for all environments. If
-    `is_served`, targets that are not found on this machine are models of a server.
+    name in the result, such as an entry of `SUITES`; an empty name takes the environment's own.
+    `overrides` hold for all environments. Without an environment in either, both arms play that of
+    the first run. If `is_served`, targets that are not found on this machine are models of a
+    server.
     """
-    targets = [*a, *b]
-    settings = {name: {**overrides, **values} for name, values in envs.items()}
-    for values in settings.values():  # check all environments before anything is played
-        shared_settings(targets, values, is_served)
+    targets, given = [*a, *b], [{**overrides, **values} for values in envs.values()]
+    # All environments are checked before anything is played.
+    settings = [shared_settings(targets, values, is_served) for values in given]
     base = "base"
     if "base" in targets:
-        runs = [target for target in targets if run_of(target)]
-        first = run_of(runs[0]) if runs else None
-        in_first_env = next(iter(settings.values()))
-        home = run_config(first) if first else config_for(targets[0], in_first_env)
+        runs = [run for target in targets if (run := run_of(target))]
+        home = run_config(runs[0]) if runs else config_for(targets[0], given[0])
         base = str(base_folder(home.env.name))
-
-    def measure_from_home(target: str, values: Overrides) -> tuple[Evaluation, list[Outcome]]:
-        return measure(base if target == "base" else target, values)
-
-    for name, values in settings.items():
-        yield compare_arms(name, a, b, values, measure_from_home, is_served)
+    for name, values in zip(envs, settings, strict=True):
+        arms = [[measure(base if t == "base" else t, values[t]) for t in arm] for arm in (a, b)]
+        yield _compared(name, (a, b), arms)
 
 
-def compare_arms(
+def _compared(
     name: str,
-    a: Sequence[str],
-    b: Sequence[str],
-    overrides: Overrides,
-    measure: Measure,
-    is_served: bool = False,
+    targets: tuple[Sequence[str], Sequence[str]],
+    measured: Sequence[Sequence[tuple[Evaluation, list[Outcome]]]],
 ) -> Comparison:
-    """Compare two arms in one environment, with arguments as in `compare_in_envs`.
-
-    An empty `name` takes the environment's own. Without an environment in `overrides`, both arms
-    play that of the first run.
-    """
-    settings = shared_settings([*a, *b], overrides, is_served)
-    measured = [[measure(target, settings[target]) for target in arm] for arm in (a, b)]
+    """The comparison of two arms that were measured in one environment."""
     rates = [np.array([_level_rates(outcomes) for _, outcomes in arm]) for arm in measured]
     arm_a, arm_b = (
-        _arm(targets, [evaluation for evaluation, _ in arm])
-        for targets, arm in zip((a, b), measured, strict=True)
+        _arm(names, [evaluation for evaluation, _ in arm])
+        for names, arm in zip(targets, measured, strict=True)
     )
     samples = arm_a.evaluations[0].samples
     difference = paired_difference(rates[0].tolist(), rates[1].tolist(), samples)
@@ -245,10 +232,10 @@ def compare_arms(
         won=int((gains > 0).sum()),
         lost=int((gains < 0).sum()),
         p_value=mcnemar([round(gain * samples) for gain in gains]) if is_single else None,
-        cautions=tuple(_cautions(a, b)),
+        cautions=tuple(_cautions(*targets)),
         failures=tuple(
             f"{target}: {line}"
-            for target, (_, outcomes) in zip((*a, *b), chain(*measured), strict=True)
+            for target, (_, outcomes) in zip(chain(*targets), chain(*measured), strict=True)
             for line in describe_failures(outcomes)
         ),
     )
