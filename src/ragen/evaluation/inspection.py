@@ -15,6 +15,7 @@ from itertools import groupby, product
 from typing import TYPE_CHECKING, Any
 
 from ragen.config.config import Config
+from ragen.config.keys import Flat
 from ragen.config.reading import flatten, merge
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
@@ -48,10 +49,11 @@ METHODS = {"GRPO": "starpo-s/grpo", "PPO": "starpo-s/ppo"}
 DTYPES = "float32", "bfloat16"
 RANK = 64
 """Rank of the adapters in the table of memory, as in the papers."""
-ROLLOUT_MEMORY = tuple(
-    f"rollout.{name}" for name in ("slots", "max_tokens", "sampler", "gpu_memory")
+MEMORY_KEYS = (
+    *("env.", "prompt.", "model.", "rollout.slots", "rollout.max_tokens"),
+    *("rollout.sampler", "rollout.gpu_memory"),
 )
-"""The keys of a rollout that memory depends on; the methods of training may exclude others."""
+"""Prefixes of the keys that memory depends on; the methods of training may exclude others."""
 FITS = "too large", "fits short episodes", "fits"
 
 
@@ -145,7 +147,7 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
     config = config_for(target, given)
     facts_of(config.env)
     path = resolve_model(target, config.env.name)
-    memory, free = memory_table(config, path)  # while no weights take any
+    memory, free = memory_table(flatten(config), path)  # while no weights take any
     sizes = read_sizes(base_of(path))
     from ragen.engines.factory import load_model
     from ragen.networks.machine import use_threads
@@ -189,7 +191,7 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
 def _parsed(
     setup: Setup, prompt: Prompt, completion: Completion, names: tuple[str, ...] | None
 ) -> Reply:
-    """A reply as the parser reads it; `names` are those of the environment's actions."""
+    """A reply as the parser reads it; `names` are the names of the environment's actions."""
     most = min(setup.actions_per_turn, setup.actions)
     try:
         parsed = read_reply(setup, completion, names, most)
@@ -214,30 +216,27 @@ def conversation(setup: Setup, chat: Chat) -> tuple[tuple[Turn, ...], EpisodeSpe
         play = random_player(seed)
         return lambda env, turns, actions, per_turn: play(env, turns, actions, 1)
 
-    def encode(text: str) -> tuple[int, ...]:
-        return (*chat.encode_text(text), chat.end)
-
     player = PlayerPolicy(
         first_action,
         setup.think,
         setup.prefill,
-        encode,
+        lambda text: (*chat.encode_text(text), chat.end),
         lambda actions, _: f"I try {actions[0]}.",
         setup.write,
     )
-    specs = [EpisodeSpec(EVAL_LEVELS + at, 0, 0, (0, "look")) for at in range(LEVELS)]
-    played = ((run_async(play_episode(player, setup, spec)), spec) for spec in specs)
-    most: tuple[tuple[Turn, ...], EpisodeSpec] = (), specs[0]
-    for episode, spec in played:
+    played = list[tuple[tuple[Turn, ...], EpisodeSpec]]()
+    for level in range(EVAL_LEVELS, EVAL_LEVELS + LEVELS):
+        spec = EpisodeSpec(level, 0, 0, (0, "look"))
+        episode = run_async(play_episode(player, setup, spec))
         if episode.failed:
             raise RagenError(
                 f"the environment {setup.env!r} failed: {outcome_of(episode).reason}; run "
                 "`ragen check` on it"
             )
-        most = max(most, (episode.turns[:TURNS], spec), key=lambda each: len(each[0]))
-        if len(most[0]) == TURNS:
-            break
-    return most
+        played.append((episode.turns[:TURNS], spec))
+        if len(episode.turns) >= TURNS:
+            return played[-1]
+    return max(played, key=lambda each: len(each[0]))
 
 
 def samples_of(turns: Sequence[Turn], setup: Setup, chat: Chat) -> tuple[list[list[Piece]], str]:
@@ -245,27 +244,25 @@ def samples_of(turns: Sequence[Turn], setup: Setup, chat: Chat) -> tuple[list[li
     from ragen.algorithms.samples import join
 
     samples = join([(turn.prompt, turn.completion) for turn in turns], 0, 0)
-    spelled = [pieces(chat, each.token_ids, each.loss_mask) for each in samples]
     if chat.warning is not None:
-        return spelled, chat.warning
-    if len(turns) == 1:
-        return spelled, "the episode has one turn"
-    if setup.window:
-        return spelled, f"a prompt shows {setup.window} turns (prompt.window), not all of them"
-    return spelled, (
-        "each prompt extends the tokens so far, the reply's own among them, by what the chat "
-        "template puts before the next reply"
-    )
+        why = chat.warning
+    elif len(turns) == 1:
+        why = "the episode has one turn"
+    elif setup.window:
+        why = f"a prompt shows {setup.window} turns (prompt.window), not all of them"
+    else:
+        why = (
+            "each prompt extends the tokens so far, the reply's own among them, by what the chat "
+            "template puts before the next reply"
+        )
+    return [pieces(chat, each.token_ids, each.loss_mask) for each in samples], why
 
 
 def pieces(chat: Chat, ids: Sequence[int], trained: Sequence[bool] = ()) -> list[Piece]:
     """Tokens as text, cut where their kind changes."""
-    kinds = [
-        (bool(trained) and trained[at], token in chat.control_ids) for at, token in enumerate(ids)
-    ]
-    found: list[Piece] = []
-    end, before = 0, ""
-    for kind, run in groupby(kinds):
+    masks = zip(trained or [False] * len(ids), ids, strict=True)
+    found, end, before = list[Piece](), 0, ""
+    for kind, run in groupby((mask, token in chat.control_ids) for mask, token in masks):
         count = len(list(run))
         end += count
         text = chat.spell(ids[:end])
@@ -279,10 +276,9 @@ def tokens_by_text(chat: Chat, ids: Iterable[int]) -> dict[str, int]:
     return {chat.text_of(token): token for token in sorted(ids)}
 
 
-def memory_table(config: Config, path: str) -> tuple[list[Memory], float | None]:
+def memory_table(settings: Flat, path: str) -> tuple[list[Memory], float | None]:
     """The memory of each method of training with a model, and the free memory, in GiB."""
-    kept = ("env.", "prompt.", "model.", *ROLLOUT_MEMORY)
-    saved = {k: v for k, v in flatten(config).items() if k.startswith(kept)}
+    saved = {k: v for k, v in settings.items() if k.startswith(MEMORY_KEYS)}
     rows, free = list[Memory](), None
     for (method, algorithm), rank, dtype in product(METHODS.items(), (0, RANK), DTYPES):
         asked = {"algorithm": algorithm, "model.path": path, "model.dtype": dtype}
