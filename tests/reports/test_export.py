@@ -107,7 +107,7 @@ def test_card_usage_matches_the_run_prompt_with_every_template(
     more = {"prompt.prefill": prefill, "prompt.think": think, "model.max_length": 9999}
     config = resolve("paper/bandit", more)
     chat = Chat(tokenizer, think)
-    usage = usage_of(config, chat, tokenizer.chat_template, adapter=False)
+    usage = usage_of(make_setup(config, None), chat, tokenizer.chat_template, config.seed)
     messages = [dict(message) for message in usage.messages]
     options = {name: eval(value, {"datetime": datetime}) for name, value in usage.options.items()}
     text = tokenizer.apply_chat_template(
@@ -180,7 +180,7 @@ def test_card_compares_level_by_level_in_each_environment_of_a_mixture(tmp_path:
         evaluations.append(RunEvaluation(0, step, replace(evaluation(success), parts=parts)))
         successes["eval", step] = {(env, level): success for env in envs for level in range(64)}
     facts = Facts(tmp_path, config, {}, tuple(evaluations), (), {}, successes)
-    text = card(facts, 2, Usage((), "", {}, False))
+    text = card(facts, 2, Usage())
     assert "## Success in w.py:World" in text and str(tmp_path) not in text
     assert text.count("points [") == text.count(", level by level") == 3
 
@@ -193,7 +193,7 @@ def test_card_does_not_tell_where_the_judge_of_a_run_lies(tmp_path: Path) -> Non
         ("/served/critic", "http://localhost:1/v1", "/served/critic"),  # a server's own name
     ):
         config = resolve(None, {**judge, "judge.model": model, "judge.url": url})
-        text = card(Facts(tmp_path, config, {}, (), (), {}), 2, Usage((), "", {}, False))
+        text = card(Facts(tmp_path, config, {}, (), (), {}), 2, Usage())
         assert f"| judge.model |  | {shown} |" in text and str(tmp_path) not in text
 
 
@@ -205,7 +205,7 @@ def test_card_does_not_tell_where_the_files_of_an_environment_lie(tmp_path: Path
         {"env.mix": {"webshop": {"share": 0.5, **shop}, "bandit": 0.5}},
     ):
         facts = Facts(tmp_path, resolve(None, env), {}, (), (), {})
-        text = card(facts, 2, Usage((), "", {}, False))
+        text = card(facts, 2, Usage())
         assert "own" not in text and str(tmp_path) not in text
         assert ("words.jsonl" in text) != ("shop.json" in text and "a.txt" in text)
 
@@ -217,7 +217,7 @@ def test_card_tells_files_of_one_name_in_two_folders_apart(tmp_path: Path) -> No
     config = resolve(None, {"env.mix": dict.fromkeys(envs, 1), "reward.terms": terms})
     parts = tuple(replace(evaluation(0.5), env=env) for env in envs)
     whole = RunEvaluation(0, 0, replace(evaluation(0.5), parts=parts))
-    text = card(Facts(tmp_path, config, {}, (whole,), (), {}), 2, Usage((), "", {}, False))
+    text = card(Facts(tmp_path, config, {}, (whole,), (), {}), 2, Usage())
     assert str(tmp_path) not in text
     assert "## Success in gymnasium:ALE/Pong-v5" in text
     assert "## Success in openenv:served.py:app" in text

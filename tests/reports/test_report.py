@@ -15,7 +15,7 @@ from ragen.core.metrics import last
 from ragen.core.statistics import paired_difference
 from ragen.core.tables import markdown, show
 from ragen.core.types import Group
-from ragen.reports.facts import Facts, phases, read_facts
+from ragen.reports.facts import Facts, read_facts
 from ragen.reports.plots import Curve, draw_signals, draw_success, draw_time, smoothed
 from ragen.reports.report import page, write_report
 from ragen.storage.database import DATABASE
@@ -171,7 +171,7 @@ def test_phases_count_no_time_twice() -> None:
     parts = {"generate": 2.0, "env": 1.0, "rollout": 3.0, "update": 4.0, "step": 7.0}
     seconds = {f"time/{name}_s": {1: value} for name, value in parts.items()}
     history = seconds | {"time/tokens_per_s": {1: 900.0}}
-    found = phases(Facts(Path(), resolve(None), history, (), (), {ONLY: history}))
+    found = Facts(Path(), resolve(None), history, (), (), {ONLY: history}).phases
     assert found == {"generate": 2.0, "env": 1.0, "update": 4.0}
 
 

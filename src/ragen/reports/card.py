@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,14 +17,11 @@ from ragen.config.sections import EnvConfig
 from ragen.core.tables import Section, markdown
 from ragen.core.types import Message
 from ragen.reports.facts import Facts
-from ragen.reports.report import events, exactness, settings, successes
+from ragen.reports.report import events, exactness, success
 from ragen.rollout.setup import by_env
 from ragen.settings.code import parts_of, value_of, without_folder
 from ragen.settings.saved import run_config
 from ragen.storage.checkpoint import run_of
-
-SECTIONS = (exactness, events, settings)
-"""The sections that the card shares with the report, after success."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +32,15 @@ class Usage:
         messages: The first prompt of an episode.
         start: The start of the reply, which follows the template's generation prompt.
         options: Further arguments of the template: Python expressions by name.
-        adapter: The weights are an adapter of the base model, not a whole model.
+        think: A reply begins with a thought.
+        rank: The rank of the adapter, whose base is another model; 0 for a whole model.
     """
 
-    messages: Sequence[Message]
-    start: str
-    options: Mapping[str, str]
-    adapter: bool
+    messages: Sequence[Message] = ()
+    start: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+    think: bool = True
+    rank: int = 0
 
 
 def card(facts: Facts, step: int, usage: Usage) -> str:
@@ -53,9 +52,15 @@ def card(facts: Facts, step: int, usage: Usage) -> str:
         for which, levels in facts.successes.items()
     }
     known = replace(until(facts, step), config=config, successes=successes_by_level)
-    shared = [*successes(known), *(section(known) for section in SECTIONS)]
-    sections = (headline(known, base, step), *shared)
-    front, use = front_matter(config, base, usage), how_to_use(config, base, usage)
+    sections = (
+        headline(known, base, step),
+        *with_envs(known, success),
+        exactness(known),
+        events(known),
+    )
+    algorithm = config.algorithm.partition("/")[0]
+    tags = "ragen", "reinforcement-learning", "multi-turn", algorithm, *by_env(config)
+    front, use = front_matter(tags, hub_id(base), usage), how_to_use(hub_id(base), usage)
     return f"{front}\n{markdown(sections)}\n{use}"
 
 
@@ -164,16 +169,14 @@ def _params(env: EnvConfig) -> str:
     return "".join(f", {name} = {value}" for name, value in env.params.items())
 
 
-def front_matter(config: Config, base: str, usage: Usage) -> str:
+def front_matter(tags: Sequence[str], base: str | None, usage: Usage) -> str:
     """The metadata by which the Hub sorts models, in YAML (which includes JSON's strings)."""
-    known, algorithm = hub_id(base), config.algorithm.partition("/")[0]
-    tags = ("ragen", "reinforcement-learning", "multi-turn", algorithm, *by_env(config))
     lines = [
         "---",
         "# license: name one here; the base model's licence applies to it",
-        f"library_name: {'peft' if usage.adapter else 'transformers'}",
+        f"library_name: {'peft' if usage.rank else 'transformers'}",
         "pipeline_tag: text-generation",
-        *([f"base_model: {json.dumps(known)}"] if known else []),
+        *([f"base_model: {json.dumps(base)}"] if base else []),
         "tags:",
         *(f"- {json.dumps(tag)}" for tag in tags),
         "---",
@@ -181,7 +184,7 @@ def front_matter(config: Config, base: str, usage: Usage) -> str:
     return "\n".join(lines) + "\n"
 
 
-def how_to_use(config: Config, base: str, usage: Usage) -> str:
+def how_to_use(base: str | None, usage: Usage) -> str:
     """Examples that prompt the policy with transformers and with vLLM."""
     messages = json.dumps([dict(each) for each in usage.messages], ensure_ascii=False, indent=4)
     prefix, chats = "", "it takes chat requests"
@@ -191,15 +194,15 @@ def how_to_use(config: Config, base: str, usage: Usage) -> str:
             f"chat requests end with an assistant's message `{usage.start}`\n"
             'and say `"continue_final_message": true, "add_generation_prompt": false`'
         )
-    form = "<think>…</think><answer>…</answer>" if config.prompt.think else "<answer>…</answer>"
+    form = "<think>…</think><answer>…</answer>" if usage.think else "<answer>…</answer>"
     options = "".join(f", {name}={value}" for name, value in usage.options.items())
     imports_first = "import datetime\n\n" if "datetime" in options else ""
     if "enable_thinking" in usage.options:
         chats += ' and say `"chat_template_kwargs": {"enable_thinking": false}`'
     libraries, classes, own = "transformers", "AutoModelForCausalLM, AutoTokenizer", ""
     imports, load, request, serve = "", "LLM(folder)", "", "vllm serve ."
-    if usage.adapter:  # the base's own generation_config.json would win
-        rank, named = config.lora.rank, hub_id(base) or "BASE"
+    if usage.rank:  # the base's own generation_config.json would win
+        rank, named = usage.rank, base or "BASE"
         libraries, classes = "transformers and peft", f"{classes}, GenerationConfig"
         own = "model.generation_config = GenerationConfig.from_pretrained(folder)\n"
         imports = "from vllm.lora.request import LoRARequest\n"

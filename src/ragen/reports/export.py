@@ -8,7 +8,9 @@ samples as the evaluation did, and a model card. Plain `transformers` loads it a
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from contextlib import closing
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -16,7 +18,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ragen.chat.chat import Chat
 from ragen.chat.template import DAY
-from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.user_code import UserCodeError
@@ -28,13 +29,17 @@ from ragen.networks import lora
 from ragen.reports.card import Usage, card
 from ragen.reports.facts import read_facts
 from ragen.rollout.episode import opening
-from ragen.rollout.setup import EpisodeSpec, by_env, make_chat, make_setup
+from ragen.rollout.setup import EpisodeSpec, Setup, by_env, make_chat, make_setup
 from ragen.storage.checkpoint import choose, new_folder, sound, step_of
 
-WEIGHTS = (
-    *("config.json", "model*.safetensors", "model.safetensors.index.json"),
-    *(ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE),
-)
+WEIGHTS = [
+    "config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    BASE,
+]
 """The policy's files in a checkpoint; all others but the tokenizer belong to the learner."""
 
 
@@ -67,14 +72,19 @@ def export(
     number, config = step_of(checkpoint), facts.config
     target = out or run / f"export-step-{number}"
     sound(checkpoint)
-    adapter = is_adapter(checkpoint)
-    if merge and not adapter:
+    if merge and not is_adapter(checkpoint):
         raise RagenError(
             f"{run} trained all weights and has no adapter to merge: leave --merge out"
         )
     tokenizer = load_tokenizer(checkpoint, checkpoint)
     chat = make_chat(config, tokenizer)
-    usage = usage_of(config, chat, tokenizer.chat_template, adapter and not merge)
+    alone, *_ = by_env(config).values()  # a mixture shows the prompt of its first environment
+    with closing(make_setup(alone, None)) as setup:
+        usage = usage_of(setup, chat, tokenizer.chat_template, config.seed)
+    if is_adapter(checkpoint) and not merge:
+        usage = replace(usage, rank=config.lora.rank)
+    # If the evaluation was greedy, the temperature is that of training.
+    temperature = config.eval.temperature or config.rollout.temperature
     with new_folder(target) as folder:
         if merge:
             model, _ = load_model(config.model, str(checkpoint))
@@ -83,49 +93,49 @@ def export(
             for path in chain.from_iterable(map(checkpoint.glob, WEIGHTS)):
                 shutil.copyfile(path, folder / path.name)
         tokenizer.save_pretrained(folder)
-        generation(config, chat, tokenizer).save_pretrained(folder)
+        generation_config(
+            tokenizer, chat.end_ids, temperature, config.rollout.max_tokens
+        ).save_pretrained(folder)
         (folder / "README.md").write_text(card(facts, number, usage), encoding="utf-8")
     return target
 
 
-def usage_of(config: Config, chat: Chat, template: str, adapter: bool) -> Usage:
+def usage_of(setup: Setup, chat: Chat, template: str, seed: int) -> Usage:
     """How to prompt the run's policy, with the first prompt of the first evaluation level.
-
-    For a mixture, the prompt is that of its first environment.
 
     The arguments that `Chat` passes to every template are listed if this one reads them.
     """
-    alone, *_ = by_env(config).values()
-    with closing(make_setup(alone, None)) as setup:
-        try:
-            prompt, _ = opening(setup, EpisodeSpec(EVAL_LEVELS, 0, 0, (config.seed, "play")))
-        except UserCodeError as failure:
-            raise RagenError(
-                f"the environment {alone.env.name!r} failed; run `ragen check` on it"
-            ) from failure
+    try:
+        prompt, _ = opening(setup, EpisodeSpec(EVAL_LEVELS, 0, 0, (seed, "play")))
+    except UserCodeError as failure:
+        raise RagenError(
+            f"the environment {setup.env!r} failed; run `ragen check` on it"
+        ) from failure
     messages = chat.taken(prompt.messages)
     begun, _ = chat.open(messages, setup.prefill)
     in_template = begun == chat.open(messages)[0]  # the template writes the prefill itself
     options = {"tools": repr(list(setup.tools))} if setup.tools else {}
-    if "enable_thinking" in template and not config.prompt.think:
+    if "enable_thinking" in template and not setup.think:
         options["enable_thinking"] = "False"
     if "strftime_now" in template:
         options["strftime_now"] = f"{DAY!r}.strftime"
-    return Usage(messages, "" if in_template else setup.prefill, options, adapter)
+    return Usage(messages, "" if in_template else setup.prefill, options, setup.think)
 
 
-def generation(config: Config, chat: Chat, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """Sampling as in the run's evaluation: any filter of tokens would make it another policy.
-
-    If the evaluation was greedy, the temperature is that of training.
-    """
+def generation_config(
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: Collection[int],
+    temperature: float,
+    max_tokens: int,
+) -> GenerationConfig:
+    """Sampling as in the run's evaluation: any filter of tokens would make it another policy."""
     return GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=True,
-        temperature=config.eval.temperature or config.rollout.temperature,
+        temperature=temperature,
         top_k=0,  # off; the default of transformers is 50
         top_p=1.0,
-        max_new_tokens=config.rollout.max_tokens,
-        eos_token_id=sorted(chat.end_ids),
+        max_new_tokens=max_tokens,
+        eos_token_id=sorted(end_ids),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
     )

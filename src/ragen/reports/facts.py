@@ -29,7 +29,6 @@ from ragen.storage.reader import (
 ALARM = "alarm"
 """The kind of the events that the plots mark."""
 
-
 SIGNALS = {
     "success/mean": "success",
     "reward/mean": "reward",
@@ -56,10 +55,8 @@ SIGNALS = {
 }
 """The metrics of the table of signals, each with its label."""
 
-
 TERMS = "reward_terms/"
 """Prefix of the metrics of reward terms: what each adds. They are shown among the signals."""
-
 
 JUDGE = {
     "judge/calls": "questions",
@@ -70,10 +67,8 @@ JUDGE = {
 }
 """The metrics of a judge's cost, each with its label."""
 
-
 GRADIENTS = "gradient_by_std/"
 """Prefix of the gradient norms by bucket of reward std, in runs that measured them."""
-
 
 EXACT = ("exactness/", "mismatch/")
 """Prefixes of the exactness metrics: how much was checked, and how far two computations differ."""
@@ -110,12 +105,9 @@ class Facts:
         """The environments of a mixture: what is known of each, as of a run in it alone."""
         found = {}
         for place, (env, short) in enumerate(short_names(self.config.env.mix).items()):
-            prefix = f"env/{short}/"
-            own = {
-                name.removeprefix(prefix): series
-                for name, series in self.metrics.items()
-                if name.startswith(prefix)
-            }
+            prefix, metrics = f"env/{short}/", self.metrics
+            own = {n.removeprefix(prefix): metrics[n] for n in metrics if n.startswith(prefix)}
+            own |= {name: own[of_env] for name, of_env in OF_ENV.items() if of_env in own}
             evaluations = tuple(
                 replace(each, evaluation=each.evaluation.parts[place]) for each in self.evaluations
             )
@@ -123,10 +115,7 @@ class Facts:
                 which: {level: value for level, value in levels.items() if level[0] == env}
                 for which, levels in self.successes.items()
             }
-            whole = {name: own[short] for name, short in OF_ENV.items() if short in own}
-            found[env] = replace(
-                self, metrics=own | whole, evaluations=evaluations, successes=successes
-            )
+            found[env] = replace(self, metrics=own, evaluations=evaluations, successes=successes)
         return found
 
     @property
@@ -143,6 +132,12 @@ class Facts:
         """One metric as a curve, with the stretches that were rolled back."""
         left = rolled_back(self.attempts, name)
         return Curve(self.metrics.get(name, {}), tuple(left.values()))
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase over all attempts, and of the evaluations."""
+        evaluating = math.fsum(each.evaluation.seconds for each in self.evaluations)
+        return seconds_by_phase(self.attempts, evaluating)
 
 
 def read_facts(run: Path) -> Facts:
@@ -162,12 +157,6 @@ def rolled_back(histories: Histories, name: str) -> dict[Attempt, Series]:
         if len(stretch) > 1:
             found[attempt] = stretch
     return found
-
-
-def phases(facts: Facts) -> dict[str, float]:
-    """Seconds of each phase over all attempts, and of the evaluations."""
-    evaluating = math.fsum(each.evaluation.seconds for each in facts.evaluations)
-    return seconds_by_phase(facts.attempts, evaluating)
 
 
 def seconds_by_phase(attempts: Histories, evaluating: float) -> dict[str, float]:

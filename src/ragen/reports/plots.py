@@ -7,7 +7,7 @@ state. The colours are those of Okabe and Ito, which people with any colour visi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
@@ -33,7 +33,7 @@ class Curve:
 INK, PALE, BLUE, ORANGE, RED = "#333333", "#999999", "#0072B2", "#E69F00", "#D55E00"
 COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7", RED, "#56B4E9", INK)
 WIDTH = 7.2
-"""Width of a figure in inches: that of a page's text."""
+"""Width of a figure in inches, as wide as a page's text."""
 
 SMOOTH = 5
 """Window of the trailing mean that is drawn over a noisy signal, in steps."""
@@ -74,7 +74,7 @@ def draw_success(
     The evaluations are drawn with their intervals, and the last one's baselines as lines. `alarms`
     are steps to mark.
     """
-    with _figure((1.7, 1.0)) as (figure, (above, below)):
+    with figure_of([2.465, 1.45], same_x=True) as (figure, ((above,), (below,))):
         _draw(above, success, "training episodes")
         for how in dict.fromkeys(each.evaluation.how for each in evaluations):
             _intervals(above, [each for each in evaluations if each.evaluation.how == how])
@@ -94,23 +94,22 @@ def draw_success(
 
 def draw_signals(panels: Mapping[str, Curve], alarms: Sequence[int]) -> Figure:
     """Signals by title, one above the other over the same steps; `alarms` are steps to mark."""
-    with _figure((1.0,) * len(panels)) as (figure, axes):
-        for place, (title, curve) in zip(axes, panels.items(), strict=True):
+    with figure_of([1.45] * len(panels), same_x=True) as (figure, axes):
+        for (place,), (title, curve) in zip(axes, panels.items(), strict=True):
             _draw(place, curve, "mean of five steps")
             place.set_title(title)
             if place.dataLim.y0 >= 0:
                 place.set_ylim(bottom=0.0)
-        _finish(figure, axes, alarms)
+        _finish(figure, [place for (place,) in axes], alarms)
     return figure
 
 
 def draw_time(phases: Mapping[str, float]) -> Figure:
     """Seconds by phase as bars with their shares, the longest first."""
-    with _figure((0.16 * len(phases) + 0.15,)) as (figure, (place,)):
-        ordered = sorted(phases.items(), key=lambda item: item[1])
-        whole = sum(phases.values()) or 1.0
-        bars = place.barh([name for name, _ in ordered], [s for _, s in ordered], 0.62, color=BLUE)
-        words = [f"{seconds:.1f} s, {seconds / whole:.0%}" for _, seconds in ordered]
+    with figure_of([0.232 * len(phases) + 0.2175]) as (figure, ((place,),)):
+        ordered, whole = sorted(phases, key=phases.__getitem__), sum(phases.values()) or 1.0
+        bars = place.barh(ordered, [phases[name] for name in ordered], 0.62, color=BLUE)
+        words = [f"{phases[name]:.1f} s, {phases[name] / whole:.0%}" for name in ordered]
         place.bar_label(bars, words, padding=4, fontsize=8)
         place.set_title("seconds by phase")
         place.margins(x=0.16)
@@ -122,39 +121,25 @@ def draw_time(phases: Mapping[str, float]) -> Figure:
 
 
 @contextmanager
-def _figure(heights: Sequence[float]) -> Iterator[tuple[Figure, Sequence[Axes]]]:
-    """A figure with axes one above the other, drawn by `RULES`."""
-    with _empty_figure(1.45 * sum(heights)) as figure:
-        rows, ratios = len(heights), {"height_ratios": heights}
-        axes = figure.subplots(rows, sharex=rows > 1, squeeze=False, gridspec_kw=ratios)
-        yield figure, list(axes[:, 0])
-
-
-@contextmanager
 def figure_of(
-    rows: int, columns: int, height: float = 2.3
+    heights: Sequence[float], columns: int = 1, same_x: bool = False
 ) -> Iterator[tuple[Figure, Sequence[Sequence[Axes]]]]:
-    """A figure of ``axes[row][column]``, drawn by `RULES`, with one legend for all.
-
-    `height` is that of a row, in inches.
-    """
-    with _empty_figure(height * rows) as figure:
-        axes: list[list[Axes]] = figure.subplots(rows, columns, squeeze=False).tolist()
-        yield figure, axes
-        drawn = [place.get_legend_handles_labels() for row in axes for place in row]
-        legend = {label: handle for each in drawn for handle, label in zip(*each, strict=True)}
-        figure.legend(
-            legend.values(), legend.keys(), loc="outside lower center", ncols=4, fontsize=8
-        )
-
-
-@contextmanager
-def _empty_figure(height: float) -> Iterator[Figure]:
+    """A figure of ``axes[row][column]``, drawn by `RULES`; rows have `heights` in inches."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(RULES):
-        yield Figure(figsize=(WIDTH, height + 0.4), layout="constrained", dpi=150)
+        figure = Figure(figsize=(WIDTH, sum(heights) + 0.4), layout="constrained", dpi=150)
+        shape, ratios = (len(heights), columns), {"height_ratios": heights}
+        axes = figure.subplots(*shape, sharex=same_x, squeeze=False, gridspec_kw=ratios)
+        yield figure, axes.tolist()
+
+
+def add_legend(figure: Figure, axes: Iterable[Axes], where: str, columns: int) -> None:
+    """One legend for several axes, with one entry for each label."""
+    drawn = [place.get_legend_handles_labels() for place in axes]
+    legend = {label: handle for each in drawn for handle, label in zip(*each, strict=True)}
+    figure.legend(legend.values(), legend.keys(), loc=f"outside {where}", ncols=columns, fontsize=8)
 
 
 def _draw(place: Axes, curve: Curve, label: str | None = None) -> None:
@@ -211,6 +196,4 @@ def _finish(figure: Figure, axes: Sequence[Axes], alarms: Sequence[int]) -> None
             place.axvline(step, color=RED, lw=1, zorder=1, label="alarm")
     axes[-1].set_xlabel("step")
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    # One entry for each label, even if several lines have it.
-    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside upper right", ncols=5, fontsize=8)
+    add_legend(figure, axes[:1], "upper right", 5)

@@ -18,7 +18,7 @@ from ragen.config.reading import differences
 from ragen.core.files import OTHER_OUT, file_errors, whole_file
 from ragen.core.tables import Section, format_duration, format_rate, markdown, sparkline
 from ragen.evaluation.results import RunEvaluation
-from ragen.reports.facts import EXACT, GRADIENTS, JUDGE, SIGNALS, TERMS, Facts, phases
+from ragen.reports.facts import EXACT, GRADIENTS, JUDGE, SIGNALS, TERMS, Facts
 from ragen.reports.plots import draw_signals, draw_success, draw_time
 
 if TYPE_CHECKING:
@@ -35,12 +35,12 @@ COLLAPSE = ("reward/std_in_group", "entropy/mean", "gradient/policy_norm")
 
 def page(facts: Facts) -> list[Section]:
     """The sections of the report in their order."""
-    measured = any(name.startswith(GRADIENTS) for name in facts.metrics)
-    extra = (gradients,) if measured else ()
-    judged = (judge,) if "judge/calls" in facts.metrics else ()
-    others = (*extra, *judged, events, exactness, times, settings)
-    found = [headline(facts), *successes(facts), *by_env(facts, signals)]
-    return [*found, *(section(facts) for section in others)]
+    found = [headline(facts), *in_each_env(facts, success), *in_each_env(facts, signals)]
+    if any(name.startswith(GRADIENTS) for name in facts.metrics):
+        found.append(gradients(facts))
+    if "judge/calls" in facts.metrics:
+        found.append(judge(facts))
+    return [*found, events(facts), exactness(facts), times(facts), settings(facts)]
 
 
 def headline(facts: Facts) -> Section:
@@ -55,17 +55,13 @@ def headline(facts: Facts) -> Section:
     return Section(f"Run {facts.run.resolve().name}", lines)
 
 
-def successes(facts: Facts) -> list[Section]:
-    """Success, and in a mixture that in each environment."""
-    return by_env(facts, success)
-
-
-def by_env(facts: Facts, make: Callable[[Facts], Section]) -> list[Section]:
+def in_each_env(facts: Facts, make: Callable[[Facts], Section]) -> list[Section]:
     """A section, and in a mixture the same for each environment, without the plot."""
     whole = make(facts)
-    parts = ((env, make(alone)) for env, alone in facts.by_env().items())
-    own = (replace(part, title=f"{whole.title} in {env}", plot=None) for env, part in parts)
-    return [whole, *own]
+    return [whole] + [
+        replace(make(alone), title=f"{whole.title} in {env}", plot=None)
+        for env, alone in facts.by_env().items()
+    ]
 
 
 def success(facts: Facts) -> Section:
@@ -93,13 +89,12 @@ def success(facts: Facts) -> Section:
 def _gain(facts: Facts, one: RunEvaluation, other: RunEvaluation) -> str:
     """The change of success in points, and whether its interval excludes 0."""
     change, is_paired = facts.gain(one, other)
-    how = ", level by level" if is_paired else ""
-    unsure = (
-        "; the interval contains 0: no change is shown" if change.low <= 0 <= change.high else ""
-    )
-    points = f"{100 * change.value:+.1f} points [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
     before, after = one.evaluation.success, other.evaluation.success
-    return f"{before:.1%} → {after:.1%}, {points}{how}{unsure}."
+    points = f"{100 * change.value:+.1f} points [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
+    said = f"{before:.1%} → {after:.1%}, {points}{', level by level' if is_paired else ''}"
+    if change.low <= 0 <= change.high:
+        said += "; the interval contains 0: no change is shown"
+    return f"{said}."
 
 
 def signals(facts: Facts) -> Section:
@@ -194,7 +189,7 @@ def exactness(facts: Facts) -> Section:
 
 def times(facts: Facts) -> Section:
     """Seconds by phase, over all attempts."""
-    seconds = phases(facts)
+    seconds = facts.phases
     whole = math.fsum(seconds.values())
     if not whole:
         return Section("Time", ("No step is finished.",))
@@ -239,8 +234,8 @@ def plots(facts: Facts) -> dict[str, Figure]:
     panels = {SIGNALS[name]: facts.curve(name) for name in COLLAPSE if name in facts.metrics}
     if panels:
         figures["signals"] = draw_signals(panels, alarms)
-    if seconds := phases(facts):
-        figures["time"] = draw_time(seconds)
+    if facts.phases:
+        figures["time"] = draw_time(facts.phases)
     return figures
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ragen.reports.plots import BLUE, ORANGE, PALE, figure_of
+from ragen.reports.plots import BLUE, ORANGE, PALE, add_legend, figure_of
 from ragen.studies.results import Findings, bounds, outcome_words, written
 from ragen.studies.study import (
     Decision,
@@ -85,13 +86,14 @@ def draw_overview(found: Sequence[Findings]) -> Figure:
     made = [[d for d in each.decisions if d.outcome != "not run"] for each in found]
     counts = Counter(env_of(d.environment) for decisions in made for d in decisions)
     columns = [env for env, _ in counts.most_common()] or [""]
-    with figure_of(len(found), len(columns), height=0.75) as (figure, axes):
+    with figure_of([0.75] * len(found), len(columns)) as (figure, axes):
         for each, decisions, row in zip(found, made, axes, strict=True):
             for column, place in zip(columns, row, strict=True):
                 _draw_row(place, [d for d in decisions if env_of(d.environment) == column])
             row[0].set_title(each.study.name)
         for column, place in zip(columns, axes[0], strict=True):
             place.set_title(column, loc="right", color=BLUE, fontsize=8)
+        add_legend(figure, chain(*axes), "lower center", 4)
     return figure
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ragen.core.files import OTHER_OUT, file_errors, whole_file
 from ragen.core.statistics import Interval
 from ragen.evaluation.evaluation import evaluate_target
-from ragen.reports.plots import COLOURS, figure_of
+from ragen.reports.plots import COLOURS, add_legend, figure_of
 from ragen.studies.measures import SHARES, measure_of, read_run
 from ragen.studies.rule import ERROR, MOST_SEEDS, Verdict, sentence, verdict_of
 from ragen.studies.study import (
@@ -217,7 +217,7 @@ def draw(findings: Findings, curves: Mapping[tuple[str, str, int], Mapping[int, 
     """Success by step, each seed and the median, and the primary measure, seed by seed."""
     study = findings.study
     primary = findings.numbers[study.contrast.measure]
-    with figure_of(len(findings.environments), 2) as (figure, axes):
+    with figure_of([2.3] * len(findings.environments), 2) as (figure, axes):
         for (by_step, end), place in zip(axes, findings.environments, strict=True):
             for row, arm in enumerate(study.arms):
                 colour = COLOURS[row % len(COLOURS)]
@@ -236,4 +236,5 @@ def draw(findings: Findings, curves: Mapping[tuple[str, str, int], Mapping[int, 
             end.set_title(study.contrast.measure)
             end.set_yticks(range(len(study.arms)), list(study.arms))
             end.set_ylim(len(study.arms) - 0.5, -0.5)
+        add_legend(figure, chain(*axes), "lower center", 4)
     return figure
