@@ -17,7 +17,7 @@ from ragen.config.sections import EnvConfig
 from ragen.core.tables import Section, markdown
 from ragen.core.types import Message
 from ragen.reports.facts import Facts
-from ragen.reports.report import events, exactness, success
+from ragen.reports.report import events, exactness, in_each_env, settings, success
 from ragen.rollout.setup import by_env
 from ragen.settings.code import parts_of, value_of, without_folder
 from ragen.settings.saved import run_config
@@ -52,12 +52,8 @@ def card(facts: Facts, step: int, usage: Usage) -> str:
         for which, levels in facts.successes.items()
     }
     known = replace(until(facts, step), config=config, successes=successes_by_level)
-    sections = (
-        headline(known, base, step),
-        *with_envs(known, success),
-        exactness(known),
-        events(known),
-    )
+    sections = [headline(known, base, step), *in_each_env(known, success)]
+    sections += [exactness(known), events(known), settings(known)]
     algorithm = config.algorithm.partition("/")[0]
     tags = "ragen", "reinforcement-learning", "multi-turn", algorithm, *by_env(config)
     front, use = front_matter(tags, hub_id(base), usage), how_to_use(hub_id(base), usage)
