@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ragen.core.metrics import Series
 
@@ -135,11 +135,14 @@ def figure_of(
         yield figure, axes.tolist()
 
 
-def add_legend(figure: Figure, axes: Iterable[Axes], where: str, columns: int) -> None:
+Corner = Literal["outside upper right", "outside lower center"]
+
+
+def add_legend(figure: Figure, axes: Iterable[Axes], where: Corner, columns: int) -> None:
     """One legend for several axes, with one entry for each label."""
     drawn = [place.get_legend_handles_labels() for place in axes]
     legend = {label: handle for each in drawn for handle, label in zip(*each, strict=True)}
-    figure.legend(legend.values(), legend.keys(), loc=f"outside {where}", ncols=columns, fontsize=8)
+    figure.legend(legend.values(), legend.keys(), loc=where, ncols=columns, fontsize=8)
 
 
 def _draw(place: Axes, curve: Curve, label: str | None = None) -> None:
@@ -196,4 +199,4 @@ def _finish(figure: Figure, axes: Sequence[Axes], alarms: Sequence[int]) -> None
             place.axvline(step, color=RED, lw=1, zorder=1, label="alarm")
     axes[-1].set_xlabel("step")
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    add_legend(figure, axes[:1], "upper right", 5)
+    add_legend(figure, axes[:1], "outside upper right", 5)

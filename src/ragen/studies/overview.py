@@ -93,7 +93,7 @@ def draw_overview(found: Sequence[Findings]) -> Figure:
             row[0].set_title(each.study.name)
         for column, place in zip(columns, axes[0], strict=True):
             place.set_title(column, loc="right", color=BLUE, fontsize=8)
-        add_legend(figure, chain(*axes), "lower center", 4)
+        add_legend(figure, chain(*axes), "outside lower center", 4)
     return figure
 
 

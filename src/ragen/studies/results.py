@@ -236,5 +236,5 @@ def draw(findings: Findings, curves: Mapping[tuple[str, str, int], Mapping[int, 
             end.set_title(study.contrast.measure)
             end.set_yticks(range(len(study.arms)), list(study.arms))
             end.set_ylim(len(study.arms) - 0.5, -0.5)
-        add_legend(figure, chain(*axes), "lower center", 4)
+        add_legend(figure, chain(*axes), "outside lower center", 4)
     return figure
