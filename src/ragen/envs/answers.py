@@ -161,8 +161,8 @@ def json_copy(value: Any, call: str, what: str) -> Any:
                 "are allowed"
             )
         copy = json.loads(written)
-        if written.count("[") + written.count("{") > DEPTH:
-            _require_shallow(copy)
+        if written.count("[") + written.count("{") > DEPTH and is_deeper(copy, DEPTH):
+            raise ValueError(f"lists and dicts are in each other over {DEPTH} levels deep")
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
         raise UserCodeError(f"{call} returned {what} that is not JSON: {error}") from error
     if not written.isascii():
@@ -204,7 +204,7 @@ def reading(value: Any) -> Reading | None:
         raise UserCodeError(
             f"read_thought returned {shortened(value)}: counts with true ≤ stated are expected"
         )
-    plan = action_names(value.plan, "read_thought") if value.plan != () else None
+    plan = action_names(value.plan, "read_thought") if value.plan else None
     return Reading(int(stated), int(true), plan)
 
 
@@ -244,14 +244,9 @@ def _require_unicode(value: str, call: str, what: str) -> None:
         ) from None
 
 
-def _require_shallow(value: Any) -> None:
-    level = [value]
-    for _ in range(DEPTH):
-        level = [
-            below
-            for each in level
-            if isinstance(each, dict | list)
-            for below in (each.values() if isinstance(each, dict) else each)
-        ]
-    if level:
-        raise ValueError(f"lists and dicts are in each other over {DEPTH} levels deep")
+def is_deeper(value: Any, levels: int) -> bool:
+    """True if lists and dicts are nested in a JSON value over more than so many levels."""
+    if not isinstance(value, dict | list):
+        return False
+    inside = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(is_deeper(each, levels - 1) for each in inside)

@@ -21,7 +21,7 @@ from ragen.envs.tools import write_call
 Result = tuple[Any, ...]
 """The results of a step, with the state key and the picture after it."""
 Played = tuple[str, Result]
-"""An action and its result."""
+"""An action and the result of its step."""
 
 
 def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
@@ -58,7 +58,6 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
             for level in range(levels):
                 _check_level(env, level, steps)
             _check_unknown_action(env)
-            _check_reading(env)
             env.close()
             _check_threads(running)
     except UserCodeError as failure:
@@ -101,8 +100,7 @@ def _check_level(env: Env, level: int, steps: int) -> None:
     )
     _check_twins(env, level, first[1])
     _check_snapshot(env, level, steps)
-    _check_baselines(env, level)
-    _check_random_action(env, level)
+    _check_advice(env, level)
 
 
 def _play_level(env: Env, level: int, noise_seed: int, steps: int) -> tuple[Result, list[Played]]:
@@ -213,8 +211,8 @@ def _check_twins(env: Env, level: int, played: list[Played]) -> None:
         )
 
 
-def _check_baselines(env: Env, level: int) -> None:
-    """`solve` and `baselines` must give possible answers and change nothing."""
+def _check_advice(env: Env, level: int) -> None:
+    """The optional methods must give possible answers and change nothing."""
     env.reset(seed=level, options={"noise_seed": 1})
     with _unchanged(env, "solve and baselines"):
         plan, known = env.solve(3, 4, 2), env.baselines(3, 2, 4)
@@ -222,11 +220,9 @@ def _check_baselines(env: Env, level: int) -> None:
         legal = all(action in (env.actions or plan) for action in plan)
         _require(1 <= len(plan) <= 2 and legal, "solve must return 1 to 2 legal actions of 2")
     answers.baselines(known)
-
-
-def _check_random_action(env: Env, level: int) -> None:
-    """Random play of free text must follow from its generator, and `step` must accept it."""
-    env.reset(seed=level, options={"noise_seed": 1})
+    with _unchanged(env, "read_thought"):
+        for text in ("", "no such thing", "P a0 : a0 a1 _"):
+            answers.reading(env.read_thought(text))
     if env.actions is not None:
         return
     with _unchanged(env, "random_action"):
@@ -254,13 +250,6 @@ def _check_snapshot(env: Env, level: int, steps: int) -> None:
         all(_step(env, action) == result for action, result in rest),
         "set_state must restore everything: after it the same actions went another way",
     )
-
-
-def _check_reading(env: Env) -> None:
-    env.reset(seed=0, options={"noise_seed": 0})
-    with _unchanged(env, "read_thought"):
-        for text in ("", "no such thing", "P a0 : a0 a1 _"):
-            answers.reading(env.read_thought(text))
 
 
 def _check_unknown_action(env: Env) -> None:

@@ -200,11 +200,8 @@ def _forward(call: str, read: Callable[[Any], Any] = lambda answer: answer) -> A
     return method
 
 
-def _reading(answer: Any) -> Reading | None:
-    if answer is None:
-        return None
-    stated, true, plan = answer
-    return Reading(stated, true, None if plan is None else tuple(plan))
+def _made(kind: type[Baselines | Reading]) -> Callable[[Any], Any]:
+    return lambda fields: None if fields is None else kind(*fields)
 
 
 class IsolatedEnv(Env):
@@ -254,8 +251,8 @@ class IsolatedEnv(Env):
     get_state = _forward("get_state")
     state_key = _forward("state_key")
     solve = _forward("solve")
-    baselines = _forward("baselines", lambda known: None if known is None else Baselines(*known))
-    read_thought = _forward("read_thought", _reading)
+    baselines = _forward("baselines", _made(Baselines))
+    read_thought = _forward("read_thought", _made(Reading))
     picture = _forward("picture")
 
     @override

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 
+from ragen.envs.answers import is_deeper
 from ragen.envs.contract import Env, Info, Schema
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -57,7 +58,7 @@ def read_call(action: str) -> Call | None:
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # refuses lone surrogates
     except (ValueError, RecursionError):
         return None
-    if _is_deeper(found, MOST_LEVELS):
+    if is_deeper(found, MOST_LEVELS):
         return None
     match found:
         case {"name": str(name), "arguments": dict(arguments)}:
@@ -65,13 +66,6 @@ def read_call(action: str) -> Call | None:
         case {"name": str(name), "parameters": dict(arguments)}:
             return Call(name, arguments)
     return None
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    inside = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_is_deeper(each, levels - 1) for each in inside)
 
 
 def _no_number(name: str) -> float:
