@@ -83,7 +83,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket, so that the address is known before the server starts.
 
-    A name with several addresses is served on the first one that can be bound, IPv4 before IPv6.
+    A name with several addresses is served on the first one, IPv4 before IPv6.
 
     Raises:
         RagenError: `host` is no address of this machine, or the port is taken.
@@ -92,27 +92,21 @@ def listen(host: str, port: int) -> socket.socket:
         raise RagenError(
             "--host is empty: give an address of this machine, or 0.0.0.0 for all of them"
         )
+    listening = None
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-    except (OSError, OverflowError, ValueError) as error:  # ValueError: it is not a name
+        family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+        # Without the protocol, asyncio keeps Nagle's algorithm, and each answer waits 40 ms.
+        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        if os.name == "posix":  # on Windows it would let two servers share a port
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen()
+        return listening
+    except (OSError, OverflowError, ValueError) as error:  # ValueError: `host` is not a name
+        if listening is not None:
+            listening.close()
         raise _no_place(host, port, error) from None
-    problem: OSError | None = None
-    for family, *_, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
-        listening = None
-        try:
-            # Without the protocol, asyncio keeps Nagle's algorithm, and each answer waits 40 ms.
-            listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-            if os.name == "posix":  # on Windows it would let two servers share a port
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-            listening.listen()
-            return listening
-        except OSError as error:
-            if listening is not None:
-                listening.close()
-            problem = problem or error
-    assert problem is not None
-    raise _no_place(host, port, problem)
 
 
 def url_of(listening: socket.socket, host: str, tls: ssl.SSLContext | None) -> str:

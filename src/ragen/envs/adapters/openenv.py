@@ -57,11 +57,9 @@ class About(NamedTuple):
 class OpenEnvEnv(Adapted):
     """An environment of an OpenEnv server, named by its URL or its application.
 
-    Observation: the text of the server's observation if that is its only field, else all fields by
-    name. Actions: the names of an enumeration, else free text, which becomes the action's field. If
-    an action has several fields, a JSON object with that field is the whole action. An environment
-    with tools takes calls of them, too. If every action is a call, the server does not see any
-    other answer, whose result is an error. Reward, Ends when: the server's. Success is what the
+    Observation: the server's text if that is its only field, else all fields by name. Actions: the
+    names of an enumeration, else free text, which becomes the action's field, or is the whole
+    action as a JSON object; calls of tools. Reward, Ends when: the server's. Success is what the
     metadata of the last observation say, else an end with a positive last reward. The level seed is
     the seed of the server's ``reset``. Random events follow from it, too, unless the server's state
     has a ``noise_seed``: then its ``reset`` takes one. Only an enumeration has random play.

@@ -34,10 +34,10 @@ class TextArenaEnv(Adapted):
     """A game of TextArena; the player has seat 0.
 
     Observation: the game's messages since the last action, with the last board only; its prompt is
-    the rules. Actions: free text; if a game expects square brackets and an answer has none, they
-    are added, as in TextArena's own wrapper. Reward: the game's at its end, 0 before. Ends when:
-    the game ends. Success is a reward of at least 1. Random play is uniform over the moves that the
-    game lists, or over the guesses of `GUESSES`. Other games have no random play.
+    the rules. Actions: free text; missing square brackets are added, as in TextArena's own wrapper.
+    Reward: the game's at its end, 0 before. Ends when: the game ends. Success is a reward of at
+    least 1. Random play is uniform over the moves that the game lists, or over `GUESSES`. Other
+    games have no random play.
 
     Parameters: `opponent` is ``"random"`` or ``path/to/file.py:function`` (`Opponent`); any other
     keyword goes to the game.
@@ -111,12 +111,10 @@ class TextArenaEnv(Adapted):
 
     def _listen(self) -> str:
         """Read the game's new messages to the player; returns them as one text."""
-        state = self._game.state
-        messages, state.observations[0] = state.observations[0], []
         import textarena
 
         kinds = textarena.ObservationType
-        said: list[str] = []
+        messages, said = self._take_messages(0), list[str]()
         boards = [text for _, text, kind in messages if kind is kinds.GAME_BOARD]
         for sender, text, kind in messages:
             if kind is kinds.PROMPT:
@@ -129,6 +127,12 @@ class TextArenaEnv(Adapted):
         self._board = boards[-1] if boards else self._board
         return "\n".join((*said, *boards[-1:])).strip() or "Your turn."
 
+    def _take_messages(self, seat: int) -> list[tuple[int, str, Any]]:
+        """The game's new messages to a player: sender, text and kind."""
+        state = self._game.state
+        messages, state.observations[seat] = state.observations[seat], []
+        return messages
+
     def _let_rival_move(self, shown: str) -> str:
         """Let the opponent move until it is the player's turn; returns what the player sees."""
         state = self._game.state
@@ -136,8 +140,7 @@ class TextArenaEnv(Adapted):
             if state.done or state.current_player_id == 0:
                 break
             seat = state.current_player_id
-            messages, state.observations[seat] = state.observations[seat], []
-            self._told[seat] += [text for _, text, _ in messages]
+            self._told[seat] += [text for _, text, _ in self._take_messages(seat)]
             if self._rival is None:
                 move = self._random_move(seat, self._generator)
             else:

@@ -1,8 +1,6 @@
 """Environments of the verifiers package: a dataset, the messages of every turn, and a rubric.
 
-The adapter plays the library's own rollout, with RAGEN's policy in place of its client. The
-environment makes the messages and decides when the episode ends. Then its rubric scores the
-episode.
+The adapter plays the library's own rollout, with RAGEN's policy in place of its client.
 """
 
 from __future__ import annotations
@@ -43,24 +41,11 @@ OF_ANSWERS = (
 class VerifiersEnv(Adapted):
     """An environment of verifiers, of one turn or several, also with tools (`ToolEnv`).
 
-    Observation: the example's messages, then those that the environment answers with; system
-    messages are the rules. Actions: free text, and calls of the tools. Reward: the rubric's, at the
-    end; 0 before. Ends when: the environment's stop conditions say so. Success is a reward of
-    `success_at` or more. Global random generators follow from the level seed in the setup, and then
-    from the noise seed. There is no random play.
-
-    Each call is a separate message, and its result is what the environment answers.
-
-    Levels below 10,000 take examples of the evaluation dataset, all others those of the training
-    dataset. If there is only one dataset, the first of every four examples is for evaluation.
-
-    The rubric sees the conversation with the agent's answers: the text in RAGEN's answer tags, in
-    the form that the environment's parser reads. A `ThinkParser` gets an empty thought before the
-    answer. An `XMLParser` gets the answer in the tags of its answer field, and its other fields
-    empty, unless the answer has tags of the parser itself. No rubric sees the agent's thoughts.
-
-    A reward function that raises one of `OF_ANSWERS` gives 0, as in the library. If it raises
-    anything else, for example because a judge cannot be reached, the episode fails.
+    Observation: the example's messages, then the environment's answers; system messages are the
+    rules. Actions: free text, and calls of the tools, each a message of its own. Reward: the
+    rubric's at the end, 0 before; the rubric sees no thoughts. Ends when: the environment's stop
+    conditions say so. Success is a reward of `success_at` or more. Global random generators follow
+    from the level seed in the setup, and then from the noise seed. There is no random play.
 
     Parameters: `success_at`; any other keyword goes to ``load_environment``.
     """
@@ -119,7 +104,7 @@ class VerifiersEnv(Adapted):
         text = action if call else _written(self._loaded.environment.parser, action)
         if not self._run(self._take_turn(text, call)):
             return Played(_shown(self._messages[before:]), 0.0, False, False, False)
-        reward = float(self._run(self._score()))
+        reward = self._run(self._score())
         said = self._messages[before:]
         shown = _shown(said) if said else f"Your answer has the reward {reward:g}."
         return Played(shown, reward, True, False, reward >= self._success_at)
@@ -179,8 +164,8 @@ class VerifiersEnv(Adapted):
         return True
 
     async def _score(self) -> float:
-        state, rubric = self._state, self._loaded.environment.rubric
-        self._state = None
+        state, self._state = self._state, None
+        rubric = self._loaded.environment.rubric
         await self._loaded.environment.cleanup(state)  # which first puts its completion together
         with _failures() as raised:
             await rubric.score_rollout(state)
@@ -188,8 +173,7 @@ class VerifiersEnv(Adapted):
         for error in raised:
             if not isinstance(error, OF_ANSWERS):
                 raise RuntimeError(f"a reward function raised {error!r}") from error
-        reward: float = state["reward"]
-        return reward
+        return float(state["reward"])
 
     def _leave(self) -> None:
         """Let the environment clean up after an episode that did not end."""
