@@ -121,18 +121,16 @@ def open_database(
         check_run_folder(folder, DATABASE)
     connection: sqlite3.Connection | None = None
     try:
-        if make:
-            folder.mkdir(parents=True, exist_ok=True)
         connection = connect(database)
         if make and _version(connection) == 0:
             fill(connection, schema)
         check_schema(connection, database)
-    except (sqlite3.DatabaseError, OSError, RagenError) as error:
+    except (sqlite3.DatabaseError, RagenError) as error:
         if connection is not None:
             close_database(connection)
         if isinstance(error, RagenError):
             raise
-        if isinstance(error, OSError) or _is_refused(error):
+        if _is_refused(error):
             raise cannot_write(folder, error, file) from None
         raise unreadable(database, error) from None
     return connection

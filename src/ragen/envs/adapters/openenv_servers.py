@@ -7,9 +7,7 @@ ends with the process. One that has ended before is started again for the next e
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -26,8 +24,6 @@ READY_S = 60.0
 """Seconds that an application may take until it answers."""
 END_S = 10.0
 """Seconds that a server may take to end before it is killed."""
-MODULE = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*:[A-Za-z_]\w*")
-"""The name of an application in a module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +90,7 @@ def end_servers() -> None:
             running.end()
 
 
-def _is_application(target: str) -> bool:
-    path = target.rpartition(":")[0]
-    if path.endswith(".py"):
-        return True
-    return bool(MODULE.fullmatch(target)) and bool(importlib.util.find_spec(path.partition(".")[0]))
-
-
 def _serve(target: str) -> Running:
-    if not _is_application(target):
-        raise RagenError(
-            f"openenv:{target}: expected the URL of a server, as in openenv:http://host:8000, or "
-            "an application that is installed here, as package.module:app or path/to/file.py:app; "
-            "an image is started by docker run -p 8000:8000 IMAGE and named by its URL"
-        )
     process = subprocess.Popen(
         [sys.executable, "-m", "ragen.envs.adapters.openenv_app", target],
         stdin=subprocess.PIPE,
@@ -128,7 +111,11 @@ def _serve(target: str) -> Running:
             process.wait()
             is_late = time.monotonic() - begun >= READY_S
             said = f"it did not start within {READY_S:g} s" if is_late else last_error(log)
-            raise RagenError(f"openenv:{target} cannot be served: {said}")
+            raise RagenError(
+                f"openenv:{target} cannot be served: {said}; name the URL of a server, as in "
+                "openenv:http://host:8000, or an application as package.module:app or "
+                "path/to/file.py:app; an image is started by docker run -p 8000:8000 IMAGE"
+            )
     except BaseException:  # a time limit, too
         running.end()
         raise
