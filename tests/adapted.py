@@ -9,7 +9,6 @@ import numpy as np
 
 from ragen.core.types import Episode
 from ragen.envs.registry import make
-from ragen.evaluation.baselines import Budget, sample_baselines
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, random_player
 from ragen.rollout.setup import Setup
@@ -38,12 +37,3 @@ def random_episodes(name: str, **params: Any) -> list[Episode]:
     episodes = [episode for group in groups for episode in group.episodes]
     assert all(episode.error is None for episode in episodes)
     return episodes
-
-
-def measured_floor(name: str, level: int, draws: int) -> tuple[float, float]:
-    """Random play's success and return on a level, as RAGEN estimates them by simulation."""
-    env = make(name)
-    budget = Budget(env.max_turns, env.actions_per_turn, env.max_actions)
-    found = sample_baselines(env, budget, level, draws)
-    assert found.draws == draws
-    return found.random, found.random_return

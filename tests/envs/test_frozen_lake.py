@@ -46,11 +46,6 @@ def test_a_bound_draws_the_levels_of_a_seed_until_one_fits():
     assert near.baselines(1, 1, 1).optimal == pytest.approx(1 / 3), "one step, which may slip"
 
 
-def test_distances_are_infinite_without_a_path():
-    assert CORRIDOR.distances() == [2, 1, np.inf, 0]
-    assert Lake(2, frozenset({1, 2}), 0, 3).distances()[0] == np.inf
-
-
 def test_steps_move_reward_and_terminate():
     env = FrozenLake(size=2, success_probability=1.0)
     start = env.get_state() | {"holes": [2], "start": 0, "goal": 3, "player": 0}
@@ -85,13 +80,6 @@ def test_the_named_and_grid_coord_observations():
     env = FrozenLake(size=2, success_probability=1.0, observation="grid_coord")
     env.set_state(env.get_state() | {"holes": [2], "start": 0, "goal": 3, "player": 0})
     assert env.step("Up")[0] == ("P_\nOG\nSize: 2 x 2\nPlayer: (0, 0)\nGoal: (1, 1)\nHoles: (1, 0)")
-
-
-def test_transition_rows_are_distributions():
-    matrices = transition_matrices(CORRIDOR, 0.8)
-    np.testing.assert_allclose(matrices.sum(-1), 1)
-    # Right from the corner: 0.8 moves right; 0.1 slips up and stays; 0.1 slips down into the hole.
-    np.testing.assert_allclose(matrices[2, 0], [0.1, 0.8, 0.1, 0.0])
 
 
 def brute_force(lake, q, cell, turns, actions, per_turn):

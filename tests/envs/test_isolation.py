@@ -200,12 +200,3 @@ class Slow(FrozenLake):
     _, errors = process.communicate(timeout=10)
     assert process.returncode in (143, -signal.SIGTERM) and "interrupted" in errors
     assert {error for (error,) in outcomes()} == {None} and len(outcomes()) < 256
-
-
-def test_an_evaluation_in_workers_equals_one_without() -> None:
-    values = {"env": ROGUE, "env.params": {"slip": 0.25}}
-    in_process, _ = evaluate_target("random", values, episodes=6)
-    isolated, _ = evaluate_target("random", values | {"env.isolate": True}, episodes=6)
-    assert (isolated.success, isolated.mean_return) == (in_process.success, in_process.mean_return)
-    assert (isolated.random, isolated.optimal) == (in_process.random, in_process.optimal)
-    assert not multiprocessing.active_children()

@@ -13,7 +13,7 @@ from ragen.core.types import Episode
 from ragen.core.user_code import UserCodeError
 from ragen.envs import answers
 from ragen.envs.checker import check
-from ragen.envs.contract import Env, Info
+from ragen.envs.contract import Info
 from ragen.envs.registry import make
 from ragen.rollout.episode import play_episode
 from ragen.rollout.guarded import GuardedEnv
@@ -113,17 +113,6 @@ def test_invalid_pictures_are_refused() -> None:
     assert (episode.stop_reason, episode.turns, episode.final_picture) == ("error", (), None)
 
 
-def test_a_picture_must_not_change_the_environment() -> None:
-    class Moving(PictureCorridor):
-        def picture(self) -> list[str]:
-            self.where = (self.where + 1) % 5
-            return super().picture()
-
-    check(PictureCorridor())
-    with pytest.raises(RagenError, match="picture must not change the environment"):
-        check(Moving())
-
-
 # In episodes.
 
 
@@ -151,15 +140,3 @@ def test_an_environment_that_raises_has_no_final_picture_and_no_success() -> Non
     solved = play(FailingFinalPicture, reply(*["Right"] * 5))
     assert (solved.stop_reason, solved.success, len(solved.turns)) == ("error", False, 1)
     assert solved.error is not None and "no ink" in solved.error
-
-
-def test_picture_is_not_called_when_draws_is_false() -> None:
-    class WithoutPictures(Rogue):
-        draws = False
-
-        def picture(self) -> list[str]:
-            raise AssertionError("picture was called")
-
-    assert issubclass(WithoutPictures, Env)
-    played = play(WithoutPictures, reply("Right"), turns=1)
-    assert played.final_picture is None and played.error is None

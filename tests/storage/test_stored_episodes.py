@@ -19,7 +19,7 @@ from ragen.core.types import Episode, Group
 from ragen.storage.database import DATABASE, connect_to_read, fill, read
 from ragen.storage.recorder import Recorder
 from ragen.storage.schema import PLAYED, decompress
-from ragen.storage.stored_episodes import episode_rows, read_episode, write_episodes
+from ragen.storage.stored_episodes import _turns, episode_rows, read_episode, write_episodes
 from tests.records import episode, groups, turn
 
 
@@ -36,39 +36,20 @@ def database_of(played: Episode) -> sqlite3.Connection:
     return connection
 
 
-def read_prompts(connection: sqlite3.Connection) -> list[list[int]]:
-    """The full prompts, joined from what each turn stores."""
-    prompts, before = [], list[int]()
-    for joins, ids, sampled in connection.execute(
-        "SELECT prompt_joins, prompt_ids, completion_ids FROM turns ORDER BY turn"
-    ):
-        prompts.append(before * joins + decompress("prompt_ids", ids).tolist())
-        before = prompts[-1] + decompress("completion_ids", sampled).tolist()
-    return prompts
-
-
 # Tokens.
 
 
 @given(groups())
 def test_prompts_and_completions_are_read_as_written(made: list[Group]) -> None:
     for played in (e for group in made for e in group.episodes):
-        connection = database_of(played)
-        assert read_prompts(connection) == [list(t.prompt.token_ids or ()) for t in played.turns]
-        for t, ids, logprobs, start, end in zip(
-            played.turns,
-            *zip(
-                *connection.execute(
-                    "SELECT completion_ids, logprobs, thought_start, thought_end FROM turns"
-                    " ORDER BY turn"
-                ),
-                strict=True,
-            ),
-            strict=True,
-        ):
-            assert tuple(decompress("completion_ids", ids)) == t.completion.token_ids
-            np.testing.assert_array_equal(decompress("logprobs", logprobs), t.completion.logprobs)
-            assert (start, end) == (t.thought_span or (None, None))
+        rows = _turns(database_of(played), 1)
+        for t, row in zip(played.turns, rows, strict=True):
+            assert tuple(row["prompt_ids"]) == t.prompt.token_ids
+            assert tuple(row["completion_ids"]) == t.completion.token_ids
+            np.testing.assert_array_equal(
+                row["logprobs"], np.array(t.completion.logprobs, np.float32)
+            )
+            assert (row["thought_start"], row["thought_end"]) == (t.thought_span or (None, None))
 
 
 def test_a_prompt_that_extends_the_last_turn_stores_only_its_new_tokens() -> None:

@@ -13,8 +13,8 @@ from ragen.config.extensions import ENV, load
 from ragen.core.errors import RagenError
 from ragen.envs.checker import check
 from ragen.envs.registry import env_class, make
-from ragen.evaluation.baselines import sources
-from tests.adapted import measured_floor, noise_of, random_episodes
+from ragen.evaluation.baselines import Budget, sample_baselines, sources
+from tests.adapted import noise_of, random_episodes
 
 TOY_TEXT = (*("FrozenLake-v1", "Taxi-v4", "CliffWalkingSlippery-v1", "Blackjack-v1"),)
 MINIGRID = ("MiniGrid-Empty-5x5-v0", "MiniGrid-DoorKey-5x5-v0", "MiniGrid-Dynamic-Obstacles-5x5-v0")
@@ -134,7 +134,7 @@ def test_environment_keeps_the_contract(target):
 
 def test_floor_is_the_chance_over_all_courses():
     chance = exact_lake(gymnasium.make("FrozenLake-v1").unwrapped.P, 20)
-    found, _ = measured_floor("gymnasium:FrozenLake-v1", 123, 60)
+    found = sample_baselines(make("gymnasium:FrozenLake-v1"), Budget(10, 2, 20), 123, 60).random
     assert abs(found - chance) < 3 * (chance * (1 - chance) / 60) ** 0.5
 
 

@@ -191,24 +191,6 @@ def test_a_slow_server_fails_its_episode_and_leaves_no_process() -> None:
     assert processes and not any(map(is_alive, processes))
 
 
-def test_a_server_over_http_that_is_killed_fails_episodes_until_it_is_back() -> None:
-    port = free_port()
-    env = over_http(f"http://127.0.0.1:{port}/mcp")
-    fine = [calls(write_call("price", fruit="apples")), "250"]
-    process = started(port)
-    assert [each.stop_reason for each in played(env, fine, 1)] == ["solved"]
-    process.kill()
-    process.wait()
-    (failed,) = played(env, fine, 1, timeout_s=10.0)
-    assert failed.failed and "the MCP server http://127.0.0.1" in failed.error
-    process = started(port)
-    try:
-        assert [each.stop_reason for each in played(env, fine, 1)] == ["solved"]
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_the_documented_environment_is_solved_and_keeps_the_contract(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,18 +117,6 @@ def test_the_tools_of_an_mcp_environment_are_the_agents() -> None:
     check(make(SHOP), levels=1)
 
 
-def test_an_environment_with_neither_fields_nor_tools_is_refused_in_one_line(
-    tmp_path: Path,
-) -> None:
-    move = '"action": {"properties": {"move": {"enum": ["left", "right"]}}}'
-    code = FILE.read_text("utf-8")
-    assert move in code
-    code = code.replace(move, '"action": {"properties": {}}, "tools": []')
-    (tmp_path / "empty.py").write_text(code, "utf-8")
-    with pytest.raises(RagenError, match="an action has no field, and there are no tools"):
-        make(f"openenv:{tmp_path / 'empty.py'}:app")
-
-
 def test_the_server_ends_with_a_process_that_is_killed() -> None:
     code = f"from ragen import make; env = make({NAME!r}); print(env.reset(seed=0)[0], flush=True)"
     command = [sys.executable, "-c", f"{code}; import time; time.sleep(60)"]

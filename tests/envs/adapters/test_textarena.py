@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from ragen.core.errors import RagenError
-from ragen.core.seeding import derive
 from ragen.envs.checker import check
 from ragen.envs.registry import make
-from tests.adapted import measured_floor, noise_of, random_episodes
+from tests.adapted import noise_of, random_episodes
 
 textarena = pytest.importorskip("textarena", reason="needs the extra textarena")
 SINGLE = ("GuessTheNumber-v0", "Mastermind-v0", "2048-v0-ultra-easy", "FrozenLake-v0")
@@ -80,23 +79,6 @@ def test_a_scripted_opponent_answers_in_a_game_for_two(opponent):
 @pytest.mark.parametrize("target", [*SINGLE, "TicTacToe-v0"])
 def test_game_keeps_the_contract(target):
     check(make(f"textarena:{target}"), levels=2)
-
-
-def test_floor_is_that_of_a_simulation_without_ragen():
-    level, draws, wins = 123, 60, 0
-    generator = np.random.Generator(np.random.PCG64(derive(0, "reference", level)))
-    for draw in range(draws):
-        game = bare("GuessTheNumber-v0", level, derive(0, "reference noise", level, draw))
-        left = list(range(1, 21))
-        for _ in range(11):
-            guess = left.pop(int(generator.random() * len(left)))
-            done, _ = game.step(f"[{guess}]")
-            if done:
-                break
-        wins += game.close()[0][0] >= 1
-    success, _ = measured_floor("textarena:GuessTheNumber-v0", level, draws)
-    assert success == wins / draws
-    assert abs(success - 0.55) < 3 * (0.25 / draws) ** 0.5  # 11 of 20 numbers, each once
 
 
 def test_global_generators_are_the_callers_own():
