@@ -129,8 +129,8 @@ class TextArenaEnv(Adapted):
 
     def _take_messages(self, seat: int) -> list[tuple[int, str, Any]]:
         """The game's new messages to a player: sender, text and kind."""
-        state = self._game.state
-        messages, state.observations[seat] = state.observations[seat], []
+        told: dict[int, list[tuple[int, str, Any]]] = self._game.state.observations
+        messages, told[seat] = told[seat], []
         return messages
 
     def _let_rival_move(self, shown: str) -> str:
