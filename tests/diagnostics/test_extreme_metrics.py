@@ -31,7 +31,6 @@ from ragen.diagnostics.step_metrics import (
     batch_metrics,
     explained_variance,
     smooth,
-    std_buckets,
     summarize,
 )
 from tests.diagnostics.replay import replay
@@ -119,12 +118,6 @@ def test_a_gap_that_is_not_a_number_is_the_largest() -> None:
 
 def test_a_mean_of_nothing_changes_no_other() -> None:
     assert merge([{"x": mean(1.0, 2)}, {"x": mean(0.0, 0)}])["x"] == mean(1.0, 2)
-
-
-@given(st.lists(st.floats(0, HUGE), min_size=1))
-def test_every_spread_has_a_bucket(stds: list[float]) -> None:
-    buckets = std_buckets(stds)
-    assert len(buckets) == len(stds) and set(buckets) <= {0, 1, 2, 3}
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.data())

@@ -85,19 +85,6 @@ def test_gradient_norms_equal_those_of_autograd(microbatch_tokens: int) -> None:
     assert len(found) == 2 * 3 * 2
 
 
-def test_only_the_task_gradient_scales_with_the_advantages() -> None:
-    one = learner()
-    part = batch(one)
-    assert part.advantages_BT is not None
-    double = replace(part, advantages_BT=2 * part.advantages_BT)
-    before, after = norms(one, part, [0] * 4), norms(one, double, [0] * 4)
-    assert after["0/task_per_token"] == pytest.approx(
-        2 * before["0/task_per_token"], rel=rounding(GRADIENT)
-    )
-    assert after["0/entropy_per_token"] == before["0/entropy_per_token"]
-    assert after["0/kl_per_token"] == before["0/kl_per_token"]
-
-
 def test_without_a_reference_there_is_no_kl() -> None:
     one = learner()
     found = norms(one, replace(batch(one), reference_logprobs_BT=None), [0] * 4)

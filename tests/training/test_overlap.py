@@ -6,13 +6,11 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from ragen.algorithms.batch import TokenFields
-from ragen.algorithms.losses import correct_for_sampler
 from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import EngineLost, RagenError
@@ -209,21 +207,6 @@ def test_the_life_of_an_entry() -> None:
         ("finished", "playing", "playing"),
         ("trained", "dropped", "dropped"),
     ]
-
-
-def test_the_decoupled_weight_is_that_of_the_learner_over_the_sampler() -> None:
-    """AReaL (arXiv:2505.24298), eq. 5: π_proximal / π_behaviour, truncated, times the clipped term.
-
-    The behaviour policy, three publications older, sampled with .5 and .2 what the learner, before
-    its update, gives .25 and .6.
-    """
-    one = torch.ones(2)
-    sampled, old = (torch.tensor(pair).log() for pair in ([0.5, 0.2], [0.25, 0.6]))
-    tokens = TokenFields(one.long(), one.bool(), one, one.long(), sampled, old, advantages_N=one)
-    weighted, metrics = correct_for_sampler(tokens, cap=2.0)
-    assert weighted.advantages_N is not None
-    assert weighted.advantages_N.tolist() == pytest.approx([0.5, 2.0])
-    assert float(cast(Any, metrics["importance/capped_fraction"]).value) == 0.5
 
 
 # New weights while completions are open.

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from ragen.config.reading import recipes, resolve
-from ragen.core.errors import RagenError
 from ragen.learning.learner import MAX_GRAD_NORM, VALUE_CLIP, WEIGHT_DECAY
 from ragen.models.loading import save_model
-from ragen.storage.database import new_run_folder
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import train
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -83,22 +81,3 @@ def test_the_longest_episode_fits_into_max_length() -> None:
         config = resolve(name)
         turns = config.env.max_turns
         assert 450 + (turns - 1) * 120 + turns * 400 <= config.model.max_length
-
-
-def test_run_folders_of_a_recipe_are_numbered(tmp_path: Path) -> None:
-    assert new_run_folder(tmp_path, "paper/bandit").name == "paper-bandit-1"
-    assert new_run_folder(tmp_path, "paper/bandit") == tmp_path / "paper-bandit-2"
-
-
-def test_recipe_names_with_a_slash_are_resolved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert resolve("paper/bandit").recipe == "paper/bandit"
-    with pytest.raises(RagenError, match="did you mean 'paper/sokoban'"):
-        resolve("paper/sokobann")
-    with pytest.raises(RagenError, match="unknown recipe 'mine/of'"):
-        resolve("mine/of")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "of.toml").write_text("steps = 3\n")
-    assert resolve("mine/of.toml").steps == 3

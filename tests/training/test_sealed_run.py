@@ -138,19 +138,10 @@ def test_an_edited_config_is_refused_until_the_change_is_given(
     assert main(["resume", str(run), "--quiet"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("values", "line", "said"),
-    [
-        ({"env.params.slip": 0.25}, "slip = 0.25\n", r"params\.slip = unset, not 0\.25; to keep"),
-        ({"guard.responses.mi_drop": "off"}, 'mi_drop = "off"\n', 'unset, not "off"; to keep'),
-    ],
-)
-def test_an_entry_that_is_removed_from_a_config_is_named(
-    values: dict[str, Any], line: str, said: str, tmp_path: Path
-) -> None:
-    Recorder.create(tmp_path, dump(resolve("bandit", values))).close()
-    changed_text(lambda text: text.replace(line, ""))(tmp_path / CONFIG)
-    with pytest.raises(RagenError, match=said):
+def test_an_entry_that_is_removed_from_a_config_is_named(tmp_path: Path) -> None:
+    Recorder.create(tmp_path, dump(resolve("bandit", {"env.params.slip": 0.25}))).close()
+    changed_text(lambda text: text.replace("slip = 0.25\n", ""))(tmp_path / CONFIG)
+    with pytest.raises(RagenError, match=r"params\.slip = unset, not 0\.25; to keep"):
         run_config(tmp_path)
 
 

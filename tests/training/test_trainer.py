@@ -262,20 +262,6 @@ def test_every_loss_trains(tmp_path: Path, name: str) -> None:
     assert found["gradient/policy_norm"] > 0 and found["update/skipped_policy"] == 0
 
 
-@pytest.mark.slow
-def test_constant_aggregation_divides_by_the_maximum_episode_length(tmp_path: Path) -> None:
-    """8 episodes of one turn of at most 10 tokens: Σ ÷ 80 instead of Σ ÷ tokens sampled."""
-    norms = []
-    for aggregation in ("token_mean", "constant"):
-        more = {"filter__rule": "all", "update__minibatch_episodes": 8, "loss__entropy": 0.0}
-        more |= {"rollout__group_size": 4, "loss__aggregation": aggregation}
-        train(make_config(**STEP | more), tmp_path / aggregation)
-        found = dict(rows(tmp_path / aggregation, "SELECT name, value FROM metrics"))
-        norms.append(found["gradient/policy_norm"])
-    assert norms[0] > 0
-    assert norms[1] / norms[0] == pytest.approx(found["tokens/sampled"] / 80, rel=1e-4)
-
-
 @pytest.mark.parametrize(
     ("changes", "needed"),
     [

@@ -32,7 +32,7 @@ def update_stage(run: Run, played: Played) -> Metrics:
     if advances(state, settings.success, num_stages):
         state.stage, state.stage_success = stage + 1, []
         state.averages = {}  # of easier levels
-        params = dict(enumerate(settings.stages, 1)).get(state.stage, {})
+        params = settings.stages[stage] if stage < len(settings.stages) else {}
         levels = ", ".join(f"{k} = {v}" for k, v in params.items()) or "the full task"
         text = (
             f"stage {state.stage} of {num_stages} begins: {levels}, after success of {reached:.1%} "

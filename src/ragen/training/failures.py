@@ -23,10 +23,9 @@ from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 
 @dataclass(frozen=True, slots=True)
 class SmallGroup:
-    """A group is trained on if enough of its episodes did not fail.
+    """A group is not trained on if fewer than `compared` of its episodes were played.
 
-    Attributes:
-        compared: Episodes that an estimator needs which compares those of a group.
+    That is asked of groups whose episodes the estimator compares; others need one episode.
     """
 
     compared: int = 2
@@ -38,10 +37,9 @@ class SmallGroup:
 
 @dataclass(frozen=True, slots=True)
 class FailedEpisodes:
-    """A step in which many episodes fail raises an alarm; if all fail, the run stops, saved.
+    """A step raises an alarm if at least this share of its episodes failed; if all did, it ends.
 
-    Attributes:
-        alarm_fraction: Share of failed episodes in a step from which on there is an alarm.
+    The run is then saved as it was before the step.
     """
 
     alarm_fraction: float = 0.5
@@ -66,13 +64,10 @@ class FailedEpisodes:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """A run in trouble may continue from the last checkpoint before the trouble began.
+    """A run in trouble may go back `most` times; if another rollback is due, it stops.
 
-    Attributes:
-        most: Rollbacks that a run may take; if another one is due, it stops.
-        grace_steps: Steps after a rollback or a stop in which no detector fires, because trailing
-            means still mix in old values.
-        reach_steps: Steps that checkpoints reach back: an onset lies a window before its alarm.
+    For `grace_steps` after a rollback or a stop no detector fires: trailing means still mix in old
+    values. Checkpoints reach back `reach_steps`, because an onset lies a window before its alarm.
     """
 
     most: int = 2
@@ -90,11 +85,7 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class LostEngine:
-    """A run whose engine is lost continues with a new one from the last checkpoint.
-
-    Attributes:
-        most: Engines that a run may lose without a new checkpoint in between.
-    """
+    """A new engine continues from the last checkpoint, `most` times without a new checkpoint."""
 
     most: int = 3
 
@@ -105,11 +96,7 @@ class LostEngine:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A run in which nothing makes progress hangs: it is reported, and may be stopped.
-
-    Attributes:
-        limit_s: Seconds without progress of any phase after which a run counts as stalled.
-    """
+    """A run in which no phase made progress for `limit_s` seconds hangs: it may be stopped."""
 
     limit_s: float = 1800.0
 

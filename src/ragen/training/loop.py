@@ -156,14 +156,9 @@ def count_step(state: LoopState, groups: Sequence[Group], rollout: RolloutConfig
 
 
 async def run_to_the_end(run: Run) -> None:
-    """Evaluate, train and evaluate again; if the engine is lost, a new one continues.
+    """Evaluate, train and evaluate again; after each failure, respond to it and go on (`respond`).
 
-    Raises:
-        GuardStop: The run is in trouble and `config.guard` asks to stop, or the policy is broken.
-        NotFiniteError: The policy did not work before it was trained.
-        RagenError: The engine is lost for good; the run can be resumed.
-        StopRequested: SIGINT or SIGTERM came; the run is saved and can be resumed.
-        UnplayableError: Every episode failed; the run is saved and can be resumed.
+    A policy that did not work before it was trained is no such failure: `NotFiniteError` is raised.
     """
     first = run.engine
     limit = STALL.limit(run.original.guard.response("stalled"))

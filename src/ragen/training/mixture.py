@@ -28,14 +28,8 @@ def first_starts(
     """Where the groups of a step start, before any is refilled.
 
     In a mixture, the n-th group of an environment has its n-th training level, whatever the other
-    environments and the shares are.
-
-    Args:
-        playing: The set-up of each environment.
-        rollout: Numbers of groups and levels.
-        mix: Shares of the environments; read if there is more than one.
-        step: Number of finished steps.
-        counts: Groups so far by environment.
+    environments and the shares are. `step` is the number of finished steps, and `counts` are the
+    groups so far by environment.
     """
     num_groups, num_levels = rollout.num_groups, rollout.levels
     if len(playing) == 1:

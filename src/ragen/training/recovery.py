@@ -51,14 +51,9 @@ from ragen.training.running import LoopState, Run, make_engine, save
 
 
 def check_episodes(run: Run, groups: Sequence[Group]) -> None:
-    """Raise an alarm if many episodes of the step that is about to train failed.
-
-    Raises:
-        UnplayableError: All of them failed.
-    """
+    """Raise an alarm if many episodes of the next step failed, `UnplayableError` if all did."""
     episodes = [episode for group in groups for episode in group.episodes]
-    complaint = FAILED_EPISODES.complaint(episodes)
-    if complaint:
+    if complaint := FAILED_EPISODES.complaint(episodes):
         step = run.state.step + 1
         share = sum(episode.failed for episode in episodes) / len(episodes)
         alarm = Alarm("failed_episodes", step, step, share, 0.0)
@@ -66,11 +61,7 @@ def check_episodes(run: Run, groups: Sequence[Group]) -> None:
 
 
 async def run_guard(run: Run) -> bool:
-    """Look for trouble in the step that ended, and respond to it.
-
-    Returns:
-        True if the run was rolled back.
-    """
+    """Respond to trouble in the step that ended; True if the run was rolled back."""
     state, config = run.state, run.config
     if state.step <= run.guard.checked_step:  # a resumed run: the guard has seen this step
         return False
@@ -102,9 +93,6 @@ async def recover(run: Run, failure: NotFiniteError) -> None:
 
     The updates of the last finished step or of an earlier one have broken the policy. So that step
     counts as the onset, and no checkpoint from then on is kept.
-
-    Raises:
-        GuardStop: `config.guard` does not ask for a rollback, or none is possible.
     """
     step, config = run.state.step, run.config
     run.recorder.discard()
@@ -134,11 +122,10 @@ def stop_before(run: Run, onset: int, reason: str) -> NoReturn:
 
 
 async def update(run: Run, minibatch: Batch) -> Metrics:
-    """One optimiser step (`Engine.update`), unless the sampler does not agree with the learner.
+    """One optimiser step (`Engine.update`).
 
-    Raises:
-        GuardStop: They give a token different logprobs with the same weights. The run is saved as
-            it was after the last step.
+    If sampler and learner give a token different logprobs with the same weights, `GuardStop` stops
+    the run before it, saved as it was after the last step.
     """
     try:
         return await run.engine.update(minibatch, run.state.used(run.config.budget))
@@ -236,11 +223,8 @@ async def restore(run: Run, loss: EngineLost, losses: Counter[str]) -> None:
     This is a resume within the process and the attempt. A run without a checkpoint starts again: it
     has not recorded anything. `losses` counts the engines lost since each checkpoint, by its name.
 
-    Raises:
-        EngineLost: The new engine is lost, too.
-        RagenError: Too many engines were lost without a new checkpoint (`LOST_ENGINE`), or none can
-            be made; the run can be resumed.
-        StopRequested: The user has requested a stop; the run can be resumed.
+    If the user has requested a stop, if too many engines were lost (`LOST_ENGINE`), or if none can
+    be made, the run ends; it can be resumed.
     """
     start, step = time.monotonic(), run.state.step
     then = f"continue with: ragen resume {shlex.quote(str(run.folder))}"

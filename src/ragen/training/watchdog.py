@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Self
 
@@ -37,18 +38,11 @@ class Watchdog:
         self._limit, self._report, self._end = limit, report, end
         self._over = threading.Event()
         self._silent, self._called = 0.0, False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread = ThreadPoolExecutor(1, "watchdog")
 
     def beat(self) -> None:
         """Report progress."""
         self._silent, self._called = 0.0, False
-
-    def _run(self) -> None:
-        try:
-            self._watch()
-        except BaseException as error:  # noqa: BLE001 - `__exit__` raises it
-            self._error = error
 
     def _watch(self) -> None:
         tick = min(1.0, self._limit / 4) if self._limit else 1.0
@@ -61,14 +55,13 @@ class Watchdog:
                     self._end()
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._watching = self._thread.submit(self._watch)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._thread.shutdown()
+        self._watching.result()  # raises the error of the thread
 
 
 def report_stall(run: Run, seconds: float) -> str:
