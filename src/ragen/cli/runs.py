@@ -36,13 +36,13 @@ def _train_options(parser: Parser) -> None:
 
 
 def _train(options: Namespace, overrides: Overrides) -> int:
-    from ragen.rollout.setup import at_stage, by_env, facts_of
+    from ragen.rollout.setup import at_stage, facts_of
     from ragen.settings.code import sources
     from ragen.settings.model import advice
     from ragen.settings.resolve import resolve
 
     config = resolve(options.recipe, overrides, complain)
-    for alone in by_env(config).values():
+    for alone in config.by_env().values():
         facts_of(alone.env)  # refuses wrong parameters, and is read again by the run
     for stage in range(1, len(config.curriculum.stages) + 1):
         facts_of(at_stage(config, stage).env)

@@ -36,7 +36,7 @@ def _sft_options(parser: Parser) -> None:
 
 
 def _sft(options: Namespace, overrides: Overrides) -> int:
-    from ragen.rollout.setup import facts_of, refuse_mixture
+    from ragen.rollout.setup import facts_of
     from ragen.settings.resolve import resolve
 
     def watch(line: str) -> None:
@@ -44,7 +44,7 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
             print(line, file=sys.stderr)
 
     config = resolve(options.recipe, overrides, watch)
-    refuse_mixture(config)
+    config.require_one_env()
     facts_of(config.env)
     from ragen.finetuning.sft import refuse_unread, sft
     from ragen.finetuning.transcripts import is_file

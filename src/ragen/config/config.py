@@ -9,6 +9,7 @@ from pydantic import model_validator
 
 from ragen.config.rules import RULES
 from ragen.config.sections import Sections
+from ragen.core.errors import RagenError
 
 
 class Config(Sections):
@@ -23,6 +24,30 @@ class Config(Sections):
             64
         """
         return self.rollout.slots * self.engine.samplers
+
+    def by_env(self) -> dict[str, Config]:
+        """The config of each environment, as in a run of this environment alone.
+
+        Example:
+            >>> mix = {"bandit": 0.5, "sokoban": {"share": 0.5, "max_turns": 3}}
+            >>> {name: c.env.max_turns for name, c in Config(env={"mix": mix}).by_env().items()}
+            {'bandit': 5, 'sokoban': 3}
+        """
+        if not self.env.mix:
+            return {self.env.name: self}
+        envs = {}
+        for name, each in self.env.mix.items():
+            task = {"name": name, "mix": {}} | each.model_dump(exclude={"share"})
+            envs[name] = self.model_copy(update={"env": self.env.model_copy(update=task)})
+        return envs
+
+    def require_one_env(self) -> None:
+        """Refuse several environments where only one can be played."""
+        if self.env.mix:
+            names = ", ".join(self.env.mix)
+            raise RagenError(
+                f"env.mix has several environments: name one of them with --env: {names}"
+            )
 
     @model_validator(mode="after")
     def _go_together(self) -> Config:

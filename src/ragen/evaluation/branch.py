@@ -25,7 +25,7 @@ from ragen.models.names import resolve_model
 from ragen.networks.machine import use_threads
 from ragen.rollout.episode import require_unchanged
 from ragen.rollout.groups import run_episodes
-from ragen.rollout.setup import BranchSpec, Setup, at_stage, by_env, make_setup
+from ragen.rollout.setup import BranchSpec, Setup, at_stage, make_setup
 from ragen.sampling.sampler import WeightedPolicy
 from ragen.settings.saved import run_config
 from ragen.storage.branches import MOST, Request, write_branches
@@ -117,7 +117,7 @@ def branch(
         state, model = sound(folder, ()), str(folder)
         threads, version = int(state["loop"]["threads"]), int(state["engine"]["version"])
         config = changed(config, state["guard"]["changes"])
-    alone = by_env(config).get(recorded.episode.env, config)
+    alone = config.by_env().get(recorded.episode.env, config)
     config = at_stage(alone, stage_of(run, recorded))
     if temperature is None:
         temperature = config.rollout.temperature

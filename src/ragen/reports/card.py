@@ -18,7 +18,6 @@ from ragen.core.tables import Section, markdown
 from ragen.core.types import Message
 from ragen.reports.facts import Facts
 from ragen.reports.report import events, exactness, in_each_env, settings, success
-from ragen.rollout.setup import by_env
 from ragen.settings.code import parts_of, value_of, without_folder
 from ragen.settings.saved import run_config
 from ragen.storage.checkpoint import run_of
@@ -55,7 +54,7 @@ def card(facts: Facts, step: int, usage: Usage) -> str:
     sections = [headline(known, base, step), *in_each_env(known, success)]
     sections += [exactness(known), events(known), settings(known)]
     algorithm = config.algorithm.partition("/")[0]
-    tags = "ragen", "reinforcement-learning", "multi-turn", algorithm, *by_env(config)
+    tags = "ragen", "reinforcement-learning", "multi-turn", algorithm, *config.by_env()
     front, use = front_matter(tags, hub_id(base), usage), how_to_use(hub_id(base), usage)
     return f"{front}\n{markdown(sections)}\n{use}"
 
@@ -140,7 +139,7 @@ def headline(facts: Facts, base: str, step: int) -> Section:
     """The environment, the base model, the recipe and the step."""
     config = facts.config
     local = "RAGEN's embedded model" if base == "base" else f"the local model {Path(base).name}"
-    envs = [each.env for each in by_env(config).values()]
+    envs = [each.env for each in config.by_env().values()]
     lines = [
         "A language model that acts in an environment turn by turn, trained by reinforcement "
         f"learning on whole episodes with RAGEN {version('ragen-rl')} (arXiv:2504.20073).",

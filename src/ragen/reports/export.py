@@ -29,7 +29,7 @@ from ragen.networks import lora
 from ragen.reports.card import Usage, card
 from ragen.reports.facts import read_facts
 from ragen.rollout.episode import opening
-from ragen.rollout.setup import EpisodeSpec, Setup, by_env, make_chat, make_setup
+from ragen.rollout.setup import EpisodeSpec, Setup, make_chat, make_setup
 from ragen.storage.checkpoint import choose, new_folder, sound, step_of
 
 WEIGHTS = [
@@ -78,7 +78,7 @@ def export(
         )
     tokenizer = load_tokenizer(checkpoint, checkpoint)
     chat = make_chat(config, tokenizer)
-    alone, *_ = by_env(config).values()  # a mixture shows the prompt of its first environment
+    alone, *_ = config.by_env().values()  # a mixture shows the prompt of its first environment
     with closing(make_setup(alone, None)) as setup:
         usage = usage_of(setup, chat, tokenizer.chat_template, config.seed)
     if is_adapter(checkpoint) and not merge:

@@ -14,7 +14,7 @@ from ragen.chat.prompt import prefill
 from ragen.chat.template import Tokenizer
 from ragen.chat.tool_calls import ToolForm, find_tool_parser
 from ragen.config.config import Config
-from ragen.config.keys import BUDGETS, PARAMS, TASK
+from ragen.config.keys import BUDGETS, PARAMS
 from ragen.config.reading import changed
 from ragen.config.sections import EnvConfig
 from ragen.core.errors import RagenError
@@ -192,7 +192,7 @@ def open_env(env: EnvConfig) -> Iterator[GuardedEnv]:
 def make_chat(config: Config, tokenizer: Tokenizer) -> Chat:
     """The chat of a tokenizer with the tools of a config's environment."""
     prompt = config.prompt
-    tools, *others = (facts_of(each.env).tools for each in by_env(config).values())
+    tools, *others = (facts_of(each.env).tools for each in config.by_env().values())
     if others and any((tools, *others)):
         raise RagenError(
             "env.mix has an environment with tools, and a mixture has one chat for all: train in "
@@ -212,35 +212,6 @@ def at_stage(config: Config, stage: int) -> Config:
     return changed(config, {keys[name]: value for name, value in values.items()})
 
 
-def by_env(config: Config) -> dict[str, Config]:
-    """The config of each environment of a run, as in a run of that environment alone.
-
-    Example:
-        >>> config = Config(env={"mix": {"bandit": 0.5, "sokoban": {"share": 0.5, "max_turns": 3}}})
-        >>> {name: each.env.max_turns for name, each in by_env(config).items()}
-        {'bandit': 5, 'sokoban': 3}
-    """
-    if not config.env.mix:
-        return {config.env.name: config}
-    return {
-        name: config.model_copy(
-            update={
-                "env": config.env.model_copy(
-                    update={"name": name, "mix": {}} | {key: getattr(each, key) for key in TASK}
-                )
-            }
-        )
-        for name, each in config.env.mix.items()
-    }
-
-
-def refuse_mixture(config: Config) -> None:
-    """Refuse several environments where only one can be played."""
-    if config.env.mix:
-        names = ", ".join(config.env.mix)
-        raise RagenError(f"env.mix has several environments: name one of them with --env: {names}")
-
-
 def make_setup(config: Config, chat: Chat | None) -> Setup:
     """The set-up that a config describes.
 
@@ -249,7 +220,7 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
             them, a reward term needs an environment that reads thoughts, or there are several
             environments (`by_env`).
     """
-    refuse_mixture(config)
+    config.require_one_env()
     env, prompt, facts = config.env, config.prompt, facts_of(config.env)
     unread = NEED_READING.intersection(config.reward.terms)
     if unread and not facts.reads_thoughts:
@@ -291,7 +262,7 @@ def open_setups(config: Config, chat: Chat | None, stack: ExitStack) -> dict[str
     env_time = Stopwatch()
     return {
         name: replace(stack.enter_context(closing(make_setup(each, chat))), env_time=env_time)
-        for name, each in by_env(config).items()
+        for name, each in config.by_env().items()
     }
 
 

@@ -22,7 +22,7 @@ from ragen.envs.registry import parameter_names
 from ragen.models.names import is_embedded
 from ragen.rollout.endpoint import Server
 from ragen.rollout.players import PLAYERS
-from ragen.rollout.setup import by_env, facts_of, refuse_mixture
+from ragen.rollout.setup import facts_of
 from ragen.settings.code import absolute
 from ragen.settings.environment import brought_by, budgets_of
 from ragen.settings.model import with_prompts
@@ -114,7 +114,7 @@ def asked(overrides: Overrides) -> Asked:
     if env is None or not (env in recipes() or env.endswith(".toml")):
         return Asked(given, env, {}, flatten(merge()))
     recipe = merge(env)
-    refuse_mixture(recipe)
+    recipe.require_one_env()
     given["env.name"] = recipe.env.name
     return Asked(given, recipe.env.name, load_recipe(env)[1], flatten(recipe))
 
@@ -198,7 +198,7 @@ class Trained(Target):
 
         If the mixture does not have `env`, its first environment gives the prompts.
         """
-        envs = by_env(run_config(self.run))
+        envs = run_config(self.run).by_env()
         if len(envs) > 1 and env is None:
             raise RagenError(
                 f"{self.run} was trained in several environments: choose with --env "
