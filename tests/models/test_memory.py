@@ -172,19 +172,6 @@ def test_the_plan_of_the_cache_is_exact_for_any_model(
     assert plan(config).of("cache") == 6 * 153_600 // 5  # a spare slot for graphs
 
 
-def test_plan_in_bfloat16_golden() -> None:
-    model = tiny_model(TOKENIZER)
-    numbers = sum(weight.numel() for weight in model.parameters())
-    tensors = len(list(model.parameters()))
-    config = make_config(model__dtype="bfloat16")
-    planned = plan(config)
-    assert planned.of("weights") == planned.of("reference") == 2 * numbers
-    assert planned.of("gradients") == 4 * numbers
-    assert (
-        planned.of("optimiser") == (4 + 8) * numbers + 4 * tensors
-    )  # masters, moments; step counts
-
-
 def test_plan_with_lora_golden() -> None:
     """Inputs plus outputs of a layer: q 64, k 48, v 48, o 64, and three times 96."""
     lora = {"lora__rank": 4}

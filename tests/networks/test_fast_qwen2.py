@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ragen.networks import fast_decoder, fast_qwen2, key_store, packing
+from ragen.networks import fast_decoder, fast_qwen2, key_store
 from ragen.networks import model as ragen_model
 from ragen.networks.decoder import HFDecoder, make_decoder
 from ragen.networks.model import Critic, cross_scores, padded_hidden_states
@@ -36,27 +36,6 @@ def assert_equal_to_the_general_path(model: PreTrainedModel, *inputs: torch.Tens
     (expected, expected_grads), (got, grads) = results
     assert_close(got, expected)
     assert_close(grads, expected_grads, GRADIENT)
-
-
-def test_samples_with_a_shared_prefix_equal_the_general_path(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two groups, one member with a prompt of its own, one without a wanted token."""
-    monkeypatch.setattr(packing, "SHARED", 3)
-    monkeypatch.setattr(packing, "QUERIES", 2)
-    model = tiny(num_hidden_layers=2)
-    generator = torch.Generator().manual_seed(2)
-    token_ids_BT = torch.randint(0, 40, (6, 12), generator=generator)
-    token_ids_BT[[2, 3], :5] = token_ids_BT[0, :5]
-    token_ids_BT[4, :6] = token_ids_BT[1, :6]
-    lengths_B = torch.tensor([12, 9, 12, 7, 8, 6])
-    wanted_BT = torch.zeros(6, 12, dtype=torch.bool)
-    wanted_BT[0, [4, 5, 9]] = wanted_BT[2, [5, 8]] = wanted_BT[3, 4] = True
-    wanted_BT[1, 2] = wanted_BT[4, [4, 6]] = wanted_BT[5, 4] = True
-    origin_B, shared_B = packing.shared_prefixes(token_ids_BT, lengths_B, wanted_BT)
-    assert origin_B.tolist() == [0, 1, 0, 0, 1, 5]
-    assert shared_B.tolist() == [0, 0, 5, 4, 4, 0]  # up to the first wanted position of each
-    assert_equal_to_the_general_path(model, token_ids_BT, lengths_B, wanted_BT)
 
 
 def test_other_architectures_dtypes_and_layers_are_not_supported() -> None:

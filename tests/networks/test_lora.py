@@ -29,7 +29,6 @@ from ragen.models.adapter_folder import (
 from ragen.models.loading import recompute_layers
 from ragen.models.names import ADAPTER_CONFIG, BASE, base_of
 from ragen.networks import fast_qwen2, lora, model, sizes
-from ragen.networks.decoder import HFDecoder, make_decoder
 from ragen.networks.lora import acting, adapter_of, attach
 from ragen.networks.model import hidden_states
 from tests.learning.test_learner import batch, close, equal, gradient, weights
@@ -204,38 +203,7 @@ def grads(one: Any) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in one.named_parameters() if p.grad is not None}
 
 
-def test_fast_decoder_uses_new_adapter_weights_after_a_refresh() -> None:
-    one = adapted(tiny())
-    fast, general = make_decoder(one, 2, 16), HFDecoder(one, 2, 16)
-    tokens = [[1, 2, 3, 4], [5, 6]]
-
-    def both() -> tuple[Tensor, Tensor]:
-        return tuple(each.prefill([0, 1], [0, 0], tokens) for each in (fast, general))  # type: ignore[return-value]
-
-    assert_close(*both())
-    for weight in adapter_of(one, "policy").parameters():
-        weight.data.mul_(2)
-    stale, new = both()
-    assert not torch.allclose(stale, new)
-    fast.refresh()
-    assert_close(*both())
-
-
 # Gradients.
-
-
-def test_adapter_gradients_follow_from_the_gradient_of_the_merged_layer() -> None:
-    """With G = ∂L/∂W of the merged layer: ∂L/∂B = (α/r) G Aᵀ and ∂L/∂A = (α/r) Bᵀ G."""
-    one = adapted(tiny(), ("policy",), rank=2, alpha=6)
-    plain = merged(one)
-    for each in (one, plain):
-        hidden_states(each, *ragged()).square().sum().backward()
-    for name in ("self_attn.q_proj", "mlp.down_proj"):
-        layer = one.model.layers[0].get_submodule(name)
-        grad = plain.model.layers[0].get_submodule(name).weight.grad
-        thin, wide = layer.lora_A["policy"].weight, layer.lora_B["policy"].weight
-        assert_close(wide.grad, 3 * grad @ thin.T, GRADIENT)
-        assert_close(thin.grad, 3 * wide.T @ grad, GRADIENT)
 
 
 def parts(one: Learner) -> dict[str, dict[str, Tensor]]:

@@ -92,7 +92,7 @@ def states_and_gradients(
     return states_ND.detach(), {n: w.grad.clone() for n, w in named if w.grad is not None}
 
 
-@pytest.mark.parametrize("name", list(PACKED))
+@pytest.mark.parametrize("name", [*PACKED, "Qwen2"])
 def test_states_and_gradients_equal_the_padded_path(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
