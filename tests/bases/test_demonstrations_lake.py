@@ -12,7 +12,6 @@ from ragen.bases.demonstrations_lake import (
     hard_level,
     lake_turns,
     moves_from,
-    random_walk,
     safe_walk,
 )
 from ragen.chat.actions import parse
@@ -86,14 +85,6 @@ def test_careful_play_reaches_the_goal_by_a_shortest_path(moves):
             turns += 1
         assert info["success"]
         assert (taken, turns) == (steps, -(-taken // moves))
-
-
-def test_random_walk_chooses_neighbours_uniformly():
-    """Every neighbour of the player is equally likely."""
-    env = lake(123)  # the player in the corner a3
-    first = [random_walk(env, 1, generator(seed)).split()[4] for seed in range(400)]
-    assert set(first) == {"a2", "b3"}
-    assert abs(first.count("a2") - 200) < 40  # 4·√(400·¼)
 
 
 def test_safe_walk_never_enters_a_hole():

@@ -76,18 +76,13 @@ def test_pushes_are_straight_and_stop_on_the_target() -> None:
     assert ends == {"Up": ["b2"], "Down": ["d2", "e2"], "Left": ["c1"], "Right": ["c3", "c4"]}
 
 
-def test_reply_without_a_possible_push_is_not_trained() -> None:
-    # The box is in a corner.
-    env = from_map(["######", "#XP__#", "#__O_#", "#____#", "#____#", "######"])
-    assert optimal_push(env.room, env.board) is None
-    assert [piece.trained for piece in demonstrate(env)] == [False]
-
-
-def test_unsolvable_board_gets_a_slip() -> None:
-    # The box is at the upper wall.
-    env = from_map(["######", "#_X__#", "#P___#", "#____#", "#__O_#", "######"])
-    assert optimal_push(env.room, env.board) is None
-    assert text(demonstrate(env)).startswith(" P c1 X b2 push ")
+def test_unsolvable_boards_get_slips_and_without_a_push_an_untrained_reply() -> None:
+    upper_wall = from_map(["######", "#_X__#", "#P___#", "#____#", "#__O_#", "######"])
+    corner = from_map(["######", "#XP__#", "#__O_#", "#____#", "#____#", "######"])
+    for env in (upper_wall, corner):
+        assert optimal_push(env.room, env.board) is None
+    assert text(demonstrate(upper_wall)).startswith(" P c1 X b2 push ")
+    assert [piece.trained for piece in demonstrate(corner)] == [False]
 
 
 def test_careful_play_is_optimal_play() -> None:

@@ -203,11 +203,9 @@ def test_the_card_says_how_to_train_in_the_same_environment() -> None:
     ("line", "words"),
     [
         ("base --out there", "name a family (ragen base --help), or an environment with --env"),
-        (f"base bandit --env {ECHO} --out there", "name a family"),
         (f"base --env {ECHO} --out there --update.lr 0.1", "update.lr has no effect on this base"),
         (f"base --env {ECHO} --out there --env.isolate true", "env.isolate has no effect"),
         ("base bandit --out there --env.max_turns 3", "env.max_turns has no effect"),
-        ("base --env nowhere.py:World --out there", "no file nowhere.py"),
         (f"base --env {ECHO.replace('Echo', 'Mute')} --out there", "give it a random_action"),
         (f"base --env {ECHO} --out .", ". exists already; name a folder that does not"),
     ],

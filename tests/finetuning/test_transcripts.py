@@ -74,7 +74,7 @@ def samples(
     messages: Any, template: str, prefill: str = "<think>", drops: bool = False
 ) -> list[Sample]:
     talk, chat = Transcript("talk", tuple(messages)), make_chat(template, drops)
-    return join(to_exchanges(talk, chat, prefill, 64, drops), 0, 0)
+    return join(to_exchanges(talk, chat, prefill, drops), 0, 0)
 
 
 @cache

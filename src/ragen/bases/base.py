@@ -25,7 +25,7 @@ from transformers import (
 
 from ragen.algorithms.batch import collate
 from ragen.algorithms.samples import to_samples
-from ragen.bases.curriculum import FAMILIES, LAYERS, WARMUP_STEPS, Lesson, Stage
+from ragen.bases.curriculum import FAMILIES, WARMUP_STEPS, Lesson, Stage
 from ragen.bases.demonstrations import Demonstrator, env_fails, mask_untrained
 from ragen.bases.tokenizer import build
 from ragen.chat.chat import Chat
@@ -41,6 +41,9 @@ from ragen.networks.machine import use_threads
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import Setup
 from ragen.storage.checkpoint import new_folder
+
+LAYERS = 3
+"""Layers of every model but that of Bandit, where two are enough."""
 
 
 def prepare(
@@ -59,7 +62,7 @@ def prepare(
         raise RagenError(f"unknown family {family!r}; choose one of {', '.join(FAMILIES)}")
     use_threads(1)  # the same weights however many cores are free
     tokenizer, stages = build(), FAMILIES[family]
-    model = new_model(tokenizer, LAYERS[family], seed)
+    model = new_model(tokenizer, 2 if family == "bandit" else LAYERS, seed)
     player = LessonPlayer(Chat(tokenizer), seed)
     with new_folder(out) as whole:
         for number, stage in enumerate(stages):

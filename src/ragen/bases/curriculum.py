@@ -149,11 +149,6 @@ WANDERING = (
 )
 LOOKING = (LOOKUP_LAKE, Lesson(wander, MORE_HOLES, turns=(1,), held_out=False))
 
-LAYERS = {
-    **{"bandit": 2, "frozen-lake-still": 3, "frozen-lake": 3, "sokoban": 3},
-    "frozen-lake-no-skill": 3,
-}
-
 FAMILIES: dict[str, tuple[Stage, ...]] = {
     "bandit": (
         Stage("names", 80, ARMS, episodes=32, lr_end=0.3),

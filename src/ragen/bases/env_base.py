@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ragen.bases.base import LessonPlayer, new_model, save, teach
+from ragen.bases.base import LAYERS, LessonPlayer, new_model, save, teach
 from ragen.bases.copying import Copier, write_induction, write_words
 from ragen.bases.curriculum import Lesson, Stage
 from ragen.bases.demonstrations import env_fails
@@ -50,7 +50,6 @@ from ragen.settings.environment import with_budgets
 from ragen.settings.saved import typed
 from ragen.storage.checkpoint import new_folder
 
-LAYERS = 3
 MOST_WORDS, MOST_FREE_WORDS = 1000, 2500
 """Greatest number of words in a vocabulary, for named actions and for free text. The most frequent
 words are kept; others are spelled in bytes."""

@@ -18,7 +18,6 @@ from transformers import Qwen2Tokenizer
 from ragen.envs.worlds.bandit import NAMES
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
-SPECIAL = (PAD, USER, ASSISTANT, END)
 
 TEMPLATE = (
     "{% for message in messages %}"

@@ -206,10 +206,10 @@ def _play(policy: Policy | PlayerPolicy, setup: Setup, episodes: int, seed: int)
 
 
 def transcript_examples(
-    transcripts: Sequence[Transcript], chat: Chat, prompt: PromptConfig, max_tokens: int
+    transcripts: Sequence[Transcript], chat: Chat, prompt: PromptConfig
 ) -> Examples:
     """Conversations from a file, as the model's chat renders them."""
     given = prefill(prompt.think) if prompt.prefill else ""
     drops = prompt.think and prompt.history_thoughts == "drop"
-    examples = [to_exchanges(each, chat, given, max_tokens, drops) for each in transcripts]
+    examples = [to_exchanges(each, chat, given, drops) for each in transcripts]
     return Examples("conversations", "They are conversations from a file.", examples)

@@ -116,13 +116,12 @@ def sft(
     for warning in filter(None, (advice(config.prompt.style, config.model.path), chat.warning)):
         watch(warning)
 
-    max_tokens = config.rollout.max_tokens
     if transcripts is None:
         policy, setup = find_player(config, chat, player)
         examples = played_examples(policy, setup, chat, player, episodes, keep, seed)
     else:
-        examples = transcript_examples(transcripts, chat, config.prompt, max_tokens)
-    examples = examples.fitting(max_tokens, config.model.max_length)
+        examples = transcript_examples(transcripts, chat, config.prompt)
+    examples = examples.fitting(config.rollout.max_tokens, config.model.max_length)
     training, held_out = examples.split(derive(seed, "sft", "held out"))
     batch, test = examples.batch(training), examples.batch(held_out)
 

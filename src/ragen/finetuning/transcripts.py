@@ -108,17 +108,16 @@ def _messages(line: str, where: str) -> list[Message]:
 
 
 def to_exchanges(
-    transcript: Transcript,
-    chat: Chat,
-    prefill: str,
-    max_tokens: int,
-    drops_thoughts: bool = False,
+    transcript: Transcript, chat: Chat, prefill: str, drops_thoughts: bool = False
 ) -> list[Exchange]:
     """A conversation's prompts and completions, with earlier turns as the chat keeps them.
 
     If a reply begins with `prefill`, that part belongs to the prompt, as in a rollout. Any other
     reply is trained from its first token. With `drops_thoughts`, as for `chat`, earlier replies are
-    shown without their thoughts. `max_tokens` is the completion length limit of the prompts.
+    shown without their thoughts.
+
+    Raises:
+        RagenError: A reply contains a control token, or does not begin as the chat's replies do.
     """
     exchanges: list[Exchange] = []
     running: tuple[int, ...] = ()
@@ -144,7 +143,8 @@ def to_exchanges(
         running = ids + sampled
         reply = message["content"]
         shown.append({**message, "content": without_thought(reply) if drops_thoughts else reply})
-        exchanges.append((Prompt(before, ids, num_prefill, max_tokens, 1.0, 0), completion))
+        prompt = Prompt(before, ids, num_prefill, len(sampled), temperature=1.0, seed=0)
+        exchanges.append((prompt, completion))
     return exchanges
 
 
