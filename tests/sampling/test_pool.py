@@ -14,7 +14,7 @@ from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.core.errors import EngineLost, NotFiniteError
 from ragen.core.types import Completion, Prompt
-from ragen.sampling.pool import Answers, SamplerPool, SamplerTold
+from ragen.sampling.pool import Answers, SamplerPool
 from ragen.sampling.sampler import Stats
 from tests.bandit_model import settings
 
@@ -44,7 +44,7 @@ class Scripted:
         if self.dead:
             raise EngineLost("sampler 0 was killed")
         finished, self.finished = self.finished, []
-        return Answers(finished, SamplerTold(0.0, max(self.eras), Stats(sampled=len(finished))))
+        return Answers(finished, 0.0, max(self.eras), Stats(sampled=len(finished)))
 
     async def drop(self, numbers: Sequence[int]) -> None:
         self.dropped += numbers

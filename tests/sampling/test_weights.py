@@ -10,7 +10,8 @@ import torch
 
 from ragen.core.errors import RagenError
 from ragen.sampling import weights
-from ragen.sampling.weights import offered, pack
+from ragen.sampling.vllm_worker import tensors_of
+from ragen.sampling.weights import offered
 
 
 def test_offered_weights_are_read_back_and_then_deleted(
@@ -18,23 +19,21 @@ def test_offered_weights_are_read_back_and_then_deleted(
 ) -> None:
     monkeypatch.setattr(weights, "MEMORY", tmp_path)
     tensors = {"w": torch.arange(5.0), "b": torch.ones(3, 2).bfloat16(), "s": torch.tensor(2)}
-    with offered(pack(tensors.items())) as shared:
-        found = {name: tensor.clone() for name, tensor in shared.tensors()}
+    with offered(tensors.items()) as file:
+        found = dict(tensors_of(file))
     assert all(torch.equal(found[name], each) for name, each in tensors.items())
     assert found.keys() == tensors.keys() and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("size", [100, 100_000])
 def test_too_little_shared_memory_is_one_clear_line(
-    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A small tensor is written when the file is flushed, and again when it is closed."""
     monkeypatch.setattr(weights, "MEMORY", tmp_path)
-    block = pack([("w", torch.ones(size))])
+    weights_ = [("w", torch.ones(100_000))]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
-        with pytest.raises(RagenError, match=r"allow for more shared memory"), offered(block):
+        with pytest.raises(RagenError, match=r"allow for more shared memory"), offered(weights_):
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

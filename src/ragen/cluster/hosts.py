@@ -1,4 +1,4 @@
-"""What all processes of an engine share: their signs of life."""
+"""The heartbeats of an engine's processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life of a process.
+    """A heartbeat of a process.
 
     Attributes:
         still_s: Seconds for which no thread has moved.
-        stacks: The Python stacks of all threads, once none has moved for a second.
-        address: Its machine's address.
+        stacks: The Python stacks of all threads, if none has moved for a second.
+        address: Address of the process's machine.
 
     Example:
         >>> Beat(0.25, "", "10.0.0.2").still_s
@@ -31,7 +31,7 @@ class Beat:
 
 
 class Host:
-    """What all processes of an engine have in common."""
+    """A process of an engine, which sends heartbeats."""
 
     def __init__(self) -> None:
         self._address = own_address()
@@ -39,9 +39,9 @@ class Host:
         self._moved = time.monotonic()
 
     def beat(self) -> Beat:
-        """A sign of life; the process works if a stack has changed since the last one."""
+        """A heartbeat; the process works if a stack has changed since the last one."""
         frames = sys._current_frames()
-        del frames[threading.get_ident()]  # this thread only gives signs of life
+        del frames[threading.get_ident()]  # this thread only sends heartbeats
         places = {
             ident: [(each.f_code, each.f_lasti) for each, _ in traceback.walk_stack(frame)]
             for ident, frame in frames.items()

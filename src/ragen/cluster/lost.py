@@ -67,35 +67,31 @@ async def answers_of(
         RagenError: One of the processes raised it. It is preferred to the losses that it causes,
             because it says more.
     """
-    failures: list[Exception] = []
-    ended = False
-    timer: asyncio.TimerHandle | None = None
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    clock, first = asyncio.get_running_loop().time, asyncio.FIRST_EXCEPTION
 
-    def give_up() -> None:
-        nonlocal ended
-        ended = True
-        end(_most_telling(failures))
-
-    async def watched(call: Coroutine[Any, Any, Any]) -> Any:
-        nonlocal timer
-        try:
-            return await call
-        except Exception as error:
-            if not ended:  # a process that fails afterwards was ended by `end`
-                failures.append(error)
-                if isinstance(error, EngineLost):
-                    give_up()
-            timer = timer or asyncio.get_running_loop().call_later(grace_s, give_up)
-            raise
+    def failures() -> list[Exception]:
+        ended = (task.exception() for task in tasks if task.done())
+        return [each for each in ended if isinstance(each, Exception)]
 
     try:
-        answers = await asyncio.gather(*map(watched, calls), return_exceptions=True)
+        _, waiting = await asyncio.wait(tasks, return_when=first)
+        until = clock() + grace_s
+        while waiting and clock() < until and not _has_loss(failures()):
+            _, waiting = await asyncio.wait(waiting, timeout=until - clock(), return_when=first)
+        if found := failures():  # what fails after `end` was ended by it
+            if waiting or _has_loss(found):
+                end(_most_telling(found))
+            await asyncio.gather(*waiting, return_exceptions=True)
+            raise _most_telling(found)
+        return [task.result() for task in tasks]
     finally:
-        if timer is not None:
-            timer.cancel()
-    if failures:
-        raise _most_telling(failures)
-    return answers
+        for task in tasks:
+            task.cancel()
+
+
+def _has_loss(failures: Sequence[Exception]) -> bool:
+    return any(isinstance(each, EngineLost) for each in failures)
 
 
 def _most_telling(failures: Sequence[Exception]) -> Exception:

@@ -22,7 +22,7 @@ from ragen.engines.factory import load_model, make_sampler, prepare_model
 from ragen.engines.sharded import Rank
 from ragen.networks.machine import use_threads
 from ragen.rollout.setup import make_chat
-from ragen.sampling.pool import Answers, SamplerTold
+from ragen.sampling.pool import Answers
 from ragen.sampling.sampler import Stats
 from ragen.sampling.vllm import VllmSampler
 from ragen.sampling.weights import (
@@ -158,8 +158,7 @@ class SamplerHost(Host):
             self._news.clear()
             finished, self._finished = self._finished, []
             self._count(0)
-            told = SamplerTold(self._busy_s, self._era, replace(self._sampler.stats))
-            return Answers(finished, told)
+            return Answers(finished, self._busy_s, self._era, replace(self._sampler.stats))
 
         return self._run(work())
 

@@ -1,4 +1,4 @@
-"""The processes of an engine on Ray: their open calls, their signs of life, and their loss.
+"""The processes of an engine on Ray: their open calls, their heartbeats, and their loss.
 
 Ray is an extra, so it is imported in the modules ``ray_*`` of this folder and nowhere else.
 """
@@ -42,34 +42,38 @@ try:
 except ImportError:  # `connect` says so
     ray = None
 
-LOST: tuple[type[Exception], ...] = (
-    (
-        *(RayActorError, RaySystemError, OutOfMemoryError, NodeDiedError, ObjectLostError),
-        *(ActorUnschedulableError, WorkerCrashedError, LocalRayletDiedError),
+LOST: tuple[type[Exception], ...] = ()
+if ray is not None:
+    LOST = (
+        ActorUnschedulableError,
+        LocalRayletDiedError,
+        NodeDiedError,
+        ObjectLostError,
+        OutOfMemoryError,
+        RayActorError,
+        RaySystemError,
+        WorkerCrashedError,
     )
-    if ray is not None
-    else ()
-)
-"""What a call raises if its process is gone, or if one of its arguments is gone."""
+"""The errors of a call whose process, or one of whose arguments, is lost."""
 
 BEAT_S = 1.0
-"""Seconds from one sign of life to the next."""
+"""Seconds between two heartbeats."""
 
 
 @dataclass(slots=True, eq=False)
 class Process(Remote):
-    """A process, its open calls, and when it last showed life; as a sampler, it is a `Remote`.
+    """A process and its open calls; a sampler's process is a `Remote` of the pool.
 
     Attributes:
-        name: Its name in messages.
-        actor: Its handle.
-        calls: The start time and the phase of each open call.
-        alive: When it was last known to work.
-        busy_s: Seconds that calls were open, counted for the calls that have ended.
-        stacks: The stacks of its threads, if it has not moved for a while.
-        reason: Why it was ended, if it was.
-        address: The address of its machine, once it has shown life.
-        beating: The open call for a sign of life.
+        name: Name in messages.
+        actor: Ray's handle.
+        calls: Start time and phase of each open call.
+        alive: The last time at which the process was known to work.
+        busy_s: Sum of the seconds of all calls that have ended.
+        stacks: Stacks of the threads, if none has moved for a second.
+        reason: The reason why this process was ended, if it was.
+        address: Address of the machine, known after the first heartbeat.
+        beating: The open call for a heartbeat.
     """
 
     name: str
@@ -126,7 +130,7 @@ class Process(Remote):
         return EngineLost(text, self.stacks or str(error), self.name)
 
     def hear(self) -> None:
-        """Take the sign of life that has come.
+        """Take the heartbeat that has arrived.
 
         Raises:
             EngineLost: Ray reports that the process is lost.
@@ -140,7 +144,7 @@ class Process(Remote):
         self.address, self.stacks = beat.address, beat.stacks
 
     def end_if_hung(self, timeout_s: float) -> None:
-        """End the process if a call is open and it has shown no life for `timeout_s` seconds."""
+        """End the process if a call is open and no thread has moved for `timeout_s` seconds."""
         now, calls = time.monotonic(), list(self.calls)
         if not calls:
             self.alive = now
@@ -153,10 +157,10 @@ class Process(Remote):
 
 
 class Members:
-    """The processes of an engine, watched in a thread of its own.
+    """The processes of an engine, and a thread that watches them.
 
-    A process that hangs is ended. The first loss is given to `on_loss`, in that thread, which ends
-    then: whatever is lost later follows from it.
+    The thread ends a process that hangs. It calls `on_loss` with the first loss and stops, because
+    later losses follow from the first.
     """
 
     def __init__(self, timeout_s: float, on_loss: Callable[[Exception], None]) -> None:
@@ -170,8 +174,8 @@ class Members:
         self._thread.start()
 
     def add(self, kind: type, name: str, options: Mapping[str, Any]) -> Process:
-        """Begin a process; its `start` is called later."""
-        # Besides the thread that works, it has threads for answers and for signs of life.
+        """Start a process; its method `start` is called later."""
+        # Besides the thread that works, it has threads for answers and for heartbeats.
         actor = ray.remote(concurrency_groups={"collect": 1, "health": 1})(actor_of(kind)).options(
             **options, max_restarts=0, runtime_env={"env_vars": environment()}
         )
@@ -206,17 +210,17 @@ class Members:
                 return self._on_loss(error)
 
     def _look(self, slept: float) -> None:
-        """Take the signs of life that have come, and ask for the next ones.
+        """Take the heartbeats that have arrived, and ask for the next ones.
 
-        `slept` are seconds for which this process was suspended, or had no core.
+        `slept` is the time in seconds for which this process was suspended or had no core.
         """
         for each in self._processes:
             each.alive += slept
             each.beating = each.beating or each.actor.beat.remote()
         # Ray is asked once, not once for each: with a thousand processes, that takes too long.
         beating = [each.beating for each in self._processes]
-        come, _ = ray.wait(beating, num_returns=len(beating), timeout=0)
-        heard = set(come)
+        arrived, _ = ray.wait(beating, num_returns=len(beating), timeout=0)
+        heard = set(arrived)
         for each in self._processes:
             if each.beating in heard:
                 each.hear()
@@ -224,7 +228,7 @@ class Members:
 
 
 def actor_of(kind: type) -> type:
-    """The actor class of a host, with separate threads for signs of life and for answers."""
+    """The actor class of a host, with separate threads for heartbeats and for answers."""
     methods: dict[str, Any] = {
         "beat": ray.method(concurrency_group="health")(_method(kind, "beat"))
     }

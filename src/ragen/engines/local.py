@@ -9,17 +9,17 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ragen.algorithms.batch import Batch, collate
+from ragen.algorithms.batch import Batch
 from ragen.chat.chat import Chat
 from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, largest
-from ragen.core.types import Prompt, Role, Sample
+from ragen.core.types import Prompt, Role
 from ragen.engines.engine import Engine, assert_sampled
 from ragen.engines.factory import TOLERANCES, make_sampler
 from ragen.engines.sharded import Rank
 from ragen.learning.learner import Learner
-from ragen.learning.saving import QUESTION
+from ragen.learning.saving import QUESTION, one_turn
 from ragen.networks.precision import Masters
 from ragen.sampling.local_sampler import Sampler
 from ragen.sampling.sampler import Stats
@@ -155,18 +155,7 @@ def check_parity(
     prompt = Prompt((), ids, 0, num_tokens, temperature, seed=policy.version)
     completion = policy.ask(prompt)
     assert completion.token_ids is not None and completion.logprobs is not None
-    num_prompt, num_sampled = len(ids), len(completion.token_ids)
-    mask = (False,) * num_prompt + (True,) * num_sampled
-    sampled = Sample(
-        ids + completion.token_ids,
-        mask,
-        (0.0,) * num_prompt + completion.logprobs,
-        (-1,) * num_prompt + (0,) * num_sampled,
-        (False,) * (num_prompt + num_sampled - 1) + (True,),
-        0,
-        0,
-    )
-    batch = collate([sampled])
+    batch = one_turn(ids, completion.token_ids, completion.logprobs)
     logprobs_BT, _ = learner.logprobs(batch)
     difference = float((logprobs_BT - batch.sampled_logprobs_BT)[batch.mask_BT].abs().max())
     if not difference <= TOLERANCES[dtype]:  # refuses NaN too

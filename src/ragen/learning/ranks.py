@@ -24,7 +24,7 @@ from ragen.core.files import system_errors
 T = TypeVar("T")
 
 TIMEOUT_S = 600.0
-"""Seconds without a sign of life after which a process of an engine counts as lost."""
+"""Seconds without a change after which a process of an engine counts as lost."""
 
 
 class Ranks:

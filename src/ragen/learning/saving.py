@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ragen.algorithms.batch import collate
+from ragen.algorithms.batch import Batch, collate
 from ragen.chat.chat import Chat
 from ragen.core.errors import NotFiniteError, RagenError
 from ragen.core.types import Sample
@@ -121,20 +121,30 @@ def _refuse_not_finite(learner: Learner) -> None:
 def _refuse_broken(learner: Learner, chat: Chat, max_length: int) -> None:
     """Refuse a policy or critic that does not work, on the tokens of one question."""
     ids = chat.open([{"role": "user", "content": QUESTION}])[0][:max_length]
-    scored = len(ids) - 1
-    sample = Sample(
-        ids,
-        (False,) + (True,) * scored,
-        (0.0,) * len(ids),
-        (-1,) + (0,) * scored,
-        (False,) * scored + (True,),
-        0,
-        0,
-    )
-    batch = collate([sample])
+    batch = one_turn(ids[:1], ids[1:], (0.0,) * (len(ids) - 1))
     learner.logprobs(batch)
     if learner.critic is not None:
         learner.values(batch)
+
+
+def one_turn(
+    prompt: tuple[int, ...], completion: tuple[int, ...], logprobs: tuple[float, ...]
+) -> Batch:
+    """A batch of one episode of one turn."""
+    before, sampled = len(prompt), len(completion)
+    return collate(
+        [
+            Sample(
+                prompt + completion,
+                (False,) * before + (True,) * sampled,
+                (0.0,) * before + logprobs,
+                (-1,) * before + (0,) * sampled,
+                (False,) * (before + sampled - 1) + (True,),
+                0,
+                0,
+            )
+        ]
+    )
 
 
 def trained_tensors(model: PreTrainedModel) -> Mapping[str, Tensor]:

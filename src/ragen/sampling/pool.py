@@ -23,28 +23,24 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class SamplerTold:
-    """What a sampler reports about itself: its seconds of work, and its token counts in an era.
+class Answers:
+    """The requests that a sampler has finished since it was last asked.
+
+    Attributes:
+        finished: The number of each request with its completion or its error.
+        busy_s: Seconds for which the sampler has worked since it began.
+        era: Its present era.
+        stats: Its token counts in this era.
 
     Example:
-        >>> SamplerTold(0.5, 2, Stats(sampled=3)).stats.sampled
+        >>> Answers([], 0.5, 2, Stats(sampled=3)).stats.sampled
         3
     """
 
+    finished: Sequence[tuple[int, Completion | Exception]]
     busy_s: float
     era: int
     stats: Stats
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """What a sampler has finished since it was last asked, and what it reports about itself.
-
-    `finished` has the number of each request with its completion or its error.
-    """
-
-    finished: Sequence[tuple[int, Completion | Exception]]
-    told: SamplerTold
 
 
 class Remote(Protocol):
@@ -110,13 +106,12 @@ def divided(items: Sequence[T], loads: Sequence[int]) -> list[Sequence[T]]:
 class SamplerPool:
     """A `Policy` over samplers in other processes, which remembers `most_known` conversations.
 
-    `loop` is the event loop of the last request. `era` is increased each time that the samplers
-    have to forget what they remember.
+    `era` counts how often the samplers had to drop their keys and values.
     """
 
     def __init__(self, remotes: Iterable[Remote], most_known: int) -> None:
-        self.loop: asyncio.AbstractEventLoop | None = None
         self.era = 1
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the last request
         self._members = [Member(remote) for remote in remotes]
         self._numbers = count()
         self._fresh: list[Request] = []  # not sent yet
@@ -136,10 +131,10 @@ class SamplerPool:
             EngineLost: A process of the engine is lost.
             NotFiniteError: The logits are not finite.
         """
-        self._enter(asyncio.get_running_loop())
         if self._error is not None:
             raise self._error
-        request = Request(next(self._numbers), prompt, self._running_loop.create_future())
+        self._loop = asyncio.get_running_loop()
+        request = Request(next(self._numbers), prompt, self._loop.create_future())
         self._fresh.append(request)
         if not self._settling:
             self._settling = True
@@ -161,8 +156,8 @@ class SamplerPool:
     def fail(self, error: Exception) -> None:
         """Let all waiting requests fail, and all later ones; called from any thread."""
         self._error = self._error or error
-        if self.loop is not None and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self._fail_waiting)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._fail_waiting)
 
     def _fail_waiting(self) -> None:
         assert self._error is not None
@@ -191,24 +186,8 @@ class SamplerPool:
 
     # From a request to its answer.
 
-    @property
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        assert self.loop is not None
-        return self.loop
-
-    def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Enter an event loop and drop what belongs to an earlier one, which was torn down."""
-        if self.loop is loop:
-            return
-        self.loop, self._fresh, self._settling = loop, [], False
-        self._tasks.clear()
-        for member in self._members:
-            numbers, member.open, member.receiver = list(member.open), {}, None
-            if numbers:
-                self._start(member.remote.drop(numbers))
-
     def _start(self, work: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = self._running_loop.create_task(work)
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -221,11 +200,13 @@ class SamplerPool:
     async def _settle(self) -> None:
         """Send the new requests, once no episode adds another one right away."""
         quiet = 0
-        while quiet < QUIET_ROUNDS:
-            before = len(self._fresh)
-            await asyncio.sleep(0)
-            quiet = quiet + 1 if len(self._fresh) == before else 0
-        self._settling = False
+        try:
+            while quiet < QUIET_ROUNDS:
+                before = len(self._fresh)
+                await asyncio.sleep(0)
+                quiet = quiet + 1 if len(self._fresh) == before else 0
+        finally:
+            self._settling = False
         requests, self._fresh = self._fresh, []
         for member, share in self._shares(requests):
             member.open |= {request.number: request for request in share}
@@ -258,9 +239,9 @@ class SamplerPool:
         try:
             while member.open:
                 answers = await member.remote.collect()
-                member.busy_s = answers.told.busy_s
-                if answers.told.era == self.era:
-                    member.stats = answers.told.stats
+                member.busy_s = answers.busy_s
+                if answers.era == self.era:
+                    member.stats = answers.stats
                 for number, answer in answers.finished:
                     request = member.open.pop(number, None)
                     if request is not None and not request.answer.done():

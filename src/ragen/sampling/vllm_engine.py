@@ -21,7 +21,7 @@ from ragen.core.errors import EngineLost, RagenError
 from ragen.core.types import Prompt
 from ragen.models.memory import CPU_CACHE_BYTES
 from ragen.sampling.vllm_worker import ADAPTER_ID, differing_adapter, take
-from ragen.sampling.weights import offered, pack
+from ragen.sampling.weights import offered
 
 TESTED = "0.32"
 """The releases of vLLM that RAGEN was tested with: its internal calls change between releases."""
@@ -195,8 +195,8 @@ class Vllm:
         """
         call = self._engine.collective_rpc
         if self._is_parallel:
-            with offered(pack(weights)) as shared, self._working():
-                answers = call(work, args=(shared, *more))
+            with offered(weights) as file, self._working():
+                answers = call(work, args=(file, *more))
         else:
             answers = call(work, args=(list(weights), *more))
         return sorted(set(chain.from_iterable(answers)))

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
-
-from ragen.sampling.weights import Shared
 
 ADAPTER_ID = 1
 """The number of the policy's adapter in vLLM."""
 
-Weights = Sequence[tuple[str, Tensor]] | Shared
-"""Weights as in a checkpoint, or where another process reads them."""
+Weights = Sequence[tuple[str, Tensor]] | Path
+"""Weights as in a checkpoint, or the file in which another process reads them."""
 
 
 def take(worker: Any, weights: Weights, packs: bool) -> list[str]:
@@ -38,7 +38,7 @@ def take(worker: Any, weights: Weights, packs: bool) -> list[str]:
 
 def tensors_of(weights: Weights) -> Sequence[tuple[str, Tensor]]:
     """The weights, in this process."""
-    return list(weights.tensors()) if isinstance(weights, Shared) else weights
+    return list(load_file(weights).items()) if isinstance(weights, Path) else weights
 
 
 def _pack_output_layer(model: Any) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -79,39 +80,18 @@ def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Where other processes of this machine read a block, as long as it is offered (`offered`)."""
-
-    path: str
-    entries: tuple[Entry, ...]
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, which share the memory and may only be read."""
-        data = np.memmap(self.path, np.uint8, "r")
-        parts, end = list[NDArray[np.uint8]](), 0
-        for _, kind, shape in self.entries:
-            start = end + _gap(end)
-            end = start + int(np.prod(shape)) * getattr(torch, kind).itemsize
-            parts.append(data[start:end])
-        return Block(tuple(parts), self.entries).tensors()
-
-
 @contextmanager
-def offered(block: Block) -> Iterator[Shared]:
-    """A copy of a block in shared memory, while the body runs.
+def offered(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
+    """A file of tensors in shared memory, for other processes, while the body runs.
 
     Raises:
         RagenError: There is too little shared memory.
     """
     with tempfile.TemporaryDirectory(prefix="ragen-weights-", dir=MEMORY) as folder:
-        path = Path(folder) / "block"
-        # Closing the file writes the rest of it, so closing may also fail.
-        with file_errors("write", MEMORY, MORE_MEMORY), path.open("wb") as file:
-            for part in block.parts:
-                file.write(bytes(_gap(file.tell())))
-                file.write(part.data)
-        yield Shared(str(path), block.entries)
+        path = Path(folder) / "weights.safetensors"
+        with file_errors("write", MEMORY, MORE_MEMORY):
+            save_file({name: each.detach().cpu().contiguous() for name, each in tensors}, path)
+        yield path
 
 
 def published(model: PreTrainedModel) -> Mapping[str, Tensor]:
@@ -166,7 +146,3 @@ def take_over(model: PreTrainedModel, block: Block) -> dict[str, int]:
     for name, weight in own.items():
         weight.copy_(given[name])
     return checksums(own.items())
-
-
-def _gap(size: int) -> int:
-    return -size % 16
