@@ -1,11 +1,12 @@
 """The strict parser of replies: ``<think>…</think><answer>…</answer>``.
 
 The policy is optimised against this parser, so its text is not trusted. The structure is checked
-with plain searches in time linear in the reply. Every reply becomes a `Parsed`; nothing is raised.
+in time linear in the reply. Every reply becomes a `Parsed`; nothing is raised.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -17,6 +18,9 @@ SEPARATOR = "||"
 WHITESPACE = " \t\r\n"
 """The characters that are trimmed. Zero-width, control and other spaces count as text."""
 
+_WITHOUT_TAGS = r"([^<]*+(?:<(?!/?(?:think|answer)>)[^<]*+)*+)"
+_THOUGHT = re.compile(rf"[{WHITESPACE}]*<think>{_WITHOUT_TAGS}</think>")
+_ANSWER = re.compile(rf"[{WHITESPACE}]*<answer>{_WITHOUT_TAGS}</answer>[{WHITESPACE}]*")
 _QUOTED_LENGTH = 40
 
 
@@ -87,13 +91,16 @@ def parse(reply: str, *, think: bool, actions: tuple[str, ...] | None, max_actio
     matched regardless of case; ``None`` is for environments of free text, where the whole answer is
     one action.
     """
-    thought_chars, answer = _structure(reply, think)
+    thought_chars = find_thought(reply) if think else None
     thought = None if thought_chars is None else reply[slice(*thought_chars)]
-    if answer is None:
+    start = 0 if thought_chars is None else thought_chars[1] + len("</think>")
+    found = None if think and thought is None else _ANSWER.fullmatch(reply, start)
+    if found is None:
         form = "<think>…</think><answer>…</answer>" if think else "<answer>…</answer>"
         wrong = f"The reply must be exactly {form} with nothing else around it."
         return Parsed(thought, thought_chars, (), (), False, wrong)
 
+    answer = found[1]
     pieces = [answer] if actions is None else answer.split(SEPARATOR)
     asked = tuple(name for piece in pieces if (name := piece.strip(WHITESPACE)))
     legal, unknown = (list(asked), None) if actions is None else _match(asked, actions)
@@ -104,24 +111,6 @@ def parse(reply: str, *, think: bool, actions: tuple[str, ...] | None, max_actio
     return Parsed(thought, thought_chars, asked, carried_out, problem is None, problem)
 
 
-def _structure(reply: str, think: bool) -> tuple[tuple[int, int] | None, str | None]:
-    """Range of the thought, and the answer's text if the whole structure is right."""
-    once = all(reply.count(tag) == (think or "answer" in tag) for tag in TAGS)
-    at = _skip(reply, 0)
-    thought_chars = None
-    if think:
-        thought_chars = find_thought(reply)
-        if thought_chars is None:
-            return None, None
-        at = _skip(reply, thought_chars[1] + len("</think>"))
-    end = reply.find("</answer>", at)
-    if not once or not reply.startswith("<answer>", at) or end == -1:
-        return thought_chars, None
-    if reply[end + len("</answer>") :].strip(WHITESPACE):
-        return thought_chars, None
-    return thought_chars, reply[at + len("<answer>") : end]
-
-
 def find_thought(reply: str) -> tuple[int, int] | None:
     """Range of the thought that a reply begins with: closed, and without a tag in it.
 
@@ -129,18 +118,8 @@ def find_thought(reply: str) -> tuple[int, int] | None:
         >>> find_thought(" <think>up</think> 7"), find_thought("7 <think>up</think>")
         ((8, 10), None)
     """
-    at = _skip(reply, 0)
-    start = at + len("<think>")
-    stop = reply.find("</think>", start)
-    nested = any(reply.find(tag, start, stop) != -1 for tag in TAGS)
-    if not reply.startswith("<think>", at) or stop == -1 or nested:
-        return None
-    return start, stop
-
-
-def _skip(text: str, at: int) -> int:
-    """The first position from `at` on that is not white space."""
-    return len(text) - len(text[at:].lstrip(WHITESPACE))
+    found = _THOUGHT.match(reply)
+    return None if found is None else found.span(1)
 
 
 def _match(names: tuple[str, ...], actions: tuple[str, ...]) -> tuple[list[str], str | None]:
