@@ -115,20 +115,18 @@ class Chat:
         self.fold = self._template.fold or (bridge is not None and bridge.fold)
         self.calls: ToolForm | None = None
         if tools:
-            name = tools[0]["function"]["name"]
-            end = self.text_of(self.end)
+            name, end = tools[0]["function"]["name"], self.text_of(self.end)
             around = find_tool_bridge(self._template, plain, end, name, self.fold)
-            self.calls = find_form(around, tool_parser)
-            if bridge and not extends_exactly(
-                self._template, self.fold, self.encode, around.exchanges
-            ):
-                bridge = None
+            self.calls, self._takes_several_calls = find_form(around, tool_parser), around.several
             allowed = controls.in_text(self.calls.write([write_call(name)])) - self.end_ids
             self._in_replies = ControlTokens(tokenizer, self.encode, written, self.end_ids, allowed)
-            self._takes_several_calls = around.several
             self._tool_bridge = lru_cache(maxsize=1024)(
                 lambda results: around.text([self._marked(dict(each)) for each in results])
             )
+            if bridge is not None and not extends_exactly(
+                self._template, self.fold, self.encode, around.exchanges
+            ):
+                bridge = None
         self.control_ids = self._in_replies.ids
         self.exact = bridge is not None
         self.warning: str | None = NO_THOUGHTS_IN_HISTORY if drops_thoughts else NOT_EXACT

@@ -134,6 +134,6 @@ class ControlTokens:
 
 
 def ids_after(encode: Callable[[str], Ids], before: str, text: str) -> Ids:
-    """Ids of `text` after the text `before`; those of `text` alone if a token joins the two."""
+    """Ids of `text` after the text `before`; ids of `text` alone if a token joins the two."""
     head, whole = encode(before), encode(before + text)
     return whole[len(head) :] if whole[: len(head)] == head else encode(text)

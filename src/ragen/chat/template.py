@@ -1,7 +1,7 @@
-"""A tokenizer's chat template: rendering conversations, and finding out what it does.
+"""A tokenizer's chat template: it renders conversations, and its bridge is found.
 
-The *bridge* is what a template puts between the end of a reply and the start of the next one. It is
-found by differencing two renderings, and verified on trial conversations, in text and in tokens.
+The *bridge* is the text of a template between the end of a reply and the start of the next one. It
+is found by differencing two renderings, and verified on trial conversations, in text and in tokens.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def _template_errors() -> tuple[type[Exception], ...]:
 
 
 Exchange = tuple[Sequence[Mapping[str, Any]], str, str]
-"""The messages from a reply to the one that the next reply answers, the reply's text in a
-rendering, and the bridge after it."""
+"""A reply and the messages after it up to the next reply; the reply's text in a rendering; and the
+bridge after it."""
 
 
 def extends_exactly(
@@ -210,7 +210,7 @@ class Bridge:
     `replies` are two trial replies of that kind. `block` is the empty thought, or its start, that
     the template writes before a reply in the history. `lead` is the rendering of a user message and
     the first reply, after which the bridge comes. With `fold` the system text must be part of the
-    first user message. `warning` says what is kept that the template would drop or move.
+    first user message. `warning` names a part that stays, and that the template would drop or move.
     """
 
     template: Template

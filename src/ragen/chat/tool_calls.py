@@ -1,8 +1,8 @@
 """Replies that call tools: the forms in which models write calls, and the parser of such replies.
 
 A reply has a thought if thoughts are asked for, and then either calls of tools or an answer. The
-form of a call is that of the model's chat template (`ragen.chat.tool_template` finds out which),
-or the one that ``prompt.tool_parser`` names.
+form of a call follows from the model's chat template (`ragen.chat.tool_template`), or
+``prompt.tool_parser`` names it.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _read(text: str, default_id: str) -> AskedCall:
 
 
 def results_of(calls: Sequence[AskedCall], observations: Sequence[str]) -> tuple[str, ...]:
-    """The result of each call: what the environment showed, or why it was not carried out."""
+    """The result of each call: the next of the `observations`, or why it was not carried out."""
     shown = iter(observations)
     return tuple(
         next(shown, f"Error: {ENDED}") if call.refusal is None else f"Error: {call.refusal}"

@@ -3,7 +3,7 @@
 Earlier replies are shown with or without their thoughts. A prompt that would be too long leaves out
 its oldest turns. The system text and the opening message, which describes the environment, always
 stay on top. The opening message may have a summary of the turns that are not shown, with one line
-for each. The lines are made from what was done; no model writes them.
+for each. The lines are made from records; no model writes them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Conversation:
     def _cut(self, present: int) -> bool:
         """Leave out the oldest turn, or else the oldest line of the summary, if there is one.
 
-        Returns whether something was left out.
+        Returns false if nothing is left that may be left out.
         """
         if self._first < present:
             self._begin_with(self._first + 1)

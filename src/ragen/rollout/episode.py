@@ -193,7 +193,7 @@ class _Playthrough:
         return view
 
     def _with_ids(self, completion: Completion) -> Completion:
-        """A recorded completion with token ids: those of its text where none were recorded."""
+        """A recorded completion with token ids; if none were recorded, ids of its text."""
         chat = self.setup.chat
         if completion.token_ids is not None or chat is None:
             return completion

@@ -28,7 +28,7 @@ async def run_groups(
 ) -> list[Group]:
     """Play `group_size` episodes on each level and return them as groups, in level order.
 
-    `setup` is that of all groups, or one for each. Groups are numbered from `first_group` on.
+    There is one `setup` for all groups, or one for each. Groups are numbered from `first_group` on.
     `path` is the run's seed and the purpose of the episodes, such as ``(seed, "train", step)``. At
     most `concurrency` episodes are played at once, or as many as a semaphore that is shared with
     other collections lets in; they begin in (group, member) order. A player's episodes are played
@@ -55,7 +55,7 @@ async def run_episodes(
 ) -> list[Episode]:
     """Play the episodes of `specs` and return them in that order; see `run_groups`.
 
-    `setup` is that of all episodes, or one for each.
+    There is one `setup` for all episodes, or one for each.
     """
     setups = [setup] * len(specs) if isinstance(setup, Setup) else setup
     if isinstance(policy, PlayerPolicy):

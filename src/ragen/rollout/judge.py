@@ -131,47 +131,41 @@ class Judge:
         """The score of each text of a group; the judge sees the texts in the given order."""
         if not texts:
             return {}
-        messages = question(self._settings, texts)
-        key = _hash(self._settings.model, messages)
-        if key in self._asked:
+        question = Question.about(texts, self._settings)
+        if question.key in self._asked:
             self._counts["cached"] += 1
         else:
-            self._asked[key] = asyncio.create_task(self._find(key, messages, len(texts), step))
+            self._asked[question.key] = asyncio.create_task(self._find(question, step))
         try:
-            judgement = await self._asked[key]
+            judgement = await self._asked[question.key]
             return dict(zip(texts, read_scores(judgement.text, len(texts)), strict=True))
         except (NoCompletion, UnreadableAnswer) as error:
             self._counts["failed"] += 1
             reason = f"the judge {self._settings.model} gave no score: {error}"
             return dict.fromkeys(texts, Failure(reason, "request"))
 
-    async def _find(
-        self, key: str, messages: tuple[Message, ...], number: int, step: int
-    ) -> Judgement:
+    async def _find(self, question: Question, step: int) -> Judgement:
         """The answer to a question, known or new.
 
-        An answer that this step of this attempt got before the run was killed counts as new again,
-        so that the metrics of a resumed run are those of the uninterrupted one.
+        An answer that this step of this attempt got before the run was killed counts as new again.
+        So a resumed run has the same metrics as an uninterrupted one.
         """
-        known = self._kept.find(key)
+        known = self._kept.find(question.key)
         if known is not None and (known.attempt, known.step) < (self.attempt, step):
             self._counts["cached"] += 1
             return known
         self._counts["calls"] += 1
         if known is None:
             async with self._gate:
-                known = await self._ask(key, messages, number, step)
-            self._kept.add(key, known)
+                known = await self._ask(question, step)
+            self._kept.add(question.key, known)
         self._counts["prompt_tokens"] += known.prompt_tokens
         self._counts["completion_tokens"] += known.completion_tokens
         return known
 
-    async def _ask(
-        self, key: str, messages: tuple[Message, ...], number: int, step: int
-    ) -> Judgement:
-        read = written = 0
-        text = ""
-        for seed in range(first := int(key[:15], 16), first + TRIES):
+    async def _ask(self, question: Question, step: int) -> Judgement:
+        read, written, text, messages = 0, 0, "", question.messages
+        for seed in range(first := int(question.key[:15], 16), first + TRIES):
             prompt = Prompt(messages, None, 0, MAX_TOKENS, 0.0, seed)
             try:
                 completion = await self._policy.complete(prompt)
@@ -180,7 +174,7 @@ class Judge:
             text, usage = completion.text, completion.usage or Usage(0, 0)
             read, written = read + usage.prompt_tokens, written + usage.completion_tokens
             try:
-                read_scores(text, number)
+                read_scores(text, question.number)
                 break
             except UnreadableAnswer as error:
                 again = f"This cannot be read: {error}. Answer with the JSON object only."
@@ -229,13 +223,24 @@ def episode_text(episode: Episode) -> str:
     return json.dumps(shown, ensure_ascii=False)
 
 
-def question(settings: JudgeConfig, texts: Sequence[str]) -> tuple[Message, ...]:
-    """The messages that ask for the scores of texts, which are numbered from 1."""
-    entries = (f'{{"id": {number}, "turns": {text}}}' for number, text in enumerate(texts, 1))
-    return (
-        {"role": "system", "content": INSTRUCTIONS.format(rubric=settings.rubric)},
-        {"role": "user", "content": f'{{"episodes": [{", ".join(entries)}]}}'},
-    )
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The messages that ask for the scores of a number of texts, and their hash with the model."""
+
+    messages: tuple[Message, ...]
+    number: int
+    key: str
+
+    @classmethod
+    def about(cls, texts: Sequence[str], settings: JudgeConfig) -> Question:
+        """The question about texts, which are numbered from 1."""
+        entries = (f'{{"id": {number}, "turns": {text}}}' for number, text in enumerate(texts, 1))
+        messages: tuple[Message, ...] = (
+            {"role": "system", "content": INSTRUCTIONS.format(rubric=settings.rubric)},
+            {"role": "user", "content": f'{{"episodes": [{", ".join(entries)}]}}'},
+        )
+        hashed = json.dumps([settings.model, *messages]).encode()
+        return cls(messages, len(texts), blake2b(hashed, digest_size=16).hexdigest())
 
 
 class _Score(BaseModel):
@@ -269,8 +274,3 @@ def read_scores(text: str, number: int) -> list[float]:
     if ids != list(range(1, number + 1)):
         raise UnreadableAnswer(f"scores has the ids {ids}, and not each from 1 to {number} once")
     return [row.score for row in rows]
-
-
-def _hash(model: str, messages: tuple[Message, ...]) -> str:
-    text = json.dumps([model, *map(dict, messages)])
-    return blake2b(text.encode(), digest_size=16).hexdigest()

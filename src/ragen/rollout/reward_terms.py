@@ -1,4 +1,4 @@
-"""Reward terms of turns: what a run may add to each turn's reward, mostly for its thought.
+"""Reward terms of turns: penalties that a run may add to each turn, mostly for its thought.
 
 Terms of whole episodes and groups are in `ragen.rollout.episode_terms`.
 
@@ -8,11 +8,11 @@ read them (`Env.read_thought`), and rewarded only where a run asks for it (``rew
 
 The results are written into `Turn.info` when the turn is played:
 
-- ``thought_read``: whether the thought could be read; absent where the environment reads none.
+- ``thought_read``: true if the thought could be read; absent where the environment reads none.
 - ``facts_stated``, ``facts_true``: the facts of the thought, and those that hold in the
   environment's state before the turn.
-- ``plan_kept``: whether the answer has the actions that the thought planned, in their order.
-- ``reward_terms``: what each reward term added to the turn, by name.
+- ``plan_kept``: true if the answer has the actions that the thought planned, in their order.
+- ``reward_terms``: the amount that each reward term added to the turn, by name.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def weights_for(judged: Judged, weights: Mapping[str, float]) -> dict[str, float
 async def apply_reward_terms(turn: Turn, weights: Mapping[str, float]) -> Turn:
     """The turn with the values of its terms added to `Turn.penalty`, and listed in its info.
 
-    `Turn.reward` stays the environment's own. `weights` are those of the terms of turns.
+    `Turn.reward` stays the environment's own. `weights` has terms of turns only.
     """
     if not weights:
         return turn
@@ -206,7 +206,7 @@ def thought_info(reading: Reading | None, actions_asked: Sequence[str]) -> dict[
 
 
 def thought_metrics(turns: Sequence[Turn]) -> Metrics:
-    """How true thoughts are and whether their plans are kept; unknown metrics are left out.
+    """The truth of thoughts and how often their plans are kept; unknown metrics are left out.
 
     - ``thought/read_fraction``: thoughts that could be read, of all that were given to the
       environment.
