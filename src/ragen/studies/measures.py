@@ -94,10 +94,9 @@ def read_run(
 
 
 def _in_env(evaluation: Evaluation, env: str) -> Evaluation:
-    """The evaluation, of a mixture that in one environment."""
-    if not evaluation.parts:
-        return evaluation
-    return next(part for part in evaluation.parts if part.env == env)
+    """The evaluation, or its part in one environment of a mixture."""
+    parts = (part for part in evaluation.parts if part.env == env)
+    return next(parts) if evaluation.parts else evaluation
 
 
 def first(series: Series) -> float:
@@ -217,16 +216,6 @@ TRANSFER = "transfer"
 SHARES = frozenset({"collapsed"})
 """Measures that are 0 or 1, so that a study compares shares of runs."""
 
-OF_METRICS: Mapping[str, Callable[[Series], float]] = MappingProxyType(
-    {
-        "first": first,
-        "last": last,
-        "mean": lambda series: fmean(series.values()),
-        "onset": onset,
-    }
-)
-"""Measures of the metric that is named after the colon, alone."""
-
 
 def lead(run: RunFacts, metric: str) -> float:
     """By what share of the time until success falls a metric falls earlier.
@@ -260,10 +249,23 @@ def rank(run: RunFacts, metric: str) -> float:
     return float(scipy.stats.spearmanr(both).statistic)
 
 
-OF_SUCCESS: Mapping[str, Callable[[RunFacts, str], float]] = MappingProxyType(
-    {"lead": lead, "rank": rank, "strength": lambda run, metric: abs(rank(run, metric))}
+def _of_metric(pick: Callable[[Series], float]) -> Callable[[RunFacts, str], float]:
+    return lambda run, metric: pick(run.metrics[metric]) if run.metrics.get(metric) else math.nan
+
+
+NAMED: Mapping[str, Callable[[RunFacts, str], float]] = MappingProxyType(
+    {
+        "first": _of_metric(first),
+        "last": _of_metric(last),
+        "mean": _of_metric(lambda series: fmean(series.values())),
+        "onset": _of_metric(onset),
+        "lead": lead,
+        "rank": rank,
+        "strength": lambda run, metric: abs(rank(run, metric)),
+        TRANSFER: lambda run, name: run.transfer.get(name, math.nan),
+    }
 )
-"""Measures of the metric that is named after the colon, together with success."""
+"""Measures of the metric, or of the study's evaluation, that is named after the colon."""
 
 
 def measure_of(name: str) -> Callable[[RunFacts], float]:
@@ -281,20 +283,10 @@ def measure_of(name: str) -> Callable[[RunFacts], float]:
         return lambda run: one(run) - other(run)
     if name in MEASURES:
         return MEASURES[name]
-    kind, _, metric = name.partition(":")
-    if kind == TRANSFER and metric:
-        return lambda run: run.transfer.get(metric, math.nan)
-    if kind in OF_SUCCESS and metric:
-        return lambda run: OF_SUCCESS[kind](run, metric)
-    if kind not in OF_METRICS or not metric:
+    kind, _, of = name.partition(":")
+    if kind not in NAMED or not of:
         raise RagenError(
-            f"there is no measure {name!r}: {', '.join(MEASURES)}, or one of "
-            f"{', '.join((*OF_METRICS, *OF_SUCCESS))} with a metric, such as last:entropy/mean, or "
-            "transfer with an evaluation of the study"
+            f"there is no measure {name!r}: {', '.join(MEASURES)}, or one of {', '.join(NAMED)} "
+            "with a metric, such as last:entropy/mean (transfer: with an evaluation of the study)"
         )
-
-    def measure(run: RunFacts) -> float:
-        series = run.metrics.get(metric)
-        return OF_METRICS[kind](series) if series else math.nan
-
-    return measure
+    return lambda run: NAMED[kind](run, of)

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING
 
 from ragen.reports.plots import BLUE, ORANGE, PALE, add_legend, figure_of
 from ragen.studies.results import Findings, bounds, outcome_words, written
-from ragen.studies.study import (
-    Decision,
-    Place,
-    Study,
-    claimed,
-    env_of,
-    is_judged,
-)
+from ragen.studies.study import Decision, Study, claimed, env_of, is_judged
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,24 +26,16 @@ def overview(studies: Sequence[Study], found: Mapping[str, Findings]) -> Iterato
     yield f"| {' | '.join(head)} |\n|{'---|' * len(head)}"
     for study in studies:
         findings = found.get(study.name)
+        decided = {each.environment: each for each in findings.decisions} if findings else {}
         name = f"[{study.name}]({study.name}/study.md)" if findings else study.name
-        about = name, study.claim, study.contrast.words
-        for place, decision in rows_of(study, findings):
-            environment, expected = place
-            effect = claimed(expected.effect).removeprefix("claimed ")
-            cells = (about[0], about[1], environment, about[2], effect, expected.predicted)
-            here = (bounds(decision.interval), outcome_words(decision)) if decision else ("", "")
-            yield f"| {' | '.join((*cells, *here))} |"
-            about = "", "", ""
-
-
-def rows_of(
-    study: Study, findings: Findings | None
-) -> Iterator[tuple[tuple[str, Place], Decision | None]]:
-    """Each environment of a study by name, and what was decided in it."""
-    known = {each.environment: each for each in findings.decisions} if findings else {}
-    for name, place in study.environments.items():
-        yield (name, place), known.get(name)
+        claim, contrast = study.claim, study.contrast.words
+        for environment, place in study.environments.items():
+            effect = claimed(place.effect).removeprefix("claimed ")
+            decision = decided.get(environment)
+            cells = [name, claim, environment, contrast, effect, place.predicted]
+            cells += [bounds(decision.interval), outcome_words(decision)] if decision else ["", ""]
+            yield f"| {' | '.join(cells)} |"
+            name = claim = contrast = ""  # once for all environments of a study
 
 
 FIGURE = "![each effect with its interval, and the published one](studies.svg)"

@@ -22,6 +22,7 @@ from ragen.studies.study import (
     Cell,
     Decision,
     Numbers,
+    Result,
     Scale,
     Study,
     claimed,
@@ -44,7 +45,6 @@ VERDICT_WORDS: Mapping[Verdict, str] = {
 
 ALWAYS = ("before", "peak", "final", "collapsed", "seconds")
 
-
 RUNS = "runs.csv"
 """The table of all runs, from which everything else of a study follows."""
 
@@ -62,9 +62,8 @@ class Findings:
     @property
     def verdict(self) -> Verdict:
         """The verdict over all environments that are judged, or will be once they are run."""
-        outcomes = [
-            "undecided" if each.outcome == "not run" else each.outcome for each in self.decisions
-        ]
+        found: list[Result] = [each.outcome for each in self.decisions]
+        outcomes: list[Result] = ["undecided" if each == "not run" else each for each in found]
         return verdict_of([outcome for outcome in outcomes if is_judged(outcome)])
 
     @property
@@ -158,15 +157,9 @@ def page(findings: Findings) -> Iterator[str]:
     yield f"| {study.contrast.words} | pairs | claim | {confidence} | outcome | predicted |"
     yield "|---|---|---|---|---|---|"
     for each in findings.decisions:
-        place, found = each.place, bounds(each.interval)
-        cells = [
-            each.environment,
-            str(each.pairs),
-            claimed(place.effect),
-            found,
-            outcome_words(each),
-        ]
-        yield f"| {' | '.join([*cells, place.predicted])} |"
+        place, here = each.place, bounds(each.interval)
+        cells = [each.environment, f"{each.pairs}", claimed(place.effect), here]
+        yield f"| {' | '.join([*cells, outcome_words(each), place.predicted])} |"
     if not planned:
         yield f"\nAll intervals of a study hold in at least {1 - ERROR:.0%} of studies."
     yield "\nThe claims:\n"

@@ -16,6 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 
+from ragen.config.reading import changed
 from ragen.core.errors import GuardStop, RagenError
 from ragen.core.files import OTHER_OUT, file_errors
 from ragen.core.stopping import StopRequested
@@ -27,7 +28,7 @@ from ragen.settings.saved import run_config
 from ragen.storage.database import CONFIG
 from ragen.storage.reader import read_events
 from ragen.studies.results import Findings, conclude, transfer_of
-from ragen.studies.study import Cell, Scale, Study, cells_of, with_model
+from ragen.studies.study import Cell, Scale, Study, cells_of
 from ragen.training.trainer import resume, train
 
 
@@ -121,7 +122,7 @@ def make_run(cell: Cell) -> None:
     """
     try:
         if cell.fine_tuning is not None and not cell.tuned_model.exists():
-            config = with_model(cell.config, cell.base)
+            config = changed(cell.config, {"model.path": cell.base})
             sft(config, cell.tuned_model, **cell.fine_tuning.model_dump())
         if any(cell.folder.glob("checkpoints/step-*")):
             resume(cell.folder)
@@ -141,7 +142,7 @@ def is_finished(cell: Cell) -> bool:
     """True if a run has its last evaluation, or was stopped by the guard."""
     if not (cell.folder / CONFIG).exists():
         return False
-    actions = [event["data"] or {} for event in read_events(cell.folder, "guard")]
+    actions = (event["data"] or {} for event in read_events(cell.folder, "guard"))
     if any(action.get("action") == "stop" for action in actions):
         return True
     # The greedy evaluation is the last thing that a run does.

@@ -21,12 +21,12 @@ from importlib import resources
 from itertools import chain, product
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, get_args
 
 from pydantic import Field, model_validator
 
 from ragen.config.config import Config
-from ragen.config.reading import differences, merge
+from ragen.config.reading import changed, differences, merge
 from ragen.config.sections import Section
 from ragen.core.errors import RagenError, nearest
 from ragen.core.statistics import Interval
@@ -186,13 +186,10 @@ class Study(Section):
 
     def config(self, scale: Scale, environment: str, arm: str, seed: int) -> Config:
         """The settings of one run."""
-        place = self.environments[environment]
-        recipe, common = (
-            (place.laptop, self.laptop) if scale == "laptop" else (place.paper, self.paper)
-        )
+        place, common = self.environments[environment], getattr(self, scale)
         # One thread a run: several run at once, and a run's numbers depend on the count.
         own = common | _at(scale, place.settings) | _at(scale, self.arms[arm])
-        return merge(recipe, {"threads": 1, **own, "seed": seed})
+        return merge(getattr(place, scale), {"threads": 1, **own, "seed": seed})
 
 
 def _at(scale: Scale, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,8 +211,8 @@ def _at(scale: Scale, settings: Mapping[str, Any]) -> dict[str, Any]:
 class Cell:
     """One run of a study's grid.
 
-    `seed` is the training seed. `fine_tuning` makes of the model `base` the one that the run begins
-    with. `transfer` are the other evaluations of the trained policy.
+    `seed` is the training seed. `fine_tuning` makes the model that the run begins with out of the
+    model `base`. `transfer` are the other evaluations of the trained policy.
     """
 
     environment: str
@@ -236,10 +233,7 @@ class Cell:
 def cells_of(
     study: Study, scale: Scale, seeds: int, out: Path, only: str | None = None
 ) -> list[Cell]:
-    """All runs of a study, or those in one environment, seed by seed.
-
-    So the first results show every arm.
-    """
+    """All runs of a study, or of one environment, seed by seed, so that all arms show early."""
     if seeds < 2:
         raise RagenError(f"--seeds {seeds}: an interval over seeds takes 2 or more")
     if only is not None and only not in study.environments:
@@ -251,20 +245,12 @@ def cells_of(
     for seed, environment, arm in product(numbers, environments, study.arms):
         config = study.config(scale, environment, arm, seed)
         folder = out.resolve() / _slug(environment) / _slug(arm) / f"seed-{seed}"
-        tuning = study.sft.get(arm)
-        cell = Cell(
-            *(environment, arm, seed, config, folder, config.model.path, tuning, study.transfer)
-        )
-        if cell.fine_tuning is not None:
-            cell = replace(cell, config=with_model(config, str(cell.tuned_model)))
+        place, base, tuning = (environment, arm, seed), config.model.path, study.sft.get(arm)
+        cell = Cell(*place, config, folder, base, tuning, study.transfer)
+        if tuning is not None:
+            cell = replace(cell, config=changed(config, {"model.path": str(cell.tuned_model)}))
         cells.append(cell)
     return cells
-
-
-def with_model(config: Config, path: str) -> Config:
-    """The config with another model to begin with."""
-    model = config.model.model_copy(update={"path": path})
-    return config.model_copy(update={"model": model})
 
 
 def _slug(name: str) -> str:
@@ -325,7 +311,7 @@ def load_study(name: str) -> Study:
 
 def is_judged(result: Result) -> TypeGuard[Outcome]:
     """True if a result is a verdict."""
-    return result not in ("not exercised", "untestable", "withdrawn", "not run")
+    return result in get_args(Outcome)
 
 
 def decide(study: Study, numbers: Mapping[str, Numbers]) -> list[Decision]:
@@ -334,30 +320,26 @@ def decide(study: Study, numbers: Mapping[str, Numbers]) -> list[Decision]:
     An environment without values was not run. A pair of runs of one seed counts if both have the
     measure.
     """
-    decisions = []
+    decisions, values = [], numbers[study.contrast.measure]
     for name, place in study.environments.items():
-        if (name, study.contrast.arm) not in numbers[study.contrast.measure]:
-            nothing = Interval(math.nan, -math.inf, math.inf)
-            decisions.append(Decision(name, place, nothing, 0, "not run"))
-            continue
-        ones, others = _pairs(study.contrast, numbers[study.contrast.measure], name)
-        after = partial(_interval, study, ones, others)
-        pairs = len(ones)
+        was_run = (name, study.contrast.arm) in values
+        ones, others = _pairs(study.contrast, values, name) if was_run else ([], [])
+        after, pairs = partial(_interval, study, ones, others), len(ones)
         interval = after(pairs) if pairs else Interval(math.nan, -math.inf, math.inf)
-        outcome: Result = outcome_of(interval, place.effect)
-        if study.withdrawn:
-            outcome = "withdrawn"
+        needs = *study.needs, *place.needs
+        result: Result = outcome_of(interval, place.effect)
+        if not was_run:
+            result = "not run"
+        elif study.withdrawn:
+            result = "withdrawn"
         elif place.untestable:
-            outcome = "untestable"
-        elif not all(
-            _is_met(need, numbers[need.measure][name, need.arm])
-            for need in (*study.needs, *place.needs)
-        ):
-            outcome = "not exercised"
+            result = "untestable"
+        elif not all(_is_met(need, numbers[need.measure][name, need.arm]) for need in needs):
+            result = "not exercised"
         enough = None
-        if outcome == "undecided" and pairs:
+        if result == "undecided" and pairs:
             enough = seeds_to_decide(pairs, place.effect, after)
-        decisions.append(Decision(name, place, interval, pairs, outcome, enough))
+        decisions.append(Decision(name, place, interval, pairs, result, enough))
     return decisions
 
 
