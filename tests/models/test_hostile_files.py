@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
@@ -309,22 +308,6 @@ def test_weights_that_are_too_large_are_refused_before_memory_is_taken(folder: P
 
 
 # What is not refused.
-
-
-def test_a_model_in_the_layout_of_the_hub_cache_is_loaded(folder: Path, tmp_path: Path) -> None:
-    """There each file is a link to a blob outside the folder; shards are links too."""
-    model = tiny_model(WORDS)
-    (folder / "model.safetensors").unlink()
-    model.save_pretrained(folder, max_shard_size="50KB")
-    snapshot, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    for number, path in enumerate(sorted(p for p in folder.iterdir() if p.is_file())):
-        shutil.copy(path, blobs / str(number))
-        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
-    loaded, _ = load_policy(snapshot, "cpu", "float32")
-    probe = torch.arange(6)[None]
-    assert torch.equal(loaded(probe).logits, model(probe).logits)
 
 
 def test_the_default_configs_of_common_models_are_accepted(tmp_path: Path) -> None:

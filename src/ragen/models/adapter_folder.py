@@ -24,26 +24,36 @@ from ragen.networks.sharding import fill
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
-PLAIN = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "use_dora": (False,),
-    "modules_to_save": (None, []),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, []),
-    "layer_replication": (None, []),
-    "init_lora_weights": (True, False, "gaussian"),
-    "lora_bias": (False,),
-    "use_qalora": (False,),
-    "use_bdlora": (None, False),
-    "alora_invocation_tokens": (None,),
-    "arrow_config": (None,),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
-    "velora_config": (None,),
-    "megatron_config": (None,),
-}
-"""Values of an adapter's config with which the equation of `ragen.networks.lora` is complete."""
+PLAIN = frozenset(
+    [
+        "peft_type",
+        "peft_version",
+        "task_type",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "target_modules",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "use_rslora",
+        "layers_to_transform",
+        "layers_pattern",
+        "rank_pattern",
+        "alpha_pattern",
+        "init_lora_weights",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "megatron_core",
+        "qalora_group_size",
+    ]
+)
+"""Keys of an adapter's config with which the equation of `ragen.networks.lora` is complete."""
 
 
 def save_adapter(
@@ -116,10 +126,15 @@ def put_on(model: PreTrainedModel, folder: Path) -> None:
     """
     check_files(folder)
     raw = read_object(folder / ADAPTER_CONFIG)
-    for key, allowed in PLAIN.items():
-        if raw.get(key, allowed[0]) not in allowed:
+    for key, value in raw.items():
+        is_plain = key in PLAIN or not value or value == "none"
+        if key == "peft_type":
+            is_plain = value == "LORA"
+        elif key == "init_lora_weights":  # others change the base
+            is_plain = value in (True, False, "gaussian")
+        if not is_plain:
             raise RagenError(
-                f"the adapter {folder} is not plain LoRA ({key} = {json.dumps(raw[key])} in "
+                f"the adapter {folder} is not plain LoRA ({key} = {json.dumps(value)} in "
                 f"{ADAPTER_CONFIG}): merge it into its base with peft, and name the merged model"
             )
     _check_ranks(raw, folder)
