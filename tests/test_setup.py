@@ -142,22 +142,16 @@ def test_concurrent_setups_install_once(tmp_path: Path) -> None:
     assert sum("Waiting for another set-up" in err for _, err in results) == 2
 
 
-@pytest.mark.parametrize(
-    ("version", "has_venv", "words"),
-    [
+def test_unsuitable_python_is_reported(tmp_path: Path) -> None:
+    for version, has_venv, words in (
         ("", True, "RAGEN needs Python 3.11 or newer; none was found"),
         ("3.9", True, "RAGEN needs Python 3.11 or newer; this machine has 3.9"),
         ("3.12", False, "Python 3.12 lacks its venv module. On Debian or Ubuntu: apt install"),
-    ],
-)
-def test_unsuitable_python_is_reported(
-    tmp_path: Path, version: str, has_venv: bool, words: str
-) -> None:
-    checkout = Checkout(tmp_path, version, has_venv)
-    code, out, err = checkout.run("demo.sh")
-    assert (code, out) == (1, "")
-    assert words in err
-    assert not (checkout.root / ".venv.lock").exists()
+    ):
+        checkout = Checkout(tmp_path / f"{version}-", version, has_venv)
+        code, out, err = checkout.run("demo.sh")
+        assert (code, out) == (1, "") and words in err
+        assert not (checkout.root / ".venv.lock").exists()
 
 
 def test_constraints_pin_exact_versions_without_paths_or_urls() -> None:

@@ -1,5 +1,6 @@
 """The command line: what it prints, where, and with which exit code."""
 
+import gc
 import io
 import json
 import os
@@ -22,6 +23,7 @@ from ragen.cli.command import complain, terminal
 from ragen.cli.help import FIRST_KEYS
 from ragen.cli.main import COMMANDS, main
 from ragen.cli.play import show_episode
+from ragen.cli.runs import load_for_good
 from ragen.config import reading as settings
 from ragen.config.config import Config
 from ragen.config.keys import keys
@@ -177,17 +179,14 @@ def test_hyphens_in_the_entries_of_a_table_are_kept(capsys: Capture, tmp_path: P
     assert config.reward.terms == {f"{file}:brevity": 0.1} and config.rollout.num_groups == 8
 
 
-def test_dry_run_reports_a_missing_model(capsys: Capture) -> None:
-    assert main(["train", "paper/bandit", "--model", "./typo", "--dry-run"]) == 0
-    assert "./typo is neither a folder nor in the Hub's cache" in capsys.readouterr().out
-
-
-def test_dry_run_ends_with_the_memory_plan(capsys: Capture) -> None:
+def test_dry_run_ends_with_the_memory_plan_unless_the_model_is_missing(capsys: Capture) -> None:
     assert main(["train", "bandit", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     *_, total, certain, most = shown.splitlines()
     assert total.startswith("# memory: up to ") and "optimiser" in certain and "cache" in most
     assert Config.model_validate(tomllib.loads(shown)).model.path == "base"
+    assert main(["train", "paper/bandit", "--model", "./typo", "--dry-run"]) == 0
+    assert "./typo is neither a folder nor in the Hub's cache" in capsys.readouterr().out
 
 
 def test_a_run_ends_with_table_and_json(
@@ -239,6 +238,20 @@ def test_quiet_run_shows_the_result_only(
     output = capsys.readouterr()
     assert output.err == ""
     assert "after, greedy" in output.out
+
+
+def test_a_module_that_is_loaded_for_good_is_hidden_from_the_collector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    try:
+        load_for_good("this")
+        assert gc.get_freeze_count() > 0 and gc.isenabled()
+        with pytest.raises(ImportError):
+            load_for_good("no_such_module")
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

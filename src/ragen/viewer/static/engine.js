@@ -4,6 +4,7 @@ import { link } from "./addresses.js";
 import { Curves } from "./charts.js";
 import { known, number, share } from "./numbers.js";
 import { Chip, Table, Text } from "./parts.js";
+import { seriesOf } from "./signals.js";
 import { html, useMemo } from "./vendor/preact-htm.js";
 
 /** The charts: their titles, their metrics, and whether these are shares. */
@@ -22,10 +23,7 @@ const CHARTS = [
   },
   { title: "publication, s", names: { publication: "time/publish_s" } },
   { title: "samplers", names: { alive: "engine/samplers" } },
-  {
-    title: "set aside",
-    names: { stale: "engine/stale_groups" },
-  },
+  { title: "set aside", names: { stale: "engine/stale_groups" } },
 ];
 
 /** The metrics that the part shows, of those that the run has. */
@@ -40,7 +38,7 @@ const STATES = { running: "good", lost: "bad" };
 /** `run` as `/api/run` has it, and the `answer` of `/api/metrics`. */
 export function Engine({ run, answer, onPick }) {
   const charts = useMemo(() => CHARTS
-    .map((chart) => ({ ...chart, series: seriesOf(chart, answer) }))
+    .map((chart) => ({ ...chart, series: drawn(chart, answer) }))
     .filter(({ series }) => series.length > 0), [answer]);
   const look = { sync: "engine", height: 106, xLabel: "Step", onPick };
   return html`<section class="panel engine" aria-label="Engine">
@@ -57,17 +55,10 @@ function labelOf(title, series) {
   return series.length > 1 ? `${title}: ${series.map(({ name }) => name).join(", ")}` : title;
 }
 
-function seriesOf({ names }, answer) {
+function drawn({ names }, answer) {
   return Object.entries(names)
-    .map(([name, metric], colour) => ({ name, colour, found: answer?.names[metric] }))
-    .filter(({ found }) => found?.at.length > 0)
-    .map(({ name, colour, found }) => ({
-      name,
-      colour,
-      x: found.at.map((index) => answer.axes.step[index]),
-      y: found.values,
-      left: found.left.map(({ steps, values }) => ({ x: steps, y: values })),
-    }));
+    .map(([name, metric], colour) => seriesOf(name, answer, metric, "step", colour))
+    .filter(({ x }) => x.length > 0);
 }
 
 function Processes({ run }) {
