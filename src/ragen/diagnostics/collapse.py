@@ -160,8 +160,8 @@ def echo_trap_signs(history: Mapping[str, Series]) -> list[Sign]:
     Trailing means are compared with the baseline. The rules, with the metric that each reads:
 
     - ``early_gain`` (``reward/mean``): the trailing mean exceeds the baseline by 10 % of it and by
-      two of its standard errors, and falls below that mark again before the end. Step and value are
-      those of the peak.
+      two of its standard errors, and falls below that mark again before the end. The sign has the
+      step and the value of the peak.
     - ``thoughts_repeat`` (``thought/unique_fraction``): below half the baseline.
     - ``std_before_reward`` (``reward/std_in_group``): below half the baseline, at an earlier step
       than the one at which ``reward/mean`` fell 10 % below its highest trailing mean.

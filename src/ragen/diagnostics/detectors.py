@@ -1,7 +1,7 @@
 """Detectors: functions of a run's metrics that say whether the run is in trouble.
 
-A baseline is the mean of the first five steps, a trailing mean that of the last five (`collapse`).
-Steps whose value is not finite are left out.
+A baseline is the mean of the first five steps, a trailing mean the mean of the last five
+(`collapse`). Steps whose value is not finite are left out.
 Where a trailing mean is read, trouble began at the first step of its window.
 
 Fewer failures explain a fall of spread or entropy if an agent whose failures shrank to a fraction f

@@ -32,7 +32,7 @@ EMA_WEIGHT = 0.1
 def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
     """All metrics of a step's episodes, for which no learner is needed.
 
-    Failed episodes are counted and enter no other metric. The in-group std is that of groups in
+    Failed episodes are counted and enter no other metric. The in-group std is taken over groups in
     which at least two episodes did not fail. `kept` are the indices of the groups that the filter
     kept.
     """

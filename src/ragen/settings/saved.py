@@ -55,9 +55,8 @@ def write_settings(recorder: Recorder, text: str) -> None:
     recorder.keep_settings(text)
 
 
-def differing(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
+def differing(one: Flat, other: Flat) -> dict[str, tuple[Any, Any]]:
     """The keys with different values in two configs, with both; a missing entry is ``None``."""
-    one, other = flatten(a), flatten(b)
     pairs = {key: (one.get(key), other.get(key)) for key in {**one, **other}}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
@@ -95,7 +94,7 @@ def _refuse_edited(run: Path, own: Flat, overrides: Mapping[str, Any]) -> None:
         found = flatten(read_config(path))
     except RagenError as error:
         raise RagenError(f"{error}; to restore it: {restore}") from None
-    edits = {key: found.get(key) for key in {**own, **found} if found.get(key) != own.get(key)}
+    edits = {key: value for key, (_, value) in differing(own, found).items()}
     if all(key in overrides and overrides[key] == value for key, value in edits.items()):
         return
     named = [f"{key} = {_show(edits[key])}, not {_show(own.get(key))}" for key in edits]

@@ -52,10 +52,10 @@ class Buffer:
         queued ──▶ playing ──▶ finished ──▶ trained
            └──────────┴────────────┴──────▶ dropped
 
-    - **queued**: when step n begins to train, the starts of step n + k are chosen. Levels and seeds
-      are those of step n + k itself; shares of a mixture and the stage of the curriculum follow
-      from the results so far. In a run's first step, the steps 0 to k are queued together.
-    - **playing**: its episodes ask the `gate` for a slot, behind those of earlier entries. So they
+    - **queued**: when step n begins to train, the starts of step n + k are chosen. It has its own
+      levels and seeds; shares of a mixture and the stage of the curriculum follow from the results
+      so far. In a run's first step, the steps 0 to k are queued together.
+    - **playing**: its episodes ask the `gate` for a slot, behind all earlier entries. So they
       take what earlier entries leave, and begin at the earliest with the weights that step n begins
       with. Weights that are published meanwhile are taken by open completions, too.
     - **finished**: all groups are there and wait for their turn (``engine/queue``).
@@ -67,7 +67,7 @@ class Buffer:
 
     Attributes:
         max_staleness: k, which is also the number of entries beside the one that is awaited.
-        slots: Episodes played at once, those of all entries together.
+        slots: Episodes played at once, in all entries together.
     """
 
     max_staleness: int

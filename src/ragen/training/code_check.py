@@ -50,7 +50,7 @@ WON = replace(LOST, member=1, turns=(TURN,), stop_reason="solved", success=True)
 def check_function(name: str) -> str:
     """Check a function that a config may name, such as ``path/to/file.py:name``.
 
-    The kind of an entry point is that of its group. Otherwise the parameters show the kind: an
+    An entry point has the kind of its group. Otherwise the parameters show the kind: an
     estimator names some of `ESTIMATOR_INPUTS`, a loss takes ``(logprobs_N, tokens)``, a filter
     score ``(group)``, a detector ``(history)``, a tool parser ``(reply)``. A reward term annotates
     its parameter with `Turn`, `Episode` or ``Sequence[Episode]``. The function is then called with

@@ -41,7 +41,7 @@ async def play_step(run: Run) -> Played:
     """The groups of the next step, played with the policy's present weights."""
     run.tasks.env_time.seconds = 0.0
     if run.judge is not None:
-        run.judge.metrics()  # drops those of an abandoned step
+        run.judge.metrics()  # drops the metrics of an abandoned step
     config, state = run.config, run.state
     playing = run.tasks.at(state.stage)
     starts = first_starts(playing, config.rollout, config.env.mix, state.step, state.groups)
@@ -105,7 +105,7 @@ async def collect_groups(
     plays another group for each of them, in at most `rollout.refill` rounds. The flat groups stay
     in the result, counted and recorded as all others; the filter leaves them out.
 
-    `starts` are those of the first groups (`first_starts`); a group is replaced by one of the same
+    `starts` has the first groups (`first_starts`); a group is replaced by one of the same
     environment. `seed` is the run's, and `step` the number of finished steps. `concurrency` and
     `on_episode` are as in `run_groups`.
     """
@@ -171,20 +171,13 @@ async def gradient_norms(engine: Engine, groups: Sequence[Group], config: Config
     return await gradients_by_std(engine, batch, kept)
 
 
-def needs_scores(config: Config, step: int, num_episodes: int) -> bool:
-    """True if old logprobs are needed before the first update, which computes them anyway.
+def needs_scores(kl: float, update: UpdateConfig, num_episodes: int) -> bool:
+    """True if a KL term or a second update needs old logprobs before the first update.
 
-    They are needed by a KL term, by a second update, if earlier weights may have sampled, and to
-    record them at the end of `step`, which is counted from 1.
+    The first update computes them anyway.
     """
-    update = config.update
-    return (
-        config.loss.kl > 0
-        or config.engine.max_staleness > 0
-        or update.epochs > 1
-        or num_minibatches(num_episodes, update.minibatch_episodes) > 1
-        or is_due(step, config.record.tokens_every)
-    )
+    num_parts = num_minibatches(num_episodes, update.minibatch_episodes)
+    return kl > 0 or update.epochs > 1 or num_parts > 1
 
 
 def split_batch(batch: Batch, update: UpdateConfig, seed: int) -> list[Batch]:

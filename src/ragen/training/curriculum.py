@@ -45,7 +45,7 @@ def update_stage(run: Run, played: Played) -> Metrics:
 
 
 def count_success(state: LoopState, success: float) -> float:
-    """Add the success of a step to those of its stage; returns the mean of the last `STEPS`."""
+    """Add the success of a step to its stage; returns the mean over the last `STEPS` steps."""
     state.stage_success = [*state.stage_success, success][-STEPS:]
     return fmean(state.stage_success)
 

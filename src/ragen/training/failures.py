@@ -1,4 +1,4 @@
-"""What a run does about each thing that can fail: one small policy each, with its numbers.
+"""The policies of a run for each thing that can fail: one small object each, with its numbers.
 
 `recovery` carries out what they decide. docs/reproducibility.md has the whole list, also of what
 stands elsewhere: `rollout.endpoint` sends a request again, and after a loss the processes of an

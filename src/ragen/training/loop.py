@@ -75,7 +75,11 @@ async def loop(run: Run) -> None:
         if samples:
             with clock("score"):
                 weights = group_weights(kept_groups, config.filter.rule)
-                score = needs_scores(config, state.step + 1, len(episodes))
+                score = (
+                    needs_scores(config.loss.kl, config.update, len(episodes))
+                    or is_due(state.step + 1, config.record.tokens_every)
+                    or run.ahead is not None  # earlier weights may have sampled
+                )
                 batch = await make_batch(engine, samples, episodes, config, weights, score)
             with clock("update"):
                 seed = derive(config.seed, "minibatches", state.step)
@@ -212,7 +216,7 @@ async def evaluate_and_loop(run: Run) -> None:
         await evaluate_missing(run, *both)
         await save(run)
     except (StopRequested, UnplayableError) as reason:
-        # Only work that changes no weights is interrupted: the weights are those of the last step.
+        # Only work that changes no weights is interrupted, so the last step's weights are saved.
         run.recorder.discard()
         await save(run)
         folder = shlex.quote(str(run.folder))

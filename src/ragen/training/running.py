@@ -91,7 +91,7 @@ class LoopState:
         averages: Moving averages of the metrics.
         stage: Curriculum stage, from 1.
         stage_success: Success of the stage's last steps.
-        groups: Groups so far by environment, without those of refilling.
+        groups: Groups so far by environment, without refilled ones.
     """
 
     step: int = 0
@@ -139,8 +139,8 @@ def spacing_of(checkpoint: CheckpointConfig, steps: int) -> int:
 class Tasks(NamedTuple):
     """The set-ups of a run.
 
-    `full` has that of each environment by name, as it is evaluated. `stages` has those of the
-    curriculum's stages but the last one, which has the full tasks.
+    `full` has each environment by name, as it is evaluated. `stages` has the stages of the
+    curriculum but the last one, which has the full tasks.
     """
 
     full: Mapping[str, Setup]

@@ -133,7 +133,7 @@ TRACKERS: Mapping[str, Callable[[], Watcher]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
 }
-"""Trackers by name, which is that of the library."""
+"""Trackers by the name of their library."""
 
 
 def with_trackers(watcher: Watcher | None, trackers: str) -> Watcher:

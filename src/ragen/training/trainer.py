@@ -13,7 +13,7 @@ from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.estimator import needs_values
 from ragen.config.config import Config
 from ragen.config.extensions import JUDGE, load, short_name
-from ragen.config.reading import changed, dump, unread, with_preset
+from ragen.config.reading import changed, dump, flatten, unread, with_preset
 from ragen.config.rules import READ_WITH
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, values
@@ -64,13 +64,11 @@ from ragen.training.running import (
 )
 from ragen.training.trackers import with_trackers
 
-FIXED = (
-    *("recipe", "algorithm", "seed", "threads", "sources", "env.name", "env.params"),
-    *("env.mix", "curriculum.stages"),
-    *("model.path", "model.dtype", "model.critic", "lora"),
-)
-"""Keys and sections that cannot change on a resume: they say which run it is, or what its weights
-are. What its evaluations measure (`is_measured`) cannot change either."""
+TASK = ("env.name", "env.params", "env.mix", "curriculum.stages")
+WEIGHTS = ("model.path", "model.dtype", "model.critic", "lora")
+FIXED = ("recipe", "algorithm", "seed", "threads", "sources", *TASK, *WEIGHTS)
+"""Keys and sections that cannot change on a resume: they say which run it is. What its evaluations
+measure (`is_measured`) cannot change either."""
 
 
 CANNOT_INTERRUPT = (
@@ -97,7 +95,8 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
         StopRequested: SIGINT or SIGTERM came; the run is saved as of its last finished step.
     """
     refuse_existing(out)
-    config = pin_first(_with_code(with_preset(config)))
+    config = pin_first(load_code(resolve_paths(with_preset(config))))
+    refuse_lonely(config.advantage.name, config.rollout.group_size)
     changed(config, remedy(config, 1))  # refuse a remedy that cannot work
     state = LoopState(threads=use_threads(config.threads))
     watcher = with_trackers(watcher, config.record.trackers)
@@ -208,7 +207,7 @@ def _load(folder: Path, overrides: Mapping[str, Any]) -> Saved:
     before = changed(own, guard.changes)
     guard.leave(overrides)
     config = changed(original, guard.changes)
-    changes, engine = differing(before, config), saved["engine"]
+    changes, engine = differing(flatten(before), flatten(config)), saved["engine"]
     found = Saved(folder, checkpoint, damaged, engine, state, guard, own, original, config, changes)
     without_effect = changes.keys() - (() if found.is_over else {"steps"})
     if without_effect and state.used(config.budget) >= config.steps:
@@ -220,7 +219,7 @@ def _load(folder: Path, overrides: Mapping[str, Any]) -> Saved:
 
 
 def _repair(saved: Saved, recorder: Recorder, watcher: Watcher) -> None:
-    """Make the run's files those of its checkpoint and its settings, and record that it resumes."""
+    """Let the run's files fit its checkpoint and its settings, and record that it resumes."""
     step, checkpoint = saved.state.step, saved.checkpoint
     if saved.original != saved.own:
         write_settings(recorder, dump(saved.original))
@@ -259,7 +258,7 @@ def _with_changes(before: Config, overrides: Mapping[str, Any], folder: Path) ->
     for key in set(overrides).intersection(unread(config)):
         raise RagenError(f"{key} has no effect: it takes {READ_WITH[key].words}")
     run = shlex.quote(str(folder))
-    for key in differing(before, config):
+    for key in differing(flatten(before), flatten(config)):
         anew = f"train its policy further in a new run: ragen train RECIPE --model {run}"
         if key in FIXED or key.startswith(tuple(f"{fixed}." for fixed in FIXED)):
             raise RagenError(f"{key} cannot change when a run is resumed; to change it, {anew}")
@@ -268,7 +267,8 @@ def _with_changes(before: Config, overrides: Mapping[str, Any], folder: Path) ->
                 f"{key} decides what an evaluation of the run measures, and cannot change when it "
                 f"is resumed; evaluate its policy otherwise: ragen eval {run}, or {anew}"
             )
-    config = _with_code(config)
+    config = load_code(resolve_paths(config))
+    refuse_lonely(config.advantage.name, config.rollout.group_size)
     names = before.advantage.name, config.advantage.name
     had_critic, has_critic = (needs_values(find_estimator(name)) for name in names)
     if had_critic != has_critic:
@@ -276,13 +276,6 @@ def _with_changes(before: Config, overrides: Mapping[str, Any], folder: Path) ->
             f"advantage.name = {names[1]!r} {'needs a' if has_critic else 'has no'} critic, unlike "
             "the run's; it cannot change when a run is resumed"
         )
-    return config
-
-
-def _with_code(config: Config) -> Config:
-    """The config with whole paths and with the sources of its code, which is loaded and checked."""
-    config = load_code(resolve_paths(config))
-    refuse_lonely(config.advantage.name, config.rollout.group_size)
     return config
 
 
