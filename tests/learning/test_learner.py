@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sqlite3
-from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +20,8 @@ from ragen.learning.models import Models
 from ragen.learning.optimizers import optimizer_tensors, optimizers, restore_optimizer
 from ragen.models.loading import load_policy
 from ragen.networks.model import Critic
-from ragen.storage.database import DATABASE
-from ragen.storage.schema import SAMPLE_ARRAYS, decompress
 from tests.bandit_model import bandit_model
+from tests.learning.recorded import batch_for, config_of
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tolerance import GRADIENT, LOGPROB, assert_close, rounding
 
@@ -195,44 +191,16 @@ def test_gspo_has_one_ratio_per_episode_for_any_microbatch_size(
     assert results[0][1]["ratio/max"].value != pytest.approx(1, abs=1e-3)
 
 
-def recorded(run: Path) -> Batch:
-    """The samples of a run's first step, with the numbers that they were trained with."""
-    with closing(sqlite3.connect(run / DATABASE)) as connection:
-        columns = ", ".join(f'"{name}"' for name in SAMPLE_ARRAYS)
-        query = f'SELECT "group", {columns} FROM samples WHERE step = 1'
-        rows = connection.execute(query).fetchall()
-    arrays = [
-        {k: decompress(k, v) for k, v in zip(SAMPLE_ARRAYS, row[1:], strict=True) if v}
-        for row in rows
-    ]
-    batch = collate(
-        [
-            Sample(
-                *(tuple(each[name].tolist()) for name in ("token_ids", "loss_mask")),
-                *(tuple(each[name].tolist()) for name in ("sampled_logprobs", "turn_index")),
-                (False,) * len(each["token_ids"]),
-                number,
-                row[0],
-            )
-            for number, (row, each) in enumerate(zip(rows, arrays, strict=True))
-        ]
-    )
-
-    def field(name: str) -> Tensor:
-        rows_T = [torch.tensor(each[name]) for each in arrays]
-        return torch.nn.utils.rnn.pad_sequence(rows_T, batch_first=True)
-
-    return replace(batch, old_logprobs_BT=field("old_logprobs"), advantages_BT=field("advantages"))
-
-
 def test_gradients_of_recorded_episodes_do_not_depend_on_the_microbatch_size(
-    bandit_run: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    part, results, parts = recorded(bandit_run), [], []
+    """The episodes of a group share their prompt."""
+    config, results, parts = config_of("grpo"), [], []
     for tokens in (8192, 200, 1):
         policy, _ = load_policy(str(bandit_model()), "cpu", "float32")
-        loss = LossConfig(entropy=0.01, kl=0.0)
-        one = Learner(Models(policy), UpdateConfig(microbatch_tokens=tokens), loss)
+        update = config.update.model_copy(update={"microbatch_tokens": tokens})
+        one = Learner(Models(policy, reference=True), update, config.loss)
+        part = batch_for(one, config)
         parts.append(len(one._microbatches(part)))
         gradients = gradient(one, part, monkeypatch).values()
         results.append(torch.cat([each.flatten().double() for each in gradients]))

@@ -122,23 +122,6 @@ def test_completions_end_at_an_end_token_or_the_limit() -> None:
         assert completion.text == " ".join(map(str, body))
 
 
-def test_without_end_tokens_completions_are_full_length_and_logprobs_exact() -> None:
-    """For benchmarks: without end tokens, no token ends a completion early."""
-    model = tiny()
-    prompts = [make_prompt((3, 4, k), k, max_tokens=40) for k in range(4)]
-
-    async def every() -> list[Completion]:
-        endless = make_sampler(model, end_ids=())
-        return await asyncio.gather(*[endless.complete(prompt) for prompt in prompts])
-
-    completions = asyncio.run(every())
-    assert any(END in completion.token_ids for completion in completions)
-    for prompt, completion in zip(prompts, completions, strict=True):
-        assert len(completion.token_ids) == 40 and completion.finish_reason == "length"
-        expected = recomputed(model, prompt, completion)
-        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=LOGPROB)
-
-
 def test_tokens_are_sampled_with_their_probabilities() -> None:
     model, count = tiny(), 2000
 

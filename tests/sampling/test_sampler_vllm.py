@@ -23,7 +23,8 @@ from ragen.evaluation.evaluation import evaluate_target, play_target
 from ragen.models.loading import save_model
 from ragen.networks.lora import attach
 from ragen.sampling.vllm import VllmSampler
-from ragen.sampling.vllm_engine import TESTED, Vllm
+from ragen.sampling.vllm_engine import Vllm
+from ragen.sampling.vllm_private import TESTED
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import examine, train
 from tests.records import edit_settings
@@ -333,10 +334,3 @@ def test_temperatures_outside_the_range_of_vllm_are_refused(key: str) -> None:
                 resolve("bandit", {"rollout.sampler": sampler, key: temperature})
     resolve("bandit", {key: 2.5})
     resolve("bandit", {"rollout.sampler": "vllm", "eval.temperature": 0.0})
-
-
-def test_unknown_samplers_and_unused_gpu_memory_are_refused() -> None:
-    with pytest.raises(RagenError, match=r"rollout\.sampler"):
-        resolve("bandit", {"rollout.sampler": "sglang"})
-    with pytest.raises(RagenError, match=r"rollout\.gpu_memory"):
-        resolve("bandit", {"rollout.gpu_memory": 0.5})

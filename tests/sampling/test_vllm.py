@@ -28,7 +28,7 @@ from ragen.networks.model import hidden_states, token_logprobs
 from ragen.sampling.server import VllmServer
 from ragen.sampling.vllm import VllmSampler
 from ragen.sampling.vllm_engine import Vllm
-from ragen.sampling.vllm_worker import differing, differing_adapter
+from ragen.sampling.vllm_private import differing, differing_adapter
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import train
 

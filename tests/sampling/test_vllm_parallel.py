@@ -12,7 +12,7 @@ from tiny import tiny_tokenizer
 from ragen.core.errors import RagenError
 from ragen.models.loading import save_model
 from ragen.sampling.vllm import VllmSampler
-from ragen.sampling.vllm_worker import Weights, differing, tensors_of
+from ragen.sampling.vllm_private import Weights, differing, tensors_of
 from tests.sampling.test_vllm import difference, engine_of, make_prompt, model_of, weights_of
 
 pytestmark = pytest.mark.vllm

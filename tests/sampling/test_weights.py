@@ -10,7 +10,7 @@ import torch
 
 from ragen.core.errors import RagenError
 from ragen.sampling import weights
-from ragen.sampling.vllm_worker import tensors_of
+from ragen.sampling.vllm_private import tensors_of
 from ragen.sampling.weights import offered
 
 

@@ -1,4 +1,4 @@
-"""An engine of vLLM, and every call of vLLM that RAGEN makes (its workers': `vllm_worker`).
+"""An engine of vLLM, by its public interface (for the rest see `vllm_private`).
 
 vLLM is an extra, so it is imported when an engine is made, and nowhere else.
 """
@@ -20,11 +20,15 @@ from torch import Tensor
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.types import Prompt
 from ragen.models.memory import CPU_CACHE_BYTES
-from ragen.sampling.vllm_worker import ADAPTER_ID, differing_adapter, take
+from ragen.sampling.vllm_private import (
+    ADAPTER_ID,
+    TESTED,
+    differing_adapter,
+    has_failed,
+    shut_down,
+    take,
+)
 from ragen.sampling.weights import offered
-
-TESTED = "0.32"
-"""The releases of vLLM that RAGEN was tested with: its internal calls change between releases."""
 
 CACHE_BLOCK = 32
 """Block size of the prefix cache on a CPU: less than the usual 128 tokens, since a turn of a small
@@ -76,22 +80,22 @@ class Vllm:
         self._packs, self._sleeps = platform.is_cpu(), platform.is_cuda()
         self._asleep, self._is_parallel = False, tensor_parallel > 1
         self._adapter: Any = None
-        machine: dict[str, Any] = {"gpu_memory_utilization": gpu_memory, "enable_sleep_mode": True}
+        machine: dict[str, Any] = {
+            "gpu_memory_utilization": gpu_memory,
+            "enable_sleep_mode": True,
+        }
         if self._packs:
-            machine = {"kv_cache_memory_bytes": CPU_CACHE_BYTES, "block_size": CACHE_BLOCK}
-            machine["enforce_eager"] = True  # compiling takes longer than a small model's run
-            # Reading a prompt in parts rewinds its seeded generator, which a CPU generator cannot.
-            machine |= {"enable_chunked_prefill": False}
-            machine |= {"max_num_batched_tokens": max(CPU_BATCH_TOKENS, max_length)}
+            machine = {
+                "kv_cache_memory_bytes": CPU_CACHE_BYTES,
+                "block_size": CACHE_BLOCK,
+                "enforce_eager": True,  # compiling takes longer than a small model's run
+                # A prompt read in parts rewinds its seeded generator, which a CPU's cannot do.
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(CPU_BATCH_TOKENS, max_length),
+            }
         if adapter_rank:
-            ranks = get_args(self._vllm.config.lora.MaxLoRARanks)
-            if adapter_rank > max(ranks):
-                raise RagenError(
-                    f"lora.rank = {adapter_rank}: vLLM takes adapters up to rank {max(ranks)}; "
-                    'lower it, or use rollout.sampler = "local"'
-                )
-            highest = min(rank for rank in ranks if rank >= adapter_rank)
-            machine |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": highest}
+            machine |= {"enable_lora": True, "max_loras": 1}
+            machine["max_lora_rank"] = self._max_rank(adapter_rank)
         threads = torch.get_num_threads()
         try:
             with _weights_alone(path) as model, warnings.catch_warnings(action="ignore"):
@@ -119,6 +123,16 @@ class Vllm:
             ) from error
         if self._is_parallel:
             torch.set_num_threads(threads)  # vLLM lowers it, because its workers compute elsewhere
+
+    def _max_rank(self, rank: int) -> int:
+        """The smallest of vLLM's maximum ranks that is not below an adapter's."""
+        ranks: tuple[int, ...] = get_args(self._vllm.config.lora.MaxLoRARanks)
+        if rank > max(ranks):
+            raise RagenError(
+                f"lora.rank = {rank}: vLLM takes adapters up to rank {max(ranks)}; lower it, or "
+                'use rollout.sampler = "local"'
+            )
+        return min(each for each in ranks if each >= rank)
 
     def add(self, name: str, prompt: Prompt, stop_ids: Sequence[int]) -> None:
         """Request a completion; `step` returns it under `name`."""
@@ -207,8 +221,7 @@ class Vllm:
         try:
             yield
         except RuntimeError as error:
-            core = self._engine.engine_core.engine_core
-            if self._is_parallel and core.model_executor.is_failed:
+            if self._is_parallel and has_failed(self._engine):
                 raise EngineLost(
                     "a worker of vLLM has ended: it was killed, perhaps for lack of memory, or has "
                     "crashed"
@@ -237,7 +250,7 @@ class Vllm:
 
     def close(self) -> None:
         """Free its memory; it cannot be used afterwards."""
-        self._engine.engine_core.shutdown()
+        shut_down(self._engine)
         del self._engine
         self._vllm.distributed.cleanup_dist_env_and_memory()
 

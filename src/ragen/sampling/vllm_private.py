@@ -1,8 +1,10 @@
-"""The functions that RAGEN calls in vLLM's workers: they take weights over and compare them.
+"""The private parts of vLLM that RAGEN uses; they change between releases, so one is pinned.
 
-A worker runs in the process of its engine, or with tensor parallelism in one of several processes,
-each with a part of most weights. vLLM fuses some of a checkpoint's weights (queries, keys and
-values; gate and up). Here every weight is compared, bit for bit, with what vLLM computes with.
+They are an engine's processes, and the workers' models with their layers and adapters. A worker
+runs in the process of its engine, or with tensor parallelism in one of several processes, each with
+a part of most weights. vLLM fuses some of a checkpoint's weights (queries, keys and values; gate
+and up). The functions that RAGEN calls in workers take weights over, and compare every weight, bit
+for bit, with what vLLM computes with.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+
+TESTED = "0.32"
+"""The releases of vLLM that RAGEN was tested with, as in ``pyproject.toml``."""
 
 ADAPTER_ID = 1
 """The number of the policy's adapter in vLLM."""
@@ -183,3 +188,14 @@ def _adapter_parts(module: Any, matrix: str, given: Any) -> Any:
     if len(given) > 1:
         return cut(given)
     return given if given[0] is None else [cut(given[0])]
+
+
+def has_failed(engine: Any) -> bool:
+    """True if one of several workers of an engine has ended."""
+    failed: bool = engine.engine_core.engine_core.model_executor.is_failed
+    return failed
+
+
+def shut_down(engine: Any) -> None:
+    """End an engine in this process, which has no public way to do so."""
+    engine.engine_core.shutdown()
