@@ -189,6 +189,23 @@ def test_architecture_page_lists_every_module() -> None:
         assert sorted(modules) == sorted(files), folder
 
 
+def test_functions_take_their_section_and_not_the_whole_config() -> None:
+    whole = [
+        f"{name_of(path)}.{node.name}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        if argument.annotation and ast.unparse(argument.annotation).startswith("Config")
+    ]
+    assert len(whole) < 60, whole
+
+
+def test_no_folder_has_more_files_than_a_reader_keeps_in_mind() -> None:
+    folders = {path.parent for path in FILES}
+    assert {f.name: n for f in folders if (n := len([*f.glob("[!_]*.py")])) > 18} == {}
+
+
 LIGHT = sorted(
     f"ragen.{name}"
     for name in map(name_of, MODULES)
