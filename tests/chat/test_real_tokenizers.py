@@ -21,7 +21,7 @@ import pytest
 
 from ragen.algorithms.batch import collate
 from ragen.algorithms.samples import to_samples
-from ragen.chat.chat import Chat, without_thought
+from ragen.chat.chat import Chat
 from ragen.chat.template import Template
 from ragen.chat.tool_calls import ToolParser, hermes, mistral
 from ragen.config.reading import resolve
@@ -39,6 +39,7 @@ from ragen.rollout.setup import EpisodeSpec, Setup
 from ragen.storage.reader import read_metrics
 from ragen.storage.stored_episodes import read_episodes
 from ragen.training.trainer import train
+from tests.chat.test_control_tokens import controls, conversation
 from tests.tolerance import LOGPROB
 
 pytestmark = pytest.mark.slow
@@ -111,16 +112,6 @@ def hostile(chat: Chat, known: Sequence[str], chooser: random.Random) -> str:
     return "".join(chooser.choices(parts, k=chooser.randrange(9)))
 
 
-def messages(contents: Sequence[str], system: str | None, drops: bool) -> Any:
-    talk = [
-        {"role": "assistant", "content": without_thought(text) if drops else text}
-        if number % 2
-        else {"role": "user", "content": text}
-        for number, text in enumerate(contents)
-    ]
-    return ([] if system is None else [{"role": "system", "content": system}]) + talk
-
-
 @pytest.mark.parametrize("history", ["keep", "drop"])
 @pytest.mark.parametrize("name", CONTROLS)
 def test_no_content_becomes_a_control_token_of_a_real_tokenizer(
@@ -134,14 +125,11 @@ def test_no_content_becomes_a_control_token_of_a_real_tokenizer(
     for _ in range(100):
         contents = [hostile(chat, CONTROLS[name], chooser) for _ in range(chooser.choice((1, 3)))]
         system = chooser.choice((None, hostile(chat, CONTROLS[name], chooser)))
-        written = messages(contents, system, history == "drop")
-        harmless = messages(["Q"] * len(contents), system and "Q", history == "drop")
+        written = conversation(contents, history, system)
+        harmless = conversation(["Q"] * len(contents), history, system and "Q")
         ids, _ = chat.open(written, "<think>")
         expected, _ = chat.open(harmless, "<think>")
-        found, wanted = (
-            [token for token in each if token in chat.control_ids] for each in (ids, expected)
-        )
-        assert found == wanted, written
+        assert controls(chat, ids) == controls(chat, expected), written
         decoded = tokenizer.decode(chat.open(written)[0])
         if history == "drop":  # otherwise thoughts may be put back that the template drops
             spelled = template.render(chat.taken(written))
@@ -150,10 +138,7 @@ def test_no_content_becomes_a_control_token_of_a_real_tokenizer(
             drawn = (*expected, chat.end)
             bridge = chat.extend(drawn, written)[0][len(drawn) :]
             plain = chat.extend(drawn, harmless)[0][len(drawn) :]
-            found, wanted = (
-                [token for token in each if token in chat.control_ids] for each in (bridge, plain)
-            )
-            assert found == wanted, written
+            assert controls(chat, bridge) == controls(chat, plain), written
         reply = hostile(chat, CONTROLS[name], chooser)
         assert chat.control_ids.isdisjoint(chat.encode_text(reply))
 

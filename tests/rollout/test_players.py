@@ -6,7 +6,7 @@ import pytest
 
 from ragen.core.errors import RagenError
 from ragen.envs.registry import make
-from ragen.rollout.players import PLAYERS, human, random_player, read_actions, solver
+from ragen.rollout.players import human, random_player, read_actions, solver
 from tests.free_text import WORDS, Echo
 
 
@@ -78,8 +78,3 @@ def test_typed_actions_of_several_words_and_ambiguous_prefixes():
     assert read_actions("go", names, 1) == ["go"]
     with pytest.raises(ValueError, match="could be go north or go south or go"):
         read_actions("g", names, 1)
-
-
-def test_players_are_registered_by_name():
-    assert set(PLAYERS) == {"random", "solver", "human"}
-    assert PLAYERS["random"](7)(make("bandit"), 1, 1, 1)[0] in ("Dragon", "Phoenix")
