@@ -24,34 +24,11 @@ from ragen.networks.sharding import fill
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
-PLAIN = frozenset(
-    [
-        "peft_type",
-        "peft_version",
-        "task_type",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "r",
-        "lora_alpha",
-        "lora_dropout",
-        "target_modules",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "use_rslora",
-        "layers_to_transform",
-        "layers_pattern",
-        "rank_pattern",
-        "alpha_pattern",
-        "init_lora_weights",
-        "loftq_config",
-        "eva_config",
-        "corda_config",
-        "lora_ga_config",
-        "megatron_core",
-        "qalora_group_size",
-    ]
+PLAIN = (
+    "peft_type peft_version task_type auto_mapping base_model_name_or_path revision inference_mode "
+    "r lora_alpha lora_dropout target_modules exclude_modules fan_in_fan_out use_rslora "
+    "layers_to_transform layers_pattern rank_pattern alpha_pattern init_lora_weights loftq_config "
+    "eva_config corda_config lora_ga_config megatron_core qalora_group_size"
 )
 """Keys of an adapter's config with which the equation of `ragen.networks.lora` is complete."""
 
@@ -127,7 +104,7 @@ def put_on(model: PreTrainedModel, folder: Path) -> None:
     check_files(folder)
     raw = read_object(folder / ADAPTER_CONFIG)
     for key, value in raw.items():
-        is_plain = key in PLAIN or not value or value == "none"
+        is_plain = key in PLAIN.split() or not value or value == "none"
         if key == "peft_type":
             is_plain = value == "LORA"
         elif key == "init_lora_weights":  # others change the base
