@@ -33,8 +33,8 @@ matters: Ray's text about a killed process also mentions memory."""
 def what_happened(name: str, address: str, text: str) -> str:
     """One line with a process's name, its machine, and what happened according to Ray's `text`.
 
-    Ray's text may be pages long. `address` is that of the machine. If it is empty, because it is
-    not known yet, the first address in the text is taken.
+    Ray's text may be pages long. `address` is the machine's. While it is not known, it is empty,
+    and the first address in the text is taken.
 
     Example:
         >>> what_happened("learner 0", "", "ip: 10.0.0.2 The actor is dead, killed by `ray.kill`")

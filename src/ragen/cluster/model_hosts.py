@@ -48,7 +48,7 @@ class LearnerHost(Host):
         return f"{own_address()}:{port}"
 
     def start(self, threads: int, *of_rank: Any) -> Any:
-        """Load the weights and return the tokenizer; the other arguments are those of `Rank`."""
+        """Load the weights and return the tokenizer; the other arguments go to `Rank`."""
         use_threads(threads)
         self._rank = Rank(*of_rank)
         return self._rank.tokenizer
@@ -112,7 +112,7 @@ class SamplerHost(Host):
         """Sample with these weights from now on; returns the checksums of the weights then held.
 
         Raises:
-            RagenError: They are those of another model, or vLLM does not hold them.
+            RagenError: The weights belong to another model, or vLLM does not hold them.
         """
 
         async def work() -> dict[str, int]:
@@ -122,7 +122,7 @@ class SamplerHost(Host):
                 return held
             weights = dict(block.tensors())
             refuse_other_names(self._names, weights)
-            # It compares what vLLM holds with these weights, so the checksums are those of both.
+            # vLLM has compared its weights with these, so both have the same checksums.
             await self._sampler.publish(self._model, version, weights)
             return checksums(weights.items())
 

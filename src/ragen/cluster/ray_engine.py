@@ -157,7 +157,7 @@ class RayEngine(Engine):
 
     @override
     async def publish(self) -> None:
-        """Make the learner's weights those of the samplers.
+        """Send the learner's weights to the samplers.
 
         Raises:
             EngineLost: A process is gone.

@@ -90,7 +90,7 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model at `path`, with its tokenizer; a PEFT folder gives base and adapter.
 
-    Without a `device`, the model is on that of `usable_device`.
+    Without a `device`, the model is on the one that `usable_device` names.
 
     Raises:
         RagenError: As `load_policy` and `put_on`, or a run's checkpoint is damaged.

@@ -220,7 +220,7 @@ class Learner:
             per_token = ‖∇ Σ_t ℓ_t‖ ÷ tokens      per_sample = ‖∇ Σ_t ℓ_t‖ ÷ samples
 
         The terms: ``task``, the policy loss (a KL penalty in the reward is part of it);
-        ``entropy``; ``kl``, by k2, because its on-policy gradient is that of the reverse KL. The
+        ``entropy``; ``kl``, by k2, because on-policy it has the gradient of the reverse KL. The
         batch has old logprobs and advantages, and reference logprobs for ``kl``. `bucket_B` is the
         bucket of each row. Weights, their stored gradients, optimisers and random generators are
         not changed.
@@ -369,10 +369,9 @@ class Learner:
         numbers = [min(each) for each in zip(*(found for _, found in every), strict=True)]
         self._refuse_mismatch(metrics, passed.compared)
         scale = self._learning_rate(step)
-        for side, norm, is_finite in zip(
-            trained, numbers[: len(norms)], numbers[len(norms) :], strict=True
-        ):
-            metrics |= self._apply(*side[:3], scale, norm, bool(is_finite))
+        parts = zip(trained, numbers[: len(norms)], numbers[len(norms) :], strict=True)
+        for (name, steppers, masters, _), norm, is_finite in parts:
+            metrics |= self._apply(name, steppers, masters, scale, norm, bool(is_finite))
         self.synced = False
         return metrics | {"update/lr": last(self._update.lr * scale), "update/count": total(1)}
 
@@ -441,7 +440,7 @@ class Learner:
             loss = self._task_loss(logprobs_N, tokens)
             return Loss(loss.value, loss.metrics | bonus.metrics)
         if tokens.old_logprobs_N is None:
-            assert self._samples_now, "old logprobs are those of the weights that sampled"
+            assert self._samples_now, "old logprobs come from the weights that sampled"
             tokens = replace(tokens, old_logprobs_N=logprobs_N.detach())
         tokens, metrics = correct_for_sampler(tokens, IMPORTANCE_CAP)
         loss = self._task_loss(logprobs_N, tokens)

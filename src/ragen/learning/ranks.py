@@ -81,7 +81,7 @@ class Ranks:
     def shares(self, batch: Batch, shares_prompts: bool = False) -> list[Tensor]:
         """The rows of each process, ascending; none for some if there are few episodes.
 
-        `shares_prompts` is whether the model computes a prompt that episodes share only once.
+        `shares_prompts` says that the model computes a prompt which episodes share only once.
 
         Example:
             >>> from dataclasses import replace

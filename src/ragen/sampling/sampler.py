@@ -81,7 +81,7 @@ class WeightedPolicy:
         """Sample one completion: the next tokens of `prompt.token_ids`.
 
         Temperature 0 takes the most likely token and reports its logprob at temperature 1. The
-        logprobs are those of the distribution actually drawn from.
+        logprobs belong to the distribution that is actually drawn from.
 
         Raises:
             NotFiniteError: The logits are not finite.
@@ -119,7 +119,7 @@ class WeightedPolicy:
     ) -> Completion:
         """The record of sampled tokens; the text leaves the end token out.
 
-        `version` is that of the weights that sampled the first token, by default the present one.
+        `version` is that of the weights which sampled the first token, by default the present one.
         What was sampled after a control token is cut off: not all of them fit into `stop_ids`.
         """
         for count, token in enumerate(token_ids, 1):

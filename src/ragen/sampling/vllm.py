@@ -33,7 +33,7 @@ Weights = Mapping[str, Tensor]
 class VllmSampler(QueuedPolicy):
     """A `WeightedPolicy` over an engine of vLLM.
 
-    `vllm` has the learner's weights. Logprobs are those of the distribution drawn from, as with the
+    `vllm` has the learner's weights. Logprobs belong to the distribution drawn from, as with the
     local sampler. A request's seed decides its random numbers, but the composition of a batch
     changes the last digits of its logits, so sampling is not reproducible bit for bit.
     """
@@ -88,7 +88,7 @@ class VllmSampler(QueuedPolicy):
         Raises:
             RagenError: vLLM does not hold them afterwards; or there is too little shared memory.
         """
-        assert not self._open, "these weights would not be those of the keys and values"
+        assert not self._open, "open completions have keys and values of earlier weights"
         self._vllm.wake()
         weights = {name: each.detach() for name, each in (weights or published(model)).items()}
         if has_adapters(model):

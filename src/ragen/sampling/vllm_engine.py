@@ -55,7 +55,7 @@ class Vllm:
     """An engine of vLLM in this process; with `tensor_parallel` above 1, that many others compute.
 
     It pins no threads, sends no usage statistics, and ignores the model's ``generation_config``.
-    Its first weights are those of the folder or hub id `path`. It takes the share `gpu_memory` of
+    Its first weights come from the folder or hub id `path`. It takes the share `gpu_memory` of
     the memory of each GPU and samples `slots` completions at once, each of at most `max_length`
     tokens with its prompt. `adapter_rank` is the rank of the adapter that is pushed instead of all
     weights, or 0.

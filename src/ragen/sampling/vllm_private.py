@@ -31,7 +31,7 @@ Weights = Sequence[tuple[str, Tensor]] | Path
 def take(worker: Any, weights: Weights, packs: bool) -> list[str]:
     """Replace a worker's weights; returns the names of those that it does not hold afterwards.
 
-    `packs` says whether it computes with packed copies of weights, as on a CPU.
+    `packs` says that the worker computes with packed copies of weights, as on a CPU.
     """
     tensors = tensors_of(weights)
     worker.reload_weights(weights_iterator=iter(tensors))

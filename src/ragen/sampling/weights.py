@@ -40,7 +40,7 @@ class Block:
     """Tensors as bytes.
 
     Attributes:
-        parts: The bytes of each; those of a tensor on a CPU are its own memory, not a copy.
+        parts: The bytes of each tensor; on a CPU they are the tensor's own memory, not a copy.
         entries: Name, type and shape of each.
 
     Example:
@@ -95,7 +95,7 @@ def offered(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
 
 
 def published(model: PreTrainedModel) -> Mapping[str, Tensor]:
-    """The weights that a publication sends: those of the adapter if there is one, else all."""
+    """The weights that a publication sends: the adapter's if there is one, else all."""
     return adapter_tensors(model) if has_adapters(model) else dict(model.named_parameters())
 
 

@@ -29,7 +29,7 @@ STATE = "state.json"
 """The loop's state inside a checkpoint; written last."""
 
 FILES, SEAL = "files", "seal"
-"""Keys of the state: the hash of each other file, and that of the state itself."""
+"""Keys of the state: the hash of each other file, and the hash of the state itself."""
 
 
 class Damaged(RagenError):
@@ -119,7 +119,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def run_of(name: str | Path) -> Path | None:
-    """The run that a name refers to, by its folder or that of a checkpoint, else ``None``."""
+    """The run whose folder, or one of whose checkpoints, a name is; else ``None``."""
     path = Path(name)
     run = path.parent.parent if path.parent.name == CHECKPOINTS else path
     return run if (run / CONFIG).is_file() else None
@@ -150,7 +150,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def verified_state(folder: Path, patterns: Sequence[str] = ("*",)) -> dict[str, Any]:
-    """The state of a checkpoint, after checking the hash of every file, or of those of `patterns`.
+    """The state of a checkpoint, after checking the hashes of the files that match `patterns`.
 
     Raises:
         Damaged: A file is missing, was changed, or cannot be read from the disk.
@@ -254,7 +254,7 @@ def writing(
 ) -> Iterator[Path]:
     """A folder to fill with the checkpoint of `step`; it gets its name once it is complete.
 
-    The `keep` newest regular checkpoints are kept, and that of the best evaluation's step. Regular
+    The `keep` newest regular checkpoints and the one of the best evaluation are kept. Regular
     ones are `every` so many steps; an irregular one, written when a run was stopped, is kept while
     it is the newest and does not count.
     """
