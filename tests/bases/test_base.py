@@ -140,7 +140,7 @@ def test_parser_reads_a_demonstration_as_written() -> None:
 
 def test_demonstrations_exclude_evaluation_boards() -> None:
     make = env_factory("frozen-lake-still")
-    lesson = Lesson(look_up, make)
+    lesson = Lesson(look_up, Setup("lake", make))
     env = make()
 
     def board(level: int) -> str:

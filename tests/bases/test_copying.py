@@ -20,6 +20,7 @@ from ragen.bases.screen import random_actions
 from ragen.bases.tokenizer import build, words_for
 from ragen.chat.chat import Chat
 from ragen.envs.registry import env_factory
+from ragen.rollout.setup import Setup
 
 SHOP = env_factory("webshop", on_page=3, numbered=True)
 WORDS = [f"word{number}x" for number in range(500)]
@@ -27,10 +28,10 @@ WORDS = [f"word{number}x" for number in range(500)]
 
 def test_a_lesson_trains_the_second_of_two_equal_passages_and_the_answer() -> None:
     chat, copier = Chat(build(words_for(WORDS, 20))), Copier(WORDS, random_actions)
-    budgets = {"turns": (2,), "actions": 2, "actions_per_turn": 1, "window": 1, "held_out": False}
+    setup = Setup("shop", SHOP, actions=2, actions_per_turn=1, window=1)
     passages = set()
     for teacher in (copier.repeat, copier.act):
-        stage = Stage("copying", 1, (Lesson(teacher, SHOP, **budgets),), 4)  # type: ignore[arg-type]
+        stage = Stage("copying", 1, (Lesson(teacher, setup, turns=(2,), held_out=False),), 4)
         samples = LessonPlayer(chat, 0).samples(stage, 0, 0)
         assert len(samples) == 8, "a sample for each turn, as a prompt shows one"
         for sample in samples:

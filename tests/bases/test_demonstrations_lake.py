@@ -8,6 +8,7 @@ import pytest
 
 from ragen.bases.demonstrations import Chart
 from ragen.bases.demonstrations_lake import (
+    CAREFUL_MOVES,
     careful_turn,
     hard_level,
     lake_turns,
@@ -72,19 +73,18 @@ def test_replies_are_valid_and_their_facts_are_true(careful):
         assert tuple(directions) == parsed.actions
 
 
-@pytest.mark.parametrize("moves", [1, 3])
-def test_careful_play_reaches_the_goal_by_a_shortest_path(moves):
+def test_careful_play_reaches_the_goal_by_a_shortest_path():
     for level in LEVELS:
         env = lake(level)
         steps, turns = env.lake.distances()[env.player], 0
         taken, terminated, info = 0, False, {}
         while not terminated:
-            for action in parse_reply(careful_turn(env, LIMITS, generator(level), moves)).actions:
+            for action in parse_reply(careful_turn(env, LIMITS, generator(level))).actions:
                 *_, terminated, _, info = env.step(action)
                 taken += 1
             turns += 1
         assert info["success"]
-        assert (taken, turns) == (steps, -(-taken // moves))
+        assert (taken, turns) == (steps, -(-taken // CAREFUL_MOVES))
 
 
 def test_safe_walk_never_enters_a_hole():

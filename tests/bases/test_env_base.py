@@ -20,10 +20,12 @@ from ragen.bases.screen import (
     HABITS,
     ITEMS,
     Reader,
+    frequent,
     items_of,
     pieces,
     random_actions,
     survey,
+    texts_of,
     with_screen,
 )
 from ragen.bases.tokenizer import build, words_for
@@ -101,8 +103,9 @@ def look_ups(turns: int, window: int, max_length: int) -> tuple[Chat, list[Sampl
     screens = ["H P _ _ _ _ G", "G P _ _ _ _ H"]
     reader = Reader(screens, random_actions)
     chat = Chat(build(words_for(pieces(" ".join(screens)), 20)))
-    budgets: Any = {"turns": (turns,), "actions": turns, "actions_per_turn": 1, "window": window}
-    lesson = Lesson(reader.look_up, lambda: with_screen(make()), **budgets, held_out=False)
+    budgets: Any = {"actions": turns, "actions_per_turn": 1, "window": window}
+    setup = Setup("corridor", lambda: with_screen(make()), **budgets)
+    lesson = Lesson(reader.look_up, setup, turns=(turns,), held_out=False)
     player = LessonPlayer(chat, 0, max_length)
     return chat, player.samples(Stage("look-up", 1, (lesson,), episodes=3), 0, 0)
 
@@ -148,7 +151,7 @@ def test_what_is_learned_does_not_depend_on_the_turns_in_a_prompt(
 def test_the_vocabulary_holds_what_was_met_and_spells_the_rest() -> None:
     setup = Setup("echo", Echo, turns=2, actions_per_turn=1, actions=2)
     met = survey(setup, random_actions, 0)
-    tokenizer = build(words_for(met.words(1000), 20))
+    tokenizer = build(words_for(frequent(texts_of(met), 1000), 20))
     text = "The word is river .\nturns 2 actions 2 max 1"
     spaced = [" word", " is", " river", " .", "\n", "turns", " 2"]
     assert tokenizer.tokenize(text)[1:8] == spaced, "a token each"
@@ -244,7 +247,7 @@ class Counted(Echo):
 @pytest.mark.parametrize(
     ("env", "complaint"),
     [
-        ("odd.py:Long", "leaves room for a reply within 2048 tokens"),
+        ("odd.py:Long", "leaves room for a reply within the 2048 tokens"),
         ("odd.py:Odd", "cannot be made: ZeroDivisionError"),
         (
             f"{FILES / 'rogue.py'}:Rogue --env.params.misdeed reset --env.params.every 5",
@@ -268,7 +271,7 @@ def test_lessons_close_each_environment_and_keep_its_limits(tmp_path: Path) -> N
     make = env_factory(f"{tmp_path}/odd.py:Counted")
     setup = Setup("odd", make, turns=1, actions=1, timeout_s=7.5)
     (stage,) = stages_of(Copier(["word"], random_actions), setup, 4)
-    assert {lesson.timeout_s for lesson in stage.lessons} == {7.5}
+    assert {lesson.setup.timeout_s for lesson in stage.lessons} == {7.5}
     player = LessonPlayer(Chat(build(words_for(["!" * 90_000], 20))), 0, 9999)
     counted: Any = type(make())
     counted.opened = counted.closed = 0

@@ -11,7 +11,8 @@ import copy
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +24,15 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from ragen.algorithms.batch import collate
+from ragen.algorithms.batch import Batch, collate
 from ragen.algorithms.samples import to_samples
 from ragen.bases.curriculum import FAMILIES, WARMUP_STEPS, Lesson, Stage
-from ragen.bases.demonstrations import Demonstrator, env_fails, mask_untrained
+from ragen.bases.demonstrations import Demonstrator, mask_untrained, unfailing
 from ragen.bases.tokenizer import build
 from ragen.chat.chat import Chat
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import RagenError
+from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import derive
 from ragen.core.stopping import run_async
 from ragen.core.types import Sample
@@ -39,11 +41,11 @@ from ragen.learning.models import Models
 from ragen.models.loading import save_model
 from ragen.networks.machine import use_threads
 from ragen.rollout.groups import run_groups
-from ragen.rollout.setup import Setup
 from ragen.storage.checkpoint import new_folder
 
 LAYERS = 3
 """Layers of every model but that of Bandit, where two are enough."""
+LINES = 10
 
 
 def prepare(
@@ -56,7 +58,7 @@ def prepare(
     """Prepare the embedded model of a family and save it in Hugging Face's layout.
 
     `out` is a folder that does not exist yet. `seed` decides weights and demonstrations. `steps` is
-    the maximum per stage, for a trial. `watch` receives a line of progress every 50 steps.
+    the maximum per stage, for a trial. `watch` receives lines of progress.
     """
     if family not in FAMILIES:
         raise RagenError(f"unknown family {family!r}; choose one of {', '.join(FAMILIES)}")
@@ -120,11 +122,26 @@ def teach(
         muon_lr=stage.muon_lr,
         weight_decay=0.0,
     )
-    for step in range(num_steps):
-        batch = collate(player.samples(stage, number, step), stage.context_weight)
-        metrics = learner.update(batch, step)
-        if (step + 1) % 50 == 0:
-            watch(f"{stage.name} {step + 1}/{num_steps}  nll {metrics['loss/nll'].value:.4f}")
+    batches = (
+        collate(player.samples(stage, number, step), stage.context_weight)
+        for step in range(num_steps)
+    )
+    learn(learner, batches, num_steps, lambda line: watch(f"{stage.name}: {line}"))
+
+
+def learn(
+    learner: Learner, batches: Iterable[Batch], num_steps: int, watch: Callable[[str], None]
+) -> None:
+    """Take an optimiser step on each of the batches; report at most `LINES` times."""
+    recent: list[Metrics] = []
+    for step, batch in enumerate(batches, 1):
+        recent.append(learner.update(batch, step - 1))
+        if step * LINES // num_steps > (step - 1) * LINES // num_steps:
+            metrics = merge(recent)
+            skipped = metrics["update/skipped_policy"].value
+            more = f"  {skipped:.0f} updates skipped: not finite" if skipped else ""
+            watch(f"step {step}/{num_steps}  nll {metrics['loss/nll'].value:.4f}{more}")
+            recent.clear()
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
@@ -157,32 +174,22 @@ class LessonPlayer:
             path = (self._seed, "base", number, step, index, turns)
             samples += self._play(lesson, turns, list(itertools.islice(levels, count)), path)
         if not samples:
+            env = stage.lessons[0].setup.env
             raise RagenError(
-                f"the environment {stage.lessons[0].env!r} shows too much: no first prompt leaves "
-                f"room for a reply within {self._max_length} tokens, which is what this model "
-                "reads; let it show less, or train another model"
+                f"the environment {env!r} shows too much: no first prompt leaves room for a reply "
+                f"within the {self._max_length} tokens that this model reads; let it show less, or "
+                "train another model"
             )
         return samples
 
     def _play(
         self, lesson: Lesson, turns: int, levels: list[int], path: tuple[int | str, ...]
     ) -> list[Sample]:
-        setup = Setup(
-            lesson.env,
-            lesson.make,
-            turns=turns,
-            actions_per_turn=min(lesson.actions_per_turn, lesson.actions),
-            actions=lesson.actions,
-            window=lesson.window,
-            chat=self._chat,
-            max_length=self._max_length,
-            timeout_s=lesson.timeout_s,
-        )
+        chat, max_length = self._chat, self._max_length
+        setup = replace(lesson.setup, turns=turns, chat=chat, max_length=max_length)
         demonstrator = Demonstrator(lesson.teacher, self._chat)
         groups = run_async(run_groups(demonstrator, setup, levels, 1, path))
-        errors = [e.error for group in groups for e in group.episodes if e.error is not None]
-        if errors:
-            raise env_fails(setup.env, errors[0])
+        unfailing(groups)
         samples, episodes = to_samples(groups)
         prompts = [[turn.prompt for turn in episode.turns] for episode in episodes]
         return mask_untrained(samples, prompts, demonstrator.trained)

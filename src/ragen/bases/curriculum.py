@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from ragen.bases.demonstrations import Lookup, Teacher, bandit_knowledge, look_up
 from ragen.bases.demonstrations_lake import (
@@ -24,6 +25,7 @@ from ragen.bases.demonstrations_sokoban import sokoban_plan, solved_in
 from ragen.core.seeding import BASE_LEVELS, EVAL_LEVELS
 from ragen.envs.contract import Env
 from ragen.envs.registry import env_factory
+from ragen.rollout.setup import Setup
 
 NUM_HELD_OUT = 1024
 """Number of evaluation levels whose boards no lesson with `Lesson.held_out` shows."""
@@ -35,32 +37,24 @@ WARMUP_STEPS = 20
 class Lesson:
     """Demonstrations of one kind.
 
-    `accept` says whether a level, to which the environment has been reset, belongs to the lesson;
-    without it, every level does. Each episode draws one of the turn budgets `turns`; `actions` is
-    the action budget, of which a turn may spend `actions_per_turn`. A prompt shows the last
-    `window` turns (0 shows all). `share` is the weight of the lesson in its stage. With `held_out`
-    the boards of evaluation levels are left out. `env` names the environment in messages;
-    `timeout_s` is the time limit of its calls.
+    `accept` is true for a level of the lesson, to which the environment has been reset; without it,
+    every level is one. Each episode draws one of the turn budgets `turns`. `share` is the weight of
+    the lesson in its stage. With `held_out` the boards of evaluation levels are left out.
     """
 
     teacher: Teacher
-    make: Callable[[], Env]
+    setup: Setup
     accept: Callable[[Env], bool] | None = None
     turns: tuple[int, ...] = (5,)
-    actions: int = 10
-    actions_per_turn: int = 5
-    window: int = 0
     share: float = 1.0
     held_out: bool = True
-    env: str = "of a lesson"
-    timeout_s: float = 30.0
 
     def levels(self, stage: int, index: int) -> Iterator[int]:
         """The levels of this lesson, each once; it has number `index` in stage number `stage`."""
         levels = itertools.count(BASE_LEVELS + LEVELS_PER_LESSON * (100 * stage + index))
         if self.accept is None and not self.held_out:  # no user code outside an episode
             yield from levels
-        env, accept = self.make(), self.accept or (lambda env: True)
+        env, accept = self.setup.make(), self.accept or (lambda env: True)
         held_out = set()
         for number in range(NUM_HELD_OUT if self.held_out else 0):
             env.reset(seed=EVAL_LEVELS + number, options={"noise_seed": 0})
@@ -85,21 +79,28 @@ class Stage:
     context_weight: float = 0.0
 
 
-BANDIT = partial(Lesson, bandit_knowledge, turns=(1,), actions=1, held_out=False)
-ARMS = (
-    BANDIT(env_factory("bandit"), share=0.4),
-    BANDIT(env_factory("bandit", name_set="pairs"), share=0.4),
-    BANDIT(env_factory("bandit", name_set="pairs", split="test"), share=0.2),
-)
+def played(env: str, **params: Any) -> Setup:
+    """An environment with the usual budgets."""
+    return Setup(env, env_factory(env, **params))
+
+
+def arms(share: float, **params: Any) -> Lesson:
+    """A lesson with one turn and one action."""
+    setup = replace(played("bandit", **params), actions_per_turn=1, actions=1)
+    return Lesson(bandit_knowledge, setup, turns=(1,), share=share, held_out=False)
+
+
+ARMS = (arms(0.4), arms(0.4, name_set="pairs"), arms(0.2, name_set="pairs", split="test"))
 """How each name sounds, also in the test split; which sound pays more is not taught."""
 
 # FrozenLake: careful play on all levels from any state (untrained walks lead to some of them), and
 # random walks. The mix makes careful play one habit among others.
-LOOKUP_LAKE = Lesson(look_up, partial(Lookup, "abcd", "0123", "FrozenLake"), held_out=False)
-STILL = env_factory("frozen-lake-still", observation="named")
-MORE_HOLES = env_factory("frozen-lake-still", observation="named", p_frozen=0.5)
+LAKE_MAP = Setup("look-up", partial(Lookup, "abcd", "0123", "FrozenLake"))
+LOOKUP_LAKE = Lesson(look_up, LAKE_MAP, held_out=False)
+STILL = played("frozen-lake-still", observation="named")
+MORE_HOLES = played("frozen-lake-still", observation="named", p_frozen=0.5)
 SAFE_WALKS = Lesson(safe_walk, MORE_HOLES, turns=(1,), share=1.5, held_out=False)
-STILL_LESSON = partial(Lesson, make=STILL, turns=(1, 1, 2, 3, 5))
+STILL_LESSON = partial(Lesson, setup=STILL, turns=(1, 1, 2, 3, 5))
 STILL_LAKE = (
     STILL_LESSON(lake_turns(careful_turn, careful=1.0), share=0.3),
     STILL_LESSON(lake_turns(careful_turn, careful=1.0), accept=hard_level, share=0.3),
@@ -109,7 +110,7 @@ STILL_LAKE = (
 STILL_LAKE_MIX = (Lesson(lake_turns(careful_turn, careful=0.2), STILL),)
 
 # Slips reach every state of slippery ice; the optimal plan depends on the remaining turns.
-SLIPPERY = env_factory("frozen-lake", observation="named")
+SLIPPERY = played("frozen-lake", observation="named")
 SLIPPERY_LAKE = (
     Lesson(lake_turns(slippery_turn, careful=1.0), SLIPPERY, share=0.6),
     Lesson(lake_turns(slippery_turn, careful=0.75, walks_trained=False), SLIPPERY, share=0.3),
@@ -119,8 +120,9 @@ SLIPPERY_MIX = (Lesson(lake_turns(slippery_turn, careful=0.2), SLIPPERY),)
 
 # Sokoban: mostly levels of more than one turn, since late turns need practice, too, and
 # boards that untrained slips have led to.
-LOOKUP_SOKOBAN = Lesson(look_up, partial(Lookup, "bcde", "1234", "Sokoban"), held_out=False)
-BOX = env_factory("sokoban", observation="named")
+BOX_MAP = Setup("look-up", partial(Lookup, "bcde", "1234", "Sokoban"))
+LOOKUP_SOKOBAN = Lesson(look_up, BOX_MAP, held_out=False)
+BOX = played("sokoban", observation="named")
 SOKOBAN = (
     Lesson(sokoban_plan(1.0), BOX, solved_in(4), turns=(2, 3, 5), share=0.4),
     Lesson(sokoban_plan(0.7, slips_trained=False), BOX, solved_in(3), turns=(3, 5), share=0.35),
@@ -142,11 +144,8 @@ LAKE_STAGES = (
 """The first stages of both lake families."""
 
 # Reading, moving and looking around at random: these lessons show no way to the goal.
-WANDER = partial(Lesson, wander, turns=(1, 1, 2, 3, 5))
-WANDERING = (
-    WANDER(MORE_HOLES, share=0.5, held_out=False),
-    WANDER(STILL, share=0.5),
-)
+WANDER = partial(Lesson, wander, turns=(1, 1, 2, 3, 5), share=0.5)
+WANDERING = (WANDER(MORE_HOLES, held_out=False), WANDER(STILL))
 LOOKING = (LOOKUP_LAKE, Lesson(wander, MORE_HOLES, turns=(1,), held_out=False))
 
 FAMILIES: dict[str, tuple[Stage, ...]] = {

@@ -18,7 +18,7 @@ from ragen.chat.chat import Chat
 from ragen.chat.prompt import Limits
 from ragen.core.errors import RagenError, last_line
 from ragen.core.seeding import derive
-from ragen.core.types import Completion, Prompt, Sample
+from ragen.core.types import Completion, Episode, Group, Prompt, Sample
 from ragen.envs.contract import Env, Info, Options, State, generators, pick
 from ragen.envs.worlds.bandit import Bandit
 from ragen.envs.worlds.grid import GridEnv, cell_name
@@ -91,9 +91,20 @@ def answer(actions: list[str]) -> str:
     return f"</think><answer>{' || '.join(actions)}</answer>"
 
 
-def env_fails(env: str, error: str) -> RagenError:
-    """The refusal of an environment that fails; `error` may be a traceback."""
-    return RagenError(f"the environment {env!r} fails: {last_line(error)}; run `ragen check` on it")
+def unfailing(groups: Sequence[Group]) -> list[Episode]:
+    """The episodes of the groups.
+
+    Raises:
+        RagenError: The environment fails in one of them.
+    """
+    episodes = [episode for group in groups for episode in group.episodes]
+    for episode in episodes:
+        if episode.error is not None:
+            reason = last_line(episode.error)
+            raise RagenError(
+                f"the environment {episode.env!r} fails: {reason}; run `ragen check` on it"
+            )
+    return episodes
 
 
 class Chart:

@@ -57,12 +57,10 @@ def lake_turns(turn: CarefulTurn, careful: float, walks_trained: bool = True) ->
     return write
 
 
-def careful_turn(
-    env: FrozenLake, limits: Limits, generator: np.random.Generator, moves: int = CAREFUL_MOVES
-) -> str:
-    """Up to `moves` moves along a shortest path."""
+def careful_turn(env: FrozenLake, limits: Limits, generator: np.random.Generator) -> str:
+    """Up to `CAREFUL_MOVES` moves along a shortest path."""
     steps = env.lake.distances()
-    most = min(moves, limits.actions_left, limits.actions_per_turn)
+    most = min(CAREFUL_MOVES, limits.actions_left, limits.actions_per_turn)
     return write_plan(env, plan_moves(env, most, generator, lambda a, b: steps[b] < steps[a]))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -21,14 +21,14 @@ from typing import Any
 from ragen.bases.base import LAYERS, LessonPlayer, new_model, save, teach
 from ragen.bases.copying import Copier, write_induction, write_words
 from ragen.bases.curriculum import Lesson, Stage
-from ragen.bases.demonstrations import env_fails
 from ragen.bases.screen import (
     Choose,
     Reader,
-    Survey,
+    frequent,
     optimal_actions,
     random_actions,
     survey,
+    texts_of,
     with_screen,
 )
 from ragen.bases.tokenizer import build, words_for
@@ -37,7 +37,7 @@ from ragen.config.keys import Flat, dotted
 from ragen.config.sections import EnvConfig
 from ragen.core.errors import RagenError
 from ragen.core.seeding import BASE_LEVELS
-from ragen.core.user_code import UserCodeError, boundary
+from ragen.core.types import Episode
 from ragen.envs.contract import Env
 from ragen.envs.registry import build_env, env_factory
 from ragen.models.names import PROMPT_STYLE
@@ -84,14 +84,15 @@ def prepare_env(
     with new_folder(out) as folder:
         use_threads(1)  # the same weights however many cores are free
         make = env_factory(env.name, **env.params)
-        choose, actions = find_play(env, make)
+        choose, actions = build_env(partial(find_play, env, make), env.name)
         budgets = env.max_turns, env.actions_per_turn, env.max_actions
         setup = Setup(env.name, make, *budgets, window=window, timeout_s=env.timeout_s)
         met = survey(setup, choose, seed)
-        words = met.words(MOST_FREE_WORDS if actions is None else MOST_WORDS)
+        screens = [turn.observation for episode in met for turn in episode.turns]
+        words = frequent(texts_of(met), MOST_FREE_WORDS if actions is None else MOST_WORDS)
         teacher: Reader | Copier = Copier(words, choose)
         if actions is not None:
-            teacher = Reader(met.screens, choose, actions if choose is random_actions else ())
+            teacher = Reader(screens, choose, actions if choose is random_actions else ())
         tokenizer = build(words_for(words, min(max(20, *budgets, teacher.highest), 999)))
         model = new_model(tokenizer, LAYERS, seed, 4 * LONGEST, teacher.theta)
         if isinstance(teacher, Copier):
@@ -106,7 +107,7 @@ def prepare_env(
         save(model, tokenizer, folder)
         size = f"{model.num_parameters() / 1e6:.2f} million parameters"
         count = sum(min(stage.steps, steps or stage.steps) * stage.episodes for stage in stages)
-        screen = next(filter(None, met.screens), "")
+        screen = next(filter(None, screens), "")
         text = card(given, setup, teacher, screen, size, count, seed)
         (folder / "README.md").write_text(text, encoding="utf-8")
     seconds = time.monotonic() - began
@@ -116,28 +117,24 @@ def prepare_env(
 
 def find_play(env: EnvConfig, make: Callable[[], Env]) -> tuple[Choose, tuple[str, ...] | None]:
     """Random play, or optimal play where there is none; and the actions (``None``: free text)."""
-    try:
-        with closing(build_env(partial(GuardedEnv, make, env.timeout_s), env.name)) as built:
-            if built.tools:
-                raise knows_no_tools(env.name)
-            built.reset(BASE_LEVELS, 0)
-            if has_random_play(built.env):
-                return random_actions, built.actions
-            with boundary("solve"):
-                if built.env.solve(1, 1, 1) is not None:
-                    return optimal_actions, built.actions
-    except UserCodeError as failure:
-        raise env_fails(env.name, failure.reason) from failure
+    with closing(GuardedEnv(make, env.timeout_s)) as built:
+        if built.tools:
+            raise knows_no_tools(env.name)
+        built.reset(BASE_LEVELS, 0)
+        if has_random_play(built.env):
+            return random_actions, built.actions
+        if built.env.solve(1, 1, 1) is not None:
+            return optimal_actions, built.actions
     raise RagenError(
         f"{env.name} takes free text and has neither a random player nor a solver: give it a "
         "random_action or a solve (docs/environments.md)"
     )
 
 
-def episodes_of(met: Survey, chat: Chat) -> int:
+def episodes_of(met: Sequence[Episode], chat: Chat) -> int:
     """Number of demonstrations whose tokens are about `STEP_TOKENS`, from `FEWEST` to `MOST`."""
-    tokens = sum(len(chat.encode_text(text)) for text in met.texts)
-    return max(FEWEST, min(MOST, round(STEP_TOKENS / (1 + tokens / met.episodes))))
+    tokens = sum(len(chat.encode_text(text)) for text in texts_of(met))
+    return max(FEWEST, min(MOST, round(STEP_TOKENS / (1 + tokens / len(met)))))
 
 
 def stages_of(teacher: Reader | Copier, setup: Setup, episodes: int) -> tuple[Stage, ...]:
@@ -146,17 +143,9 @@ def stages_of(teacher: Reader | Copier, setup: Setup, episodes: int) -> tuple[St
     A reader begins with look-ups of where things are, mostly, and goes on to short thoughts. For
     free text, some lessons repeat words, and most show random play.
     """
-    lesson = partial(
-        Lesson,
-        make=lambda: with_screen(setup.make()),
-        turns=(setup.turns,),
-        actions=setup.actions,
-        actions_per_turn=setup.actions_per_turn,
-        window=setup.window,
-        held_out=False,
-        env=setup.env,
-        timeout_s=setup.timeout_s,
-    )
+    per_turn = min(setup.actions_per_turn, setup.actions)
+    seen = replace(setup, make=lambda: with_screen(setup.make()), actions_per_turn=per_turn)
+    lesson = partial(Lesson, setup=seen, turns=(setup.turns,), held_out=False)
     if isinstance(teacher, Copier):
         lessons = lesson(teacher.repeat, share=0.1), lesson(teacher.act, share=0.9)
         rates = {"lr": 2e-3, "muon_lr": 0.006, "lr_end": 0.02}

@@ -25,16 +25,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ragen.bases.demonstrations import Piece, Reply, answer, env_fails
+from ragen.bases.demonstrations import Piece, Reply, answer, unfailing
 from ragen.chat.prompt import Limits
 from ragen.core.seeding import BASE_LEVELS
 from ragen.core.stopping import run_async
+from ragen.core.types import Episode
 from ragen.envs.contract import Env, Info, Options, pick
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import Player, PlayerPolicy, random_player, solver
@@ -154,28 +154,11 @@ def optimal_actions(env: Env, limits: Limits, _: np.random.Generator) -> list[st
     return solver(env, limits.turns_left, limits.actions_left, limits.actions_per_turn)
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """The survey of random play: `screens`, and all `texts` that a model would read or write.
-
-    `episodes` is the number of episodes that did not fail.
-    """
-
-    screens: Sequence[str]
-    texts: Sequence[str]
-    episodes: int
-
-    def words(self, most: int) -> list[str]:
-        """At most `most` pieces of all texts, the most frequent first."""
-        counts = Counter(piece for text in self.texts for piece in pieces(text))
-        return sorted(counts, key=lambda piece: (-counts[piece], piece))[:most]
-
-
-def survey(setup: Setup, choose: Choose, seed: int) -> Survey:
-    """Play `EPISODES` episodes and keep their texts.
+def survey(setup: Setup, choose: Choose, seed: int) -> list[Episode]:
+    """Play `EPISODES` episodes.
 
     Raises:
-        RagenError: The environment fails in more than half of them.
+        RagenError: The environment fails.
     """
 
     def player(request_seed: int) -> Player:
@@ -185,14 +168,20 @@ def survey(setup: Setup, choose: Choose, seed: int) -> Survey:
     levels = range(BASE_LEVELS, BASE_LEVELS + EPISODES)
     policy = PlayerPolicy(player, setup.think, setup.prefill)
     groups = run_async(run_groups(policy, setup, levels, 1, (seed, "survey")))
-    episodes = [group.episodes[0] for group in groups]
-    errors = [episode.error for episode in episodes if episode.error is not None]
-    if len(errors) > EPISODES // 2:
-        raise env_fails(setup.env, errors[0])
+    return unfailing(groups)
+
+
+def texts_of(episodes: Sequence[Episode]) -> list[str]:
+    """All texts that a model would read or write in these episodes."""
     turns = [turn for episode in episodes for turn in episode.turns]
     prompts = [turn.prompt.messages[-1]["content"] for turn in turns]
-    texts = prompts + [turn.completion.text for turn in turns]
-    return Survey([turn.observation for turn in turns], texts, EPISODES - len(errors))
+    return prompts + [turn.completion.text for turn in turns]
+
+
+def frequent(texts: Sequence[str], most: int) -> list[str]:
+    """At most `most` pieces of the texts, the most frequent first."""
+    counts = Counter(piece for text in texts for piece in pieces(text))
+    return sorted(counts, key=lambda piece: (-counts[piece], piece))[:most]
 
 
 class Reader:

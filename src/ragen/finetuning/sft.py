@@ -9,17 +9,17 @@ what the model was shown.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ragen.algorithms.batch import Batch, minibatches, num_minibatches
+from ragen.bases.base import learn
 from ragen.config.config import Config
 from ragen.config.sections import LossConfig
 from ragen.core.errors import NotFiniteError, RagenError
-from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import derive
 from ragen.engines.factory import load_model, prepare_model
 from ragen.finetuning.examples import Keep, find_player, played_examples, transcript_examples
@@ -37,8 +37,6 @@ LR_FACTOR = 10.0
 """The default learning rate divided by ``update.lr``. Gradients of examples are far less noisy than
 gradients of returns. Llama 2 (arXiv:2307.09288) uses 2e-5 for examples and 1e-6 for PPO; the
 embedded models use 3e-3 in preparation and 2.5e-4 to 1e-3 in the recipes."""
-
-LINES = 10
 
 KEYS = (
     *("seed", "threads", "env.", "prompt.", "lora.", "rollout.max_tokens", "model.path"),
@@ -168,21 +166,6 @@ def epoch_minibatches(
         yield from minibatches(batch, minibatch_episodes, 1, derive(seed, "sft", "epoch", epoch))
 
 
-def learn(
-    learner: Learner, parts: Iterable[Batch], num_steps: int, watch: Callable[[str], None]
-) -> None:
-    """Take an optimiser step on each of the minibatches; report at most `LINES` times."""
-    recent: list[Metrics] = []
-    for step, part in enumerate(parts, 1):
-        recent.append(learner.update(part, step - 1))
-        if step * LINES // num_steps > (step - 1) * LINES // num_steps:
-            metrics = merge(recent)
-            skipped = metrics["update/skipped_policy"].value
-            more = f"  {skipped:.0f} updates skipped: not finite" if skipped else ""
-            watch(f"step {step}/{num_steps}  nll {metrics['loss/nll'].value:.4f}{more}")
-            recent.clear()
-
-
 def mean_nll(learner: Learner, batch: Batch) -> float:
     """Mean negative log-likelihood of the trained tokens, in nats per token."""
     logprobs_BT, _ = learner.logprobs(batch)
@@ -190,14 +173,7 @@ def mean_nll(learner: Learner, batch: Batch) -> float:
 
 
 def refuse_unread(overrides: Mapping[str, Any]) -> None:
-    """Refuse keys without effect.
-
-    Example:
-        >>> refuse_unread({"seed": 1, "env.max_turns": 3})
-        >>> refuse_unread({"update.lr": 1e-4})
-        Traceback (most recent call last):
-        ragen.core.errors.RagenError: update.lr is the rate of reinforcement learning; set --lr
-    """
+    """Refuse keys without effect."""
     for key in overrides:
         if key == "update.lr":
             raise RagenError("update.lr is the rate of reinforcement learning; set --lr")
