@@ -21,7 +21,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
 
 from ragen.core.errors import RagenError
 from ragen.core.stopping import SIGNALS
@@ -228,7 +227,6 @@ class IsolatedEnv(Env):
         self.actions = None if self.actions is None else tuple(self.actions)
         self.tools = tuple(self.tools)
 
-    @override
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         if not self._worker.alive:
             self._workers.give_back(self._worker)
@@ -242,7 +240,6 @@ class IsolatedEnv(Env):
         self._keep_texts()
         return observation, info
 
-    @override
     def set_state(self, state: State) -> None:
         self._worker.ask("set_state", state)
         self._keep_texts()
@@ -255,7 +252,6 @@ class IsolatedEnv(Env):
     read_thought = _forward("read_thought", _made(Reading))
     picture = _forward("picture")
 
-    @override
     def random_action(self, generator: np.random.Generator) -> str | None:
         """An action of random play; `generator` advances as it would in this process."""
         action, after = self._worker.ask("random_action", generator.bit_generator.state)

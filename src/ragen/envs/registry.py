@@ -210,13 +210,15 @@ def parameter_names(name: str) -> list[str]:
     Raises:
         RagenError: There is no such environment.
     """
-    cls = env_class(name)
-    signature = build_env(partial(inspect.signature, cls), name).parameters.values()
-    return [p.name for p in signature if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names, _ = build_env(partial(_parameters, env_class(name)), name)
+    return names
 
 
-def _has_init(cls: type[Env]) -> bool:
-    return any("__init__" in vars(base) for base in cls.__mro__ if issubclass(base, Env))
+def _parameters(cls: type[Env]) -> tuple[list[str], bool]:
+    """The names of a class's parameters; true if it takes any other keyword, too."""
+    signature = inspect.signature(cls).parameters.values()
+    names = [p.name for p in signature if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return names, any(p.kind == p.VAR_KEYWORD for p in signature)
 
 
 def _is_env_class(value: Any) -> bool:
@@ -224,13 +226,11 @@ def _is_env_class(value: Any) -> bool:
 
 
 def _check_params(name: str, cls: type[Env], params: Mapping[str, Any]) -> None:
-    signature = inspect.signature(cls).parameters.values()
-    known = parameter_names(name)
-    open_ended = any(p.kind == p.VAR_KEYWORD for p in signature) and _has_init(cls)
+    known, takes_any = _parameters(cls)
     # Only if needed, because an annotation may name what is imported for type checkers only.
     hints = get_type_hints(cls.__init__, include_extras=True) if params else {}
     for key, value in params.items():
-        if key not in known and not open_ended:
+        if key not in known and not takes_any:
             has = f"it has {', '.join(known)}" if known else "it has none"
             hint = f"{has}{nearest(key, known)}"
             raise RagenError(f"environment {name} has no parameter {key!r}; {hint}")

@@ -95,10 +95,13 @@ def write_branches(
     `exact` says that the prompts have the same tokens as the original's. `text_of` is the text of
     one token.
     """
+    same = "FROM branches WHERE id = ?"
     connection = open_database(run, make=True, file=FILE, schema=_SCHEMA)
     try:
         with transaction(connection, run, FILE):
-            _forget(connection, request.id)
+            for known in connection.execute(f"SELECT number {same}", (request.id,)).fetchall():
+                delete_episodes(connection, '"group" = ?', known)
+            connection.execute(f"DELETE {same}", (request.id,))
             row = {"id": request.id, **asdict(request), "time": time.time(), "exact": exact}
             insert(connection, "branches", [row])
             (number,) = connection.execute("SELECT last_insert_rowid()").fetchone()
@@ -110,9 +113,3 @@ def write_branches(
             write_tokens(connection, frozenset().union(*(e.token_ids for e in rows)), text_of)
     finally:
         close_database(connection)
-
-
-def _forget(connection: sqlite3.Connection, request: str) -> None:
-    for known in connection.execute("SELECT number FROM branches WHERE id = ?", (request,)):
-        delete_episodes(connection, '"group" = ?', known)
-    connection.execute("DELETE FROM branches WHERE id = ?", (request,))

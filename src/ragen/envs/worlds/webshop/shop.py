@@ -169,16 +169,15 @@ class WebShop(Env):
         return self._text, reward, bought, False, info
 
     def get_state(self) -> State:
-        chosen = [list(each) for each in self._place.chosen]
-        return {"goal": self._goal, "reward": self._reward, **self._place._asdict()} | {
-            "chosen": chosen
-        }
+        place = self._place._asdict()
+        place["chosen"] = [list(each) for each in self._place.chosen]
+        return {"goal": self._goal, "reward": self._reward, **place}
 
     def set_state(self, state: State) -> None:
         self._goal = state["goal"]
-        chosen = tuple((name, value) for name, value in state["chosen"])
-        page, keywords, number = state["page"], state["keywords"], state["number"]
-        self._enter(Place(page, keywords, number, state["product"], chosen), state["reward"])
+        place = {name: state[name] for name in Place._fields}
+        place["chosen"] = tuple((name, value) for name, value in state["chosen"])
+        self._enter(Place(**place), state["reward"])
 
     def state_key(self) -> str:
         return self._text
