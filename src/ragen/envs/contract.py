@@ -211,9 +211,9 @@ class Env(gymnasium.Env[str, str], ABC):
 def generators(
     seed: int | None, options: Mapping[str, Any] | None
 ) -> tuple[np.random.Generator, np.random.Generator]:
-    """The generator of a level and that of its random events, independent of each other.
+    """Two independent generators, for a level and for its random events.
 
-    A seed of ``None`` draws a fresh level. Both arguments are those of `Env.reset`.
+    The arguments are as in `Env.reset`. A seed of ``None`` draws a fresh level.
 
     Example:
         >>> a, _ = generators(123, {"noise_seed": 1})

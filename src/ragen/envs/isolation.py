@@ -52,7 +52,7 @@ class Workers:
     imports the main module, so a script that trains with isolated environments must guard its entry
     point with ``if __name__ == "__main__":``.
 
-    `env` and `params` are those of `ragen.envs.registry.make`. A worker is killed if a call takes
+    `env` and `params` are as in `ragen.envs.registry.make`. A worker is killed if a call takes
     longer than `timeout_s` seconds. On Linux, a worker may use `MEMORY_GB` GiB of memory of its
     own; if it needs more, Python raises `MemoryError` in it.
     """

@@ -149,7 +149,7 @@ def serve(
 ) -> None:
     """Serve an environment until Ctrl-C.
 
-    The token is that of the environment variable ``OPENENV_TOKEN``. Without one, an address beyond
+    The token is in the environment variable ``OPENENV_TOKEN``. Without one, an address beyond
     this machine gets a new token. `most` is the limit of sessions at the same time.
 
     `say` is called once clients can connect, with the URL and what they set as the token: a new

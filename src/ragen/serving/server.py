@@ -110,7 +110,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listening: socket.socket, host: str, tls: ssl.SSLContext | None) -> str:
-    """The URL of a server on `host`; that of a server on all addresses has the machine's name."""
+    """The URL of a server on `host`, with the machine's name if it serves all addresses."""
     address, port = listening.getsockname()[:2]
     name = socket.gethostname() if ipaddress.ip_address(address).is_unspecified else host
     name = f"[{name.strip('[]')}]" if ":" in name else name

@@ -40,7 +40,7 @@ UNWRITTEN = (
     *(sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL),
     *(sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PERM),
 )
-"""Codes of SQLite's errors if the system refuses a file; those of `UNREAD` are damage instead."""
+"""Codes of SQLite's errors if the system refuses a file. The codes in `UNREAD` mean damage."""
 
 CLAIM_S = 0.1
 """Seconds that `claim` waits for the lock, which `is_claimed` holds for some microseconds."""

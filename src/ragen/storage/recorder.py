@@ -92,7 +92,7 @@ class Recorder:
         return cls(folder, open_database(folder), attempt, text_of)
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Record metrics of a step; those of the same name are combined by their rule."""
+        """Record metrics of a step; metrics of the same name are combined by their rule."""
         self._step(step).metrics.append(metrics)
 
     def event(
@@ -169,7 +169,7 @@ class Recorder:
     ) -> None:
         """Record log-probabilities of thoughts, from which metrics of information are computed.
 
-        `path` is that of the metrics: ``first`` or ``any``. `scores` are log p(thought i |
+        `path` is the path of the metrics: ``first`` or ``any``. `scores` are log p(thought i |
         prompt j), (N, M), and `own` the index of each thought's own prompt, (N,). `prompts` are the
         observations in the last messages of the M prompts.
         """
@@ -246,10 +246,7 @@ class Recorder:
         self._pending = _Step(self.attempt, self._pending.step)
 
     def forget_after(self, attempt: int, step: int) -> None:
-        """Delete rows later than a checkpoint: those of `attempt` after `step`.
-
-        Rows of later attempts are deleted, too. Events stay.
-        """
+        """Delete the rows of `attempt` after `step` and of later attempts; events stay."""
         self.discard()
         later = "(attempt, step) > (?, ?)"
         with self._transaction():

@@ -48,7 +48,7 @@ ARRAYS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("logprobs", "scores"), "<f4"),
     }
 )
-"""The type of every array column, including those of turns and cross-scores."""
+"""The type of every array column, in samples, turns and cross-scores."""
 
 LISTED = (
     *("phase", "env", "stop_reason", "step", "attempt", "success", "kept", "reward"),

@@ -25,7 +25,7 @@ SAID_CHARS = 300
 
 
 class Played(NamedTuple):
-    """The result of an action: that of `Env.step`, with `success` in place of the info."""
+    """The result of an action, as `Env.step` returns it, with `success` in place of the info."""
 
     observation: str
     reward: float

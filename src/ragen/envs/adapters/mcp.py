@@ -55,7 +55,7 @@ class McpServer:
 
     `address` is a command, as one text or as a list of words, or a URL that begins with
     ``http://`` or ``https://``. A command gets the few environment variables that the library
-    deems harmless, and those of `env`. `headers`, such as a token, go with every request to a URL.
+    considers harmless, and `env`. `headers`, such as a token, go with every request to a URL.
 
     Raises:
         RagenError: The package mcp is not installed, or the address is empty.
@@ -102,10 +102,10 @@ class McpServer:
 
 
 class McpEnv(Replayed, ToolEnv):
-    """An environment whose tools are those of MCP servers and its methods marked `tool`.
+    """An environment with the tools of MCP servers and with its own methods marked `tool`.
 
     A subclass names its `servers` and defines `rules`, `goal`, `begin` and `answer`. `begin` takes
-    the level seed and the noise seed and returns the observation. `answer` is that of `ToolEnv`.
+    the level seed and the noise seed and returns the observation. `answer` is as in `ToolEnv`.
     Each episode has sessions of its own.
 
     A snapshot is the seeds and the actions so far. Restoring it plays the actions again. If a
@@ -162,7 +162,7 @@ class _Session:
             raise
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """The result of a coroutine, such as that of `call`.
+        """The result of a coroutine, such as ``call(…)``.
 
         Raises:
             RuntimeError: The session ends before, or the coroutine takes longer than `CALL_S`.

@@ -99,12 +99,12 @@ class OpenEnvEnv(Adapted):
     def begin(self, level_seed: int, noise_seed: int) -> str:
         seeds = {"seed": level_seed} | ({"noise_seed": noise_seed} if self._takes_noise else {})
         answer = self._ask("reset", seeds)
-        told = _metadata(answer)
-        if isinstance(told.get("goal"), str) and isinstance(told.get("rules"), str):
-            self.goal, self._rules = told["goal"], told["rules"]
-        if isinstance(told.get("actions"), list):
-            self._schema = {**self._schema, "enum": told["actions"]}
-            self._actions = tuple(map(str, told["actions"]))
+        metadata = _metadata(answer)
+        if isinstance(metadata.get("goal"), str) and isinstance(metadata.get("rules"), str):
+            self.goal, self._rules = metadata["goal"], metadata["rules"]
+        if isinstance(metadata.get("actions"), list):
+            self._schema = {**self._schema, "enum": metadata["actions"]}
+            self._actions = tuple(map(str, metadata["actions"]))
         return _shown(answer["observation"])
 
     def play(self, action: str) -> Played:
@@ -114,9 +114,9 @@ class OpenEnvEnv(Adapted):
             return Played(f"Error: call a tool; there are {names}", 0.0, False, False, False)
         answer = self._ask("step", message)
         reward, done = float(answer.get("reward") or 0.0), bool(answer.get("done"))
-        told = _metadata(answer)
-        truncated = done and told.get("truncated") is True
-        success = told["success"] is True if "success" in told else reward > 0
+        metadata = _metadata(answer)
+        truncated = done and metadata.get("truncated") is True
+        success = metadata["success"] is True if "success" in metadata else reward > 0
         terminated = done and not truncated
         return Played(
             _shown(answer["observation"]), reward, terminated, truncated, terminated and success
@@ -215,7 +215,7 @@ def _read(text: str | bytes, token: str | None) -> Any:
 
 
 def _check_url(target: str) -> None:
-    """Refuse a URL that cannot be that of a server, or that may hold a secret."""
+    """Refuse a URL that no server can have, or that may hold a secret."""
     try:
         url = urlsplit(target)
     except ValueError:
@@ -264,8 +264,8 @@ def _described(url: str, target: str) -> About:
     description = str(metadata.get("description") or metadata.get("name") or f"Play at {target}.")
     properties = schema.get("state", {}).get("properties", {})
     state = {name: dict(each) for name, each in properties.items()}
-    told = json.dumps([name, description, fields, state, *tools], sort_keys=True)
-    digest = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+    everything = json.dumps([name, description, fields, state, *tools], sort_keys=True)
+    digest = hashlib.blake2b(everything.encode(), digest_size=8).hexdigest()
     return About(name, description, digest, fields, state, tuple(tools))
 
 

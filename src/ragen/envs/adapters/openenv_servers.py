@@ -83,7 +83,7 @@ def code_of(target: str) -> tuple[str, ...]:
 
 @atexit.register
 def end_servers() -> None:
-    """End all servers that this process has started, and not those of a process that forked it."""
+    """End all servers that this process has started; a forked process leaves its parent's alone."""
     while _RUNNING:
         running = _RUNNING.popitem()[1]
         if running.starter == os.getpid():

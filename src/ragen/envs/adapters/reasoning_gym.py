@@ -26,7 +26,7 @@ class ReasoningGymEnv(Adapted):
     answer, from 0 to 1; an answer on which its scorer raises has 0. Ends when: the question is
     answered. Success is the score 1. There is no random play.
 
-    Parameters: those of the task's dataset, except its seed and size.
+    Parameters: all parameters of the task's dataset but its seed and size.
     """
 
     max_turns = actions_per_turn = max_actions = 1

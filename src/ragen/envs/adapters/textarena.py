@@ -77,7 +77,7 @@ class TextArenaEnv(Adapted):
 
     def begin(self, level_seed: int, noise_seed: int) -> str:
         level, noise = generators(level_seed, {"noise_seed": noise_seed})
-        self._told: list[list[str]] = [[] for _ in range(self._seats)]
+        self._heard: list[list[str]] = [[] for _ in range(self._seats)]
         self._board, self._rules, self._generator = "", "", level
         self._randomness.seed(level_seed)
         with self._randomness.placed():
@@ -107,7 +107,7 @@ class TextArenaEnv(Adapted):
     def state_key(self) -> str:
         if self._board:
             return self._board
-        return hashlib.blake2b("\n".join(self._told[0]).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b("\n".join(self._heard[0]).encode(), digest_size=16).hexdigest()
 
     def _listen(self) -> str:
         """Read the game's new messages to the player; returns them as one text."""
@@ -123,14 +123,14 @@ class TextArenaEnv(Adapted):
                 said += [] if sender == 0 else [f"The other player: {text}"]
             elif kind is not kinds.GAME_BOARD:
                 said.append(text)
-        self._told[0] += said + boards
+        self._heard[0] += said + boards
         self._board = boards[-1] if boards else self._board
         return "\n".join((*said, *boards[-1:])).strip() or "Your turn."
 
     def _take_messages(self, seat: int) -> list[tuple[int, str, Any]]:
         """The game's new messages to a player: sender, text and kind."""
-        told: dict[int, list[tuple[int, str, Any]]] = self._game.state.observations
-        messages, told[seat] = told[seat], []
+        waiting: dict[int, list[tuple[int, str, Any]]] = self._game.state.observations
+        messages, waiting[seat] = waiting[seat], []
         return messages
 
     def _let_rival_move(self, shown: str) -> str:
@@ -140,11 +140,11 @@ class TextArenaEnv(Adapted):
             if state.done or state.current_player_id == 0:
                 break
             seat = state.current_player_id
-            self._told[seat] += [text for _, text, _ in self._take_messages(seat)]
+            self._heard[seat] += [text for _, text, _ in self._take_messages(seat)]
             if self._rival is None:
                 move = self._random_move(seat, self._generator)
             else:
-                move = self._rival("\n".join(self._told[seat]), self._generator)
+                move = self._rival("\n".join(self._heard[seat]), self._generator)
             self._game.step(self._written(move or ""))
             shown = f"{shown}\n{self._listen()}"
         return shown
@@ -153,7 +153,7 @@ class TextArenaEnv(Adapted):
         """A move that the game lists or that `GUESSES` knows; ``None`` if there is none."""
         if guess := GUESSES.get(type(self._game).__name__):
             return guess(self._game, generator)
-        for text in (*reversed(self._told[seat]), self._rules):
+        for text in (*reversed(self._heard[seat]), self._rules):
             if found := MOVES.findall(text):
                 listed: list[str] = re.findall(r"\[[^\[\]]+\]", found[-1])
                 moves = listed or str(found[-1]).split(",")

@@ -110,8 +110,8 @@ class VerifiersEnv(Adapted):
         return Played(shown, reward, True, False, reward >= self._success_at)
 
     def state_key(self) -> str:
-        told = json.dumps([(*_called(each), each["role"], _text(each)) for each in self._messages])
-        return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+        shown = [(*_called(each), each["role"], _text(each)) for each in self._messages]
+        return hashlib.blake2b(json.dumps(shown).encode(), digest_size=16).hexdigest()
 
     def close(self) -> None:
         self._leave()
@@ -143,7 +143,7 @@ class VerifiersEnv(Adapted):
         return await self._ends()
 
     async def _ends(self) -> bool:
-        """True if the episode has ended; if not, the messages are those of the next turn."""
+        """True if the episode has ended; if not, the messages of the next turn are in place."""
         from verifiers.errors import ToolError
         from verifiers.utils.message_utils import maybe_normalize_messages
 

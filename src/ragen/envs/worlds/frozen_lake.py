@@ -31,7 +31,7 @@ MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 """The change of row and column. Neighbours in this order are perpendicular, so a slip adds ±1."""
 ACTIONS, DELTAS = tuple(MOVES), tuple(MOVES.values())
 DRAWN = str.maketrans("OX√", "H@*")
-"""From the map's symbols to those of `Env.picture`, where `O` is a target and not a hole."""
+"""The map's symbols in `Env.picture`, where `O` is a target and not a hole."""
 Floats = npt.NDArray[np.float64]
 MOST_PLANNED = 5
 """Maximum number of actions that the solver plans for a turn: it compares 4⁵ plans. If a turn may

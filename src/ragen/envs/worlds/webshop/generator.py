@@ -32,7 +32,7 @@ class Department(NamedTuple):
 
 TEXTS = tomllib.loads((resources.files(__package__) / "shop.toml").read_text("utf-8"))
 DEPARTMENTS = [Department(**each) for each in TEXTS["departments"]]
-ADJECTIVES = frozenset(each for place in DEPARTMENTS for each in place.adjectives)
+ADJECTIVES = frozenset(each for department in DEPARTMENTS for each in department.adjectives)
 
 
 def make_catalogue(num_products: int, seed: int) -> Catalogue:
@@ -50,7 +50,7 @@ def make_catalogue(num_products: int, seed: int) -> Catalogue:
             "give the path of the original files"
         )
     generator = np.random.Generator(np.random.PCG64([2, seed]))
-    kinds = [(place, kind) for place in DEPARTMENTS for kind in place.types]
+    kinds = [(department, kind) for department in DEPARTMENTS for kind in department.types]
     products = [
         _product(generator, *kinds[at % len(kinds)], code)
         for at, code in enumerate(_codes(generator, num_products))
@@ -82,9 +82,11 @@ def _codes(generator: np.random.Generator, count: int) -> list[str]:
     return list(codes)
 
 
-def _product(generator: np.random.Generator, place: Department, kind: str, code: str) -> Product:
-    adjectives = _sample(generator, place.adjectives, 2 + int(generator.random() * 2))
-    parts = _sample(generator, place.parts, 2 + int(generator.random() * 2))
+def _product(
+    generator: np.random.Generator, department: Department, kind: str, code: str
+) -> Product:
+    adjectives = _sample(generator, department.adjectives, 2 + int(generator.random() * 2))
+    parts = _sample(generator, department.parts, 2 + int(generator.random() * 2))
     brand = pick(generator, TEXTS["brands"])
     words = {"type": kind, "brand": brand, "adjective": adjectives[0], "part": parts[0]}
     notes = [pick(generator, TEXTS["adjective_notes"]).format(each) for each in adjectives]
@@ -92,14 +94,14 @@ def _product(generator: np.random.Generator, place: Department, kind: str, code:
     cents = pick(generator, (0.99, 0.49, 0.95))
     return Product(
         key=code,
-        path=(place.category, kind),
+        path=(department.category, kind),
         query=kind,
         title=f"{brand} {adjectives[-1].title()} {kind.title()} with {parts[-1].title()}",
-        price=int(place.types[kind] * (0.5 + generator.random())) + cents,
+        price=int(department.types[kind] * (0.5 + generator.random())) + cents,
         attributes=(*adjectives, *parts),
         options={
             name: tuple(each for each in values if each in kept)
-            for name, values in place.options.items()
+            for name, values in department.options.items()
             for kept in [_sample(generator, values, 2 + int(generator.random() * 3))]
         },
         description=pick(generator, TEXTS["descriptions"]).format(**words),
