@@ -333,8 +333,6 @@ def test_odd_recipe_file_is_read_or_refused_at_once() -> None:
 def test_odd_conversation_is_reported_with_its_line() -> None:
     for line in (
         "[" * 100_000,
-        '{"messages": ' * 5000,
-        '{"messages": [{"role": "user", "content": ' + "[" * 50_000,
         '{"messages": ' + "9" * 5000 + "}",
         '{"messages": [{"role": "user", "content": "\\ud800"}]}',
     ):

@@ -27,7 +27,7 @@ def test_malformed_requests_and_too_many_connections_are_refused_without_a_word(
     with listen("127.0.0.1", 0) as listening, contextlib.ExitStack() as stack:
         port = listening.getsockname()[1]
         viewer = Viewer(tmp_path, port)
-        server = Server(viewer.app, None, viewer.live.end, most=3)
+        server = Server(viewer.app, None, viewer.ended.set, most=3)
         thread = threading.Thread(target=server.serve_on, args=(listening,))
         thread.start()
         wait_until(lambda: server.started)
@@ -49,7 +49,7 @@ def test_malformed_requests_and_too_many_connections_are_refused_without_a_word(
         wait_until(lambda: not server.server_state.connections)
         assert [answer(get)[:12] for _ in range(3)] == ["HTTP/1.1 200"] * 2 + ["HTTP/1.1 503"]
         server.should_exit = True
-        viewer.live.end()
+        viewer.ended.set()
         thread.join(10)
         assert not thread.is_alive()
     assert capfd.readouterr() == ("", "") and not caplog.records

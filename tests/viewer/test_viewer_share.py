@@ -298,18 +298,18 @@ def test_modules_become_functions_in_the_order_of_their_imports(tmp_path: Path) 
         tmp_path,
         app='import { two as second, three } from "./b.js";\nimport { four } from "./c.js";\n'
         'const later = () => import("./d.js");\n',
-        b="export default function one() {}\nconst two = 2;\nexport const three = 3;\n"
-        "export { two };\n",
-        c='import one from "./b.js";\nexport async function four() {}\n',
-        d="export class Five {}",
+        b="function one() {}\nconst two = 2;\nexport const three = 3;\n"
+        "export { two, one as default };\n",
+        c='import { default as one } from "./b.js";\nexport async function four() {}\n',
+        d="export function five() {}",
     )
     assert re.findall(r"^// (\w)", script, re.M) == ["b", "c", "d", "a"]
     assert "const { two: second, three } = module_0;" in script
     assert "const { default: one } = module_0;" in script
     assert "const { four } = module_1;" in script
     assert "Promise.resolve(module_2)" in script
-    assert "return { default: one, three: three, two: two };" in script
-    assert "return { four: four };" in script and "return { Five: Five };" in script
+    assert "return { three: three, two: two, default: one };" in script
+    assert "return { four: four };" in script and "return { five: five };" in script
     assert not re.search(r"^(import|export)", script, re.M)
 
 

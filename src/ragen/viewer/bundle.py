@@ -24,13 +24,9 @@ STATIC = Path(__file__).parent / "static"
 """The front end, as `ragen view` serves it."""
 
 _COMMENT = re.compile(r"(^/\*.*?\*/)", re.MULTILINE | re.DOTALL)
-_IMPORT = re.compile(
-    r'^import\s+(?P<names>\{[^}]*\}|\w+)\s+from\s+"(?P<source>[^"]+)";', re.MULTILINE
-)
+_IMPORT = re.compile(r'^import\s+(?P<names>\{[^}]*\})\s+from\s+"(?P<source>[^"]+)";', re.MULTILINE)
 _EXPORT = re.compile(
-    r"^export\s+(?P<default>default\s+)?(?P<kind>async\s+function|function|class|const)\s+"
-    r"(?P<name>\w+)",
-    re.MULTILINE,
+    r"^export\s+(?P<kind>async\s+function|function|const)\s+(?P<name>\w+)", re.MULTILINE
 )
 _EXPORTED = re.compile(r"(?:^|(?<=;))export\s*\{(?P<names>[^}]*)\};?\s*$", re.MULTILINE)
 _LATER = re.compile(r'\bimport\("(?P<source>[^"]+)"\)')
@@ -119,15 +115,13 @@ def _function(file: Path, names: Mapping[Path, str]) -> str:
         return names[(file.parent / found["source"]).resolve()]
 
     def imports(found: re.Match[str]) -> str:
-        wanted = found["names"].replace(" as ", ": ")
-        wanted = wanted if wanted.startswith("{") else f"{{ default: {wanted} }}"
-        return f"const {wanted} = {module(found)};"
+        return f"const {found['names'].replace(' as ', ': ')} = {module(found)};"
 
     def later(found: re.Match[str]) -> str:
         return f"Promise.resolve({module(found)})"
 
     def declared(found: re.Match[str]) -> str:
-        exported["default" if found["default"] else found["name"]] = found["name"]
+        exported[found["name"]] = found["name"]
         return f"{found['kind']} {found['name']}"
 
     def listed(found: re.Match[str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -96,28 +97,16 @@ def _stamps(runs: Runs) -> dict[str, object]:
     return {run: (signature(each), is_claimed(each)) for run, each in folders.items()}
 
 
-class Live:
-    """Streams of news."""
-
-    def __init__(self, runs: Runs) -> None:
-        self._runs = runs
-        self._ending = False
-
-    def end(self) -> None:
-        """End all streams at their next look, because the server ends."""
-        self._ending = True
-
-    async def stream(self, folder: Path | None) -> AsyncIterator[bytes]:
-        """News of a run, or of all runs, until the server ends or the page closes."""
-        looks = folder_news(self._runs) if folder is None else run_news(folder)
-        yield b": here\n\n"
-        quiet = 0.0
-        while not self._ending:
-            found = await run_in_threadpool(next, looks)
-            for name, said in found:
-                yield f"event: {name}\ndata: {json.dumps(said)}\n\n".encode()
-            quiet = 0.0 if found else quiet + LOOK_S
-            if quiet >= HEARTBEAT_S:
-                yield b": still here\n\n"
-                quiet = 0.0
-            await asyncio.sleep(LOOK_S)
+async def stream(looks: Iterator[list[Event]], ended: threading.Event) -> AsyncIterator[bytes]:
+    """The news of each look as server-sent events, until the server ends or the page closes."""
+    yield b": here\n\n"
+    quiet = 0.0
+    while not ended.is_set():
+        found = await run_in_threadpool(next, looks)
+        for name, said in found:
+            yield f"event: {name}\ndata: {json.dumps(said)}\n\n".encode()
+        quiet = 0.0 if found else quiet + LOOK_S
+        if quiet >= HEARTBEAT_S:
+            yield b": still here\n\n"
+            quiet = 0.0
+        await asyncio.sleep(LOOK_S)

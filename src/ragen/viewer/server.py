@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import ssl
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ from ragen.viewer import (
     run_page,
 )
 from ragen.viewer.branching import Branching
-from ragen.viewer.live import Live
+from ragen.viewer.bundle import STATIC
+from ragen.viewer.live import folder_news, run_news, stream
 from ragen.viewer.reading import Answer, Question, Runs, Unanswered
 from ragen.viewer.security import PageAccess
 
@@ -56,8 +58,6 @@ ROUTES: Mapping[str, Callable[[Question], Answer]] = {
     "/api/matrix": collapse.matrix,
 }
 """The paths of the API, and the functions that answer them."""
-
-STATIC = Path(__file__).parent / "static"
 
 COMPRESSED = 2000
 
@@ -91,13 +91,13 @@ def finite(value: Any) -> Any:
 class Viewer:
     """The viewer of the runs below a folder: `app` is the application that a server runs.
 
-    The streams of news and the processes of branches end with the server.
+    `ended` is to be set when the server ends, so that the streams of news end, too.
     """
 
     def __init__(self, root: Path, port: int, token: str | None = None) -> None:
         """A Host header has to name the `port`, and every request the `token`, if there is one."""
         self._runs, self.branching = Runs(root), Branching()
-        self.live = Live(self._runs)
+        self.ended = threading.Event()
         answers = {**ROUTES, "/api/branches": self._branches}
         routes = [
             Route("/", _front_page),
@@ -149,7 +149,8 @@ class Viewer:
         folder = None if run is None else await run_in_threadpool(self._runs.folder, run)
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
-        return StreamingResponse(self.live.stream(folder), media_type="text/event-stream")
+        looks = folder_news(self._runs) if folder is None else run_news(folder)
+        return StreamingResponse(stream(looks, self.ended), media_type="text/event-stream")
 
 
 async def _front_page(request: Request) -> Response:
@@ -211,6 +212,6 @@ def serve(
         viewer = Viewer(root, port, token)
         say(url_of(listening, host, tls) + (f"?token={token}" if token else ""))
         try:
-            Server(viewer.app, tls, viewer.live.end).serve_on(listening)
+            Server(viewer.app, tls, viewer.ended.set).serve_on(listening)
         finally:
             viewer.branching.stop()

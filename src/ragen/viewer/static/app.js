@@ -125,7 +125,7 @@ function Place({ page, params, query }) {
     document.title = title.filter(Boolean).join(" · ");
     if (!known) return setProblem(`There is no page “${page}”.`);
     PAGES[page].load().then(
-      (module) => setPage(() => module.default),
+      (module) => setPage(() => module.Page),
       (error) => setProblem(`The page “${page}” cannot be loaded: ${error.message}`),
     );
     return undefined;

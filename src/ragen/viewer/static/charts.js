@@ -3,7 +3,7 @@
 import { nearest, number } from "./numbers.js";
 import { COLOURS, axis, bars, flags, levels, seriesOf } from "./paint.js";
 import { Text } from "./parts.js";
-import uPlot from "./vendor/uplot.js";
+import { default as uPlot } from "./vendor/uplot.js";
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
 const NEAR = 6; // Tolerance in pixels for clicks and marks.

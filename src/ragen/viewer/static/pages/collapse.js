@@ -10,7 +10,7 @@ import { Status, picked, useReady } from "../parts.js";
 import { PATHS, Plane } from "../plane.js";
 import { html, useMemo } from "../vendor/preact-htm.js";
 
-export default function Page({ params, query, setQuery }) {
+export function Page({ params, query, setQuery }) {
   const { run } = params;
   const answer = useLive("/api/collapse", { run });
   const { data } = answer;

@@ -12,7 +12,7 @@ import { html, useMemo } from "../vendor/preact-htm.js";
 
 const MOST = 8; // The number of colours that everybody can tell apart.
 
-export default function Compare({ params, query, setQuery }) {
+export function Page({ params, query, setQuery }) {
   const all = [...new Set([params.run, ...splitRuns(query.other)])];
   const names = all.slice(0, MOST);
   const { data: runs, error, reload } = useApis(names.map((run) => ["/api/run", { run }]));

@@ -22,7 +22,7 @@ const VIEWS = {
   prompt: { title: "Raw prompt", hint: "exactly what the model saw before this turn" },
 };
 
-export default function Page({ params, query, setQuery }) {
+export function Page({ params, query, setQuery }) {
   const { run, id } = params;
   const answer = useApi("/api/episode", { run, episode: id });
   const { data, error } = answer;

@@ -22,7 +22,7 @@ const FILTERS = [
 const ANY = ["", "any"];
 const ALL = "all"; // The phase in the address that shows every phase; without one it is training.
 
-export default function Page({ params, query, setQuery }) {
+export function Page({ params, query, setQuery }) {
   const { run } = params;
   const { sort = "step", order = "desc" } = query;
   const filters = Object.fromEntries(FILTERS.map((name) => [name, query[name]]));

@@ -11,7 +11,7 @@ import { RunChoice } from "../settings.js";
 import { baselines, dotsOf } from "../signals.js";
 import { html, useMemo } from "../vendor/preact-htm.js";
 
-export default function Page({ params, query, setQuery }) {
+export function Page({ params, query, setQuery }) {
   const { run } = params;
   const answer = useLive("/api/run", { run });
   const gains = useLive("/api/compare", { run });

@@ -9,7 +9,7 @@ import { Figures, Neighbours, Status, Text, useReady } from "../parts.js";
 import { SideBySide, Undone } from "../turns.js";
 import { html, useState } from "../vendor/preact-htm.js";
 
-export default function Page({ params, query }) {
+export function Page({ params, query }) {
   const { run } = params;
   const { attempt = "0", step, phase = "train", group } = query;
   const answer = useApi("/api/group", { run, attempt, step, phase, group });

@@ -28,7 +28,7 @@ const FATES = {
 
 const fits = (fate, { successes }) => FATES[fate].holds(successes[0], successes.at(-1));
 
-export default function Page({ params, query, setQuery }) {
+export function Page({ params, query, setQuery }) {
   const { run } = params;
   const answer = useLive("/api/levels", { run });
   const { data, error } = answer;

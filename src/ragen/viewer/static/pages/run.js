@@ -14,7 +14,7 @@ import { html, useMemo } from "../vendor/preact-htm.js";
 // The three signals whose order reveals an Echo Trap (arXiv:2504.20073), as in the report.
 const COLLAPSE = ["reward/std_in_group", "entropy/mean", "gradient/policy_norm"];
 
-export default function Run({ params, query, setQuery }) {
+export function Page({ params, query, setQuery }) {
   const { run } = params;
   const others = splitRuns(query.with).filter((other) => other !== run);
   const { data, error, reload } = useApi("/api/run", { run });

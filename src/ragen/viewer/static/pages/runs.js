@@ -84,7 +84,7 @@ function matches({ run, state, env, model, recipe, algorithm, seed }, words) {
   return words.every((word) => text.toLowerCase().includes(word));
 }
 
-export default function Runs({ query, setQuery }) {
+export function Page({ query, setQuery }) {
   const answer = useApi("/api/runs");
   const { data, error, reload } = answer;
   const [picked, setPicked] = useState([]);
