@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -115,12 +114,6 @@ def test_placement_golden() -> None:
     assert token_rewards([EPISODE], index, "episode").tolist() == [pytest.approx([0, 0, 0.65])]
 
 
-def test_an_episode_without_one_of_its_turns_is_an_assertion_error() -> None:
-    index = episode_index(collate(to_samples([Group((EPISODE,))])[0]))
-    with pytest.raises(AssertionError, match="every turn"):
-        token_rewards([episode(turn(1.0))], index, "turn")
-
-
 def test_kl_penalty_is_negative_on_tokens_that_the_policy_prefers() -> None:
     # −.1 · (−1 − (−2)) = −.1;  −.1 · (−2 − (−1)) = +.1;  equal: 0
     old, reference = torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-2.0, -1.0, -1.0])
@@ -185,27 +178,6 @@ def test_an_episodes_rewards_sum_to_its_normalised_total_in_both_placements(
         assert torch.all(rewards_ES[~index.turn_ends_ES] == 0)
         sums.append(rewards_ES.sum(dim=1))
     assert sums[0].tolist() == pytest.approx(sums[1].tolist(), abs=rounding(16, 4))
-
-    penalised_E = token_rewards(episodes, index, "episode").sum(dim=1)
-    for e, number in enumerate(classes.tolist()):
-        same = [
-            r for r, c in zip(penalised_E.tolist(), classes.tolist(), strict=True) if c == number
-        ]
-        assert sums[0][e].item() == pytest.approx(
-            _normalised(penalised_E[e].item(), same, method), abs=1e-4
-        )
-
-
-def _normalised(total: float, same: list[float], method: str) -> float:
-    if method == "identity":
-        return total
-    if max(same) == min(same):
-        return 0.0
-    centred = total - statistics.fmean(same)
-    if method == "mean":
-        return centred
-    score = centred / (statistics.stdev(same) + 1e-6)
-    return min(max(score, -1.0), 3.0) if method == "asym_clip" else score
 
 
 def test_rewards_are_normalised_over_the_batch_or_each_group() -> None:

@@ -7,9 +7,8 @@ sampled, so equalities hold up to the rounding of float64.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +19,19 @@ from torch import Tensor
 from benchmarks.bias import (
     ROWS,
     Game,
-    Play,
     Row,
     a_token,
     a_turn,
     estimator,
     exact_values,
     gradient_moments,
-    groups,
     mean_advantages,
     measure,
     shown,
 )
-from ragen.algorithms.advantages import ADVANTAGES
-from ragen.algorithms.estimator import needs_values
 
 GAME = Game()
 TRUE = GAME.true_gradient()
-GAMMA, LAM, TURN_GAMMA = 0.9, 0.8, 0.7
-
 close = torch.testing.assert_close
 
 
@@ -136,114 +129,6 @@ def test_mean_gradient_of_rloo_and_of_scaled_dr_grpo_is_exact(name: str, group_s
     close(mean * (group_size / (group_size - 1) if name == "dr_grpo" else 1), TRUE)
 
 
-# Second implementations of the estimators from their equations, for one group per batch.
-
-
-def gae_by_hand(plays: Sequence[Play], values: list[list[float]]) -> list[list[float]]:
-    """A_t = Σ_i (γλ)^i δ_{t+i}."""
-    return [_lambda_sum(p.rewards, v, GAMMA, LAM) for p, v in zip(plays, values, strict=True)]
-
-
-def bi_level_gae_by_hand(plays: Sequence[Play], values: list[list[float]]) -> list[list[float]]:
-    """Along the turn ends, then within each turn with the return of its end as the reward."""
-    advantages = []
-    for play, value in zip(plays, values, strict=True):
-        ends = [s for s, end in enumerate(play.ends) if end]
-        rewards, end_values = [play.rewards[s] for s in ends], [value[s] for s in ends]
-        along = _lambda_sum(rewards, end_values, TURN_GAMMA, LAM)
-        inside: list[float] = []
-        for k, end in enumerate(ends):
-            start = ends[k - 1] + 1 if k else 0
-            paid = [0.0] * (end - start) + [along[k] + value[end]]
-            inside += _lambda_sum(paid, value[start : end + 1], 1.0, LAM)
-        advantages.append(inside)
-    return advantages
-
-
-def grpo_by_hand(plays: Sequence[Play], _: Any) -> list[list[float]]:
-    scores = _standardised([play.total for play in plays])
-    return [[score] * len(play) for play, score in zip(plays, scores, strict=True)]
-
-
-def dr_grpo_by_hand(plays: Sequence[Play], _: Any) -> list[list[float]]:
-    mean = statistics.fmean(play.total for play in plays)
-    return [[play.total - mean] * len(play) for play in plays]
-
-
-def rloo_by_hand(plays: Sequence[Play], _: Any) -> list[list[float]]:
-    total = sum(play.total for play in plays)
-    others = len(plays) - 1
-    return [[p.total - (total - p.total) / others] * len(p) for p in plays]
-
-
-def reinforce_pp_by_hand(plays: Sequence[Play], _: Any) -> list[list[float]]:
-    return _whitened(
-        [
-            [sum(GAMMA ** (i - s) * r for i, r in enumerate(p.rewards) if i >= s) for s in range(n)]
-            for p in plays
-            for n in [len(p)]
-        ]
-    )
-
-
-def reinforce_pp_baseline_by_hand(plays: Sequence[Play], _: Any) -> list[list[float]]:
-    return _whitened(dr_grpo_by_hand(plays, _))
-
-
-def gigpo_by_hand(plays: Sequence[Play], _: Any) -> list[list[float]]:
-    """With ω = 2. A turn is (episode, number); its class is the state at its start."""
-    episode = _standardised([play.total for play in plays])
-    reward_to_go: dict[tuple[int, int], float] = {}
-    start_states: dict[tuple[int, int], str] = {}
-    for e, play in enumerate(plays):
-        for s, k in enumerate(play.turns):
-            start_states[e, k] = play.states[s]
-            reward_to_go[e, k] = sum(
-                TURN_GAMMA ** (play.turns[i] - k) * reward
-                for i, reward in enumerate(play.rewards)
-                if play.turns[i] >= k
-            )
-    turn: dict[tuple[int, int], float] = {}
-    for state in set(start_states.values()):
-        same = [key for key in start_states if start_states[key] == state]
-        turn |= dict(zip(same, _standardised([reward_to_go[key] for key in same]), strict=True))
-    return [[episode[e] + 2 * turn[e, k] for k in play.turns] for e, play in enumerate(plays)]
-
-
-BY_HAND: dict[str, Callable[[Sequence[Play], Any], list[list[float]]]] = {
-    "gae": gae_by_hand,
-    "bi_level_gae": bi_level_gae_by_hand,
-    "grpo": grpo_by_hand,
-    "dr_grpo": dr_grpo_by_hand,
-    "rloo": rloo_by_hand,
-    "reinforce_pp": reinforce_pp_by_hand,
-    "reinforce_pp_baseline": reinforce_pp_baseline_by_hand,
-    "gigpo": gigpo_by_hand,
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "whiten"),
-    [(name, False) for name in sorted(ADVANTAGES)]
-    + [(name, True) for name in sorted(ADVANTAGES) if needs_values(ADVANTAGES[name])],
-)
-def test_estimator_equals_its_second_implementation_group_by_group(name: str, whiten: bool) -> None:
-    values_NS = exact_values(GAME, a_token(GAMMA))[0] if needs_values(ADVANTAGES[name]) else None
-
-    def by_hand(chosen: Sequence[int]) -> Tensor:
-        plays = [GAME.plays[n] for n in chosen]
-        values = [] if values_NS is None else values_NS[list(chosen)].tolist()
-        rows = BY_HAND[name](plays, [v[: len(p)] for v, p in zip(values, plays, strict=False)])
-        return _padded(_whitened(rows) if whiten else rows)
-
-    parameters = {"gamma": GAMMA, "gae_lambda": LAM, "turn_gamma": TURN_GAMMA, "step_weight": 2.0}
-    ours = estimator(GAME, name, values_NS, whiten=whiten, **parameters)
-    pairs = [chosen for _, chosen in groups(GAME, 2)][::6]  # 43 of 253
-    for chosen in pairs:
-        close(ours(chosen), by_hand(chosen))
-    assert max(float(ours(chosen).abs().max()) for chosen in pairs[:9]) > 0.1
-
-
 @pytest.mark.slow
 def test_the_noise_of_independent_episodes_falls_with_their_number() -> None:
     """Without a baseline, a mean of G episodes has 1/G of the variance of one."""
@@ -288,35 +173,6 @@ def given_state_and_token(field_NS: Tensor) -> Tensor:
     for (n, s), key in keys.items():
         mean_NS[n, s] = sums[key][0] / sums[key][1]
     return mean_NS
-
-
-def _lambda_sum(
-    rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float
-) -> list[float]:
-    following = [*values[1:], 0.0]
-    deltas = [r + gamma * n - v for r, v, n in zip(rewards, values, following, strict=True)]
-    return [
-        sum((gamma * lam) ** (i - t) * deltas[i] for i in range(t, len(deltas)))
-        for t in range(len(deltas))
-    ]
-
-
-def _standardised(values: Sequence[float]) -> list[float]:
-    if len(values) < 2 or max(values) == min(values):
-        return [0.0] * len(values)
-    mean, std = statistics.fmean(values), statistics.stdev(values)
-    return [(value - mean) / (std + 1e-6) for value in values]
-
-
-def _whitened(rows: list[list[float]]) -> list[list[float]]:
-    flat = [value for row in rows for value in row]
-    mean, variance = statistics.fmean(flat), statistics.variance(flat)
-    return [[(value - mean) / math.sqrt(variance + 1e-8) for value in row] for row in rows]
-
-
-def _padded(rows: list[list[float]]) -> Tensor:
-    filled = [[*row, *[0.0] * (GAME.num_tokens - len(row))] for row in rows]
-    return torch.tensor(filled, dtype=torch.float64)
 
 
 def _softmax(logits: Sequence[float]) -> list[float]:

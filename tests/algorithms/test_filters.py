@@ -80,12 +80,8 @@ def test_top_p_golden() -> None:
     scores = [0.2, 0.5, 0.3]
     for value, kept in ((0.01, [1]), (0.5, [1]), (0.51, [1, 2]), (0.8, [1, 2]), (0.81, [1, 2, 0])):
         assert keep_top_p(scores, value, 3) == kept
+    assert keep_top_p([0.0] * 4, 0.5, 4) == keep_top_k([0.0] * 4, 0.5, 4) == [0, 1]
     assert keep_top_p([0.1] * 10, 0.3, 10) == [0, 1, 2]  # although .1 + .1 + .1 ≠ .3 in floats
-
-
-def test_scores_of_zero_keep_the_order_of_the_groups() -> None:
-    assert keep_top_k([0.0] * 4, 0.5, 4) == [0, 1]
-    assert keep_top_p([0.0] * 4, 0.5, 4) == [0, 1]
 
 
 def test_shares_of_negative_scores_are_refused() -> None:
@@ -94,14 +90,6 @@ def test_shares_of_negative_scores_are_refused() -> None:
 
 
 # Scores and rules together.
-
-
-def test_top_k_keeps_a_share_in_the_order_of_the_groups() -> None:
-    groups = [LOW, FLAT, HIGH, HIGH]
-    assert select(groups) == [0, 1, 2, 3]
-    assert select(groups, rule="top_k", value=0.25) == [2]
-    assert select(groups, rule="top_k", value=0.75) == [0, 2, 3]
-    assert select([FLAT], rule="top_k", value=0.01) == [0]
 
 
 def test_groups_of_equal_rewards_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,9 @@ def test_ppo_clip_golden(
     logprobs_N = torch.tensor([math.log(ratio)], requires_grad=True)
     loss = ppo_clip(logprobs_N, tokens, **CLIP)
     assert loss.value.item() == pytest.approx(expected, abs=rounding(4, 4))
+    if dual:  # without a bound, the loss grows with the ratio
+        unbounded = ppo_clip(logprobs_N, tokens, **CLIP | {"dual_clip": 0.0})
+        assert unbounded.value.item() == pytest.approx(ratio)
     if clipped or dual:
         assert gradient_of(loss.value, logprobs_N).item() == 0
     assert loss.metrics["clip/fraction"].value == clipped
@@ -196,13 +199,6 @@ def test_gspo_by_tokens_equals_the_formula_by_episodes(
     torch.testing.assert_close(
         gradient_of(loss.value, logprobs_N), gradient_of(plain, logprobs_N), **SUMMED
     )
-
-
-def test_ppo_loss_without_a_dual_clip_is_unbounded() -> None:
-    tokens = fields(1, advantages_N=torch.tensor([-1.0]))
-    loss = ppo_clip(torch.tensor([math.log(50)]), tokens, **(CLIP | {"dual_clip": 0.0}))
-    assert loss.value.item() == pytest.approx(50)
-    assert loss.metrics["clip/dual_fraction"].value == 0
 
 
 def test_importance_correction_golden() -> None:
@@ -368,19 +364,6 @@ def test_losses_and_metrics_of_microbatches_are_those_of_the_minibatch(
     assert weighted == pytest.approx(ppo.value.item(), **bound)
     for name in ("clip/fraction", "clip/dual_fraction", "kl/old", "ratio/max"):
         assert merged[name].value == pytest.approx(ppo.metrics[name].value, **bound)
-
-
-@given(samples(), st.integers(1, 40))
-def test_token_weights_sum_to_one_or_do_not_depend_on_other_tokens(
-    rows: list[Sample], longest: int
-) -> None:
-    batch = collate(rows)
-    for aggregation in ("token_mean", "episode_mean"):
-        total = token_weights(batch, aggregation).sum().item()
-        assert total == pytest.approx(1, abs=rounding(100))
-    episodes = len({row.episode for row in rows})
-    constant_BT = token_weights(batch, "constant", longest)
-    torch.testing.assert_close(constant_BT, batch.weight_BT / (longest * episodes))
 
 
 def test_gspo_needs_whole_episodes_in_a_microbatch() -> None:

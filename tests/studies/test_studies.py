@@ -12,7 +12,6 @@ import shutil
 import signal
 import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,7 +29,7 @@ from ragen.storage.recorder import Recorder
 from ragen.studies import runner
 from ragen.studies.measures import MEASURES, RunFacts, measure_of, read_run
 from ragen.studies.overview import write_overview
-from ragen.studies.results import VERDICT_WORDS, conclude, read_findings
+from ragen.studies.results import VERDICT_WORDS, read_findings
 from ragen.studies.study import (
     FIRST_SEED,
     Contrast,
@@ -365,28 +364,6 @@ def test_stop_request_raises_keyboard_interrupt_with_a_hint(
     monkeypatch.setattr(runner, "train", stop)
     with pytest.raises(KeyboardInterrupt, match="the same command continues"):
         runner.run_study(tiny, seeds=2, out=tmp_path, jobs=1)
-
-
-def test_the_table_of_runs_is_utf_8_and_written_or_gives_one_line(
-    tiny: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the locale."""
-    opened, name = Path.open, "transfer:größe"
-    monkeypatch.setattr(
-        Path,
-        "open",
-        lambda path, mode="r", buffering=-1, encoding=None, *more, **named: opened(
-            path, mode, buffering, encoding or (None if "b" in mode else "ascii"), *more, **named
-        ),
-    )
-    study = tiny.model_copy(update={"environments": {}, "describe": [name]})
-    with suppress(ValueError):  # there is nothing to draw
-        conclude(study, "laptop", 2, tmp_path, [])
-    assert name in (tmp_path / "runs.csv").read_text("utf-8")
-    (tmp_path / "runs.csv").unlink()
-    (tmp_path / "runs.csv").mkdir()
-    with pytest.raises(RagenError, match=r"cannot write .*runs\.csv: is a directory; .*--out"):
-        conclude(study, "laptop", 2, tmp_path, [])
 
 
 def test_the_study_command_lists_previews_and_reports_mistakes(
