@@ -244,7 +244,6 @@ def test_gigpo_compares_states_within_a_group_only() -> None:
     parameters = {"turn_gamma": 0.9, "step_weight": 1.0}
     apart = torch.cat([gigpo(**g, **parameters).advantages_ES for g in (GIGPO, other)])
     assert torch.equal(gigpo(**both, **parameters).advantages_ES, apart)
-    weights = (0.0, 1.0, 2.0)
     none, once, twice = (
         gigpo(**GIGPO, turn_gamma=0.9, step_weight=weight).advantages_ES
         for weight in (0.0, 1.0, 2.0)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import re
 import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -170,60 +169,61 @@ def test_card_of_an_earlier_step_omits_later_results(run: Path) -> None:
     assert "step 3" not in text
 
 
+def card_of(folder: Path, values: dict[str, Any], *evaluations: RunEvaluation, **known: Any) -> str:
+    """The card of a run in `folder` with these settings, which tells nothing of the folder."""
+    facts = Facts(folder, resolve(None, values), {}, evaluations, (), {}, **known)
+    text = card(facts, 2, Usage())
+    assert str(folder) not in text
+    return text
+
+
+def in_envs(step: int, success: float, envs: Sequence[str]) -> RunEvaluation:
+    """An evaluation of a mixture."""
+    parts = tuple(replace(evaluation(success), env=env) for env in envs)
+    return RunEvaluation(0, step, replace(evaluation(success), parts=parts))
+
+
 def test_card_compares_level_by_level_in_each_environment_of_a_mixture(tmp_path: Path) -> None:
     envs = ("bandit", f"{tmp_path}/w.py:World")
-    config = resolve(None, {"env.mix": dict.fromkeys(envs, 1)})
-    evaluations: list[RunEvaluation] = []
-    successes: dict[tuple[str, int], dict[tuple[str, int], float]] = {}
-    for step, success in ((0, 0.0), (2, 1.0)):
-        parts = tuple(replace(evaluation(success), env=env) for env in envs)
-        evaluations.append(RunEvaluation(0, step, replace(evaluation(success), parts=parts)))
-        successes["eval", step] = {(env, level): success for env in envs for level in range(64)}
-    facts = Facts(tmp_path, config, {}, tuple(evaluations), (), {}, successes)
-    text = card(facts, 2, Usage())
-    assert "## Success in w.py:World" in text and str(tmp_path) not in text
+    successes = {
+        ("eval", step): {(env, level): success for env in envs for level in range(64)}
+        for step, success in ((0, 0.0), (2, 1.0))
+    }
+    evaluated = in_envs(0, 0.0, envs), in_envs(2, 1.0, envs)
+    text = card_of(tmp_path, {"env.mix": dict.fromkeys(envs, 1)}, *evaluated, successes=successes)
+    assert "## Success in w.py:World" in text
     assert text.count("points [") == text.count(", level by level") == 3
 
 
-def test_card_does_not_tell_where_the_judge_of_a_run_lies(tmp_path: Path) -> None:
+def test_card_does_not_tell_where_a_judge_or_the_files_of_an_environment_lie(
+    tmp_path: Path,
+) -> None:
     judge = {"reward.terms.judge": 0.5, "judge.rubric": "It looks first."}
     for model, url, shown in (
         (f"{tmp_path}/models/critic", "", "critic"),
         ("some/critic", "", "some/critic"),
         ("/served/critic", "http://localhost:1/v1", "/served/critic"),  # a server's own name
     ):
-        config = resolve(None, {**judge, "judge.model": model, "judge.url": url})
-        text = card(Facts(tmp_path, config, {}, (), (), {}), 2, Usage())
-        assert f"| judge.model |  | {shown} |" in text and str(tmp_path) not in text
-
-
-def test_card_does_not_tell_where_the_files_of_an_environment_lie(tmp_path: Path) -> None:
+        text = card_of(tmp_path, judge | {"judge.model": model, "judge.url": url})
+        assert f"| judge.model |  | {shown} |" in text
     words = {"path": f"{tmp_path}/own/words.jsonl", "attempts": 2}
     shop = {"params": {"path": "../own/shop.json", "files": [f"{tmp_path}/own/a.txt"]}}
-    for env in (
-        {"env.name": "word-problems", "env.params": words},
-        {"env.mix": {"webshop": {"share": 0.5, **shop}, "bandit": 0.5}},
-    ):
-        facts = Facts(tmp_path, resolve(None, env), {}, (), (), {})
-        text = card(facts, 2, Usage())
-        assert "own" not in text and str(tmp_path) not in text
-        assert ("words.jsonl" in text) != ("shop.json" in text and "a.txt" in text)
+    mixed = card_of(tmp_path, {"env.mix": {"webshop": {"share": 0.5, **shop}, "bandit": 0.5}})
+    alone = card_of(tmp_path, {"env.name": "word-problems", "env.params": words})
+    assert "words.jsonl" in alone and "shop.json" in mixed and "a.txt" in mixed
+    assert "own" not in alone + mixed
 
 
 def test_card_tells_files_of_one_name_in_two_folders_apart(tmp_path: Path) -> None:
     envs = [f"{tmp_path}/{folder}/env.py:Maze" for folder in ("small", "large")]
     envs += ["gymnasium:ALE/Pong-v5", f"openenv:{tmp_path}/served.py:app"]
     terms = {f"{tmp_path}/{folder}/env.py:brevity": 0.5 for folder in ("small", "large")}
-    config = resolve(None, {"env.mix": dict.fromkeys(envs, 1), "reward.terms": terms})
-    parts = tuple(replace(evaluation(0.5), env=env) for env in envs)
-    whole = RunEvaluation(0, 0, replace(evaluation(0.5), parts=parts))
-    text = card(Facts(tmp_path, config, {}, (whole,), (), {}), 2, Usage())
-    assert str(tmp_path) not in text
-    assert "## Success in gymnasium:ALE/Pong-v5" in text
-    assert "## Success in openenv:served.py:app" in text
-    for folder in ("small", "large"):
-        assert f"## Success in {folder}/env.py:Maze" in text
-        assert f"{folder}/env.py:brevity" in text
+    settings = {"env.mix": dict.fromkeys(envs, 1), "reward.terms": terms}
+    text = card_of(tmp_path, settings, in_envs(0, 0.5, envs))
+    for env in ("gymnasium:ALE/Pong-v5", "openenv:served.py:app", "small/env.py:Maze"):
+        assert f"## Success in {env}" in text
+    assert "large/env.py:Maze" in text
+    assert "small/env.py:brevity" in text and "large/env.py:brevity" in text
 
 
 def test_card_names_the_base_model_of_the_first_run(run: Path, tmp_path: Path) -> None:
@@ -252,7 +252,10 @@ def test_export_can_be_evaluated_as_a_model(bandit_run: Path, exported: Path) ->
     assert again.mean_return == original.mean_return
 
 
-def test_step_and_best_select_the_checkpoint(run: Path, tmp_path: Path) -> None:
+def test_step_and_best_select_the_checkpoint(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "mine"
+    assert main(["export", str(run), "--out", str(out), "--step", "2"]) == 0
+    assert f"the policy is in {out}; its README.md" in capsys.readouterr().out
     best = read_state(newest(run))["loop"]["best_step"]
     for out, options, step in ((None, {"step": 1}, 1), (tmp_path / "b", {"best": True}, best)):
         folder = export(run, out, **options)
@@ -262,50 +265,30 @@ def test_step_and_best_select_the_checkpoint(run: Path, tmp_path: Path) -> None:
         assert (folder / weights).read_bytes() == (source / weights).read_bytes()
 
 
-def damage(run: Path, name: str) -> None:
-    """Change a file of the newest checkpoint."""
-    (newest(run) / name).write_bytes(b"spoilt")
+def test_a_mistake_gives_one_line_and_leaves_nothing(run: Path, capsys: Capture) -> None:
+    def refused(options: str, words: str) -> None:
+        before = sorted(run.rglob("*"))
+        assert main(["export", str(run), *options.split()]) == 2
+        output = capsys.readouterr()
+        assert words in output.err and output.err.count("\n") == 1 and output.out == ""
+        assert sorted(run.rglob("*")) == before
 
-
-def never_evaluated(run: Path) -> None:
+    refused("--step 9", "has no checkpoint of step 9; it has those of steps 0, 1, 2, 3")
+    refused("--best --step 1", "not allowed with argument")
+    refused("--merge", "has no adapter to merge: leave --merge out")
+    (run / "export-step-3").mkdir()
+    refused("", "export-step-3 exists already; name a folder that does not")
+    (run / "export-step-3").rmdir()
+    refused(f"--out {run / 'config.toml'}/b", "cannot write")
     state = read_state(newest(run))
     write_state(newest(run), state | {"loop": state["loop"] | {"best_success": -1.0}})
-
-
-MISTAKES: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "no run": (lambda run: shutil.rmtree(run), "", "is not a run folder: config.toml is missing"),
-    "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoints"), "", "has no checkpoint"),
-    "no such step": (
-        lambda run: None,
-        "--step 9",
-        "has no checkpoint of step 9; it has those of steps 0, 1, 2, 3",
-    ),
-    "damaged": (
-        lambda run: damage(run, "model.safetensors"),
-        "",
-        "step-3/model.safetensors is damaged (it is not what was written); restore it, or train ",
-    ),
-    "no best": (never_evaluated, "--best", "was evaluated: leave --best out"),
-    "both": (lambda run: None, "--best --step 1", "not allowed with argument"),
-    "nothing to merge": (lambda run: None, "--merge", "has no adapter to merge: leave --merge out"),
-    "out is there": (
-        lambda run: (run / "export-step-3").mkdir(),
-        "",
-        "export-step-3 exists already; name a folder that does not",
-    ),
-    "out is no place": (lambda run: (run / "a").touch(), "--out RUN/a/b", "cannot write"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_gives_one_line_and_leaves_nothing(name: str, run: Path, capsys: Capture) -> None:
-    prepare, options, words = MISTAKES[name]
-    prepare(run)
-    before = sorted(run.rglob("*"))
-    assert main(["export", str(run), *options.replace("RUN", str(run)).split()]) == 2
-    output = capsys.readouterr()
-    assert words in output.err and output.err.count("\n") == 1 and output.out == ""
-    assert sorted(run.rglob("*")) == before
+    refused("--best", "was evaluated: leave --best out")
+    (newest(run) / "model.safetensors").write_bytes(b"spoilt")
+    refused("", "step-3/model.safetensors is damaged (it is not what was written); restore it, or ")
+    shutil.rmtree(run / "checkpoints")
+    refused("", "has no checkpoint")
+    shutil.rmtree(run)
+    refused("", "is not a run folder: config.toml is missing")
 
 
 def test_full_disk_leaves_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,13 +300,6 @@ def test_full_disk_leaves_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RagenError, match="no space left on device; free space there"):
         export(run)
     assert sorted(run.rglob("*")) == before
-
-
-def test_export_command_prints_the_folder(run: Path, capsys: Capture) -> None:
-    out = run.parent / "mine"
-    assert main(["export", str(run), "--out", str(out), "--step", "2"]) == 0
-    assert f"the policy is in {out}; its README.md" in capsys.readouterr().out
-    assert json.loads((out / "config.json").read_text())["model_type"] == "qwen2"
 
 
 VLLM_SCRIPT = """

@@ -37,7 +37,6 @@ from ragen.studies.study import (
     Place,
     Scale,
     Study,
-    cells_of,
     decide,
     env_of,
     load_study,
@@ -272,11 +271,6 @@ def test_a_study_runs_once_and_resumes(tmp_path: Path, jobs: int) -> None:
     study = study.model_copy(update={"arms": study.arms | {"all": {"update.lr": 1.0}}})
     with pytest.raises(RagenError, match=r"made with other settings .* name another --out"):
         run()
-
-
-def test_the_first_runs_of_a_study_show_every_arm(tiny: Study) -> None:
-    cells = [(cell.seed, cell.arm) for cell in cells_of(tiny, "laptop", 2, Path("x"))]
-    assert cells == [(seed, arm) for seed in (1000, 1001) for arm in ("all", "filtered")]
 
 
 def test_a_killed_study_leaves_no_process_behind() -> None:
