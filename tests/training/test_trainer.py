@@ -67,13 +67,6 @@ def test_a_run_that_fails_to_start_closes_its_engine_and_recorder(
     Recorder.open(own_bandit_run).close()  # the database is no longer locked
 
 
-def test_train_refuses_an_existing_folder(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with pytest.raises(RagenError, match="exists already"):
-        train(make_config(), tmp_path / "run")
-    assert not list((tmp_path / "run").iterdir())
-
-
 # What a run records.
 
 

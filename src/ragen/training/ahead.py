@@ -61,9 +61,9 @@ class Buffer:
     - **finished**: all groups are there and wait for their turn (``engine/queue``).
     - **trained**: the loop has taken it as its next step. Up to k publications came since it was
       queued, so a group's oldest completion is at most k versions behind. A group that is further
-      behind, as after a resume of a sampler, is left out of the step (`Played.stale`).
-    - **dropped**: the weights or levels change otherwise, by a rollback, a new engine or the end of
-      the run. All entries are cancelled; their steps are queued and played again.
+      behind, because its sampler loaded weights late, is left out of the step (`Played.stale`).
+    - **dropped**: the weights or levels change otherwise, by a rollback or a new engine, or the run
+      is over. All entries are cancelled; the run queues and plays their steps again.
 
     Attributes:
         max_staleness: k, which is also the number of entries beside the one that is awaited.
