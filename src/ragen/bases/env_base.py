@@ -83,12 +83,14 @@ def prepare_env(
     env, window = config.env, config.prompt.window
     with new_folder(out) as folder:
         use_threads(1)  # the same weights however many cores are free
+        # Play the environment, to know its words and screens.
         make = env_factory(env.name, **env.params)
         choose, actions = build_env(partial(find_play, env, make), env.name)
         budgets = env.max_turns, env.actions_per_turn, env.max_actions
         setup = Setup(env.name, make, *budgets, window=window, timeout_s=env.timeout_s)
         met = survey(setup, choose, seed)
         screens = [turn.observation for episode in met for turn in episode.turns]
+        # What is taught decides the vocabulary and the first weights.
         words = frequent(texts_of(met), MOST_FREE_WORDS if actions is None else MOST_WORDS)
         teacher: Reader | Copier = Copier(words, choose)
         if actions is not None:
@@ -99,6 +101,7 @@ def prepare_env(
             write_words(model, tokenizer)
             write_induction(model)
         setattr(model.config, PROMPT_STYLE, "compact")
+        # Demonstrations are played as in training; each stage learns from its own.
         chat = Chat(tokenizer)
         stages = stages_of(teacher, setup, episodes_of(met, chat))
         player = LessonPlayer(chat, seed, LONGEST)
