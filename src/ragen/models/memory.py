@@ -204,7 +204,7 @@ def _num_gpus() -> int:
 class Run:
     """The facts on which the memory of a run depends.
 
-    `adapter` are the shapes of a role's LoRA matrices, and `tokens` those of a microbatch.
+    `adapter` are the shapes of a role's LoRA matrices; `tokens` counts the tokens of a microbatch.
     """
 
     sizes: Sizes

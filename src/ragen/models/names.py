@@ -26,10 +26,8 @@ EMBEDDED = {
 }
 """The embedded model of each environment, by its folder in ``ragen/models/bases``."""
 
-POLICY_FILES = (
-    *("model*.safetensors", "adapter*.safetensors", "pytorch_model*.bin"),
-    *("*.json", "*.jinja", "*.txt", "*.model"),
-)
+WEIGHT_FILES = "model*.safetensors", "adapter*.safetensors", "pytorch_model*.bin"
+POLICY_FILES = *WEIGHT_FILES, "*.json", "*.jinja", "*.txt", "*.model"
 """Files of a model folder that decide what the policy says; a checkpoint has more files."""
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -143,7 +141,7 @@ def is_embedded(name: str) -> bool:
 def taught_style(name: str) -> str | None:
     """The only style of prompts that a model here was taught, if `ragen base --env` made it.
 
-    A run's model has the style of the model that the run began with, an adapter that of its base.
+    A run's model has the style of the model that the run began with, an adapter its base's style.
 
     Raises:
         RagenError: As `is_embedded`, or an adapter's base is gone.

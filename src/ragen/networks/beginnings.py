@@ -29,7 +29,7 @@ class Beginnings:
         ids_F: The last token of each beginning.
         depths_F: The number of tokens before it.
         seen_UW: The beginnings that each block sees.
-        hidden_UBW: Whether a beginning of the block does not continue the one that it would see.
+        hidden_UBW: True where a beginning of the block does not continue the one it would see.
         before_P: The beginning of each pair, counted from 1; 0 is the empty one.
         targets_P: The token that continues it.
         pairs_N: The pair of each token, thought by thought.
@@ -77,11 +77,15 @@ def find_beginnings(thoughts: Sequence[Sequence[int]]) -> Beginnings:
     filling = -len(ids) % BLOCK
     seen_UW, hidden_UBW = _blocks(before + [-1] * filling)
     states, targets = zip(*pairs, strict=True)
+    pairs_N = [pair for row in range(len(thoughts)) for pair in of_thought[row]]
     return Beginnings(
-        torch.tensor(ids + [0] * filling, dtype=torch.long),
-        torch.tensor(depths + [0] * filling, dtype=torch.long),
-        *(seen_UW, hidden_UBW, torch.tensor(states), torch.tensor(targets)),
-        torch.tensor([pair for row in range(len(thoughts)) for pair in of_thought[row]]),
+        ids_F=torch.tensor(ids + [0] * filling, dtype=torch.long),
+        depths_F=torch.tensor(depths + [0] * filling, dtype=torch.long),
+        seen_UW=seen_UW,
+        hidden_UBW=hidden_UBW,
+        before_P=torch.tensor(states),
+        targets_P=torch.tensor(targets),
+        pairs_N=torch.tensor(pairs_N),
     )
 
 

@@ -358,7 +358,7 @@ class _Prefix:
         return torch.cat((before_RTP, hidden_RTW | (own_W < shared_R11)), dim=2)
 
     def multiply(self, x_RKQA: Tensor, y_SKAB: Tensor) -> Tensor:
-        """Products of each row's matrix with that of its beginning, (R, K, Q, B)."""
+        """Products of each row's matrix with the matrix of its beginning, (R, K, Q, B)."""
         num_rows, heads, queries, inner = x_RKQA.shape
         count = len(y_SKAB)
         if self.is_grid:

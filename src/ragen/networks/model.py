@@ -70,7 +70,7 @@ def padded_hidden_states(
     used = backbone(model)
     with Attending(used.config):
         states_BTD = used(input_ids=ids_BT, use_cache=False).last_hidden_state
-    # Places, since counting those of a mask would wait for a GPU.
+    # Indices, since counting the entries of a mask would wait for a GPU.
     wanted = (to_device(places_N, model.device) for places_N in wanted_BT.nonzero(as_tuple=True))
     states_ND: Tensor = states_BTD[tuple(wanted)]
     return states_ND
@@ -97,9 +97,9 @@ def token_logprobs(
     """
     head = model.get_output_embeddings()
     assert head is not None, "a backbone has no output layer"
+    bias_V, shape = getattr(head, "bias", None), shape_of(model)
     logprobs_N, entropy_N = _LogprobEntropy.apply(
-        *(hidden_ND, head.weight, getattr(head, "bias", None), targets_N),
-        *(float(temperature), shape_of(model)),
+        hidden_ND, head.weight, bias_V, targets_N, float(temperature), shape
     )
     return logprobs_N, entropy_N
 

@@ -31,8 +31,8 @@ BEGINNING = 64
 class Block(NamedTuple):
     """Neighbouring queries of one sample, and the keys that the last of them sees.
 
-    `queries` are flat tokens with a query, `keys` are among those of all samples. All queries see
-    the first `seen` of the keys; `mask` is −∞ where one does not see a later key.
+    `queries` are flat tokens with a query, `keys` are among the keys of all samples. All queries
+    see the first `seen` of the keys; `mask` is −∞ where one does not see a later key.
     """
 
     queries: slice
@@ -180,7 +180,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attend` by queries, keys and values; weights are those `kept`, or computed."""
     group = q_NHD.shape[1] // k_FKD.shape[1]
-    # The gradient of a softmax: dS = P ⊙ (dP − Σ dP ⊙ P), and the sum is that of dO ⊙ O.
+    # The gradient of a softmax: dS = P ⊙ (dP − Σ dP ⊙ P), and the sum equals Σ dO ⊙ O.
     sum_NH1 = (grad_NHD * out_NHD).sum(-1, keepdim=True)
     q_KQD, grad_KQD, sum_KQ1 = (by_key_head(x, k_FKD) for x in (q_NHD, grad_NHD, sum_NH1))
     k_KSD, v_KSD = (x[blocks.keys_S].transpose(0, 1) for x in (k_FKD, v_FKD))

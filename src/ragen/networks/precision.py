@@ -107,7 +107,7 @@ class Shape(NamedTuple):
     cap: float = 0.0
 
     def of(self, logits: Tensor) -> Tensor:
-        """The logits of the model, from those of its output layer.
+        """The logits of the model, from the logits of its output layer.
 
         Example:
             >>> Shape(scale=2.0).of(torch.tensor([3.0])), Shape(cap=1.0).of(torch.tensor([9.0]))
@@ -133,8 +133,8 @@ def shape_of(model: nn.Module) -> Shape:
 def bfloat16_products(dtype: torch.dtype) -> AbstractContextManager[None]:
     """If `dtype` is bfloat16, let a CPU round the factors of float32 products, but not their sums.
 
-    Factors that are bfloat16 already do not change, so the result is that of float32 at about twice
-    the speed. Processors without AMX compute in float32, by oneDNN.
+    Factors that are bfloat16 already do not change, so the result is a float32 product at about
+    twice the speed. Processors without AMX compute in float32, by oneDNN.
     """
     return _products("bf16") if dtype == torch.bfloat16 else nullcontext()
 

@@ -1,9 +1,9 @@
 """Weights split over processes by torch's FSDP2, which gathers them when they are used.
 
 A `Unit` holds models whose weights are split evenly: each process keeps a part of every weight as a
-`DTensor`. While a unit computes, its weights are whole again: those of a transformer's layer only
-during that layer, the others (embedding, output layer) during the whole computation. Gradients are
-added up over the processes, and each process keeps its part of the sum.
+`DTensor`. While a unit computes, its weights are whole again: the weights of a transformer's layer
+only during that layer, the others (embedding, output layer) during the whole computation. Gradients
+are added up over the processes, and each process keeps its part of the sum.
 """
 
 # mypy: allow-untyped-calls

@@ -46,7 +46,7 @@ MASK = 4
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A model's weights and the numbers that decide what it computes with.
+    """A model's weights and the numbers that its computation depends on.
 
     `weights` are the shapes of all parameters by name; a tied output layer is not repeated.
     `inner` is the width between the two layers of a feed-forward block. `stores_scores` says that
@@ -72,7 +72,7 @@ class Sizes:
 
     @property
     def backbone(self) -> list[Shape]:
-        """The shapes of all weights but those of the output layer."""
+        """The shapes of all weights except the output layer's."""
         return [shape for name, shape in self.weights.items() if not HEAD.search(name)]
 
     @property
