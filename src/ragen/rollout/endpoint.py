@@ -42,6 +42,8 @@ TEMPORARY = (408, 409, 425, 429)
 """Status codes below 500 after which the same request may succeed later."""
 MAX_BODY = 2**22
 """Maximum size of an answer in bytes, about a million tokens of text."""
+CHECK_ADDRESS = "check its address: most OpenAI-compatible servers end in /v1"
+"""The remedy if a server never gave a completion."""
 MAX_SHOWN = 300
 """Maximum number of characters that are shown of a server's error message."""
 SECRET = re.compile(r"[^@]*//[^/]*@|[^/]*@|.*[?#]", re.DOTALL)
@@ -248,28 +250,24 @@ class ChatEndpoint:
                 body = await _body_of(response)
             if response.status_code == 200:
                 return read_reply(body, self._think, bool(self._tools))
-        except TimeoutError:
-            raise _RequestFailed(
-                f"no answer in {self._server.timeout_s:g} s", RETRY.long_s
-            ) from None
-        except WrongAnswer as wrong:  # usually, the same request would get the same again
-            repeat_s = RETRY.long_s if wrong.is_temporary else RETRY.short_s
-            remedy = (
-                "check that its address is that of an OpenAI-compatible server (most end in /v1)"
-            )
-            raise _RequestFailed(str(wrong), repeat_s, remedy=remedy) from None
-        except (httpx.RequestError, ssl.SSLError) as error:  # SSLError: a broken record
-            raise self._unheard(error) from None
+        except (TimeoutError, WrongAnswer, httpx.RequestError, ssl.SSLError) as error:
+            raise self._failure(error) from None
         message, code = error_message(body)
         if response.status_code in (400, 422) and self._adapts(sent, message):
             return await self._ask(prompt)
         return self._refused(response, message, code)
 
-    def _unheard(self, error: Exception) -> _RequestFailed:
-        """The failure that an error below HTTP means: no connection, or one that broke.
+    def _failure(self, error: Exception) -> _RequestFailed:
+        """The failure of a request that got no answer, or no completion.
 
-        A broken connection concerns one request, unless the server has never answered.
+        A broken connection concerns one request, unless the server has never answered. Where an
+        answer is not a completion, the same request would usually get the same again.
         """
+        if isinstance(error, TimeoutError):
+            return _RequestFailed(f"no answer in {self._server.timeout_s:g} s", RETRY.long_s)
+        if isinstance(error, WrongAnswer):
+            repeat_s = RETRY.long_s if error.is_temporary else RETRY.short_s
+            return _RequestFailed(str(error), repeat_s, remedy=CHECK_ADDRESS)
         reason = f"{type(error).__name__} ({error})".removesuffix(" ()")
         is_gone = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.ProxyError)
         repeat_s = RETRY.long_s if self._answered and not is_gone else RETRY.short_s
