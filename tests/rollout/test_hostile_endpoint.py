@@ -110,20 +110,15 @@ def answer(body: Any, status: str = "200 OK", **headers: str) -> list[bytes]:
     return [head(status, **({"Content_Length": str(len(data))} | headers)) + data]
 
 
-def reply(content: Any, finish: Any = "stop", **more: Any) -> dict[str, Any]:
-    return {"choices": [{"message": {"content": content}, "finish_reason": finish}], **more}
+def reply(content: Any) -> dict[str, Any]:
+    return {"choices": [{"message": {"content": content}, "finish_reason": "stop"}]}
 
 
 def error(message: Any, status: str = "400 Bad Request", **headers: str) -> list[bytes]:
     return answer({"error": {"message": message}}, status, **headers)
 
 
-def chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
-
-
 GO = json.dumps(reply("go")).encode()
-CHUNKED = head(Transfer_Encoding="chunked")
 BOMB = gzip.compress(GO + b" " * 50 * MB)
 NO_JSON, NO_CHOICE = "an answer that is not JSON", "an answer without a choice that has a message"
 TOO_LONG = "an answer of more than 4 MB"
@@ -133,7 +128,6 @@ LATE, BROKEN = "no answer in 0.2 s", "RemoteProtocolError"
 ANSWERS: dict[str, tuple[list[bytes] | Callable[[], Iterator[bytes]], str]] = {
     # Sizes.
     "an endless body": (lambda: chain([head()], repeat(b"x" * MB)), TOO_LONG),
-    "endless chunks": (lambda: chain([CHUNKED], repeat(chunk(b"x" * MB))), TOO_LONG),
     "an endless error": (
         lambda: chain([head("400 Bad")], repeat(b"no " * 1000)),
         "HTTP 400: no no no",
@@ -143,33 +137,23 @@ ANSWERS: dict[str, tuple[list[bytes] | Callable[[], Iterator[bytes]], str]] = {
     # Times.
     "silence": (lambda: wait(b""), LATE),
     "a head in drops": (lambda: drops(head(X="y" * 999)), LATE),
-    "a body that never ends": (lambda: wait(head() + GO), LATE),
     # Compression.
     "a gzip bomb": (answer(BOMB, Content_Encoding="gzip"), NO_JSON),
     "the identity": (answer(GO, Content_Encoding="Identity"), "=go"),
     # Charsets and JSON.
     "charset=idna": (answer(GO, Content_Type="application/json; charset=idna"), "=go"),
     "invalid UTF-8": (answer(b'{"choices": "\xff\xfe"}'), NO_JSON),
-    "an error in invalid UTF-8": (answer(b"\xff\xfe!", "400 Bad"), "HTTP 400: ��!"),
     "a byte order mark": (answer(b"\xef\xbb\xbf" + GO), "=go"),
     "deep lists": (answer(b"[" * MB), NO_JSON),
-    "an error code of 5,000 digits": (
-        answer({"error": {"message": "no", "code": "9" * 5000}}),
-        "an error in place of an answer: no",
-    ),
-    "NaN": (answer(b"NaN"), "an error in place of an answer: NaN"),
-    "nothing": (answer(b""), NO_JSON),
     # Shapes.
     "null": (answer(None), "in place of an answer"),
     "a choice of null": (answer({"choices": [None]}), NO_CHOICE),
-    "a message as text": (answer({"choices": [{"message": "go"}]}), NO_CHOICE),
     "content as a number": (answer(reply(7)), "="),
     "content as odd parts": (
         answer(reply([1, None, {"text": 2}, {"text": [{"text": "x"}]}, {"text": "go"}])),
         "=go",
     ),
     "half a surrogate pair": (answer(reply("a\ud83db")), "=a�b"),
-    "an error as a list": (answer({"error": [[["no"]]]}, "400 Bad"), 'HTTP 400: [[["no"]]]'),
     "an error code as an object": (
         answer({"error": {"code": {"a": 1}, "message": "no"}}, "400 Bad"),
         "HTTP 400: no",
@@ -179,7 +163,6 @@ ANSWERS: dict[str, tuple[list[bytes] | Callable[[], Iterator[bytes]], str]] = {
     "escape codes": (error("\x1b[31mred\x1b]0;title\x07\x9b"), "\\x1b[31mred\\x1b]0;title"),
     "a reversal of the text": (error("\u202egnp.exe\u2066"), "\\u202egnp.exe\\u2066"),
     "line ends": (error("a\r\nb\u2028c\x85d\x00e"), "a b c d\\x00e"),
-    "half a pair in an error": (error("\ud83d!"), "\\ud83d!"),
     "the key": (error(f"bad {KEY}", "401 No"), "bad ***"),
     "the key in escapes": (
         answer(f'{{"error": "bad \\u0073{KEY[1:]}"}}'.encode(), "401 No"),
@@ -188,8 +171,6 @@ ANSWERS: dict[str, tuple[list[bytes] | Callable[[], Iterator[bytes]], str]] = {
     "the key at the cut": (error("x" * 285 + KEY, "401 No"), "xx***"),
     "the key in the status line": ([f"HTTP/1.1 {KEY}\r\n\r\n".encode()], BROKEN),
     # Statuses and headers.
-    "another protocol": ([head("101 Switch", Upgrade="x", Connection="upgrade")], BROKEN),
-    "status 999": (answer(GO, "999 Lol"), "HTTP 999"),
     "a wait of 10**9 s": (error("no", "429 No", Retry_After="1000000000"), "HTTP 429"),
     "a wait of no sense": (error("no", "503 No", Retry_After="\xff, 99 x"), "HTTP 503"),
     "a length beyond the body": ([head(Content_Length="999") + GO], BROKEN),
@@ -330,7 +311,10 @@ def test_bodies_of_any_depth_are_read_or_refused() -> None:
     [
         (b"<html>\x1b[1mIt works!</html>", "not JSON: <html>\\x1b[1mIt works!</html>; check its"),
         ({"object": "list", "data": []}, 'a message: {"object": "list", "data": []}; check its'),
-        ({"error": {"message": "no such engine", "code": 404}}, "an answer: no such engine; check its"),
+        (
+            {"error": {"message": "no such engine", "code": 404}},
+            "an answer: no such engine; check its",
+        ),
         (GO * 2, "; check its address"),
     ],
 )
