@@ -12,8 +12,10 @@ from ragen.core.types import StopReason
 from ragen.viewer.episode_page import TRAINED
 from tests.browser.visitor import Visitor
 
-SAME_TURN = {"state_key": "a", "actions_executed": ["Up"]}
-"""A turn that is the same in all episodes of a group."""
+SAME: dict[str, Any] = {"state_key": "a", "actions_executed": ["Up"]}
+"""A turn that is the same in all episodes of a group, and three that differ from it."""
+LEFT, STILL = SAME | {"actions_executed": ["Left", "Up"]}, SAME | {"actions_executed": []}
+ELSEWHERE = SAME | {"state_key": "b"}
 
 
 @pytest.fixture(scope="module")
@@ -53,52 +55,33 @@ def test_every_axis_has_at_least_three_numbers(call_module: Any, kind: str) -> N
         assert low - 1e-9 <= numbers[0] and numbers[-1] <= high * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("second", "third", "parting"),
-    [
-        ([SAME_TURN, SAME_TURN], [SAME_TURN, SAME_TURN], None),
-        (
-            [SAME_TURN, {**SAME_TURN, "actions_executed": ["Left", "Up"]}],
-            [SAME_TURN, SAME_TURN],
-            {"turn": 1, "by": "actions", "counts": [["Up", 2], ["Left, Up", 1]]},
-        ),
-        (
-            [SAME_TURN, {**SAME_TURN, "actions_executed": []}],
-            [SAME_TURN, {**SAME_TURN, "actions_executed": []}],
-            {"turn": 1, "by": "actions", "counts": [["nothing", 2], ["Up", 1]]},
-        ),
-        (  # The same actions led to another state, as on slippery ice.
-            [SAME_TURN, {**SAME_TURN, "state_key": "b"}],
-            [SAME_TURN, SAME_TURN],
-            {"turn": 1, "by": "env", "counts": [["a", 2], ["b", 1]]},
-        ),
-        (
-            [SAME_TURN],
-            [SAME_TURN, SAME_TURN],
-            {"turn": 1, "by": "env", "counts": [["a", 2], ["over", 1]]},
-        ),
-    ],
-)
-def test_episodes_of_a_group_part_at_the_first_difference(
-    call_module: Any, second: list[Any], third: list[Any], parting: dict[str, Any] | None
-) -> None:
-    episodes = [{"turns": turns} for turns in ([SAME_TURN, SAME_TURN], second, third)]
-    assert call_module("turns.js", "return m.partingOf(given)", episodes) == parting
+PARTINGS: list[tuple[list[Any], list[Any], tuple[str, list[Any]] | None]] = [
+    ([SAME, SAME], [SAME, SAME], None),
+    ([SAME, LEFT], [SAME, SAME], ("actions", [["Up", 2], ["Left, Up", 1]])),
+    ([SAME, STILL], [SAME, STILL], ("actions", [["nothing", 2], ["Up", 1]])),
+    # The same actions led to another state, as on slippery ice.
+    ([SAME, ELSEWHERE], [SAME, SAME], ("env", [["a", 2], ["b", 1]])),
+    ([SAME], [SAME, SAME], ("env", [["a", 2], ["over", 1]])),
+]
 
 
-@pytest.mark.parametrize(
-    ("requested", "executed", "struck"),
-    [
-        (["Up", "Down"], ["Up", "Down"], []),
-        # Executed in the environment's spelling; the second is over the budget.
-        (["up", "Down"], ["Up"], ["Down"]),
-        (["fly", "Up"], ["Up"], ["fly"]),  # Not an action of the environment.
-        (["Up", "Up", "Up"], ["Up"], ["Up", "Up"]),
-        (["Up"], [], ["Up"]),
-    ],
-)
-def test_actions_that_were_not_executed_are_found(
-    call_module: Any, requested: list[str], executed: list[str], struck: list[str]
-) -> None:
+def test_episodes_of_a_group_part_at_the_first_difference(call_module: Any) -> None:
+    for second, third, parting in PARTINGS:
+        episodes = [{"turns": turns} for turns in ([SAME, SAME], second, third)]
+        expected = parting and {"turn": 1, "by": parting[0], "counts": parting[1]}
+        assert call_module("turns.js", "return m.partingOf(given)", episodes) == expected
+
+
+MATCHES = [
+    (["Up", "Down"], ["Up", "Down"], []),
+    (["up", "Down"], ["Up"], ["Down"]),  # in the environment's spelling; one is over the budget
+    (["fly", "Up"], ["Up"], ["fly"]),  # no action of the environment
+    (["Up", "Up", "Up"], ["Up"], ["Up", "Up"]),
+    (["Up"], [], ["Up"]),
+]
+
+
+def test_actions_that_were_not_executed_are_found(call_module: Any) -> None:
     rest = "return m.matched(...given).filter((each) => !each.done).map((each) => each.action)"
-    assert call_module("turns.js", rest, [requested, executed]) == struck
+    for requested, executed, struck in MATCHES:
+        assert call_module("turns.js", rest, [requested, executed]) == struck

@@ -108,7 +108,8 @@ class Branching:
         known = {job["id"] for job in finished}
         return {
             "reason": _obstacle(folder, episode),
-            "checkpoints": _checkpoints(folder),
+            # The steps whose weights can play; 0 is the model that the run began with.
+            "checkpoints": sorted({0, *(step_of(path) for path in folders(folder))}),
             "jobs": [*finished, *(job.answer() for job in queued if job.request.id not in known)],
         }
 
@@ -218,11 +219,6 @@ def _obstacle(folder: Path, episode: int) -> str | None:
     except RagenError as error:
         return str(error)
     return None
-
-
-def _checkpoints(folder: Path) -> list[int]:
-    """The steps whose weights can play; 0 is the model that the run began with."""
-    return sorted({0, *(step_of(path) for path in folders(folder))})
 
 
 def _finished(folder: Path, episode: int) -> list[Answer]:
