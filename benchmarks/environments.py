@@ -33,7 +33,6 @@ import numpy as np
 from ragen.envs.contract import pick
 from ragen.envs.registry import make
 from ragen.rollout.guarded import GuardedEnv
-from ragen.rollout.players import free_action
 
 LEVELS = 64
 """The levels that the steps of an environment pass through."""
@@ -61,7 +60,8 @@ def ours(name: str, steps: int, guarded: bool) -> Work:
 
     def draw(_: int) -> str:
         free = env.actions is None
-        action = free_action(env.env, generator, name) if free else pick(generator, env.actions)
+        action = env.env.random_action(generator) if free else pick(generator, env.actions)
+        assert action is not None, f"{name} has no random play"
         actions.append(action)
         return action
 
