@@ -1,7 +1,7 @@
 """The advantage estimators by name: how much better each sampled token was than expected.
 
-`gae` and `bi_level_gae` compare an episode's rewards with what a critic expected, the others with
-those of other episodes. Their common signature and their inputs are in `estimator`.
+`gae` and `bi_level_gae` compare an episode's rewards with a critic's values, the others with the
+rewards of other episodes. Their common signature and their inputs are in `estimator`.
 
 Axes: **E** episodes, **S** an episode's sampled tokens in time order, **K** an episode's turns,
 **N** turns of all episodes.
@@ -80,8 +80,8 @@ def bi_level_gae(
     """
     num_episodes, num_tokens = mask_ES.shape
     advantages_ES = torch.zeros_like(values_ES)
-    # What follows a token inside its turn, and what follows a turn's end: the next turn's end, with
-    # the rewards on the way there.
+    # `next` follows a token inside its turn. `end` follows the end of a turn: it is the end of the
+    # next turn, with the rewards on the way there.
     next_value_E = next_advantage_E = torch.zeros(num_episodes)
     end_value_E = end_advantage_E = torch.zeros(num_episodes)
     for s in reversed(range(num_tokens)):
@@ -193,15 +193,6 @@ def gigpo(
     of the rewards of turn k. Both parts divide by the std (the paper's default; it also gives a
     form without). A turn alone in its class, or in a class of equal returns, gets A_turn = 0. Every
     token of a turn gets the turn's advantage.
-
-    Example:
-        >>> rewards, turn = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.tensor([[0, 1], [0, 1]])
-        >>> arrays = {"rewards_ES": rewards, "mask_ES": rewards >= 0, "turn_ES": turn}
-        >>> more = {"group_E": torch.tensor([0, 0]), "turn_gamma": 0.5, "step_weight": 1.0}
-        >>> state = torch.tensor([[5, 6], [5, 7]])  # both begin in state 5, then differ
-        >>> gigpo(**arrays, state_ES=state, **more).advantages_ES
-        tensor([[ 1.4142,  0.7071],
-                [-1.4142, -0.7071]])
     """
     centred_E, std_E = compare_within(rewards_ES.sum(dim=1), group_E)
     turn_at_ES = turn_ES.clamp_min(0)
@@ -250,10 +241,5 @@ ADVANTAGES: dict[str, Estimator] = {
 
 
 def find_estimator(name: str) -> Estimator:
-    """The estimator of a name in the config, RAGEN's own or from outside.
-
-    Example:
-        >>> find_estimator("rloo") is rloo
-        True
-    """
+    """The estimator of a name in the config, RAGEN's own or from outside."""
     return ESTIMATOR.find(name, ADVANTAGES)

@@ -138,11 +138,10 @@ def normalise(rewards_ES: Tensor, mask_ES: Tensor, class_E: Tensor, method: str)
         asym_clip: mean_std, clipped to [−1, 3]
 
     In a class of one episode, or of equal totals, the normalised total is 0 (except for identity).
-    On the tokens, rewards stay in place, divided by s + 1e-6 where the method divides (and the
-    class has any spread), and the episode's last token gets the difference to the normalised total.
-    With γ = 1 this shift changes the return of every token of the episode equally. `rewards_ES` are
-    penalised rewards in either placement, 0 off the mask; episodes of one class in `class_E` share
-    a mean and a std.
+    Rewards stay on their tokens, divided by s + 1e-6 where the method divides (and the class has
+    any spread), and the episode's last token gets the difference to the normalised total. With
+    γ = 1 this shift changes the return of every token of the episode equally. `rewards_ES` are
+    penalised rewards in either placement, 0 off the mask.
     """
     if method == "identity":
         return rewards_ES
@@ -165,8 +164,7 @@ def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, coefficient: float)
     """The penalty for the KL divergence from the reference, to add to each token's reward.
 
     −β · k1 with k1 = logprob − reference logprob, whose mean over sampled tokens is KL(policy ‖
-    reference). It is negative on tokens that are more likely under the policy than under the
-    reference. The logprobs, in nats and of any shape, are those of the policy that sampled (the old
-    ones); β ≥ 0 is the `coefficient`.
+    reference). The logprobs, in nats and of any shape, are the old ones; β ≥ 0 is the
+    `coefficient`.
     """
     return coefficient * (reference_logprobs - logprobs)

@@ -6,9 +6,6 @@ StarPO-S (arXiv:2504.20073) keeps the prompts whose outcome is most uncertain un
 
 estimated by the spread of the group's rewards. Whole groups are kept or left out, failures together
 with successes. A score ranks the groups, and a rule decides how many of them stay.
-
-RAGEN's own scores read rewards before penalties and normalisation, count each episode once, and
-leave out failed episodes.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ scores."""
 
 
 def reward_std(group: Group) -> float:
-    """Standard deviation of the total rewards in a group, without penalties.
+    """Standard deviation of the total rewards in a group, before penalties and normalisation.
 
     It covers `Episode.reward` of the n episodes that did not fail, and divides by n − 1. It
     is exactly 0 if all of them are equal or n < 2.
@@ -156,11 +153,8 @@ def group_weights(groups: Sequence[Group], rule: str) -> list[float] | None:
     """The factor on each kept group's advantages, or ``None`` if the rule does not weigh groups.
 
     ``reweight`` is the soft form of the filter (arXiv:2604.06268): the factor is the group's reward
-    std ÷ the largest reward std. If all stds are 0, all factors are 0.
-
-    Every policy loss but `nll` is proportional to the advantage, so a factor on the advantage is a
-    factor on the loss. The entropy bonus, a KL term in the loss and the critic's loss are not
-    weighted.
+    std ÷ the largest reward std. If all stds are 0, all factors are 0. The entropy bonus, a KL term
+    in the loss and the critic's loss are not weighted.
     """
     if rule != "reweight":
         return None

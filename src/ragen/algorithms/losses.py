@@ -75,10 +75,8 @@ def token_weights(batch: Batch, aggregation: Aggregation, longest: int = 1) -> T
       as in a short one, whatever the other episodes' lengths (Dr. GRPO, arXiv:2503.20783).
 
     The first two sum to 1, the last to the episodes' mean length as a share of the longest.
-
-    Call it once on the minibatch, before it is split: ``replace(batch,
-    weight_BT=token_weights(batch, …))``. `longest` is the number of sampled tokens of the longest
-    possible episode, for ``"constant"``.
+    `longest` is the number of sampled tokens of the longest possible episode. Call it once on the
+    minibatch, before it is split.
     """
     weight_BT = batch.weight_BT
     if aggregation == "token_mean":
@@ -110,8 +108,7 @@ def ppo_clip(
         ℓ = max(−r A, −clip(r, 1 − ε₋, 1 + ε₊) A),   and for A < 0   ℓ = min(ℓ, −c A)
 
     arXiv:1707.06347, arXiv:1912.09729. At r = 1 the gradient is REINFORCE's, −A ∇logprob. ε₋ is
-    `clip_low`, ε₊ is `clip_high`. `dual_clip` is c > 1, which bounds the loss where A < 0 and r is
-    large; 0 sets no bound.
+    `clip_low`, ε₊ is `clip_high`, and c > 1 is `dual_clip`; 0 sets no bound c.
     """
     old_N, advantages_N = _trained(tokens)
     ratio_N = ratio(logprobs_N - old_N)
@@ -138,14 +135,14 @@ def gspo(
         s_e = exp(mean over the episode's sampled tokens of (logprob − old logprob))
         ℓ_t = max(−s_t A_t, −clip(s_t, 1 − ε₋, 1 + ε₊) A_t),   s_t = stop-gradient(s_e ÷ π_t) · π_t
 
-    This is the paper's form per token: s_t has the value s_e, and its gradient is s_e ∇logprob_t.
-    If A is equal on all tokens of an episode (as with most estimators that compare groups), the
-    mean over the episode and its gradient are those of max(−s_e A, −clip(s_e, …) A). For an episode
-    of one token this is PPO's clip without the dual clip.
+    This is the paper's form per token: s_t has the value s_e and the gradient s_e ∇logprob_t. If A
+    is equal on all tokens of an episode, the mean over the episode has the value and the gradient
+    of max(−s_e A, −clip(s_e, …) A). For an episode of one token this is PPO's clip without the dual
+    clip.
 
-    The ratio of an episode stays much closer to 1 than that of a token: the paper uses ε₋ = 3e-4
-    and ε₊ = 4e-4. ε₋ is `clip_low`, ε₊ is `clip_high`. The tokens are those of whole episodes;
-    `episode_N` is the episode of each.
+    The ratio of an episode stays much closer to 1 than the ratio of a token: the paper uses
+    ε₋ = 3e-4 (`clip_low`) and ε₊ = 4e-4 (`clip_high`). The tokens belong to whole episodes, and
+    `episode_N` numbers the episode of each.
     """
     old_N, advantages_N = _trained(tokens)
     with torch.no_grad():
@@ -224,9 +221,8 @@ def correct_for_sampler(tokens: TokenFields, cap: float) -> tuple[TokenFields, M
         A ← min(exp(old logprob − sampled logprob), cap) · A
 
     The old logprob is the learner's. If the sampler computes differently (bfloat16, another
-    engine), its tokens come from a slightly different policy, and this weight corrects their
-    frequencies up to the cap. Every policy loss is proportional to A, so a weight on A is a weight
-    on the token's term. If the sampled logprobs are used as old ones, all weights are exactly 1.
+    engine), this weight corrects the frequencies of its tokens up to the cap. Every policy loss is
+    proportional to A, so a weight on A is a weight on the token's term.
     """
     old_N, advantages_N = _trained(tokens)
     exact_N = ratio(old_N - tokens.sampled_logprobs_N)
@@ -267,8 +263,7 @@ def entropy_bonus(entropies_N: Tensor, tokens: TokenFields) -> Loss:
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """The plain estimate of KL(policy ‖ reference): −x with x = reference logprob − logprob.
 
-    It is unbiased, but has either sign, and its gradient has mean zero. So it serves as a measure
-    and in the reward, not in the loss.
+    It is unbiased, but its gradient has mean zero: it serves in the reward, not in the loss.
     """
     return logprobs - reference_logprobs
 
@@ -328,7 +323,7 @@ def _policy_metrics(
 
 
 def _weighted(value: Tensor, tokens: TokenFields) -> Measured:
-    """A loss as a weighted mean, so that microbatches merge to the minibatch's loss."""
+    """A loss as a weighted mean, so that microbatches merge to the loss of the minibatch."""
     weight = tokens.weights_N.sum().double()
     return Measured(torch.where(weight != 0, value.detach().double() / weight, 0.0), weight)
 
@@ -349,8 +344,7 @@ def mismatch_kl(sampled_logprobs_N: Tensor, recomputed_logprobs_N: Tensor) -> Me
     """The difference between the learner's and the sampler's logprobs at equal weights, in nats.
 
     ``mismatch/kl`` is the mean of k3 with x = recomputed − sampled logprob, and
-    ``mismatch/max_abs`` is the largest |x|. If both come from the same arithmetic, they are its
-    rounding errors.
+    ``mismatch/max_abs`` is the largest |x|.
     """
     if not len(sampled_logprobs_N):
         return {}
