@@ -346,7 +346,6 @@ ADAPTERS: list[tuple[dict[str, Any], str]] = [
     ({"r": 10**9}, "rank r = 1000000000 is not that of its weights"),
     ({"r": "x"}, "rank r = 'x'"),
     ({"rank_pattern": [1]}, "the rank r = .1. is not that of its weights"),
-    ({"peft_type": "theirs"}, "is not plain LoRA"),
     ({"task_type": 7, "layers_to_transform": "x"}, "does not fit its base"),
     ({"base_model_name_or_path": 7}, "names no base model"),
     ({"base_model_name_or_path": "a\0b"}, "names no base model"),

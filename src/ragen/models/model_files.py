@@ -138,7 +138,12 @@ def weight_files(folder: Path, name: str | Path) -> list[Path]:
             files that are not safetensors in the folder.
     """
     for file in folder.glob("*.safetensors"):
-        if _begins_with(file, LFS):
+        try:
+            with file.open("rb") as opened:
+                is_note = opened.read(len(LFS)) == LFS
+        except OSError as error:
+            raise RagenError(f"cannot read {file}: {error.strerror}") from error
+        if is_note:
             raise RagenError(
                 f"the model '{name}' was cloned without its weights: {file.name} is a note of "
                 "git-lfs; run `git lfs pull` in the folder, or name the model by its id"
@@ -171,14 +176,6 @@ def weight_files(folder: Path, name: str | Path) -> list[Path]:
             f"({len(missing)} of {len(shards)} shards); copy or download it again"
         )
     return [folder / shard for shard in shards]
-
-
-def _begins_with(file: Path, start: bytes) -> bool:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(len(start)) == start
-    except OSError as error:
-        raise RagenError(f"cannot read {file}: {error.strerror}") from error
 
 
 def shapes(file: Path) -> dict[str, list[int]]:
