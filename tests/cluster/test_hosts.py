@@ -1,4 +1,4 @@
-"""The signs of life of a process."""
+"""The stacks of a process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from ragen.cluster.hosts import Host
 
 
-def test_a_process_is_still_until_a_thread_moves_and_says_where_it_stands() -> None:
+def test_the_stacks_say_where_threads_stand_and_change_when_one_moves() -> None:
     goes, moved, ends = threading.Event(), threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -18,13 +18,10 @@ def test_a_process_is_still_until_a_thread_moves_and_says_where_it_stands() -> N
     thread = threading.Thread(target=wait, name="worker")
     thread.start()
     host = Host()
-    host.beat()
-    host._moved -= 5  # as if five seconds had passed
-    beat = host.beat()
-    assert beat.still_s > 5 and "thread worker:" in beat.stacks and "goes.wait()" in beat.stacks
+    stacks = host.stacks()
+    assert "thread worker:" in stacks and "goes.wait()" in stacks and host.stacks() == stacks
     goes.set()
     moved.wait()
-    beat = host.beat()
-    assert beat.still_s < 5 and not beat.stacks
+    assert host.stacks() != stacks
     ends.set()
     thread.join()

@@ -23,7 +23,7 @@ from ragen.cluster.hosts import own_address
 from ragen.cluster.model_hosts import SamplerHost
 from ragen.cluster.ray_cluster import Cluster, connect
 from ragen.cluster.ray_engine import RayEngine
-from ragen.cluster.ray_process import Members, Process
+from ragen.cluster.ray_process import Process
 from ragen.config.config import Config
 from ragen.config.reading import resolve
 from ragen.config.sections import EngineConfig
@@ -192,7 +192,8 @@ def test_a_learner_that_hangs_is_ended_in_time_and_its_loss_says_where() -> None
 
     async def play() -> EngineLost:
         engine = RayEngine(config, config.model.path)
-        engine._members._timeout_s = 2.0  # a slow machine needs longer than this to start them
+        for each in engine._learners:
+            each.timeout_s = 2.0  # a slow machine needs longer than this to start them
         try:
             os.kill(pids("learn")[-1], signal.SIGSTOP)
             with pytest.raises(EngineLost) as caught:
@@ -252,15 +253,15 @@ def test_weights_are_verified_and_a_killed_learner_is_one_line(
 def test_a_learner_that_is_lost_at_the_start_is_named_while_the_other_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    add = Members.add
+    start = ray_process.start
 
-    def losing(members: Members, kind: type, name: str, options: Any) -> Process:
-        process = add(members, kind, name, options)
+    def losing(kind: type, name: str, options: Any) -> Process:
+        process = start(kind, name, options)
         if name == "learner 1":
             ray_process.ray.kill(process.actor)
         return process
 
-    monkeypatch.setattr(Members, "add", losing)
+    monkeypatch.setattr(ray_engine, "start", losing)
     config = config_of(**RAY, engine__learners=2)
     with pytest.raises(EngineLost, match=r"^learner 1 "):
         RayEngine(config, config.model.path)

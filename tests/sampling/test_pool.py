@@ -99,19 +99,6 @@ def test_a_lost_sampler_fails_what_waits_and_what_comes_later() -> None:
     assert {str(each) for each in failures} == {"sampler 0 was killed"}
 
 
-def test_a_loss_that_another_thread_notices_fails_what_waits() -> None:
-    async def play() -> None:
-        slow = Scripted(1, free=False)
-        pool = pool_of(slow)
-        waiting = asyncio.ensure_future(pool.complete(ask(5)))
-        await until(lambda: bool(slow.asked))
-        await asyncio.to_thread(pool.fail, EngineLost("learner 0 was killed"))
-        with pytest.raises(EngineLost, match="learner 0 was killed"):
-            await waiting
-
-    asyncio.run(play())
-
-
 def test_what_nobody_waits_for_is_dropped_and_caches_are_forgotten_once() -> None:
     async def play() -> None:
         slow = Scripted(1, free=False)

@@ -10,8 +10,8 @@ from typing import Any
 from ragen.core.errors import EngineLost, RagenError, last_line
 
 GRACE_S = 30.0
-"""Seconds for which a failed call waits for the others. Within this time the loss of a process is
-noticed, even if the processes that talk to it fail first."""
+"""Seconds for which a failed call waits for the others. Within this time Ray notices the loss of a
+process, even if the processes that talk to it fail first."""
 
 ADDRESS = re.compile(r"\bip(?:v4)?[:=] ?(\d+\.\d+\.\d+\.\d+)", re.IGNORECASE)
 
@@ -30,25 +30,23 @@ CAUSES: tuple[tuple[str, str], ...] = (
 matters: Ray's text about a killed process also mentions memory."""
 
 
-def what_happened(name: str, address: str, text: str) -> str:
+def what_happened(name: str, text: str) -> str:
     """One line with a process's name, its machine, and what happened according to Ray's `text`.
 
-    Ray's text may be pages long. `address` is the machine's. While it is not known, it is empty,
-    and the first address in the text is taken.
+    Ray's text may be pages long. The machine is the first address in it.
 
     Example:
-        >>> what_happened("learner 0", "", "ip: 10.0.0.2 The actor is dead, killed by `ray.kill`")
+        >>> what_happened("learner 0", "ip: 10.0.0.2 The actor is dead, killed by `ray.kill`")
         'learner 0 on 10.0.0.2 was ended'
     """
-    found = ADDRESS.search(text)
-    where = address or (found.group(1) if found else "")
+    where = ADDRESS.search(text)
     lines = text.split("\n")
     first = next((" ".join(line.split()) for line in lines if line.strip()), "")
     unknown = f"was lost: {first[:200]}" if first else "was lost"
     what = next((words for sign, words in CAUSES if sign in text), unknown)
     if what == NOT_STARTED:
         what = f"{what}: {last_line(text)[:200]}"
-    return f"{name} on {where} {what}" if where else f"{name} {what}"
+    return f"{name} on {where.group(1)} {what}" if where else f"{name} {what}"
 
 
 async def answers_of(

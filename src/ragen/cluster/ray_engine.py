@@ -21,13 +21,12 @@ from ragen.algorithms.batch import Batch
 from ragen.cluster.lost import answers_of
 from ragen.cluster.model_hosts import LearnerHost, SamplerHost
 from ragen.cluster.ray_cluster import Cluster
-from ragen.cluster.ray_process import Members, Process, ray
+from ragen.cluster.ray_process import Process, ray, start
 from ragen.config.config import Config
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.metrics import Metrics, mean, total
 from ragen.core.types import Role
 from ragen.engines.engine import Engine, assert_sampled
-from ragen.learning.ranks import TIMEOUT_S
 from ragen.rollout.setup import make_chat
 from ragen.sampling.pool import SamplerPool
 from ragen.sampling.weights import some
@@ -58,14 +57,14 @@ class RayEngine(Engine):
         self._measured = time.monotonic()
         needs_gpus = isinstance(after, RayEngine) and after.cluster.uses_gpus
         self.cluster = Cluster(config.engine, needs_gpus)
-        self._members = Members(TIMEOUT_S, self._fail)
         self._is_open = True
+        self._learners, self._samplers = list[Process](), list[Process]()
         try:
-            cluster, add = self.cluster, self._members.add
-            self._learners = [add(LearnerHost, n, cluster.options(n)) for n in cluster.learners]
-            self._samplers = [add(SamplerHost, n, cluster.options(n)) for n in cluster.samplers]
+            for name in self.cluster.learners:
+                self._learners.append(start(LearnerHost, name, self.cluster.options(name)))
+            for name in self.cluster.samplers:
+                self._samplers.append(start(SamplerHost, name, self.cluster.options(name)))
             self.policy = SamplerPool(self._samplers, most_known=4 * config.episodes_at_once)
-            self._members.watch()
             thread = ThreadPoolExecutor(1)  # in this one, an event loop may be running already
             started = thread.submit(asyncio.run, self._start(path))
             thread.shutdown(wait=False)
@@ -111,10 +110,14 @@ class RayEngine(Engine):
             await self._all([each.call("rest") for each in self._samplers])
 
     def _fail(self, error: Exception) -> None:
-        """End all processes, so that every open and later call fails; called from any thread."""
+        """End all processes, so that every open and later call fails."""
         self._error = self._error or error
         self.policy.fail(error)
-        self._members.kill()
+        self._kill()
+
+    def _kill(self) -> None:
+        for each in (*self._learners, *self._samplers):
+            each.kill()
 
     def _raise_failure(self) -> None:
         if self._error is not None:
@@ -219,5 +222,5 @@ class RayEngine(Engine):
         """End all processes, and Ray if this engine started it; may be called repeatedly."""
         if self._is_open:
             self._is_open = False
-            self._members.close()
+            self._kill()
             self.cluster.close()

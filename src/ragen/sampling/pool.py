@@ -111,7 +111,6 @@ class SamplerPool:
 
     def __init__(self, remotes: Iterable[Remote], most_known: int) -> None:
         self.era = 1
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the last request
         self._members = [Member(remote) for remote in remotes]
         self._numbers = count()
         self._fresh: list[Request] = []  # not sent yet
@@ -133,8 +132,8 @@ class SamplerPool:
         """
         if self._error is not None:
             raise self._error
-        self._loop = asyncio.get_running_loop()
-        request = Request(next(self._numbers), prompt, self._loop.create_future())
+        answer = asyncio.get_running_loop().create_future()
+        request = Request(next(self._numbers), prompt, answer)
         self._fresh.append(request)
         if not self._settling:
             self._settling = True
@@ -154,13 +153,8 @@ class SamplerPool:
         self._order.clear()
 
     def fail(self, error: Exception) -> None:
-        """Let all waiting requests fail, and all later ones; called from any thread."""
+        """Let all waiting requests fail, and all later ones."""
         self._error = self._error or error
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._fail_waiting)
-
-    def _fail_waiting(self) -> None:
-        assert self._error is not None
         waiting, self._fresh = self._fresh, []
         for member in self._members:
             waiting += member.open.values()
