@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ragen.config.keys import BUDGETS
 from ragen.core.errors import RagenError
 from ragen.core.stopping import SIGNALS
 from ragen.core.user_code import UserCodeError, boundary, timeout_error
@@ -38,11 +39,8 @@ ANSWER_BYTES = 64 * 2**20
 """Maximum number of bytes in an answer; a worker that sends more is killed."""
 MEMORY_GB = 4.0
 """Memory in GiB that a worker may use."""
-TEXTS = (
-    *("name", "goal", "rules", "actions", "tools", "reads_thoughts", "draws"),
-    *("max_turns", "actions_per_turn", "max_actions", "prompt_style"),
-)
-"""The attributes of an environment of which its proxy keeps a copy."""
+TEXTS = ("name", "goal", "rules", "actions", "tools", "reads_thoughts", "draws", "prompt_style")
+"""The attributes of an environment of which its proxy keeps a copy, besides the budgets."""
 
 
 class Workers:
@@ -206,7 +204,7 @@ def _made(kind: type[Baselines | Reading]) -> Callable[[Any], Any]:
 class IsolatedEnv(Env):
     """A proxy of an environment in a worker: its methods are calls over the connection.
 
-    The attributes `TEXTS` are copied after the environment is made, reset or restored. Every method
+    `TEXTS` and budgets are copied after the environment is made, reset or restored. Every method
     but `close` raises `UserCodeError` if the environment raises or takes too long, or if its
     process dies. After its process has died, `reset` makes the environment again in another one.
     """
@@ -335,7 +333,7 @@ def _confine() -> None:
 
 def _call(env: Any, call: str, arguments: list[Any]) -> Any:
     if call == "texts":
-        return {name: getattr(env, name) for name in TEXTS}
+        return {name: getattr(env, name) for name in (*TEXTS, *BUDGETS)}
     if call == "reset":
         seed, options = arguments
         return env.reset(seed=seed, options=options)

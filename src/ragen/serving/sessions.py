@@ -126,7 +126,12 @@ class Session:
             Refused: The message cannot be followed.
             UserCodeError: The environment fails, and the session ends.
         """
-        asked = _read(message)
+        try:
+            asked = json.loads(message)
+        except (ValueError, RecursionError):
+            raise Refused("INVALID_JSON", "the message is not JSON") from None
+        if not isinstance(asked, dict):
+            raise Refused("INVALID_JSON", "the message is not a JSON object")
         kind, data = asked.get("type"), asked.get("data")
         if kind == "close":
             return None
@@ -181,16 +186,6 @@ def _shown(env: GuardedEnv, reward: float | None, metadata: Answer) -> Answer:
         "metadata": metadata,
     }
     return {"type": "observation", "data": data}
-
-
-def _read(message: str) -> Answer:
-    try:
-        asked = json.loads(message)
-    except (ValueError, RecursionError):
-        raise Refused("INVALID_JSON", "the message is not JSON") from None
-    if not isinstance(asked, dict):
-        raise Refused("INVALID_JSON", "the message is not a JSON object")
-    return asked
 
 
 def _checked(kind: type[Fields], data: Any) -> Fields:

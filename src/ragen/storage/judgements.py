@@ -68,7 +68,8 @@ class Judgements:
             "INSERT OR REPLACE INTO judgements"
             " (question, attempt, step, text, prompt_tokens, completion_tokens)"
             " VALUES (?,?,?,?,?,?)",
-            *(question, *astuple(judgement)),
+            question,
+            *astuple(judgement),
         )
 
     def _execute(self, query: str, *values: object) -> list[tuple[int, int, str, int, int]]:

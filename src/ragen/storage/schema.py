@@ -51,8 +51,8 @@ ARRAYS: Mapping[str, str] = MappingProxyType(
 """The type of every array column, in samples, turns and cross-scores."""
 
 LISTED = (
-    *("phase", "env", "stop_reason", "step", "attempt", "success", "kept", "reward"),
-    *("num_turns", "num_tokens", "entropy", "group_score", '"group"', "level_seed"),
+    "phase, env, stop_reason, step, attempt, success, kept, reward, "
+    'num_turns, num_tokens, entropy, group_score, "group", level_seed'
 )
 """The columns by which lists of episodes are filtered and sorted, all in one index.
 
@@ -168,7 +168,7 @@ def decode(table: Mapping[str, str], values: Iterable[Any]) -> Row:
 PLAYED = f"""
 CREATE TABLE episodes (id INTEGER PRIMARY KEY, {_columns(EPISODE)});
 CREATE INDEX episodes_by_step ON episodes (attempt, step, phase, "group");
-CREATE INDEX episodes_for_lists ON episodes ({", ".join(LISTED)});
+CREATE INDEX episodes_for_lists ON episodes ({LISTED});
 CREATE TABLE turns (
     id INTEGER PRIMARY KEY, episode_id INTEGER NOT NULL, {_columns(TURN)}
 );

@@ -29,7 +29,11 @@ def test_without_its_package_a_name_tells_its_extra(monkeypatch, module, name, e
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("reasoning_gym", "reasoning-gym:gcd"), ("textarena", "textarena:TicTacToe-v0")],
+    [
+        ("gymnasium", "gymnasium:FrozenLake-v1"),
+        ("reasoning_gym", "reasoning-gym:gcd"),
+        ("textarena", "textarena:TicTacToe-v0"),
+    ],
 )
 def test_the_version_of_the_package_identifies_the_code(module, name):
     pytest.importorskip(module, reason="needs an extra")

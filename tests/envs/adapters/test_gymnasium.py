@@ -9,11 +9,10 @@ import gymnasium
 import pytest
 from gymnasium import spaces
 
-from ragen.config.extensions import ENV, load
 from ragen.core.errors import RagenError
 from ragen.envs.checker import check
-from ragen.envs.registry import env_class, make
-from ragen.evaluation.baselines import Budget, sample_baselines, sources
+from ragen.envs.registry import make
+from ragen.evaluation.baselines import Budget, sample_baselines
 from tests.adapted import noise_of, random_episodes
 
 TOY_TEXT = (*("FrozenLake-v1", "Taxi-v4", "CliffWalkingSlippery-v1", "Blackjack-v1"),)
@@ -189,10 +188,3 @@ def test_what_cannot_be_played_is_refused_in_one_line(target, message):
     with pytest.raises(RagenError, match=re.escape(message)) as error:
         make(f"gymnasium:{target}")
     assert "\n" not in str(error.value) and target.partition("-")[0] in str(error.value)
-
-
-def test_versions_of_the_packages_identify_the_code():
-    name = "gymnasium:FrozenLake-v1"
-    version = f"gymnasium {gymnasium.__version__}"
-    assert load(name, ENV).source == version
-    assert version in sources(env_class(name)) and env_class(name) is env_class(name)

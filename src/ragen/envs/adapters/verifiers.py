@@ -32,7 +32,12 @@ HELD_OUT = 4
 RULES = "Answer the message. Your answer is scored as it stands."
 """The rules of an example without a system message."""
 OF_ANSWERS = (
-    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
     SyntaxError,
 )
 """Exceptions of a reward function for an unreadable answer. The library counts it as 0."""
