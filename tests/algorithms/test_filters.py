@@ -27,12 +27,9 @@ LOW, HIGH, FLAT = group(0.0, 0.5), group(0.0, 1.0), group(0.1, 0.1)
 BROKEN = Group((episode(stop="error"), episode(stop="timeout")))
 
 
-def test_config_names_the_scores() -> None:
+def test_config_names_the_scores_and_the_rules() -> None:
     assert SCORE in FilterConfig.model_fields["score"].metadata
     assert set(SCORE.names) == set(SCORES)
-
-
-def test_config_names_the_rules() -> None:
     assert set(get_args(FilterConfig.model_fields["rule"].annotation)) == set(FILTERS)
 
 
@@ -57,10 +54,6 @@ def test_scores_ignore_failed_episodes_rows_and_penalties(name: str) -> None:
 
     plain, broken = Group(episodes(0.0)), episode(turn(50.0, sampled=range(9)), stop="error")
     assert SCORES[name](Group((*episodes(-1.0), broken))) == SCORES[name](plain) > 0
-
-
-@pytest.mark.parametrize("name", sorted(SCORES))
-def test_a_group_of_failed_episodes_scores_zero(name: str) -> None:
     assert SCORES[name](BROKEN) == 0
 
 

@@ -169,6 +169,7 @@ def test_gspo_golden() -> None:
     torch.testing.assert_close(gradient_of(loss.value, logprobs_N), expected)
     assert loss.metrics["clip/fraction"].value == pytest.approx(2 / 5)
     assert loss.metrics["ratio/max"].value == pytest.approx(1.2**0.5)
+    assert needs_whole_episodes(gspo) and not needs_whole_episodes(ppo_clip)
 
 
 @given(
@@ -364,22 +365,3 @@ def test_losses_and_metrics_of_microbatches_are_those_of_the_minibatch(
     assert weighted == pytest.approx(ppo.value.item(), **bound)
     for name in ("clip/fraction", "clip/dual_fraction", "kl/old", "ratio/max"):
         assert merged[name].value == pytest.approx(ppo.metrics[name].value, **bound)
-
-
-def test_gspo_needs_whole_episodes_in_a_microbatch() -> None:
-    """Two rows of one episode in separate microbatches would change s = exp(mean(1, −1)) = 1."""
-    off, on = False, True
-    rows = [Sample((1, 8), (off, on), (0.0,) * 2, (-1, turn), (off, on), 0, 0) for turn in range(2)]
-    batch = collate(rows)
-    fields_BT = {"old_logprobs_BT": torch.zeros(2, 2), "advantages_BT": torch.ones(2, 2)}
-    batch = replace(batch, **fields_BT, weight_BT=token_weights(batch, "token_mean"))
-    assert needs_whole_episodes(gspo) and len(row_splits(batch, 1)) == 2
-    assert [rows_R.tolist() for rows_R in row_splits(batch, 1, whole_episodes=True)] == [[0, 1]]
-
-    def loss(part: Batch, *logprobs: float) -> float:
-        bounds = {"clip_low": 0.2, "clip_high": 0.2}
-        return policy_loss(gspo, torch.tensor(logprobs), flatten(part), **bounds).value.item()
-
-    assert loss(batch, 1.0, -1.0) == pytest.approx(-1)
-    apart = [take(batch, torch.tensor([row])) for row in range(2)]
-    assert loss(apart[0], 1.0) + loss(apart[1], -1.0) == pytest.approx(-(1.2 + math.exp(-1)) / 2)
