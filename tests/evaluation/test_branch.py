@@ -245,6 +245,17 @@ def tokens(episode: Episode) -> list[Any]:
     return [(t.prompt.token_ids, t.completion.token_ids) for t in episode.turns]
 
 
+def test_a_greedy_branch_repeats_the_episode(lake: Path) -> None:
+    result = branch(
+        lake, episode_of(lake, "eval greedy", 2, 3), 1, n=1, checkpoint=2, temperature=0
+    )
+    (again,), original = result.episodes, result.original.episode
+    assert result.exact and tokens(again) == tokens(original)
+    assert [as_stored(t).snapshot for t in again.turns] == [t.snapshot for t in original.turns]
+    assert again.stop_reason == original.stop_reason
+    assert again.reward == original.reward
+
+
 def recorded_specs(request: Request, recorded: Recorded, seed: int) -> list[BranchSpec]:
     """Specs with the original's sampling seeds, which repeat the original."""
     played = ("train", recorded.step - 1) if recorded.phase == "train" else ("eval",)

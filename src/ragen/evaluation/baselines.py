@@ -1,9 +1,8 @@
 """Baselines: the success of random and optimal play on the evaluated levels.
 
 Random play spends the whole budget on uniformly random valid actions. Optimal play has the highest
-probability of success under the same turn and action budgets. It chooses all actions of a turn
-before it observes their outcome; with one action per turn (``Budget(10, 1, 10)``) it observes the
-outcome of each action.
+probability of success under the same budgets. It chooses all actions of a turn before it observes
+their outcome.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
@@ -137,6 +136,11 @@ def compute_baselines(
         UserCodeError: The environment failed on most levels, or in most episodes.
     """
     parts = _most(partial(level_baselines, env, budget, level, draws) for level in levels)
+    return replace(mean_baselines(parts), draws=sum(part.draws or 0 for part in parts) or None)
+
+
+def mean_baselines(parts: Sequence[Baselines]) -> Baselines:
+    """The means over levels or environments; optimal play is known only where all have it."""
     optimal = [part.optimal for part in parts if part.optimal is not None]
     optimal_return = [part.optimal_return for part in parts if part.optimal_return is not None]
     complete = len(optimal) == len(parts) == len(optimal_return)
@@ -145,7 +149,6 @@ def compute_baselines(
         optimal=fmean(optimal) if complete else None,
         random_return=fmean(part.random_return for part in parts),
         optimal_return=fmean(optimal_return) if complete else None,
-        draws=sum(part.draws or 0 for part in parts) or None,
     )
 
 

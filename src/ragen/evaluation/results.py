@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from ragen.core.statistics import Interval, bootstrap_mean, pass_at_k, success_rate
 from ragen.envs.contract import Baselines
+from ragen.evaluation.baselines import mean_baselines
 from ragen.evaluation.outcomes import Outcome, how_sampled
 from ragen.storage.reader import read_evaluations, standing
 
@@ -228,22 +228,14 @@ def together(env: str, parts: Sequence[Evaluation], outcomes: Sequence[Outcome])
     """
     first, same = parts[0], {(part.episodes, part.first_level) for part in parts}
     assert len(same) == 1, "every environment has the same levels"
-    baselines = Baselines(
-        random=fmean(part.random for part in parts),
-        optimal=_mean_if_known([part.optimal for part in parts]),
-        random_return=fmean(part.random_return for part in parts),
-        optimal_return=_mean_if_known([part.optimal_return for part in parts]),
+    baselines = mean_baselines(
+        [Baselines(e.random, e.optimal, e.random_return, e.optimal_return) for e in parts]
     )
     # A level of each environment is a level of its own.
     own = [replace(each, level_seed=seed) for each, seed in zip(outcomes, count(first.first_level))]
     seconds = sum(part.seconds for part in parts)
     whole = summarize(own, baselines, first.target, first.temperature, seconds)
     return replace(whole, env=env, parts=tuple(parts))
-
-
-def _mean_if_known(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if len(known) == len(values) else None
 
 
 def pass_at_ks(samples: int) -> list[int]:
