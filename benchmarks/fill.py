@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ragen.config.config import Config
-from ragen.config.reading import dump, resolve
+from ragen.config.reading import dump, merge
 from ragen.core.metrics import Metrics, last, mean
 from ragen.core.seeding import EVAL_LEVELS, train_level
 from ragen.core.types import Completion, Episode, Group, Prompt, Turn
@@ -53,7 +53,7 @@ RARE = "zugzwang"
 
 
 def settled(steps: int) -> Config:
-    return resolve(
+    return merge(
         "sokoban",
         {
             "steps": steps,

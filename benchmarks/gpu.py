@@ -44,9 +44,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 import ragen
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
-from ragen.config.reading import resolve
 from ragen.config.sections import UpdateConfig
-from ragen.core.metrics import Metrics, merge
+from ragen.core.metrics import Metrics
 from ragen.core.seeding import derive
 from ragen.engines.local import LocalEngine
 from ragen.models.memory import plans
@@ -54,6 +53,7 @@ from ragen.networks.decoder import HFDecoder
 from ragen.networks.graphs import GraphDecoder, recorder
 from ragen.rollout.setup import make_setup
 from ragen.sampling.local_sampler import Sampler, draw
+from ragen.settings.resolve import resolve
 from ragen.training.collection import collect_groups, make_batch, split_batch
 from ragen.training.mixture import first_starts
 

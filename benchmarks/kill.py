@@ -38,9 +38,9 @@ from pathlib import Path
 from typing import Any
 
 from ragen.config.config import Config
-from ragen.config.reading import resolve
 from ragen.core.errors import RagenError
 from ragen.engines.local import LocalEngine
+from ragen.settings.resolve import resolve
 from ragen.storage.checkpoint import newest_intact
 from ragen.storage.database import DATABASE
 from ragen.storage.reader import read_events, read_metrics

@@ -29,7 +29,7 @@ from torch import Tensor
 import ragen
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
-from ragen.config.reading import changed, resolve
+from ragen.config.reading import changed, merge
 from ragen.core.statistics import Interval
 from ragen.core.types import Episode, Sample
 from ragen.engines.local import LocalEngine
@@ -146,7 +146,7 @@ def on_episodes() -> None:
     print("| method | learners × samplers | gradient | weight | moved by |\n|---|---|---|---|---|")
     small = {"threads": 1, "update.microbatch_tokens": 1024}
     for name, method in METHODS.items():
-        config = resolve("bandit", small | method)
+        config = merge("bandit", small | method)
         played = asyncio.run(sample(config))
         local = asyncio.run(learn(config, played))
         moved = between(local.last, local.first)
@@ -166,7 +166,7 @@ def of_runs(seeds: int, episodes: int, out: Path) -> None:
     for layout in ("local", *LAYOUTS):
         folders[layout] = [str(out / f"{layout}-{seed}") for seed in range(seeds)]
         for seed, folder in enumerate(folders[layout]):
-            config = resolve("bandit", settings | {"seed": seed})
+            config = merge("bandit", settings | {"seed": seed})
             if layout != "local":
                 config = on_ray(config, *LAYOUTS[layout])
             ragen.train(config, out=folder)

@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "checkpoint.every": 1,
     "record.tokens_every": 1,
 }
-"""Settings of a run of about one second: `resolve("bandit", settings(…))`."""
+"""Settings of a run of about one second: `merge("bandit", settings(…))`."""
 
 
 def settings(**more: Any) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _prepare(folder: Path) -> None:
     from ragen.algorithms.batch import collate
     from ragen.algorithms.samples import to_samples
     from ragen.chat.chat import Chat
-    from ragen.config.reading import resolve
+    from ragen.config.reading import merge
     from ragen.config.sections import LossConfig, UpdateConfig
     from ragen.learning.learner import Learner
     from ragen.learning.models import Models
@@ -68,7 +68,7 @@ def _prepare(folder: Path) -> None:
     tokenizer = tiny_tokenizer("chatml")
     model = tiny_model(tokenizer)
     chat = Chat(tokenizer, think=False)
-    config = resolve("bandit", SETTINGS)
+    config = merge("bandit", SETTINGS)
     generator = random.Random(0)
     (end,) = chat.end_ids - {tokenizer.eos_token_id}
     policy = ScriptedPolicy(

@@ -44,18 +44,18 @@ def shared_root(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def bandit_run() -> Path:
     """A finished run of Bandit: three steps, a checkpoint and an evaluation of each. Read only."""
-    from ragen.config.reading import resolve
+    from ragen.config.reading import merge
     from ragen.training.trainer import train
     from tests.bandit_model import settings
 
-    config = resolve("bandit", settings(eval__every=1, checkpoint__keep=9))
+    config = merge("bandit", settings(eval__every=1, checkpoint__keep=9))
     return shared.once("bandit-run", lambda folder: train(config, folder))
 
 
 @pytest.fixture(scope="session")
 def lake_run() -> Path:
     """A finished run of FrozenLake with the embedded model: two steps, else as `bandit_run`."""
-    from ragen.config.reading import resolve
+    from ragen.config.reading import merge
     from ragen.training.trainer import train
 
     keys = {
@@ -68,18 +68,18 @@ def lake_run() -> Path:
         "checkpoint.every": 1,
         "checkpoint.keep": 9,
     }
-    config = resolve("frozen-lake", keys)
+    config = merge("frozen-lake", keys)
     return shared.once("lake-run", lambda folder: train(config, folder))
 
 
 @pytest.fixture(scope="session")
 def mixed_run() -> Path:
     """A finished run of a mixture of Bandit and its reverse: three steps. Read only."""
-    from ragen.config.reading import resolve
+    from ragen.config.reading import merge
     from ragen.training.trainer import train
     from tests.bandit_model import settings
 
-    config = resolve(
+    config = merge(
         "bandit", settings(env__mix={"bandit": 2, "bandit-rev": 1}, rollout__num_groups=4)
     )
     return shared.once("mixed-run", lambda folder: train(config, folder))

@@ -18,7 +18,7 @@ import ragen
 from ragen.cli.main import main
 from ragen.config.config import Config
 from ragen.config.extensions import DETECTOR, ESTIMATOR, KINDS, LOSS, SCORE, TERM, TOOL_PARSER
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.plugins import load_object, reference_to
 from ragen.core.types import Turn
@@ -66,7 +66,7 @@ def test_extend_page_runs_as_written(project: Path, capsys: pytest.CaptureFixtur
     recipe = project / "own.toml"
     toml = blocks("extend.md", "toml")[0]
     recipe.write_text(f'algorithm = "starpo/grpo"\nenv.name = "bandit"\n{toml}', "utf-8")
-    assert resolve(recipe).advantage.name == "mine.py:leave_one_out"
+    assert merge(recipe).advantage.name == "mine.py:leave_one_out"
     with (project / "mine.py").open("a") as file:
         file.write("\n# edited\n")
     capsys.readouterr()
@@ -198,7 +198,7 @@ def test_entry_points_are_resolved_recorded_and_checked(
         "def number(group): return float(len(group.episodes))\ndef wrong(turn, other): return 1.0"
     )
     monkeypatch.syspath_prepend(str(site.resolve()))
-    config = resolve("bandit", {"filter.rule": "top_k", "filter.score": "number"})
+    config = merge("bandit", {"filter.rule": "top_k", "filter.score": "number"})
     assert sources(config) == {"number": "others 1.2"}
     assert main(["check", "others_module:number", "number"]) == 0
     capsys.readouterr()
@@ -282,7 +282,7 @@ def test_two_functions_with_the_same_name_are_refused() -> None:
 
 def test_a_config_is_not_trained_with_a_later_function_of_the_same_name() -> None:
     def config_with(term: Callable[[Turn], float]) -> Config:
-        return load_code(resolve("bandit", {"reward.terms": {term: 0.1}}))
+        return load_code(merge("bandit", {"reward.terms": {term: 0.1}}))
 
     def first_term(turn: Turn) -> float:
         return -1.0

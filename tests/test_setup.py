@@ -189,13 +189,13 @@ from importlib import resources
 
 import ragen
 from ragen.cli.main import main
-from ragen.config.reading import presets, recipes, resolve
+from ragen.config.reading import merge, presets, recipes
 
 assert ragen.__file__.startswith(sys.argv[1]), ragen.__file__
 for name in recipes():
-    resolve(name)
+    merge(name)
 for name in presets():
-    resolve(None, {"algorithm": name})
+    merge(None, {"algorithm": name})
 assert main(["train", "bandit", "--dry-run"]) == 0  # reads the embedded model's sizes
 bases = resources.files("ragen.models") / "bases"
 print(json.dumps([sorted(recipes()), sorted(path.name for path in bases.iterdir())]))

@@ -11,7 +11,7 @@ from typing import Any
 
 from records import turn
 
-from ragen.config.reading import dump, resolve
+from ragen.config.reading import dump, merge
 from ragen.core.metrics import last
 from ragen.core.types import Episode, Group
 from ragen.storage.recorder import Recorder
@@ -111,7 +111,7 @@ def make_engine_run(folder: Path, steps: int = 30) -> Path:
     settings = {"engine.name": "ray", "engine.learners": 2, "engine.samplers": 2}
     changes = settings | {"engine.max_staleness": 1, "steps": steps}
     lost = {5: "sampler 1", 20: "sampler 0"}
-    with Recorder.create(folder, dump(resolve("frozen-lake", changes))) as recorder:
+    with Recorder.create(folder, dump(merge("frozen-lake", changes))) as recorder:
         for step in range(1, steps + 1):
             alive = 1 if step in lost else 2
             metrics = {
@@ -144,7 +144,7 @@ def make_run(folder: Path, finish: bool = True) -> Path:
 
 def _write_run(folder: Path, finish: bool) -> None:
     folder.mkdir()
-    config = dump(resolve("frozen-lake", {"steps": 6, "seed": 7}))
+    config = dump(merge("frozen-lake", {"steps": 6, "seed": 7}))
     with Recorder.create(folder, config, text_of=lambda token: f"<{token}>") as recorder:
         for step in steps(recorder):
             if not finish and (recorder.attempt, step) == (1, 4):

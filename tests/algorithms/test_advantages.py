@@ -29,7 +29,7 @@ from ragen.algorithms.estimator import (
 )
 from ragen.algorithms.samples import to_samples
 from ragen.config.extensions import ESTIMATOR, ESTIMATOR_INPUTS
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.config.sections import AdvantageConfig
 from ragen.core.errors import RagenError
 from ragen.core.inputs import inputs_of
@@ -62,9 +62,9 @@ def test_config_refuses_a_group_size_of_one_for_estimators_that_compare_groups(n
     alone = {"advantage.name": name, "rollout.group_size": 1, "reward.placement": "turn"}
     if name in COMPARE_GROUP:
         with pytest.raises(RagenError, match="compares the episodes"):
-            resolve(None, alone)
+            merge(None, alone)
     else:
-        assert resolve(None, alone).advantage.name == name
+        assert merge(None, alone).advantage.name == name
 
 
 def test_gae_golden() -> None:

@@ -33,11 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def train_runs(folder: Path) -> None:
-    from ragen.config.reading import resolve
+    from ragen.config.reading import merge
     from ragen.training.trainer import train
 
     for name, (recipe, settings) in RUNS.items():
-        train(resolve(recipe, settings), folder / name)
+        train(merge(recipe, settings), folder / name)
 
 
 @pytest.fixture(scope="session")

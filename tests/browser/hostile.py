@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fill import evaluation
 
-from ragen.config.reading import dump, resolve
+from ragen.config.reading import dump, merge
 from ragen.core.metrics import mean
 from ragen.core.types import Completion, Episode, Group, Prompt, Turn
 from ragen.rollout.policies import fingerprint
@@ -92,7 +92,7 @@ def make_hostile(folder: Path) -> None:
     groups[0] = Group((everything,))
     folder.mkdir(parents=True)
     script = ATTACKS["script"]
-    config = dump(resolve("bandit")).replace('recipe = "bandit"', f"recipe = {json.dumps(script)}")
+    config = dump(merge("bandit")).replace('recipe = "bandit"', f"recipe = {json.dumps(script)}")
     with Recorder.create(folder, config, lambda _: script) as recorder:
         for step in (0, 1):
             recorder.log(step, {"success/mean": mean(0.5)})

@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import expect
 from records import turn as make_turn
 
-from ragen.config.reading import dump, resolve
+from ragen.config.reading import dump, merge
 from ragen.core.types import Completion, Episode, Group, Prompt, Turn, Usage
 from ragen.envs.worlds.grid import observe
 from ragen.storage.recorder import Recorder
@@ -99,7 +99,7 @@ def make_special_run(folder: Path) -> None:
         return Episode(name, level, 7, 0, member, (turn,), "max_turns", **ends, **more)
 
     folder.mkdir()
-    with Recorder.create(folder, dump(resolve("frozen-lake", {"steps": 0}))) as recorder:
+    with Recorder.create(folder, dump(merge("frozen-lake", {"steps": 0}))) as recorder:
         coordinates = played(first, 123, final_observation=words, final_picture=rows)
         for step, each in enumerate((coordinates, played(bad, 124))):
             recorder.episodes(step, [Group((each,))], phase="eval", timed=True)

@@ -10,7 +10,7 @@ from typing import Any
 from playwright.sync_api import expect
 from viewer_run import log_step
 
-from ragen.config.reading import dump, resolve
+from ragen.config.reading import dump, merge
 from ragen.storage.recorder import Recorder
 from tests.browser.visitor import Visitor
 
@@ -177,7 +177,7 @@ def hide_and_show(page: Any) -> None:
 
 def test_new_episodes_are_offered_and_rows_stay_in_place(newcomer: Path, visitor: Visitor) -> None:
     newcomer.mkdir()
-    with Recorder.create(newcomer, dump(resolve("frozen-lake"))) as recorder:
+    with Recorder.create(newcomer, dump(merge("frozen-lake"))) as recorder:
         log_step(recorder, 1, 0.5)
         recorder.commit()
         page = visitor.visit("#/episodes/newcomer?sort=step&order=asc")

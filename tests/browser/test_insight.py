@@ -10,7 +10,7 @@ from typing import Any
 from playwright.sync_api import expect
 from viewer_run import evaluation, groups, log_step, make_run, steps
 
-from ragen.config.reading import dump, resolve
+from ragen.config.reading import dump, merge
 from ragen.storage.recorder import Recorder
 from tests.browser.visitor import Visitor
 
@@ -145,7 +145,7 @@ def test_a_missing_group_shows_nothing_of_the_previous_one(visitor: Visitor) -> 
 def test_a_new_evaluation_updates_open_pages(newcomer: Path, visitors: Any) -> None:
     make_run(newcomer / "a")
     (newcomer / "b").mkdir()
-    config = dump(resolve("frozen-lake", {"steps": 6}))
+    config = dump(merge("frozen-lake", {"steps": 6}))
     with Recorder.create(newcomer / "b", config) as recorder:
         progress = steps(recorder)
         for _ in range(4):

@@ -13,7 +13,7 @@ from typing import Any
 from playwright.sync_api import expect
 from viewer_run import log_step
 
-from ragen.config.reading import dump, resolve
+from ragen.config.reading import dump, merge
 from ragen.reports.facts import SIGNALS
 from ragen.storage.recorder import Recorder
 from tests.browser.visitor import Visitor, ragen, succeed
@@ -46,7 +46,7 @@ def test_main_settings_are_shown_at_a_glance(newcomer: Path, visitor: Visitor) -
     config: dict[str, Any] = {"update.lr": 3e-4, "filter.rule": "all"}
     for name, said in (("a", "all"), ("b", "top_k 0.5")):
         (newcomer / name).mkdir(parents=True)
-        with Recorder.create(newcomer / name, dump(resolve("frozen-lake", config))) as recorder:
+        with Recorder.create(newcomer / name, dump(merge("frozen-lake", config))) as recorder:
             log_step(recorder, 1, 0.5)
         glance = visitor.visit(f"#/run/newcomer%2F{name}").locator(".glance")
         for figure, value in (
@@ -177,7 +177,7 @@ def test_a_run_and_its_steps_appear_while_it_trains(newcomer: Path, visitor: Vis
 
 def test_an_open_page_follows_a_resumed_run(newcomer: Path, visitor: Visitor) -> None:
     newcomer.mkdir()
-    with Recorder.create(newcomer, dump(resolve("bandit", {"steps": 6}))) as recorder:
+    with Recorder.create(newcomer, dump(merge("bandit", {"steps": 6}))) as recorder:
         log_step(recorder, 1, 0.5)
         recorder.commit()
         page = visitor.visit("#/run/newcomer")

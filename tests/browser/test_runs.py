@@ -7,7 +7,7 @@ from pathlib import Path
 
 from playwright.sync_api import expect
 
-from ragen.config.reading import dump, resolve
+from ragen.config.reading import dump, merge
 from ragen.storage.recorder import Recorder
 from tests.browser.visitor import RUNS, Visitor
 
@@ -85,7 +85,7 @@ def test_the_selected_row_stays_the_same_run_when_a_run_appears(
     selected = page.locator("tbody tr[aria-current]")
     name = selected.get_by_role("link").first.inner_text()
     newcomer.mkdir()
-    with Recorder.create(newcomer, dump(resolve("bandit"))):
+    with Recorder.create(newcomer, dump(merge("bandit"))):
         expect(page.locator("tbody tr").first).to_contain_text("newcomer")
         expect(selected).to_contain_text(name)
         page.keyboard.press("x")

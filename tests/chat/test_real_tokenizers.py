@@ -24,7 +24,7 @@ from ragen.algorithms.samples import to_samples
 from ragen.chat.chat import Chat
 from ragen.chat.template import Template
 from ragen.chat.tool_calls import ToolParser, hermes, mistral
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.types import Group
 from ragen.envs.registry import make
@@ -224,7 +224,7 @@ def test_a_small_model_is_trained_exactly_exported_and_loaded_with_the_same_logp
         **{"update.lr": 1e-3, "update.warmup_steps": 0, "eval.episodes": 0, "checkpoint.every": 1},
         **{"record.tokens_every": 1, "guard.responses.degenerate_text": "off"},
     }
-    train(resolve("frozen-lake-still", values), run)
+    train(merge("frozen-lake-still", values), run)
 
     metrics = read_metrics(run)
     for step in (1, 2):

@@ -21,7 +21,7 @@ from ragen.chat.chat import Chat
 from ragen.chat.template import Template
 from ragen.chat.tool_calls import hermes, parse_tools
 from ragen.chat.tool_template import call_message
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group, Message
 from ragen.envs.contract import Info, State
@@ -136,7 +136,7 @@ def test_templates_without_tools_or_with_an_unknown_form_are_refused() -> None:
 
 
 def test_embedded_models_are_refused(tmp_path: Path) -> None:
-    config = resolve(None, {"env.name": "sorting"})
+    config = merge(None, {"env.name": "sorting"})
     with pytest.raises(RagenError, match="has tools, which the embedded models do not know"):
         make_setup(config, Chat(tiny_tokenizer("chatml")))
     with pytest.raises(RagenError, match="has tools, which the embedded models do not know"):
@@ -145,14 +145,14 @@ def test_embedded_models_are_refused(tmp_path: Path) -> None:
 
 def test_a_parser_can_be_named_in_the_config(tmp_path: Path) -> None:
     values = {"env.name": "sorting", "model.path": "base"}
-    config = resolve(None, values | {"prompt.tool_parser": "hermes"})
+    config = merge(None, values | {"prompt.tool_parser": "hermes"})
     chat = make_chat(config, tool_tokenizer("qwen3"))
     assert chat.calls is not None and chat.calls.parse is hermes
     with pytest.raises(RagenError, match="cannot be read"):
-        make_chat(resolve(None, values | {"prompt.tool_parser": "llama3"}), tool_tokenizer("qwen3"))
+        make_chat(merge(None, values | {"prompt.tool_parser": "llama3"}), tool_tokenizer("qwen3"))
     file = tmp_path / "mine.py"
     file.write_text("def parser(reply): raise KeyError('mine')")
-    own = resolve(None, values | {"prompt.tool_parser": f"{file}:parser"})
+    own = merge(None, values | {"prompt.tool_parser": f"{file}:parser"})
     with pytest.raises(RagenError, match="KeyError: 'mine'"):
         make_chat(own, tool_tokenizer("qwen3"))
 

@@ -28,7 +28,7 @@ from ragen.cli.command import Parser
 from ragen.cli.main import ABOUT, COMMANDS, main
 from ragen.config.config import Config
 from ragen.config.keys import TABLES, keys
-from ragen.config.reading import dump, read_config, resolve
+from ragen.config.reading import dump, merge, read_config
 from ragen.core.errors import RagenError, printable
 from ragen.finetuning.transcripts import read_transcripts
 
@@ -270,7 +270,7 @@ def test_python_door_raises_no_other_error() -> None:
         way = (index + number) % 16
         with time_limit(key), contextlib.suppress(RagenError, ValidationError):
             if way == 0:
-                resolve("bandit", {key: value})
+                merge("bandit", {key: value})
             elif way == 2:
                 ragen.train("bandit", table)
             elif way == 4:
@@ -282,7 +282,7 @@ def test_python_door_raises_no_other_error() -> None:
 def test_saved_settings_read_back_whatever_they_hold() -> None:
     for value in hostile_values():
         try:
-            text = dump(config := resolve("bandit", {"env.params.x": value}))
+            text = dump(config := merge("bandit", {"env.params.x": value}))
         except RagenError:
             continue
         Path("config.toml").write_text(text, encoding="utf-8")

@@ -25,7 +25,7 @@ from ragen.cluster.ray_cluster import Cluster, connect
 from ragen.cluster.ray_engine import RayEngine
 from ragen.cluster.ray_process import Process
 from ragen.config.config import Config
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.config.sections import EngineConfig
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.types import Prompt
@@ -60,7 +60,7 @@ FEW: dict[str, Any] = {"steps": 4, "eval__episodes": 0, "checkpoint__every": 2}
 
 
 def config_of(**more: Any) -> Config:
-    return resolve("bandit", settings(**FEW, **more))
+    return merge("bandit", settings(**FEW, **more))
 
 
 RAY: dict[str, Any] = {"engine__name": "ray"}
@@ -162,7 +162,7 @@ def test_a_run_that_plays_ahead_survives_the_loss_of_a_sampler(local: Path, tmp_
 DRIVER = """
 import json, os, signal, sys
 from pathlib import Path
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.training.progress import Watcher
 from ragen.training.trainer import train
 
@@ -171,7 +171,7 @@ class Killed(Watcher):
         if step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
-train(resolve("bandit", json.loads(sys.argv[1])), Path(sys.argv[2]), watcher=Killed())
+train(merge("bandit", json.loads(sys.argv[1])), Path(sys.argv[2]), watcher=Killed())
 """
 
 

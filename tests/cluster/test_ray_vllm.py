@@ -10,7 +10,7 @@ import pytest
 
 from ragen.cluster.ray_cluster import connect
 from ragen.config.config import Config
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.models.memory import adapter_shapes
 from ragen.models.names import resolve_model
 from ragen.models.sizes import read_sizes
@@ -45,7 +45,7 @@ def config_of(**more: Any) -> Config:
         "steps": 2,
         "threads": 1,
     }
-    return resolve("bandit", keys | {key.replace("__", "."): value for key, value in more.items()})
+    return merge("bandit", keys | {key.replace("__", "."): value for key, value in more.items()})
 
 
 def test_with_lora_only_the_adapter_travels_to_a_vllm_of_two_workers(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen.config.keys import canonical_key, keys, parse_value, table_of
-from ragen.config.reading import load_preset, load_recipe, presets, recipes, resolve
+from ragen.config.reading import load_preset, load_recipe, merge, presets, recipes
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 COMMANDS = re.findall(r"`ragen train ([^`\n]+ [^`\n]+)` \|$", PAGE.read_text("utf-8"), re.MULTILINE)
@@ -34,7 +34,7 @@ def test_every_documented_command_is_valid() -> None:
     assert COMMANDS
     for command in COMMANDS:
         recipe, values = options(command)
-        assert resolve(recipe, values), command
+        assert merge(recipe, values), command
 
 
 def test_every_key_is_used_somewhere() -> None:

@@ -17,8 +17,8 @@ from ragen.config.reading import (
     differences,
     dump,
     flatten,
+    merge,
     read_config,
-    resolve,
     with_preset,
 )
 from ragen.config.rules import READ_WITH, RULES
@@ -30,7 +30,7 @@ PRESETS = sorted(settings.presets())
 
 def message(*args: object) -> str:
     with pytest.raises(RagenError) as caught:
-        resolve(*args)  # type: ignore[arg-type]
+        merge(*args)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -39,13 +39,13 @@ def test_sampler_is_a_name_or_a_url() -> None:
     for invalid in ("vlm", "127.0.0.1:8000", "local "):
         text = message(None, {"rollout.sampler": invalid})
         assert f"{invalid!r}: expected local, vllm, or the URL of a vLLM server" in text
-    assert resolve(None, {"rollout.sampler": "http://127.0.0.1:8000"})
+    assert merge(None, {"rollout.sampler": "http://127.0.0.1:8000"})
 
 
 def test_later_layers_override_earlier_ones(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('algorithm = "starpo-s/grpo"\n[loss]\nclip_high = 0.3\nentropy = 0.5\n')
-    config = resolve(recipe, {"loss.entropy": 0.25})
+    config = merge(recipe, {"loss.entropy": 0.25})
     assert config.recipe == "mine"
     assert config.loss.clip_low == Config().loss.clip_low  # default
     assert config.advantage.name == "grpo"  # preset
@@ -56,36 +56,36 @@ def test_later_layers_override_earlier_ones(tmp_path: Path) -> None:
 def test_recipe_overrides_a_preset_named_on_the_command_line(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('algorithm = "starpo-s/grpo"\n[loss]\nclip_high = 0.3\n')
-    config = resolve(recipe, {"algorithm": "starpo/ppo"})
+    config = merge(recipe, {"algorithm": "starpo/ppo"})
     assert (config.advantage.name, config.filter.rule, config.loss.clip_high) == ("gae", "all", 0.3)
 
 
 def test_nested_dotted_and_short_overrides_agree() -> None:
-    dotted = resolve(None, {"env.name": "bandit", "env.params.slip": 0.5, "model.path": "x"})
-    nested = resolve(None, {"env": {"name": "bandit", "params": {"slip": 0.5}}, "model": "x"})
+    dotted = merge(None, {"env.name": "bandit", "env.params.slip": 0.5, "model.path": "x"})
+    nested = merge(None, {"env": {"name": "bandit", "params": {"slip": 0.5}}, "model": "x"})
     assert dotted == nested
 
 
 def test_environment_parameters_merge_over_layers(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('[env.params]\nsize = 5\nnames = "pairs"\n')
-    assert resolve(recipe, {"env.params.size": 4}).env.params == {"size": 4, "names": "pairs"}
+    assert merge(recipe, {"env.params.size": 4}).env.params == {"size": 4, "names": "pairs"}
 
 
 def test_every_preset_is_valid_alone_and_resolves_to_itself() -> None:
     """Evaluation resolves a run's config again: keys without effect have their default values."""
     for name in PRESETS:
-        config = resolve(None, {"algorithm": name})
+        config = merge(None, {"algorithm": name})
         assert config.algorithm == name
         assert differences(config) == []
         assert settings.first_comment(settings.presets()[name])
-        config = resolve("sokoban", {"algorithm": name})
-        assert resolve(None, flatten(config)) == config
+        config = merge("sokoban", {"algorithm": name})
+        assert merge(None, flatten(config)) == config
 
 
 def effective_values(name: str) -> dict[str, object]:
     """A preset's values, except those that have no effect."""
-    config = resolve(None, {"algorithm": name})
+    config = merge(None, {"algorithm": name})
     return {
         key: value
         for key, value in flatten(config).items()
@@ -98,13 +98,13 @@ def test_presets_differ_in_effect_and_every_key_of_one_has_an_effect() -> None:
     for one, other in itertools.combinations(map(effective_values, PRESETS), 2):
         assert one != other
     for name in PRESETS:
-        config = resolve(None, {"algorithm": name, "loss.kl": 0.1})
+        config = merge(None, {"algorithm": name, "loss.kl": 0.1})
         assert not settings.load_preset(name).keys() & set(settings.unread(config)), name
 
 
 def test_presets_hold_the_published_values() -> None:
     starpo_ppo, starpo_grpo, s_ppo, s_grpo = (
-        resolve(None, {"algorithm": name})
+        merge(None, {"algorithm": name})
         for name in ("starpo/ppo", "starpo/grpo", "starpo-s/ppo", "starpo-s/grpo")
     )
     for vanilla in (starpo_ppo, starpo_grpo):
@@ -138,7 +138,7 @@ def test_presets_of_other_papers_hold_their_values(
     kl: tuple[float, str | None],
     updates: int,
 ) -> None:
-    config = resolve(None, {"algorithm": name})
+    config = merge(None, {"algorithm": name})
     loss, update, rollout = config.loss, config.update, config.rollout
     assert (config.advantage.name, loss.aggregation) == (advantage, aggregation)
     assert (loss.clip_low, loss.clip_high, loss.dual_clip, loss.entropy) == (0.2, clip_high, 0, 0)
@@ -152,7 +152,7 @@ def test_presets_of_other_papers_hold_their_values(
 
 def test_every_recipe_resolves_and_is_short() -> None:
     for name, file in settings.recipes().items():
-        assert resolve(name).recipe == name
+        assert merge(name).recipe == name
         assert settings.first_comment(file)
         assert len(file.read_text(encoding="utf-8").splitlines()) <= 25, name
 
@@ -166,7 +166,7 @@ def test_the_number_of_settings_and_rules_is_bounded() -> None:
 
 
 def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
-    config = resolve("bandit", {"env.params.deep": {"a": [1, 2.5, "x"]}, "update.lr": 3e-4})
+    config = merge("bandit", {"env.params.deep": {"a": [1, 2.5, "x"]}, "update.lr": 3e-4})
     (tmp_path / "config.toml").write_text(dump(config), encoding="utf-8")
     assert read_config(tmp_path / "config.toml") == config
 
@@ -177,14 +177,14 @@ def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
     name=st.text(st.characters(exclude_categories=("Cs",))),
 )
 def test_any_value_round_trips_through_toml(lr: float, seed: int, name: str) -> None:
-    config = resolve(None, {"update.lr": lr, "seed": seed, "env.params.name": name})
+    config = merge(None, {"update.lr": lr, "seed": seed, "env.params.name": name})
     assert Config.model_validate(tomllib.loads(dump(config))) == config
 
 
 def test_reward_terms_merge_over_layers(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text("[reward.terms]\ngrounding = 0.5\nlength = 0.25\n")
-    config = resolve(recipe, {"reward.terms.length": 0.125})
+    config = merge(recipe, {"reward.terms.length": 0.125})
     assert config.reward.terms == {"grounding": 0.5, "length": 0.125}
     assert ("reward.terms.length", None, 0.125) in differences(config)
     (tmp_path / "config.toml").write_text(dump(config), encoding="utf-8")
@@ -192,7 +192,7 @@ def test_reward_terms_merge_over_layers(tmp_path: Path) -> None:
 
 
 def test_differences_name_the_preset_value() -> None:
-    config = resolve(None, {"algorithm": "starpo-s/grpo", "loss.clip_high": 0.4, "seed": 3})
+    config = merge(None, {"algorithm": "starpo-s/grpo", "loss.clip_high": 0.4, "seed": 3})
     assert [tuple(row) for row in differences(config)] == [
         ("seed", 0, 3),
         ("loss.clip_high", 0.28, 0.4),
@@ -303,7 +303,7 @@ def test_rewards_are_not_normalised_twice(normalise: str, over: str, refused: se
         if name in refused:
             assert 'set reward.normalise to "identity"' in message(None, values)
         else:
-            assert resolve(None, values).reward.over == over
+            assert merge(None, values).reward.over == over
 
 
 UNREAD = {  # for each key, a value other than the default and settings that leave it unread
@@ -383,7 +383,7 @@ def test_every_key_changes_the_settings_and_refuses_a_table() -> None:
     nothings: list[Any] = [{}, {"x": {}}, [], None]
     for number, key in enumerate(key for key in keys() if key not in TABLES):
         given, value = READ.get(key, {}), other_value(key)
-        before, after = resolve(None, given), resolve(None, {**given, key: value})
+        before, after = merge(None, given), merge(None, {**given, key: value})
         assert flatten(after)[key] == value != flatten(before)[key]
         nothing = nothings[number % 4]
         if nothing != keys()[key].default:
@@ -398,17 +398,17 @@ def test_value_without_effect_is_refused() -> None:
     for key, (value, setting) in UNREAD.items():
         words = f"has no effect: it takes {READ_WITH[key].words}"
         assert words in message(None, {key: value, **setting})
-        assert key not in settings.unread(resolve(None, {key: value, **READ.get(key, {})}))
-        standard = flatten(resolve(None, setting))[key]
-        assert resolve(None, {key: standard, **setting}), "the default value is accepted"
+        assert key not in settings.unread(merge(None, {key: value, **READ.get(key, {})}))
+        standard = flatten(merge(None, setting))[key]
+        assert merge(None, {key: standard, **setting}), "the default value is accepted"
 
 
 def test_recipe_values_without_effect_are_dropped_under_another_algorithm(tmp_path: Path) -> None:
     """A recipe's values for its own algorithm are dropped under another from the command line."""
     recipe = tmp_path / "mine.toml"
     recipe.write_text('algorithm = "starpo-s/grpo"\n[filter]\nvalue = 0.5\n')
-    assert resolve(recipe).filter.value == 0.5
-    other = resolve(recipe, {"algorithm": "starpo/grpo"})
+    assert merge(recipe).filter.value == 0.5
+    other = merge(recipe, {"algorithm": "starpo/grpo"})
     assert (other.filter.rule, other.filter.value) == ("all", 0.25)
     assert "filter.value" not in [row.key for row in differences(other)]
     recipe.write_text("[filter]\nvalue = 0.5\n")
@@ -439,7 +439,7 @@ def test_mistake_in_a_recipe_names_the_file(tmp_path: Path) -> None:
 
 def test_value_that_toml_cannot_represent_is_refused() -> None:
     with pytest.raises(RagenError, match="cannot be saved"):
-        dump(resolve(None, {"env.params.x": {1, 2}}))
+        dump(merge(None, {"env.params.x": {1, 2}}))
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_command_line_values_are_parsed(key: str, text: str, value: object) -> N
 
 
 def test_gspo_and_cispo_hold_the_published_values() -> None:
-    gspo, cispo = (resolve(None, {"algorithm": name}) for name in ("gspo", "cispo"))
+    gspo, cispo = (merge(None, {"algorithm": name}) for name in ("gspo", "cispo"))
     assert (gspo.loss.name, gspo.loss.clip_low, gspo.loss.clip_high) == ("gspo", 3e-4, 4e-4)
     assert (cispo.loss.name, cispo.loss.clip_low, cispo.rollout.refill) == ("cispo", 1.0, 3)
     for config, updates in ((gspo, 4), (cispo, 16)):
@@ -474,23 +474,23 @@ def test_gspo_and_cispo_hold_the_published_values() -> None:
 
 
 def test_parameters_of_a_recipe_are_left_out_for_another_environment() -> None:
-    assert "observation" in resolve("frozen-lake-still").env.params
-    assert resolve("frozen-lake-still", {"env.name": "bandit"}).env.params == {}
-    assert resolve("frozen-lake-still", {"env.name": "frozen-lake-still"}) == resolve(
+    assert "observation" in merge("frozen-lake-still").env.params
+    assert merge("frozen-lake-still", {"env.name": "bandit"}).env.params == {}
+    assert merge("frozen-lake-still", {"env.name": "frozen-lake-still"}) == merge(
         "frozen-lake-still"
     )
 
 
 def test_config_built_in_python_applies_its_preset() -> None:
     for name in PRESETS:
-        assert with_preset(Config(algorithm=name)) == resolve(None, {"algorithm": name})
+        assert with_preset(Config(algorithm=name)) == merge(None, {"algorithm": name})
     custom = with_preset(Config(algorithm="dapo", loss=LossConfig(clip_high=0.4), seed=3))
     assert (custom.loss.clip_high, custom.loss.kl, custom.seed) == (0.4, 0.0, 3)
-    for resolved in (resolve("sokoban", {"update.lr": 0.5}), changed(Config(), {"seed": 3})):
+    for resolved in (merge("sokoban", {"update.lr": 0.5}), changed(Config(), {"seed": 3})):
         assert with_preset(resolved) == resolved
     with pytest.raises(RagenError, match="unknown algorithm 'dapoo'; did you mean 'dapo'"):
         with_preset(Config(algorithm="dapoo"))
 
 
 def test_the_last_of_two_spellings_of_a_key_counts() -> None:
-    assert resolve(None, {"env": {"max_turns": 3}, "env.max_turns": 4}).env.max_turns == 4
+    assert merge(None, {"env": {"max_turns": 3}, "env.max_turns": 4}).env.max_turns == 4

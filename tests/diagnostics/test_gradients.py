@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ragen.algorithms.batch import Batch
 from ragen.config.config import Config
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.config.sections import DiagnoseConfig
 from ragen.core.metrics import largest, last, mean, total, values
 from ragen.diagnostics import detectors
@@ -165,7 +165,7 @@ def test_a_missing_metric_keeps_its_average() -> None:
 
 def make_config(**more: Any) -> Config:
     """Two steps of PPO with a KL penalty on the bandit, with the embedded model."""
-    return resolve(
+    return merge(
         "bandit",
         {
             "algorithm": "starpo/ppo",

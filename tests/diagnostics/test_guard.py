@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ragen.config.config import Config
 from ragen.config.extensions import DETECTOR
-from ragen.config.reading import changed, resolve
+from ragen.config.reading import changed, merge
 from ragen.config.sections import RESPONSES, GuardConfig, LossConfig, Response
 from ragen.core.errors import RagenError
 from ragen.diagnostics.collapse import WINDOW
@@ -242,7 +242,7 @@ def test_saving_and_loading_the_state_changes_no_alarm(cut: int, name: str) -> N
 
 
 def test_responses_override_the_defaults() -> None:
-    config = resolve("bandit", {"guard.responses.grad_spike": "rollback", "eval.every": 5})
+    config = merge("bandit", {"guard.responses.grad_spike": "rollback", "eval.every": 5})
     assert config.guard.response("grad_spike") == "rollback"
     assert config.guard.response("empty_filter") == "stop"
     assert Config().guard.response("reward_std_cliff") == "log"
@@ -262,7 +262,7 @@ def test_responses_override_the_defaults() -> None:
 )
 def test_impossible_responses_are_refused(overrides: dict[str, Any], words: str) -> None:
     with pytest.raises(RagenError) as caught:
-        resolve(None, overrides)
+        merge(None, overrides)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -274,8 +274,8 @@ def test_the_kl_remedy_needs_a_kind_of_kl_that_fits_the_estimator() -> None:
         "guard.responses.grad_spike": "rollback",
     }
     with pytest.raises(RagenError, match="divides by a std of rewards"):
-        resolve(None, given)
-    config = resolve(None, given | {"loss.kl_kind": "k3"})
+        merge(None, given)
+    config = merge(None, given | {"loss.kl_kind": "k3"})
     assert changed(config, remedy(config, 1)).loss.kl == 0.01
 
 
@@ -306,7 +306,7 @@ def test_each_remedy_changes_its_settings() -> None:
     ],
 )
 def test_the_filter_remedy_keeps_fewer_groups(rule: str, value: float, tighter: float) -> None:
-    config = resolve(None, {"filter.rule": rule, "filter.value": value})
+    config = merge(None, {"filter.rule": rule, "filter.value": value})
     assert changed(config, tighten_filter(config.filter, config.rollout)).filter.value == tighter
-    reweighted = resolve(None, {"filter.rule": "reweight"})
+    reweighted = merge(None, {"filter.rule": "reweight"})
     assert tighten_filter(reweighted.filter, config.rollout)["filter.rule"] == "top_k"

@@ -18,7 +18,7 @@ import pytest
 
 from ragen.algorithms.batch import Batch
 from ragen.cli.main import main
-from ragen.config.reading import dump, resolve
+from ragen.config.reading import dump, merge
 from ragen.core.errors import GuardStop
 from ragen.core.metrics import Metrics
 from ragen.core.stopping import StopRequested
@@ -291,7 +291,7 @@ def test_a_collapse_of_the_embedded_model_is_rolled_back(tmp_path: Path) -> None
     """With vanilla GRPO on the bandit, the reward std falls before success does."""
     more = {"guard.responses.reward_std_cliff": "rollback", "guard.remedy": "filter"}
     small = {"steps": 12, "threads": 1, "eval.episodes": 0, "seed": 4, "checkpoint.every": 5}
-    result = train(resolve("collapse", more | small), tmp_path / "run")
+    result = train(merge("collapse", more | small), tmp_path / "run")
     first = result.alarms[0]
     assert first.detector == "reward_std_cliff" and first.step <= 12
     assert events(tmp_path / "run")[:2] == [(0, first.step, "alarm"), (0, first.step, "guard")]

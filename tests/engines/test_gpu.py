@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.gpu import waits
 from ragen.algorithms.batch import collate
 from ragen.config.config import Config
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.types import Completion, Prompt, Sample
 from ragen.learning.learner import Learner
@@ -244,7 +244,7 @@ def test_a_run_trains_and_resumes(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
-    config = resolve(
+    config = merge(
         "bandit",
         settings(
             algorithm="starpo/ppo",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ragen.config.config import Config
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.config.sections import JudgeConfig
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Message, Prompt
@@ -93,7 +93,7 @@ def test_an_answer_has_the_rest_of_the_models_length(
 def config_of(folder: Path, **more: object) -> Config:
     terms = {"reward__terms": {"judge": 1.0}, "judge__model": str(folder)}
     rubric = {"judge__rubric": RUBRIC.rubric}
-    return resolve("bandit", settings(**terms, **rubric, **more))
+    return merge("bandit", settings(**terms, **rubric, **more))
 
 
 def test_a_run_is_paid_by_the_scores(
@@ -124,7 +124,7 @@ def test_a_run_is_paid_by_the_scores(
 def test_its_weights_are_a_part_of_the_memory(folder: Path) -> None:
     config = config_of(folder)
     assert plans(config)[0].of("judge") == 4 * read_sizes(str(folder)).numbers
-    assert plans(resolve("bandit", settings()))[0].of("judge") == 0
+    assert plans(merge("bandit", settings()))[0].of("judge") == 0
 
 
 def test_a_model_that_is_missing_is_one_line(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError
 from ragen.envs import registry
@@ -157,7 +157,7 @@ def test_an_environment_that_cannot_be_made_or_read_is_refused(isolate: bool) ->
     ):
         values = {"env": env, "env.params": params, "env.isolate": isolate, "env.timeout_s": 1.0}
         with pytest.raises(RagenError, match=reason):
-            make_setup(resolve(None, values), None)
+            make_setup(merge(None, values), None)
         assert not multiprocessing.active_children()
 
 

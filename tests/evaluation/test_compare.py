@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ragen.cli.main import main
-from ragen.config.reading import dump, resolve
+from ragen.config.reading import dump, merge
 from ragen.core.errors import RagenError
 from ragen.core.statistics import mcnemar, smallest_detectable
 from ragen.core.tables import markdown
@@ -109,7 +109,7 @@ def run_folders(tmp_path: Path, names: str) -> list[str]:
     """Run folders with a config of the same recipe and nothing else."""
     for name in names:
         (tmp_path / name).mkdir()
-        (tmp_path / name / CONFIG).write_text(dump(resolve("bandit")), encoding="utf-8")
+        (tmp_path / name / CONFIG).write_text(dump(merge("bandit")), encoding="utf-8")
     return [str(tmp_path / name) for name in names]
 
 
@@ -166,7 +166,7 @@ def test_all_targets_play_with_the_parameters_and_budgets_of_the_run(tmp_path: P
         "env.max_turns": 3,
         "env.max_actions": 6,
     }
-    (tmp_path / CONFIG).write_text(dump(resolve("frozen-lake-still", values)), encoding="utf-8")
+    (tmp_path / CONFIG).write_text(dump(merge("frozen-lake-still", values)), encoding="utf-8")
     (_, first), (_, other) = measured_targets([str(tmp_path), "random"], {"": {}})
     assert first == {}
     assert other["env.name"] == "frozen-lake-still" and other["env.max_turns"] == 3
@@ -175,13 +175,13 @@ def test_all_targets_play_with_the_parameters_and_budgets_of_the_run(tmp_path: P
         "in either order"
     )
     # The named recipe, not only its environment, sets the prompts of targets without a run.
-    (tmp_path / CONFIG).write_text(dump(resolve("sokoban", {"env.max_turns": 3})), encoding="utf-8")
+    (tmp_path / CONFIG).write_text(dump(merge("sokoban", {"env.max_turns": 3})), encoding="utf-8")
     model = measured_targets([str(tmp_path), "model"], {"": {"env": "paper/sokoban"}})[1][1]
     assert model["env"] == "paper/sokoban" and model["env.max_turns"] == 3
 
 
 def test_a_model_compared_with_a_run_gets_the_prompt_settings_of_the_run(tmp_path: Path) -> None:
-    (tmp_path / CONFIG).write_text(dump(resolve("paper/sokoban")), encoding="utf-8")
+    (tmp_path / CONFIG).write_text(dump(merge("paper/sokoban")), encoding="utf-8")
     targets = [str(tmp_path), "Qwen/Some-Model", "base", "random"]
     shared = shared_settings(targets, {})
     model = shared["Qwen/Some-Model"]
@@ -195,7 +195,7 @@ def test_a_model_compared_with_a_run_gets_the_prompt_settings_of_the_run(tmp_pat
 def test_runs_in_different_environments_are_refused_unless_env_is_given(tmp_path: Path) -> None:
     for name in ("bandit", "sokoban"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / CONFIG).write_text(dump(resolve(name)), encoding="utf-8")
+        (tmp_path / name / CONFIG).write_text(dump(merge(name)), encoding="utf-8")
     runs = [str(tmp_path / name) for name in ("bandit", "sokoban")]
     with pytest.raises(RagenError, match=r"env\.name is 'bandit' and 'sokoban'; choose one with"):
         measured_targets(runs, {"": {}})
@@ -203,7 +203,7 @@ def test_runs_in_different_environments_are_refused_unless_env_is_given(tmp_path
 
 
 def test_base_is_the_initial_model_of_the_run(tmp_path: Path) -> None:
-    (tmp_path / CONFIG).write_text(dump(resolve("sokoban")), encoding="utf-8")
+    (tmp_path / CONFIG).write_text(dump(merge("sokoban")), encoding="utf-8")
     names = [
         Path(target).name
         for target, _ in measured_targets([str(tmp_path), "base"], SUITES["sokoban"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ragen.config.reading import dump, resolve
+from ragen.config.reading import dump, merge
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.user_code import UserCodeError
@@ -54,7 +54,7 @@ def test_players_reach_their_baselines(player: str, env: str) -> None:
 
 def test_evaluation_equals_values_computed_by_hand() -> None:
     """Two turns of two moves (.25 each) on each level, then invalid replies: no success."""
-    setup = make_setup(resolve(None, {"env": ROGUE, "env.max_turns": 4}), None)
+    setup = make_setup(merge(None, {"env": ROGUE, "env.max_turns": 4}), None)
     reply = "t</think><answer>Right || Left</answer>"
     count = iter(range(8))
     policy = ScriptedPolicy(lambda prompt: reply if next(count) % 4 < 2 else "no")
@@ -168,7 +168,7 @@ def test_a_run_knows_its_own_environment_by_a_relative_path_too(
     budgets = {"env.max_turns": 7, "env.max_actions": 7, "env.params.slip": 0.25}
     trained = {"env.name": f"{tmp_path}/mine.py:Mine", **budgets}
     folder = new_run_folder(tmp_path, "mine")
-    Recorder.create(folder, dump(resolve(None, trained))).close()
+    Recorder.create(folder, dump(merge(None, trained))).close()
     monkeypatch.chdir(tmp_path)
     for name in ("mine.py:Mine", f"{tmp_path}/mine.py:Mine"):
         assert config_for(str(folder), {"env": name}).env == run_config(folder).env

@@ -24,7 +24,7 @@ from ragen.chat.chat import Chat
 from ragen.chat.prompt import Limits
 from ragen.cli.main import main
 from ragen.config.config import Config
-from ragen.config.reading import changed, resolve
+from ragen.config.reading import changed, merge
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import RagenError
 from ragen.core.seeding import SFT_LEVELS
@@ -48,7 +48,7 @@ from tests.tolerance import LOGPROB
 
 def tiny_config(**more: Any) -> Config:
     """The tiny model that answers Bandit with either arm."""
-    return resolve("bandit", settings(**more))
+    return merge("bandit", settings(**more))
 
 
 def weights(folder: Path) -> str:
@@ -75,7 +75,7 @@ def write_conversations(path: Path, count: int, reply: str = "<answer>Dragon</an
 @pytest.mark.slow
 def test_the_embedded_model_learns_from_the_solver(tmp_path: Path) -> None:
     out = tmp_path / "models" / "tuned"
-    tuned = sft(resolve("bandit", {"threads": 1}), out, episodes=128, epochs=5)
+    tuned = sft(merge("bandit", {"threads": 1}), out, episodes=128, epochs=5)
     assert tuned.model == out and [path.name for path in out.parent.iterdir()] == ["tuned"]
     # A tenth of 128 is held out; five epochs of 115 ÷ 32 ≈ 4 steps each.
     assert (tuned.examples, tuned.held_out, tuned.steps) == (115, 13, 20)
@@ -133,7 +133,7 @@ def test_held_out_loss_is_the_mean_over_the_trained_tokens(tmp_path: Path) -> No
 def test_every_example_is_used_once_per_epoch() -> None:
     tokenizer = tiny_tokenizer()
     sizes = settings(model__max_length=512, rollout__max_tokens=64)
-    config = resolve("frozen-lake-still", sizes)
+    config = merge("frozen-lake-still", sizes)
     examples = played(config, Chat(tokenizer, think=False), "solver", 9)
     training, held_out = examples.split(seed=3)
     assert len(held_out) == 1 and held_out[0] in examples.kept
@@ -149,7 +149,7 @@ def test_every_example_is_used_once_per_epoch() -> None:
 
 
 def test_random_play_is_kept_whatever_came_of_it_and_leans_to_no_action() -> None:
-    config = resolve("bandit", {"rollout.max_tokens": 200, "model.max_length": 4096})
+    config = merge("bandit", {"rollout.max_tokens": 200, "model.max_length": 4096})
     chat = Chat(tiny_tokenizer("chatml"))
     examples = played(config, chat, "random", 64)
     assert (len(examples.kept), examples.unsolved) == (64, 0) and "no skill" in examples.shows
@@ -166,7 +166,7 @@ def test_random_play_is_kept_whatever_came_of_it_and_leans_to_no_action() -> Non
 
 @pytest.mark.parametrize("env", ["frozen-lake", "sokoban"])
 def test_a_teacher_shows_optimal_play_in_the_thoughts_of_the_embedded_models(env: str) -> None:
-    config = resolve(env)
+    config = merge(env)
     _, tokenizer = load_policy(resolve_model("base", env), "cpu", "float32")
     chat = make_chat(config, tokenizer)
     every = played(config, chat, "teacher", 8, "all")
@@ -182,7 +182,7 @@ def test_a_teacher_shows_optimal_play_in_the_thoughts_of_the_embedded_models(env
 @pytest.mark.parametrize("env", ["frozen-lake", "sokoban"])
 def test_a_wanderer_describes_the_map_and_moves_at_random(env: str) -> None:
     """Its thought tells where things are; each of the actions follows in a tenth or more."""
-    config = resolve(env, {"prompt.style": "paper", "env.params.observation": "coord"})
+    config = merge(env, {"prompt.style": "paper", "env.params.observation": "coord"})
     config = changed(config, {"rollout.max_tokens": 400, "model.max_length": 4096})
     chat = Chat(tiny_tokenizer("chatml"))
     examples = played(config, chat, "wanderer", 12)
@@ -221,7 +221,7 @@ def test_a_wanderer_describes_the_map_and_moves_at_random(env: str) -> None:
 def test_a_player_says_what_it_needs(
     env: str, player: str, more: dict[str, Any], complaint: str
 ) -> None:
-    config = resolve(env, more)
+    config = merge(env, more)
     with pytest.raises(RagenError, match=complaint):
         played(config, make_chat(config, build()), player, 2)
 
@@ -262,7 +262,7 @@ def test_levels_are_reserved_temperature_is_1_without_terms_and_a_model_is_relea
 
 
 def test_a_player_with_other_tokens_is_refused(tmp_path: Path) -> None:
-    config = resolve("bandit", {"rollout.max_tokens": 80, "env.max_turns": 1})
+    config = merge("bandit", {"rollout.max_tokens": 80, "env.max_turns": 1})
     with pytest.raises(
         RagenError, match=r"the tokens of base are not those of the model.*FILE\.jsonl"
     ):
@@ -295,7 +295,7 @@ def test_solver_writes_its_plan_as_thought_and_answer() -> None:
 def test_solver_episodes_are_solved_with_every_chat_template(template: str, prefill: bool) -> None:
     more = {"prompt.style": "paper", "prompt.prefill": prefill, "env.actions_per_turn": 1}
     sizes = {"rollout.max_tokens": 200, "model.max_length": 16384}
-    config = resolve("sokoban", more | sizes)
+    config = merge("sokoban", more | sizes)
     examples = played(config, Chat(tiny_tokenizer(template)), "solver", 2)
     assert (len(examples.kept), examples.unsolved) == (2, 0)
 

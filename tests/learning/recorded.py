@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ragen.algorithms.batch import Batch
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.metrics import Metrics
 from ragen.engines.local import LocalEngine
 from ragen.engines.sharded import Rank
@@ -47,7 +47,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 def config_of(recipe: str, **more: Any) -> Config:
     """A run of Bandit with small microbatches."""
     small = {"update.microbatch_tokens": 256}
-    return resolve("bandit", settings(**more) | small | RECIPES[recipe])
+    return merge("bandit", settings(**more) | small | RECIPES[recipe])
 
 
 class Answering:

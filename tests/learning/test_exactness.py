@@ -18,7 +18,7 @@ from hypothesis import given
 from ragen.algorithms.batch import Batch, collate, minibatches, take
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.types import Group, Sample
 from ragen.engines.local import LocalEngine
@@ -124,7 +124,7 @@ CORRIDOR = {
 
 def corridor(**more: Any) -> Config:
     """A run of one step whose episodes have three turns."""
-    return resolve("bandit", settings(steps=1, eval__episodes=0, **more) | CORRIDOR)
+    return merge("bandit", settings(steps=1, eval__episodes=0, **more) | CORRIDOR)
 
 
 @cache

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ragen.config.config import Config
-from ragen.config.reading import changed, resolve
+from ragen.config.reading import changed, merge
 from ragen.core.errors import RagenError
 from ragen.core.types import Prompt
 from ragen.engines.local import LocalEngine
@@ -39,7 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 def make_config(**more: Any) -> Config:
     """A run with critic and reference by default."""
-    return resolve("bandit", settings(**({"algorithm": "starpo/ppo", "loss__kl": 0.001} | more)))
+    return merge("bandit", settings(**({"algorithm": "starpo/ppo", "loss__kl": 0.001} | more)))
 
 
 def plan(config: Config) -> Plan:

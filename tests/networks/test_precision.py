@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ragen.algorithms.batch import Batch
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.engines.local import LocalEngine
 from ragen.learning.learner import Learner
@@ -112,7 +112,7 @@ def test_masters_are_restored_from_saved_tensors() -> None:
 
 
 def test_a_closed_engine_holds_no_weights() -> None:
-    config = resolve("bandit", settings(model__dtype="bfloat16", algorithm="starpo/ppo"))
+    config = merge("bandit", settings(model__dtype="bfloat16", algorithm="starpo/ppo"))
     engine = LocalEngine(config, config.model.path)
     embedding = engine.model.get_input_embeddings().weight.shape
 

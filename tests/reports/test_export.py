@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ragen.chat.chat import Chat
 from ragen.cli.main import main
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.stopping import run_async
@@ -104,7 +104,7 @@ def test_card_usage_matches_the_run_prompt_with_every_template(
 ) -> None:
     tokenizer = tiny_tokenizer(template)
     more = {"prompt.prefill": prefill, "prompt.think": think, "model.max_length": 9999}
-    config = resolve("paper/bandit", more)
+    config = merge("paper/bandit", more)
     chat = Chat(tokenizer, think)
     usage = usage_of(make_setup(config, None), chat, tokenizer.chat_template, config.seed)
     messages = [dict(message) for message in usage.messages]
@@ -171,7 +171,7 @@ def test_card_of_an_earlier_step_omits_later_results(run: Path) -> None:
 
 def card_of(folder: Path, values: dict[str, Any], *evaluations: RunEvaluation, **known: Any) -> str:
     """The card of a run in `folder` with these settings, which tells nothing of the folder."""
-    facts = Facts(folder, resolve(None, values), {}, evaluations, (), {}, **known)
+    facts = Facts(folder, merge(None, values), {}, evaluations, (), {}, **known)
     text = card(facts, 2, Usage())
     assert str(folder) not in text
     return text
@@ -320,7 +320,7 @@ print("result", list(outputs[0].outputs[0].token_ids) == mine, reply.endswith("<
 def test_vllm_example_of_the_card_generates_as_transformers_does(tmp_path: Path) -> None:
     """In a separate process, because environment variables make vLLM run on a CPU."""
     small = {"steps": 1, "eval.episodes": 2, "rollout.num_groups": 2, "threads": 1}
-    folder = export(train(resolve("bandit", small), tmp_path / "run").run)
+    folder = export(train(merge("bandit", small), tmp_path / "run").run)
     on_cpu = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -341,7 +341,7 @@ def test_vllm_example_of_the_card_generates_as_transformers_does(tmp_path: Path)
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one step with LoRA."""
     more: dict[str, Any] = {"lora__rank": 4, "lora__alpha": 8, "update__lr": 0.1, "steps": 1}
-    config = resolve("bandit", settings(**more, eval__episodes=2))
+    config = merge("bandit", settings(**more, eval__episodes=2))
     return train(config, tmp_path_factory.mktemp("adapter") / "adapted").run
 
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from ragen.cli.main import main
-from ragen.config.reading import dump, resolve
+from ragen.config.reading import dump, merge
 from ragen.core.metrics import last
 from ragen.core.statistics import paired_difference
 from ragen.core.tables import markdown, show
@@ -30,7 +30,7 @@ ONLY = Attempt(0, 1, 3, math.inf)
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run of four steps, rolled back to step 2, with three more steps in a second attempt."""
-    config = resolve("bandit", {"steps": 5, "seed": 7})
+    config = merge("bandit", {"steps": 5, "seed": 7})
     folder = tmp_path / "bandit-7"
     folder.mkdir()
     with Recorder.create(folder, dump(config)) as recorder:
@@ -78,7 +78,7 @@ def test_facts_exclude_rolled_back_steps(run: Path) -> None:
 
 
 def test_second_rollback_may_go_back_further_than_the_first(tmp_path: Path) -> None:
-    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
+    with Recorder.create(tmp_path, dump(merge("bandit"))) as recorder:
         for attempt, steps in enumerate(([1, 2, 3, 4], [4, 5], [2])):
             recorder.attempt = attempt
             for step in steps:
@@ -102,7 +102,7 @@ def test_success_is_reported_with_random_and_optimal_play(run: Path) -> None:
 
 
 def test_change_within_the_interval_is_reported_as_no_change(tmp_path: Path) -> None:
-    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
+    with Recorder.create(tmp_path, dump(merge("bandit"))) as recorder:
         recorder.evaluation(0, evaluation(0.5).record())
         recorder.evaluation(60, evaluation(0.6).record())
     lines = next(part for part in page(read_facts(tmp_path)) if part.title == "Success").lines
@@ -114,7 +114,7 @@ def test_change_within_the_interval_is_reported_as_no_change(tmp_path: Path) -> 
 def test_the_change_of_recorded_evaluations_is_paired(tmp_path: Path) -> None:
     """32 of 64 levels are solved before, the same and 16 more after: with the two levels that
     are added, s² = (18 − 16² / 66) / 65 = .217, and t · √(s² / 66) = 11.5 points around 24.2."""
-    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
+    with Recorder.create(tmp_path, dump(merge("bandit"))) as recorder:
         for step, solved in ((0, 32), (60, 48)):
             recorder.evaluation(step, evaluation(solved / 64).record())
             played = (replace(episode(success=n < solved), level_seed=n) for n in range(64))
@@ -143,7 +143,7 @@ def test_gradients_by_reward_std_are_shown_only_if_measured(run: Path) -> None:
         "gradient_by_std/3/groups": {3: 4.0},
         "gradient_by_std/3/task_per_token": {3: 0.5},
     }
-    found = Facts(Path(), resolve(None), metrics, (), (), {ONLY: metrics})
+    found = Facts(Path(), merge(None), metrics, (), (), {ONLY: metrics})
     assert cells(found, "Gradients") == {"0": ("12", "0"), "3": ("4", "0.5")}
 
 
@@ -170,7 +170,7 @@ def test_phases_count_no_time_twice() -> None:
     parts = {"generate": 2.0, "env": 1.0, "rollout": 3.0, "update": 4.0, "step": 7.0}
     seconds = {f"time/{name}_s": {1: value} for name, value in parts.items()}
     history = seconds | {"time/tokens_per_s": {1: 900.0}}
-    found = Facts(Path(), resolve(None), history, (), (), {ONLY: history}).phases
+    found = Facts(Path(), merge(None), history, (), (), {ONLY: history}).phases
     assert found == {"generate": 2.0, "env": 1.0, "update": 4.0}
 
 
@@ -204,7 +204,7 @@ def test_report_fits_the_width_of_a_terminal(run: Path) -> None:
 
 
 def test_run_without_finished_steps_has_a_report(tmp_path: Path) -> None:
-    Recorder.create(tmp_path, dump(resolve("bandit"))).close()
+    Recorder.create(tmp_path, dump(merge("bandit"))).close()
     path = write_report(read_facts(tmp_path), tmp_path)
     text = path.read_text(encoding="utf-8")
     for words in (

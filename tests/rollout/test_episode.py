@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen.chat.chat import Chat
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, Prompt, StopReason
 from ragen.envs.registry import make
@@ -396,7 +396,7 @@ def test_a_turn_that_is_too_long_by_itself_ends_the_episode() -> None:
 
 
 def test_make_setup_follows_the_config() -> None:
-    config = resolve("bandit", {"rollout.max_tokens": 33, "prompt.think": False})
+    config = merge("bandit", {"rollout.max_tokens": 33, "prompt.think": False})
     setup = make_setup(config, None)
     assert isinstance(setup.make(), Bandit)
     assert (setup.env, setup.turns, setup.max_tokens, setup.prefill) == (
@@ -406,7 +406,7 @@ def test_make_setup_follows_the_config() -> None:
         "<answer>",
     )
     with pytest.raises(RagenError, match="did you mean 'bandit'"):
-        make_setup(resolve(None, {"env": "bandti"}), None)
+        make_setup(merge(None, {"env": "bandti"}), None)
 
 
 def test_environment_time_is_counted() -> None:

@@ -16,7 +16,7 @@ from ragen.bases.demonstrations_sokoban import sokoban_plan
 from ragen.chat.actions import parse
 from ragen.chat.prompt import Limits
 from ragen.config.extensions import THOUGHT_TERMS
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.metrics import values
 from ragen.core.types import Episode, Group, Turn
@@ -137,7 +137,7 @@ def test_demonstrations_state_true_facts_and_follow_their_plans(name: str, write
 
 
 def play(*replies: str, setup: Setup | None = None) -> Episode:
-    setup = setup or make_setup(resolve("frozen-lake-still"), None)
+    setup = setup or make_setup(merge("frozen-lake-still"), None)
     return asyncio.run(
         play_episode(ScriptedPolicy(replies), setup, EpisodeSpec(123, 0, 0, (0, "test")))
     )
@@ -170,7 +170,7 @@ def test_thoughts_have_no_metrics_if_the_environment_cannot_read_them() -> None:
 
 
 def resolve_setup(recipe: str, **overrides: Any) -> Setup:
-    return make_setup(resolve(recipe, overrides), None)
+    return make_setup(merge(recipe, overrides), None)
 
 
 def turn_with_reading(stated: int, true: int, plan: tuple[str, ...] | None = None) -> Turn:

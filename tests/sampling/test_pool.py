@@ -11,7 +11,7 @@ import pytest
 
 from ragen.cluster.model_hosts import LearnerHost, SamplerHost
 from ragen.config.config import Config
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import EngineLost, NotFiniteError
 from ragen.core.types import Completion, Prompt
 from ragen.sampling.pool import Answers, SamplerPool
@@ -135,7 +135,7 @@ class Threaded:
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    return resolve("bandit", settings())
+    return merge("bandit", settings())
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pretend import PretendVllm
 from tiny import tiny_model, tiny_tokenizer
 
 from ragen.chat.chat import Chat
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
 from ragen.engines.factory import make_policy
@@ -205,7 +205,7 @@ def settings(folder: str, **more: Any) -> Any:
         "steps": 1,
         "threads": 1,
     }
-    return resolve("bandit", small | more)
+    return merge("bandit", small | more)
 
 
 def test_a_run_publishes_its_weights_to_vllm_and_examine_closes_its_engine(
@@ -331,6 +331,6 @@ def test_temperatures_outside_the_range_of_vllm_are_refused(key: str) -> None:
     for sampler in ("vllm", "http://127.0.0.1:8000"):
         for temperature in (0.005, 2.5):
             with pytest.raises(RagenError, match=f"{key} = .*: vLLM samples at 0.01 to 2"):
-                resolve("bandit", {"rollout.sampler": sampler, key: temperature})
-    resolve("bandit", {key: 2.5})
-    resolve("bandit", {"rollout.sampler": "vllm", "eval.temperature": 0.0})
+                merge("bandit", {"rollout.sampler": sampler, key: temperature})
+    merge("bandit", {key: 2.5})
+    merge("bandit", {"rollout.sampler": "vllm", "eval.temperature": 0.0})

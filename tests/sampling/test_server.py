@@ -15,7 +15,7 @@ from pretend import Answer, pretend_server
 from tiny import tiny_model, tiny_tokenizer
 
 from ragen.chat.chat import Chat
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.types import Prompt
 from ragen.networks.lora import attach
@@ -217,7 +217,7 @@ def test_a_server_that_stops_or_is_down_is_reported_before_the_run_folder_is_mad
     asyncio.run(server.close())
     with pytest.raises(RagenError, match="cannot be reached"):
         connect(url)
-    config = resolve("bandit", {"rollout.sampler": url, "threads": 1})
+    config = merge("bandit", {"rollout.sampler": url, "threads": 1})
     with pytest.raises(RagenError, match="cannot be reached"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -19,7 +19,7 @@ import torch
 from tiny import tiny_model, tiny_tokenizer
 
 from ragen.chat.chat import Chat
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt
 from ragen.models.loading import save_model
@@ -367,7 +367,7 @@ def test_a_run_trains_with_a_server(server_url: str, folder: str, tmp_path: Path
         "steps": 2,
         "threads": 1,
     }
-    train(resolve("bandit", settings), tmp_path / "run")
+    train(merge("bandit", settings), tmp_path / "run")
     metrics = read_metrics(tmp_path / "run")
     assert len(metrics["publish/logprob_difference"]) == 2
     assert max(metrics["publish/logprob_difference"].values()) < 1e-3

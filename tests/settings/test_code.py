@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.settings.code import absolute, refuse_changed
 
@@ -30,6 +30,6 @@ def test_a_change_of_code_names_the_code() -> None:
     """With a library, its name alone says too little."""
     pytest.importorskip("gymnasium")
     name = "gymnasium:CartPole-v1"
-    config = resolve(None, {"env.name": name, "sources": {name: "gymnasium 0.1"}})
+    config = merge(None, {"env.name": name, "sources": {name: "gymnasium 0.1"}})
     with pytest.raises(RagenError, match=f"^{name} has changed since the run began"):
         refuse_changed(config)

@@ -10,7 +10,7 @@ import pytest
 
 import ragen
 from ragen.cli.main import main
-from ragen.config.reading import dump, resolve
+from ragen.config.reading import dump, merge
 from ragen.core.errors import RagenError
 from ragen.models.loading import save_model
 from ragen.models.names import base_folder, is_embedded
@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> str:
     checkpoint = tmp_path / "run" / "checkpoints" / "step-3"
     shutil.copytree(base_folder("sokoban"), checkpoint)
     (checkpoint / "state.json").write_text("{}")
-    (tmp_path / "run" / CONFIG).write_text(dump(resolve("sokoban")))
+    (tmp_path / "run" / CONFIG).write_text(dump(merge("sokoban")))
     return str(tmp_path / "run")
 
 
@@ -60,7 +60,7 @@ def test_an_adapter_is_embedded_if_its_base_is(model: str, tmp_path: Path) -> No
 def test_another_model_is_evaluated_with_the_prompts_and_lengths_of_the_papers(
     env: str, model: str
 ) -> None:
-    paper, config = resolve(f"paper/{env}"), config_for(model, {"env": env})
+    paper, config = merge(f"paper/{env}"), config_for(model, {"env": env})
     assert config.prompt == paper.prompt and config.rollout.max_tokens == paper.rollout.max_tokens
     assert config.model.max_length == paper.model.max_length
     assert (config.env.max_turns, config.env.params) == (paper.env.max_turns, {})

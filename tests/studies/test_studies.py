@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from ragen.cli.main import main
-from ragen.config.reading import dump, recipes, resolve
+from ragen.config.reading import dump, merge, recipes
 from ragen.core.errors import GuardStop, MismatchError, NotFiniteError, RagenError
 from ragen.core.metrics import total
 from ragen.core.stopping import StopRequested
@@ -157,7 +157,7 @@ def test_a_run_that_does_not_fall_survives_and_has_no_lead() -> None:
 def test_rolled_back_results_are_ignored(tmp_path: Path) -> None:
     """Success .99 at step 4 was rolled back to step 2; the run ends at step 4 with .3."""
     base = evaluation(0.5)
-    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
+    with Recorder.create(tmp_path, dump(merge("bandit"))) as recorder:
         for attempt, steps, success in ((0, (1, 2, 3, 4), 0.99), (1, (3, 4), 0.3)):
             recorder.attempt = attempt
             for step in steps:
@@ -175,7 +175,7 @@ def test_rolled_back_results_are_ignored(tmp_path: Path) -> None:
 def test_a_mixture_is_measured_in_the_environment_of_the_row(tmp_path: Path) -> None:
     parts = (replace(evaluation(0.3), env="lake"), replace(evaluation(0.9), env="box", random=0.1))
     whole = replace(evaluation(0.6), env="lake+box", parts=parts)
-    with Recorder.create(tmp_path, dump(resolve("bandit"))) as recorder:
+    with Recorder.create(tmp_path, dump(merge("bandit"))) as recorder:
         recorder.evaluation(0, whole.record())
         recorder.commit()
     run = read_run(tmp_path, 1.0, env=env_of("box, PPO"))

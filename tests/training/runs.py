@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from ragen.config.config import Config
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.stopping import StopRequested
 from ragen.storage import checkpoint
@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {
 
 
 def make_config(**more: Any) -> Config:
-    return resolve("bandit", settings(**more))
+    return merge("bandit", settings(**more))
 
 
 def rows(run: Path, query: str) -> list[tuple[Any, ...]]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ragen.algorithms.batch import Batch, collate
 from ragen.config.config import Config
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.types import Completion, Episode, Prompt, Sample
 from ragen.engines.engine import Engine
 from ragen.envs.registry import env_factory
@@ -43,7 +43,7 @@ def test_every_sampler_gets_as_many_episodes_as_it_has_slots(
 ) -> None:
     shape = {"rollout.slots": 3, "rollout.num_groups": 4, "rollout.group_size": 4}
     policy = Counting()
-    collect(policy, resolve("bandit", engine | shape))
+    collect(policy, merge("bandit", engine | shape))
     assert policy.most == at_once
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ragen.cli.main import main
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.diagnostics.collapse import STAGE, since_advance
 from ragen.diagnostics.detectors import EVALUATED
@@ -67,7 +67,7 @@ def test_a_stage_has_its_own_budgets(tmp_path: Path) -> None:
     stage = {"max_turns": 1, "max_distance": 1}
     more = {"env__max_turns": 3, "curriculum__stages": [stage], "model__max_length": 512}
     more |= {"rollout__group_size": 2, "eval__episodes": 1}
-    config = resolve("frozen-lake-still", settings(steps=1, **more))
+    config = merge("frozen-lake-still", settings(steps=1, **more))
     train(config, tmp_path / "run")
     turns = set(rows(tmp_path / "run", "SELECT phase, num_turns FROM episodes"))
     assert turns == {("train", 1), ("eval", 3), ("eval greedy", 3)}

@@ -15,7 +15,7 @@ import pytest
 
 from ragen.cli.main import main
 from ragen.config.config import Config
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.tables import markdown
 from ragen.envs.checker import check
@@ -90,12 +90,12 @@ def flags() -> list[str]:
 def judged(env: str, server: FaultyServer, **more: Any) -> Config:
     values = {"env__name": env, "reward__terms": {"judge": 1.0}, "judge__url": server.url}
     values |= {"judge__model": "scripted", "judge__rubric": "Dragon is best."}
-    return resolve("bandit", settings(**values | more))
+    return merge("bandit", settings(**values | more))
 
 
 def test_the_example_of_the_page_trains_with_a_server_on_this_machine(flags: list[str]) -> None:
     check(make("support.py:Support"))
-    config = resolve("support.toml")
+    config = merge("support.toml")
     assert config.reward.terms == {"judge": 1.0} and "nothing that a shop" in config.judge.rubric
     assert len(block("toml").splitlines()) <= 25
     (command,) = re.findall(r"^ragen (train support.toml --judge.url http.*)$", PAGE, re.MULTILINE)
@@ -159,4 +159,4 @@ def test_a_judge_that_cannot_be_read_ends_the_run_in_one_line(tmp_path: Path, en
 
 def test_the_settings_of_a_judge_belong_together() -> None:
     with pytest.raises(RagenError, match=r"set judge\.model and judge\.rubric, and judge\.url"):
-        resolve("bandit", {"reward.terms.judge": 1.0})
+        merge("bandit", {"reward.terms.judge": 1.0})

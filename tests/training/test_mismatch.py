@@ -12,7 +12,7 @@ import torch
 
 from ragen.algorithms.batch import Batch
 from ragen.config.config import Config
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.config.sections import RolloutConfig
 from ragen.core.errors import GuardStop
 from ragen.core.metrics import Metrics
@@ -60,7 +60,7 @@ def settings(folder: str, **changes: Any) -> Config:
         "filter.include_zero": True,
     }
     changed = {key.replace("__", "."): value for key, value in changes.items()}
-    return resolve("frozen-lake-still", keys | changed)
+    return merge("frozen-lake-still", keys | changed)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, temperature: float) -> list[float]:
@@ -101,7 +101,7 @@ def test_refilled_groups_are_scored_as_they_were_sampled(
     """In the bandit, whose model plays either arm, so that rewards in a group differ."""
     more = {"steps": 1, "eval__episodes": 0, "rollout__refill": 2, "filter__include_zero": False}
     gaps = watch(monkeypatch, 1.0)
-    train(resolve("bandit", bandit_settings(**more)), tmp_path / "run")
+    train(merge("bandit", bandit_settings(**more)), tmp_path / "run")
     assert gaps and max(gaps) <= 1e-3
 
 
@@ -159,7 +159,7 @@ def test_another_arithmetic_has_a_wider_bound_and_only_an_alarm(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = {"steps": 1, "rollout__group_size": 2, "eval__episodes": 0, "model__dtype": "bfloat16"}
-    quiet = train(resolve("bandit", bandit_settings(**more)), tmp_path / "quiet")
+    quiet = train(merge("bandit", bandit_settings(**more)), tmp_path / "quiet")
     assert read_metrics(quiet.run)[MISMATCH_BOUND] == {1: 0.5} and not quiet.alarms
     skew(monkeypatch, without_half)
     result = train(settings(folder, model__dtype="bfloat16"), tmp_path / "run")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ragen.config.config import Config
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.stopping import StopRequested
 from ragen.core.types import Completion, Group, Prompt
@@ -35,7 +35,7 @@ def _copied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ahead(most: int = 1, **more: Any) -> Config:
     own = {"engine__name": "ray", "engine__max_staleness": most, "eval__every": 1}
-    return resolve("bandit", settings(**{**own, **more}))
+    return merge("bandit", settings(**{**own, **more}))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_a_lost_engine_takes_its_plays_with_it(
 
 def test_only_an_engine_of_many_processes_plays_ahead() -> None:
     with pytest.raises(RagenError, match=r'set engine\.name = "ray"'):
-        resolve("bandit", settings(engine__max_staleness=1))
+        merge("bandit", settings(engine__max_staleness=1))
 
 
 def test_what_is_too_stale_is_dropped_and_counted(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ragen.config.reading import recipes, resolve
+from ragen.config.reading import merge, recipes
 from ragen.learning.learner import MAX_GRAD_NORM, VALUE_CLIP, WEIGHT_DECAY
 from ragen.models.loading import save_model
 from ragen.storage.reader import read_metrics
@@ -43,7 +43,7 @@ def test_each_environment_of_the_paper_has_a_recipe() -> None:
 
 @pytest.mark.parametrize("name", PAPER)
 def test_paper_recipes_hold_the_published_values(name: str) -> None:
-    config = resolve(name)
+    config = merge(name)
     rollout, update, env = config.rollout, config.update, config.env
     assert (config.algorithm, config.prompt.style, config.model.path) == (
         "starpo-s/ppo",
@@ -63,9 +63,7 @@ def test_paper_recipes_hold_the_published_values(name: str) -> None:
 
 def test_a_paper_recipe_trains_a_step_with_a_small_model(stand_in: Path, tmp_path: Path) -> None:
     # 4 episodes, of which the filter keeps one group of 2: one update.
-    config = resolve(
-        "paper/bandit", {**SMALL, "model.path": str(stand_in), "model.max_length": 4096}
-    )
+    config = merge("paper/bandit", {**SMALL, "model.path": str(stand_in), "model.max_length": 4096})
     result = train(config, tmp_path / "run")
     metrics = read_metrics(result.run)
     assert list(metrics["loss/policy"]) == [1]
@@ -78,6 +76,6 @@ def test_a_paper_recipe_trains_a_step_with_a_small_model(stand_in: Path, tmp_pat
 def test_the_longest_episode_fits_into_max_length() -> None:
     """A first prompt has under 450 tokens of English and map, a later message under 120."""
     for name in PAPER:
-        config = resolve(name)
+        config = merge(name)
         turns = config.env.max_turns
         assert 450 + (turns - 1) * 120 + turns * 400 <= config.model.max_length

@@ -16,7 +16,7 @@ import pytest
 import ragen
 from ragen.cli.main import main
 from ragen.config.keys import keys
-from ragen.config.reading import dump, read_config, resolve
+from ragen.config.reading import dump, merge, read_config
 from ragen.core.errors import RagenError
 from ragen.diagnostics.guard import GuardState
 from ragen.settings.saved import run_config
@@ -139,7 +139,7 @@ def test_an_edited_config_is_refused_until_the_change_is_given(
 
 
 def test_an_entry_that_is_removed_from_a_config_is_named(tmp_path: Path) -> None:
-    Recorder.create(tmp_path, dump(resolve("bandit", {"env.params.slip": 0.25}))).close()
+    Recorder.create(tmp_path, dump(merge("bandit", {"env.params.slip": 0.25}))).close()
     changed_text(lambda text: text.replace("slip = 0.25\n", ""))(tmp_path / CONFIG)
     with pytest.raises(RagenError, match=r"params\.slip = unset, not 0\.25; to keep"):
         run_config(tmp_path)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ragen.cli.main import main
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.config.sections import TRACKERS
 from ragen.core.errors import RagenError
 from ragen.storage.reader import read_evaluations, read_metrics
@@ -101,7 +101,7 @@ EACH_TRACKER = pytest.mark.parametrize("name", TRACKER_PARAMS)
 def test_trackers_receive_metrics_under_ragens_names_also_after_a_resume(
     name: str, tmp_path: Path
 ) -> None:
-    config = resolve("bandit", settings(record__trackers=name, steps=2))
+    config = merge("bandit", settings(record__trackers=name, steps=2))
     run = train(config, tmp_path / "bandit-7").run
     resume(run, overrides={"steps": 3})
     recorded, found = read_metrics(run), READERS[name](run)
@@ -127,7 +127,7 @@ def test_trackers_show_the_values_after_a_rollback_and_write_nothing_to_standard
     run = tmp_path / "bandit-7"
     run.mkdir()
     watcher = with_trackers(Watcher(), name)
-    watcher.begin(run, resolve("bandit"), 0)
+    watcher.begin(run, merge("bandit"), 0)
     for step, loss in ((1, 0.5), (2, 0.25), (3, 8.0), (4, 9.0), (3, 0.125), (4, 0.0625)):
         watcher.step(step, {"loss/policy": loss, "loss/kl": 0.0})
     watcher.step(4, {"loss/policy": 0.5, "loss/kl": 0.0})  # after another rollback, to step 3
@@ -146,7 +146,7 @@ def test_tensorboard_shows_each_step_once_after_a_kill_before_the_first_checkpoi
     for number, loss in enumerate((8.0, 0.5)):
         time.sleep(1.1 * number)  # the names of its files have the second
         watcher = with_trackers(Watcher(), "tensorboard")
-        watcher.begin(tmp_path, resolve("bandit"), 0)
+        watcher.begin(tmp_path, merge("bandit"), 0)
         for step in (1, 2):
             watcher.step(step, {"loss/policy": loss})
         watcher.end()
@@ -180,7 +180,7 @@ def test_watchers_forward_every_call(tracker_calls: list[Any], tmp_path: Path) -
         setattr(inner, name, lambda *_, name=name: calls.append(name))
     watcher = Watchers(inner, trackers.TRACKERS["fake"]())
     watcher.note("by the way")
-    watcher.begin(tmp_path, resolve("bandit"), 3)
+    watcher.begin(tmp_path, merge("bandit"), 3)
     watcher.episode(None)  # type: ignore[arg-type]
     watcher.step(4, {"loss/policy": 0.5})
     watcher.alarm(4, "look")
@@ -196,7 +196,7 @@ def test_a_failing_run_closes_its_tracker(tracker_calls: list[Any], tmp_path: Pa
             raise ZeroDivisionError
 
     config, fake_tracker = (
-        resolve("bandit", settings(eval__episodes=0)),
+        merge("bandit", settings(eval__episodes=0)),
         trackers.TRACKERS["fake"](),
     )
     with pytest.raises(ZeroDivisionError):
@@ -211,7 +211,7 @@ def test_a_run_resumes_after_its_tracker_failed_to_start(
         def begin(self, run: Path, config: Any, step: int) -> None:
             raise RagenError("no login")
 
-    config, run = resolve("bandit", settings(steps=1, eval__episodes=0)), tmp_path / "run"
+    config, run = merge("bandit", settings(steps=1, eval__episodes=0)), tmp_path / "run"
     with pytest.raises(RagenError, match="no login"):
         train(config, run, watcher=Refuses())
     resume(run, trackers.TRACKERS["fake"]())
@@ -247,9 +247,9 @@ def test_a_missing_tracker_is_one_line_before_the_run_starts(
 def test_unknown_tracker_names_are_refused() -> None:
     for wrong in ("mlflow", "wandb,mlflow", "wandb tensorboard"):
         with pytest.raises(RagenError, match=r"record.trackers = .*: expected nothing, or names"):
-            resolve("bandit", {"record.trackers": wrong})
-    assert resolve("bandit").record.trackers == ""
-    assert resolve("bandit", {"record.trackers": "wandb, tensorboard"}).record.trackers
+            merge("bandit", {"record.trackers": wrong})
+    assert merge("bandit").record.trackers == ""
+    assert merge("bandit", {"record.trackers": "wandb, tensorboard"}).record.trackers
 
 
 def test_tracker_names_equal_those_of_the_config() -> None:

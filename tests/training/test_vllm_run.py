@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.engines.local import LocalEngine
 from ragen.evaluation.evaluation import evaluate_target
@@ -24,7 +24,7 @@ SETTINGS = {"rollout.sampler": "vllm", "eval.episodes": 64, "threads": 1}
 
 def test_training_on_vllm_learns_the_bandit(tmp_path: Path) -> None:
     """From about even odds; the local sampler reaches the same success in as many steps."""
-    result = train(resolve("bandit", SETTINGS | {"steps": 25}), tmp_path / "run")
+    result = train(merge("bandit", SETTINGS | {"steps": 25}), tmp_path / "run")
     assert result.before.success < 0.75 < 0.85 < result.after.success
     metrics = read_metrics(tmp_path / "run")
     assert len(metrics["publish/logprob_difference"]) == 25
@@ -46,7 +46,7 @@ def test_an_adapter_rank_too_high_for_vllm_is_one_line() -> None:
 
 def test_a_second_engine_starts_after_the_first_is_closed() -> None:
     """As in a rollback by the guard."""
-    config = resolve("bandit", SETTINGS)
+    config = merge("bandit", SETTINGS)
     path = resolve_model("base", "bandit")
     for _ in range(2):
         engine = LocalEngine(config, path)
@@ -58,7 +58,7 @@ def test_a_second_engine_starts_after_the_first_is_closed() -> None:
 def test_lora_training_on_vllm_learns_the_bandit(tmp_path: Path) -> None:
     """The adapter is pushed at each step, restored on resume and merged for an evaluation."""
     settings = SETTINGS | {"steps": 15, "lora.rank": 8, "update.lr": 5e-3}
-    result = train(resolve("bandit", settings), tmp_path / "run")
+    result = train(merge("bandit", settings), tmp_path / "run")
     assert result.after.success > result.before.success + 0.1
     metrics = read_metrics(tmp_path / "run")
     assert max(metrics["publish/logprob_difference"].values()) < 1e-3

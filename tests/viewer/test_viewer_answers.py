@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from viewer_run import THOUGHTS, log_step, make_engine_run, make_run
 
-from ragen.config.reading import dump, resolve
+from ragen.config.reading import dump, merge
 from ragen.reports.facts import read_facts
 from ragen.storage.branches import FILE
 from ragen.storage.database import CONFIG, DATABASE, is_claimed
@@ -67,7 +67,7 @@ def test_the_folder_of_the_viewer_may_be_a_run(root: Path) -> None:
 
 def test_a_run_is_running_while_a_process_writes_it(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    with Recorder.create(tmp_path / "a", dump(resolve("bandit"))) as recorder:
+    with Recorder.create(tmp_path / "a", dump(merge("bandit"))) as recorder:
         assert run_of(tmp_path, "a")["state"] == "running"
         assert is_claimed(tmp_path / "a"), "reading took the claim of the run"
         log_step(recorder, 1, 0.5)
@@ -79,7 +79,7 @@ def test_a_run_is_running_while_a_process_writes_it(tmp_path: Path) -> None:
 
 def test_every_question_is_answered_for_a_run_without_steps(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    Recorder.create(tmp_path / "a", dump(resolve("bandit"))).close()
+    Recorder.create(tmp_path / "a", dump(merge("bandit"))).close()
     for path in ROUTES:
         if path not in ("/api/runs", "/api/compare"):
             query = {"run": "a", "names": "x", "episode": 1, "step": 1, "attempt": 0, "group": 0}
@@ -207,7 +207,7 @@ def test_reading_leaves_the_folder_unchanged(tmp_path: Path) -> None:
 def test_a_run_that_is_closed_during_reads_leaves_no_log_file(tmp_path: Path) -> None:
     """Only the writer merges the write-ahead log, and it has to wait for readers."""
     (tmp_path / "a").mkdir()
-    recorder = Recorder.create(tmp_path / "a", dump(resolve("bandit")))
+    recorder = Recorder.create(tmp_path / "a", dump(merge("bandit")))
     log_step(recorder, 1, 0.5)
     recorder.commit()
     done = threading.Event()
@@ -269,8 +269,8 @@ def test_processes_of_the_engine_that_were_lost_have_their_state(
 
 def test_differences_are_relative_to_the_recipe_or_the_preset(tmp_path: Path) -> None:
     configs = {
-        "of-mine": resolve("bandit").model_copy(update={"recipe": "of-mine"}),
-        "ppo": resolve("bandit", {"algorithm": "starpo/ppo"}),
+        "of-mine": merge("bandit").model_copy(update={"recipe": "of-mine"}),
+        "ppo": merge("bandit", {"algorithm": "starpo/ppo"}),
     }
     for name, config in configs.items():
         (tmp_path / name).mkdir()
@@ -455,7 +455,7 @@ def test_evaluations_at_other_temperatures_are_not_compared(tmp_path: Path) -> N
 def test_different_environments_are_compared_by_their_rates(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     (tmp_path / "b").mkdir()
-    shorter = resolve("frozen-lake", {"env.max_turns": 3})
+    shorter = merge("frozen-lake", {"env.max_turns": 3})
     with Recorder.create(tmp_path / "b", dump(shorter)) as recorder:
         recorder.evaluation(0, evaluation(0.7).record() | {"env": "frozen-lake"})
     (comparison,) = ask(tmp_path, "compare", run="a", other="b")["comparisons"]

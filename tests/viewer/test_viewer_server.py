@@ -22,7 +22,7 @@ from starlette.testclient import TestClient, WebSocketDenialResponse
 from viewer_run import log_step, make_run
 
 from ragen.cli.main import main
-from ragen.config.reading import dump, resolve
+from ragen.config.reading import dump, merge
 from ragen.core.errors import RagenError
 from ragen.serving.server import listen
 from ragen.storage.recorder import Recorder
@@ -250,7 +250,7 @@ def test_events_reach_a_listener_within_two_seconds_of_a_commit(tmp_path: Path) 
         assert address.startswith("http://127.0.0.1:")
         maps = Path(f"/proc/{process.pid}/maps")
         assert not maps.exists() or "libtorch" not in maps.read_text(encoding="utf-8")
-        recorder = Recorder.create(runs / "a", dump(resolve("bandit")))
+        recorder = Recorder.create(runs / "a", dump(merge("bandit")))
         log_step(recorder, 1, 0.5)
         recorder.commit()
         listeners = []
@@ -301,7 +301,7 @@ def wait_until(condition: Any, seconds: float = 15.0) -> None:
 def test_an_evaluation_is_announced_when_it_is_written(tmp_path: Path) -> None:
     """It is written after its step, which was announced before."""
     (tmp_path / "a").mkdir()
-    recorder = Recorder.create(tmp_path / "a", dump(resolve("bandit")))
+    recorder = Recorder.create(tmp_path / "a", dump(merge("bandit")))
     news = live.run_news(tmp_path / "a")
     assert next(news) == []
     for step in (0, 1):

@@ -22,7 +22,7 @@ import pytest
 from records import episode, turn
 
 from ragen.cli.main import main
-from ragen.config.reading import dump, resolve
+from ragen.config.reading import dump, merge
 from ragen.core.errors import RagenError
 from ragen.core.metrics import last
 from ragen.core.types import Group
@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose model writes attacks, in a folder with a space in its path. Read only."""
     place = tmp_path_factory.mktemp("shared")
     folder = new_run_folder(place / "my runs", "made")
-    config = resolve("bandit", {"env.name": f"{place}/secret place/w.py:World"})
+    config = merge("bandit", {"env.name": f"{place}/secret place/w.py:World"})
     with Recorder.create(folder, dump(config)) as recorder:
         recorder.log(1, {"reward/mean": last(1.0), "success/mean": last(0.5)})
         recorder.event(1, "alarm", f"see {folder}/checkpoints and /home/alice/x.log", {"a": 1})

@@ -113,9 +113,6 @@ def merge(
     return _validate([preset, *above])
 
 
-resolve = merge
-
-
 def with_preset(config: Config) -> Config:
     """A config that Python built, on top of its algorithm's preset as if a recipe had said it.
 

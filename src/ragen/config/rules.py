@@ -312,5 +312,5 @@ _USES: Mapping[tuple[str, ...], Use] = {
 }
 
 READ_WITH: Mapping[str, Use] = {key: use for keys, use in _USES.items() for key in keys}
-"""Keys that are read only with certain settings; `reading.resolve` refuses them otherwise. All
+"""Keys that are read only with certain settings; `reading.merge` refuses them otherwise. All
 other keys are always read."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ragen.config.reading import resolve
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs.adapters import openenv_servers
@@ -149,7 +149,7 @@ def test_a_run_names_the_file_of_an_application_by_its_whole_path(
         (NAME, NAME),
         ("openenv:http://127.0.0.1:1/a.py:1", "openenv:http://127.0.0.1:1/a.py:1"),
     ):
-        assert resolve_paths(resolve(None, {"env.name": name})).env.name == whole
+        assert resolve_paths(merge(None, {"env.name": name})).env.name == whole
 
 
 def test_an_application_that_does_not_start_is_told_in_one_line(tmp_path: Path) -> None:
