@@ -107,6 +107,7 @@ def main() -> None:
     if args.ray:
         with tempfile.TemporaryDirectory() as scratch:
             return kill_on_ray(args.ray, random.Random(args.seed), Path(scratch))
+    del sys.modules["__main__"].__file__  # or each isolated worker would import torch with it
     for phase, (owner, name) in PLACES.items():
         setattr(owner, name, watched(phase, getattr(owner, name)))
     chooser = random.Random(args.seed)
