@@ -45,7 +45,7 @@ import ragen
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
 from ragen.config.sections import UpdateConfig
-from ragen.core.metrics import Metrics
+from ragen.core.metrics import Metrics, merge
 from ragen.core.seeding import derive
 from ragen.engines.local import LocalEngine
 from ragen.models.memory import plans
