@@ -43,6 +43,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import ragen
 from ragen.algorithms.samples import to_samples
+from ragen.config import reading
 from ragen.config.config import Config
 from ragen.config.sections import UpdateConfig
 from ragen.core.metrics import Metrics, merge
@@ -53,7 +54,6 @@ from ragen.networks.decoder import HFDecoder
 from ragen.networks.graphs import GraphDecoder, recorder
 from ragen.rollout.setup import make_setup
 from ragen.sampling.local_sampler import Sampler, draw
-from ragen.settings.resolve import resolve
 from ragen.training.collection import collect_groups, make_batch, split_batch
 from ragen.training.mixture import first_starts
 
@@ -141,7 +141,7 @@ def make_model(folder: Path, size: Size) -> None:
 
 def make_config(model: Path, size: Size, mode: str) -> Config:
     """StarPO with GRPO's advantage and the papers' prompts."""
-    return resolve(
+    return reading.merge(
         None,
         {
             "algorithm": "starpo/grpo",
