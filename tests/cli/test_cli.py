@@ -421,7 +421,7 @@ def test_text_from_outside_gives_the_terminal_no_commands(
 
 def watch(watcher: Watcher, run: Path, steps: int = 2) -> None:
     """Send the events of a short run to a watcher."""
-    watcher.begin(run, settings.resolve("bandit", {"steps": steps}), 0)
+    watcher.begin(run, settings.merge("bandit", {"steps": steps}), 0)
     watcher.evaluated(0, evaluation(0.5))
     watcher.evaluated(0, evaluation(0.25, temperature=0.0))
     episode = Episode("bandit", 1, 2, 0, 0, (), "solved", True, False, True)
@@ -467,7 +467,7 @@ def test_progress_is_shown_in_updates_with_a_budget_of_updates(
     )
     table = LiveTable(console)
     table.begin(
-        tmp_path, settings.resolve("bandit", {"steps": 30, "budget": "updates"}), start_step
+        tmp_path, settings.merge("bandit", {"steps": 30, "budget": "updates"}), start_step
     )
     for number, done in enumerate(updates, 1):
         now += 30.0  # for 3 updates
