@@ -81,8 +81,8 @@ class Command:
     """A command of ``ragen``.
 
     `summary` is its line in the overview. `options` adds its options to a parser, and `run` returns
-    the exit code. `takes_keys` says whether config keys may be set. `epilog` returns a text under
-    the help; it is called only when the help is shown, because it takes time.
+    the exit code. `takes_keys` says that config keys may be set. `epilog` returns a text under the
+    help; it is called only when the help is shown, because it takes time.
     """
 
     summary: str

@@ -12,11 +12,29 @@ from pathlib import Path
 from ragen.cli.command import Command, Parser
 
 FIRST_KEYS = (
-    *("env", "model", "algorithm", "seed", "steps", "threads"),
-    *("env.max_turns", "env.max_actions", "prompt.think", "model.dtype", "lora.rank"),
-    *("rollout.num_groups", "rollout.group_size", "rollout.max_tokens", "rollout.temperature"),
-    *("filter.value", "loss.kl", "update.lr", "update.critic_lr", "update.minibatch_episodes"),
-    *("eval.every", "eval.episodes", "checkpoint.every"),
+    "env",
+    "model",
+    "algorithm",
+    "seed",
+    "steps",
+    "threads",
+    "env.max_turns",
+    "env.max_actions",
+    "prompt.think",
+    "model.dtype",
+    "lora.rank",
+    "rollout.num_groups",
+    "rollout.group_size",
+    "rollout.max_tokens",
+    "rollout.temperature",
+    "filter.value",
+    "loss.kl",
+    "update.lr",
+    "update.critic_lr",
+    "update.minibatch_episodes",
+    "eval.every",
+    "eval.episodes",
+    "checkpoint.every",
 )
 
 SHELLS = ("bash", "zsh", "fish")

@@ -71,12 +71,7 @@ def _sft(options: Namespace, overrides: Overrides) -> int:
 
 
 def _typed(overrides: Overrides, prefixes: tuple[str, ...], but: Container[str] = ()) -> str:
-    """Config keys that begin with one of the prefixes, as they are typed on the command line.
-
-    Example:
-        >>> _typed({"prompt.think": False, "env.params.names": "two words"}, ("prompt.", "env."))
-        " --prompt.think false --env.params.names 'two words'"
-    """
+    """Config keys that begin with one of the prefixes, as they are typed on the command line."""
     from ragen.settings.saved import typed
 
     asked = {k: v for k, v in overrides.items() if k.startswith(prefixes) and k not in but}

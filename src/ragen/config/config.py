@@ -1,7 +1,4 @@
-"""`Config`: the settings of one training run, whose values go together.
-
-Values are settled in the order defaults < algorithm preset < recipe < command line (`reading`).
-"""
+"""`Config`: the settings of one training run, whose values go together."""
 
 from __future__ import annotations
 
@@ -17,22 +14,11 @@ class Config(Sections):
 
     @property
     def episodes_at_once(self) -> int:
-        """Maximum number of episodes played at once: one for each slot of each sampler.
-
-        Example:
-            >>> Config().episodes_at_once
-            64
-        """
+        """Maximum number of episodes played at once: one for each slot of each sampler."""
         return self.rollout.slots * self.engine.samplers
 
     def by_env(self) -> dict[str, Config]:
-        """The config of each environment, as in a run of this environment alone.
-
-        Example:
-            >>> mix = {"bandit": 0.5, "sokoban": {"share": 0.5, "max_turns": 3}}
-            >>> {name: c.env.max_turns for name, c in Config(env={"mix": mix}).by_env().items()}
-            {'bandit': 5, 'sokoban': 3}
-        """
+        """The config of each environment, as in a run of this environment alone."""
         if not self.env.mix:
             return {self.env.name: self}
         envs = {}

@@ -39,12 +39,6 @@ class Kind:
         group: The entry-point group of installed packages.
         names: RAGEN's own.
         check: Raises `ValueError` if a function has the wrong signature.
-
-    Example:
-        >>> LOSS.complaint("ppo_clipp")
-        "there is no such loss; did you mean 'ppo_clip'?"
-        >>> LOSS.complaint("my_losses.py:reinforce") is None
-        True
     """
 
     noun: str
@@ -90,10 +84,6 @@ class Library:
 
     `adapter` is the reference of the class that plays them (`ragen.envs.adapters`), `module` what
     has to be installed, and `names` what stands behind the colon.
-
-    Example:
-        >>> library_of("gymnasium:FrozenLake-v1").names, library_of("path/to/file.py:Class")
-        ('ID', None)
     """
 
     adapter: str
@@ -203,11 +193,6 @@ def judged_by(term: Callable[..., Any]) -> Judged:
     Raises:
         ValueError: The annotation is none of `Turn`, `Episode` and ``Sequence[Episode]`` (or
             another sequence), or the term does not take one argument.
-
-    Example:
-        >>> def brevity(turn: Turn) -> float: ...
-        >>> judged_by(brevity)
-        'turn'
     """
     check_positional(term, "record")
     try:
@@ -235,8 +220,14 @@ ESTIMATOR = Kind(
     "estimator",
     "ragen.advantages",
     (
-        *("gae", "bi_level_gae", "grpo", "dr_grpo", "rloo", "reinforce_pp"),
-        *("reinforce_pp_baseline", "gigpo"),
+        "gae",
+        "bi_level_gae",
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "gigpo",
     ),
     lambda function: inputs_of(function, ESTIMATOR_INPUTS),
 )
@@ -252,8 +243,17 @@ JUDGE = "judge"
 """The reward term that asks a language model (section ``judge``)."""
 TERM = Kind("reward term", "ragen.rewards", (*THOUGHT_TERMS, JUDGE), judged_by)
 _DETECTORS = (
-    *("reward_std_cliff", "entropy_cliff", "entropy_blowup", "grad_spike", "reward_drop"),
-    *("mi_drop", "format_loss", "degenerate_text", "non_finite", "empty_filter", "mismatch"),
+    "reward_std_cliff",
+    "entropy_cliff",
+    "entropy_blowup",
+    "grad_spike",
+    "reward_drop",
+    "mi_drop",
+    "format_loss",
+    "degenerate_text",
+    "non_finite",
+    "empty_filter",
+    "mismatch",
     "stalled",
 )
 DETECTOR = Kind("detector", "ragen.detectors", _DETECTORS, _takes("history"))

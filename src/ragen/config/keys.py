@@ -86,8 +86,6 @@ def expected(key: str) -> str:
     Example:
         >>> expected("update.epochs"), expected("reward.over"), expected("reward.terms.length")
         ('a whole number ≥ 1 and ≤ 1000', 'group, env or batch', 'a number ≥ 0 and ≤ 1000000')
-        >>> expected("env.timeout_s")
-        'a number ≥ 0.001 and ≤ 86400'
     """
     field = keys()[table_of(key) or key]
     if table_of(key) == MIX:
@@ -127,7 +125,7 @@ def table_of(key: str) -> str | None:
 
 
 def raw_values(tree: Mapping[Any, Any]) -> Flat:
-    """The same with the keys as they are, whether or not there are such keys.
+    """Nested tables as values by dotted key, without checking that there are such keys.
 
     Raises:
         RagenError: Two functions have the same name, as two lambdas have.
@@ -158,14 +156,14 @@ def raw_values(tree: Mapping[Any, Any]) -> Flat:
 
 
 def _holds_keys(key: str, table: Mapping[Any, Any]) -> bool:
-    """True if a table is a section; any other is the value of its key, which will be refused."""
+    """True if a table is a section; any other is the value of a key, which will be refused."""
     if f"{key}." in _INSIDE or any(name.startswith(f"{key}.") for name in keys()):
         return True
     return "." not in key and len(table) > 0  # a section with a mistake in its name
 
 
 def nest(values: Flat) -> dict[str, Any]:
-    """The nested tables that `dotted` makes such values of."""
+    """Values by dotted key as nested tables: the inverse of `dotted`."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         path, _, name = key.rpartition(".")

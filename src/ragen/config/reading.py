@@ -38,12 +38,7 @@ OF_ENV = ("env.", "curriculum.", "rollout.max_tokens", "model.max_length")
 
 
 class Difference(NamedTuple):
-    """A key whose value is not the preset's.
-
-    Example:
-        >>> differences(merge(None, {"update.lr": 0.5}))
-        [Difference(key='update.lr', preset=1e-06, value=0.5)]
-    """
+    """A key whose value is not the preset's."""
 
     key: str
     preset: Any
@@ -59,9 +54,9 @@ def merge(
 ) -> Config:
     """Lay all layers of values over each other, then check the result.
 
-    A value that would never be read is refused (`rules.READ_WITH`). If an override names another
-    algorithm, values of the recipe that this algorithm does not read fall back to its preset. If it
-    names another environment, the recipe's values in `OF_ENV` are left out.
+    If an override names another algorithm, values of the recipe that this algorithm does not read
+    fall back to its preset. If it names another environment, the recipe's values in `OF_ENV` are
+    left out.
 
     Args:
         recipe: A recipe's name (`recipes`), a path to a ``.toml``, or None for the defaults.
@@ -71,12 +66,7 @@ def merge(
 
     Raises:
         RagenError: Unknown recipe, preset or key, a wrong type, values that exclude each other, a
-            value that would never be read, or broken TOML; one line with the remedy.
-
-    Example:
-        >>> config = merge("bandit", {"update.lr": 3e-4, "env.params.slip": 0.5})
-        >>> config.env.name, config.update.lr, config.env.params, config.loss.clip_high
-        ('bandit', 0.0003, {'slip': 0.5}, 0.28)
+            value that would never be read (`rules.READ_WITH`), or broken TOML.
     """
     above: list[tuple[str, Flat]] = []
     given = dotted(overrides or {})
@@ -118,11 +108,6 @@ def with_preset(config: Config) -> Config:
 
     Values that were set explicitly stay; all others are the preset's. The config of a recipe, or of
     a saved run, stays as it is.
-
-    Example:
-        >>> config = with_preset(Config(algorithm="dapo", seed=3))
-        >>> config.advantage.name, config.loss.clip_high, config.seed
-        ('grpo', 0.28, 3)
     """
     explicit = dotted(config.model_dump(exclude_unset=True))
     preset = f"preset {config.algorithm}", load_preset(config.algorithm)
@@ -147,12 +132,7 @@ def names_env(values: Flat) -> bool:
 
 
 def mixed_in(values: Flat) -> list[str]:
-    """The environments of the mixture in values by key.
-
-    Example:
-        >>> mixed_in({"env.mix.sokoban": 0.5, "env.mix.file.py:Class": 0.5, "seed": 1})
-        ['sokoban', 'file.py:Class']
-    """
+    """The environments of the mixture in values by key."""
     return [key.removeprefix(f"{MIX}.") for key in values if key.startswith(f"{MIX}.")]
 
 

@@ -37,10 +37,7 @@ Test = Callable[[Sections], bool]
 
 
 class Rule(NamedTuple):
-    """A demand of the sections on each other.
-
-    `message` is one line with the remedy, formatted with the config as ``c``.
-    """
+    """A demand of the sections on each other; `message` is formatted with the config as ``c``."""
 
     broken: Test
     message: str

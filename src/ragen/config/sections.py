@@ -1,8 +1,7 @@
 """The sections of a config: every key with its type, its bounds, its default and its help.
 
 A section is small and frozen. One part of the program reads it and receives the values that it
-needs, never the whole config. `rules` holds the rules between sections, and `config` combines the
-two.
+needs, never the whole config.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class RagenError(ValueError):
     exit_code = 2
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For an error of another process; a subclass's arguments are not those of its text."""
+        """Pickle without the constructor: a subclass takes other arguments than its text."""
         return _made_again, (type(self), self.args), self.__dict__
 
 
@@ -24,14 +24,11 @@ def _made_again(kind: type[RagenError], args: tuple[Any, ...]) -> RagenError:
 
 
 class UnplayableError(RagenError):
-    """Every episode of a step or an evaluation failed: it is not the policy that has to change."""
+    """Every episode of a step or an evaluation failed; the cause is not the policy."""
 
 
 class NotFiniteError(RagenError):
-    """A model computed a number that is NaN or infinite: its weights do not work.
-
-    `of_critic` says that the model is the critic.
-    """
+    """A model (the critic if `of_critic`) computed NaN or infinity: its weights do not work."""
 
     def __init__(self, numbers: str, of_critic: bool = False) -> None:
         super().__init__(
@@ -55,8 +52,7 @@ class MismatchError(RagenError):
 class EngineLost(RagenError):
     """A process of the engine is lost: a new engine has to be made.
 
-    `details` is all that is known of the loss, which may be many lines, and `process` the name of
-    the process, if it is known.
+    `details` is all that is known of the loss, and `process` the name of the process, if known.
     """
 
     def __init__(self, text: str, details: str = "", process: str = "") -> None:
@@ -73,8 +69,7 @@ class GuardStop(RagenError):
 def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """The end of an error message: a suggestion, or `otherwise` if no known name is near.
 
-    A name is near as a whole, or in its last part (``lr`` of ``update.lr``, ``ppo`` of
-    ``starpo/ppo``).
+    A name may be near as a whole, or only in its last part (``lr`` of ``update.lr``).
 
     Example:
         >>> nearest("banditt", ["bandit", "sokoban"]), nearest("lr", ["seed", "update.lr"])
@@ -97,10 +92,6 @@ def printable(text: str) -> str:
 
     These are control characters, formats such as the reversal of the writing direction, separators
     of lines other than ``\n``, and lone surrogates.
-
-    Example:
-        >>> printable("red: \x1b[31m, reversed: \u202e, a line\n")
-        'red: \\x1b[31m, reversed: \\u202e, a line\n'
     """
     if text.isprintable():
         return text
@@ -108,12 +99,7 @@ def printable(text: str) -> str:
 
 
 def last_line(text: str | None) -> str:
-    r"""The last line of an error's text, which says what went wrong; empty without a text.
-
-    Example:
-        >>> last_line("Traceback (most recent call last):\n  …\nValueError: no such move\n")
-        'ValueError: no such move'
-    """
+    """The last line of an error's text, which says what went wrong; empty without a text."""
     return (text or "").strip().rpartition("\n")[2]
 
 

@@ -20,21 +20,14 @@ OTHER_OUT = "free space there or choose another place with --out"
 
 
 def cannot(do: str, path: object, error: Exception, remedy: str = "") -> RagenError:
-    """The error for a file that cannot be read or written; `do` is the verb.
-
-    The system's reason is given without its number and path.
-
-    Example:
-        >>> str(cannot("write", "a.md", OSError(28, ""), "name another file"))
-        'cannot write a.md: no space left on device; name another file'
-    """
+    """The error for a file that cannot be read or written (`do`), with the system's reason."""
     number = error.errno if isinstance(error, OSError) else None
     reason = os.strerror(number).lower() if number else str(error)
     return RagenError(f"cannot {do} {path}: {reason}{remedy and f'; {remedy}'}")
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text."""
+    """The value of a JSON text; nesting that is too deep raises a `ValueError`, too."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -45,8 +38,7 @@ def parse_json(text: str) -> Any:
 def system_errors() -> Iterator[None]:
     """Raise an `OSError` where a library in Rust reports one in another class.
 
-    safetensors raises a `SafetensorError`, and tokenizers a bare `Exception`; both put the number
-    into the text.
+    safetensors and tokenizers do so, with the number in the text.
     """
     try:
         yield
@@ -72,7 +64,7 @@ def file_errors(do: str, path: object, remedy: str = "") -> Iterator[None]:
 def read_text(path: Path, most: int = 2**20, is_stream: bool = False) -> str:
     """The text of a UTF-8 file of at most `most` bytes, without a byte-order mark.
 
-    Unless `is_stream`, a pipe or a device is refused, because it may never end.
+    A pipe or a device may never end: it is refused unless `is_stream`.
     """
     with file_errors("read", path):
         kind = path.stat().st_mode
@@ -90,10 +82,9 @@ def read_text(path: Path, most: int = 2**20, is_stream: bool = False) -> str:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary path to write to; it replaces `path` once it is complete.
+    """A temporary path beside `path`, with its suffix; it replaces `path` once it is complete.
 
-    It is in the same folder and has the same suffix. A device such as ``/dev/stdout`` is written
-    directly.
+    A device such as ``/dev/stdout`` is written directly.
     """
     if path.exists() and not path.is_file():
         yield path

@@ -1,7 +1,6 @@
 """How functions from a table of names are called: with the inputs that they name.
 
-An estimator or a loss lists what it needs as parameters. So its signature tells the caller what has
-to be computed for it, and nothing else has to be registered than its name.
+So the signature of an estimator or a loss tells the caller what has to be computed for it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ def inputs_of(
 ) -> list[str]:
     """The inputs that a function names, after its positional parameters.
 
-    A parameter with a default that is no input keeps its default.
+    Raises:
+        ValueError: Another parameter has no default.
     """
     parameters = list(signature(function).parameters.values())[num_positional:]
     parameters = [p for p in parameters if p.kind is not Parameter.VAR_KEYWORD]
@@ -37,13 +37,7 @@ def inputs_of(
 
 
 def check_positional(function: Callable[..., Any], *names: str) -> None:
-    """Check that a function can be called with these arguments by position.
-
-    Example:
-        >>> check_positional(lambda: 0.0, "group")
-        Traceback (most recent call last):
-        ValueError: <lambda>() cannot be called with (group): too many positional arguments
-    """
+    """Raise a `ValueError` if a function cannot be called with these arguments by position."""
     try:
         signature(function).bind(*names)
     except TypeError as error:
@@ -54,6 +48,6 @@ def check_positional(function: Callable[..., Any], *names: str) -> None:
 
 
 def call(function: Callable[..., T], *arguments: Any, inputs: Mapping[str, Any]) -> T:
-    """Call a function with `arguments`, and with those of the inputs that it names."""
+    """Call a function with `arguments` and with the inputs that it names."""
     named = inputs_of(function, inputs, len(arguments))
     return function(*arguments, **{name: inputs[name] for name in named})

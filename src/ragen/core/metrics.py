@@ -1,7 +1,6 @@
-"""Metrics and how they are combined.
+"""Metrics, and how the parts of a step (microbatches, minibatches, learners) merge into one number.
 
-A metric has a path (``reward/mean``, ``time/rollout_s``) and a `Metric` with its own rule of
-combination. So the parts of a step (microbatches, minibatches, learners) merge into one number.
+The name of a metric is a path (``reward/mean``, ``time/rollout_s``).
 """
 
 from __future__ import annotations

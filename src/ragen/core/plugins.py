@@ -38,10 +38,6 @@ class Loaded:
 
     `source` is the hash of the file and of the user's modules that it imports (`hash_code`), or the
     distribution and version of an entry point.
-
-    Example:
-        >>> load_object("ragen.core.errors:RagenError").source.partition(":")[0]
-        'blake2b'
     """
 
     object: Any
@@ -62,17 +58,10 @@ def reference_to(value: Any) -> str:
 
     An object at the top level of an imported file is named by that file, so that other processes
     can load it. Any other object, such as one of a notebook or of the script that runs, is
-    ``python:name`` and lives as long as this process. In this process both stand for the object
-    itself.
+    ``python:name`` and lives as long as this process. In this process, both stand for the object.
 
     Raises:
         RagenError: The object has no name.
-
-    Example:
-        >>> reference_to(RagenError).endswith("core/errors.py:RagenError")
-        True
-        >>> reference_to(lambda group: 0.0)
-        'python:<lambda>'
     """
     name = getattr(value, "__qualname__", None)
     if name is None:
@@ -98,10 +87,10 @@ def load_object(
     """Load what a reference names.
 
     Args:
-        reference: As the head of this module says.
+        reference: One of the four forms at the head of this module.
         group: Entry-point group of names without a colon; ``None`` accepts no such names.
         kind: The kind of object for messages, such as ``"loss"``.
-        accepts: Tests that a value is of that kind; it also decides which names a message suggests.
+        accepts: Tests that a value is of that kind; a message suggests only such names.
 
     Raises:
         RagenError: There is no such file, module, name or entry point, the code raised or took
@@ -140,7 +129,7 @@ def load_object(
 
 
 def _load_module(where: str) -> tuple[ModuleType, str]:
-    """A file or module by its path or dotted name, and the hash of its bytes."""
+    """The module of a path or a dotted name, and the hash of its code."""
     path = Path(where)
     is_path = where.endswith(".py")
     if is_path and not path.is_file():
@@ -211,7 +200,7 @@ def hash_code(path: Path, content: bytes) -> str:
 
 
 def _imported(file: Path, content: bytes) -> set[Path]:
-    """The files of the user's own modules that a file imports, anywhere in it."""
+    """The user's own files that a file imports, anywhere in it."""
     try:
         nodes = list(ast.walk(ast.parse(content)))
     except (SyntaxError, ValueError, RecursionError):  # a module that is never imported
@@ -241,5 +230,4 @@ def _is_installed(file: Path) -> bool:
 
 
 def _hash(content: bytes) -> str:
-    """BLAKE2b of a file's bytes, as ``blake2b:`` and 32 hexadecimal digits."""
     return f"blake2b:{hashlib.blake2b(content, digest_size=16).hexdigest()}"

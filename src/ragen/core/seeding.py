@@ -15,14 +15,10 @@ MAX_REFILLS = 3
 
 
 def derive(run_seed: int, *path: int | str) -> int:
-    """A 63-bit seed for one purpose, the same on every machine and in every process.
+    """A seed in [0, 2⁶³) for one purpose, the same on every machine and in every process.
 
-    Args:
-        run_seed: The run's seed.
-        *path: The purpose, such as ``"noise", step, group, member``.
-
-    Returns:
-        An integer in [0, 2⁶³): BLAKE2b of seed and path. Different paths give independent seeds.
+    It is BLAKE2b of `run_seed` and `path`. The path names the purpose, such as
+    ``"noise", step, group, member``; different paths give independent seeds.
     """
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in (run_seed, *path))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -94,9 +94,9 @@ def difference(one: Interval, other: Interval) -> Interval:
 def bootstrap_mean(values: Sequence[float], clusters: Sequence[int]) -> Interval:
     """Mean with a bootstrap interval that resamples whole clusters: the levels of episodes.
 
-    Episodes of one level are correlated. Resampling levels instead of episodes keeps the interval
-    from being too narrow (Efron and Tibshirani 1993, chapter 8). So does the expanded percentile
-    (Hesterberg 2015, doi:10.1080/00031305.2015.1089789): with n clusters the bounds are the
+    Episodes of one level are correlated: resampling episodes would make the interval too narrow
+    (Efron and Tibshirani 1993, chapter 8). So would the plain percentile; it is expanded
+    (Hesterberg 2015, doi:10.1080/00031305.2015.1089789). With n clusters the bounds are the
     quantiles Φ(∓t·√(n/(n−1))) of the resampled means, t Student's with n−1 degrees of freedom.
     With 8 normal values the plain percentile covers 89 %, the expanded one 94–95 %.
 
@@ -134,10 +134,7 @@ def _times_drawn(num_clusters: int) -> Floats:
 
 
 def _expanded_tail(size: int, freedom: int) -> float:
-    """The quantile at which an expanded percentile interval begins.
-
-    It corrects a bootstrap's spread, which is too small by √((n−1)/n), and uses Student's t.
-    """
+    """Where an expanded interval begins; a bootstrap's spread is too small by √((n−1)/n)."""
     if size < 2:
         return 0.5  # one value has no spread
     quantile = float(scipy.special.stdtrit(freedom, TAIL))
@@ -196,10 +193,10 @@ def gain(
     solved_before: Mapping[L, float],
     solved_after: Mapping[L, float],
 ) -> tuple[Interval, bool]:
-    """Success of an agent after training − before it, and whether level by level.
+    """An agent's success after training − before it, and True if it is compared level by level.
 
-    `solved_before` and `solved_after` are success on each level. Where these are not the same
-    levels, or are unknown, the difference is that of two independent rates, which is less certain.
+    `solved_before` and `solved_after` are success on each level. If their levels differ or are
+    unknown, the two rates count as independent, and the difference is less certain.
     """
     if not solved_before or solved_before.keys() != solved_after.keys():
         return difference(after, before), False
@@ -333,10 +330,7 @@ _Part = tuple[float, float]
 
 
 def _student(estimate: float, *parts: _Part) -> Interval:
-    """Student's interval, with the degrees of freedom of Welch and Satterthwaite.
-
-    With parts v of the variance and f of the degrees of freedom, these are (Σ v)² / Σ v²/f.
-    """
+    """Student's interval, with Welch's and Satterthwaite's degrees of freedom (Σ v)² / Σ (v²/f)."""
     total = sum(part for part, _ in parts)
     if total == 0:
         return Interval(estimate, estimate, estimate)

@@ -127,8 +127,7 @@ def run_async(work: Coroutine[Any, Any, Answer]) -> Answer:
 def cancel_running() -> bool:
     """Cancel what `run_async` runs, if anything, from a signal handler.
 
-    An exception raised in the handler would end only the task or the user code that happens to be
-    running.
+    An exception in the handler would end only the task or the user code that happens to run.
     """
     for loop, task in _RUNNING:
         with suppress(RuntimeError):  # it has just ended

@@ -14,18 +14,11 @@ from rich.text import Text
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of a page: a title, lines of text, a table, and the name of its plot.
+    r"""A part of a page: a title, lines of text, a table, and the name of its plot.
 
     Example:
-        >>> print(markdown([Section("Time", ("All of it.",), ("phase", "s"), (("update", "3"),))]))
-        # Time
-        <BLANKLINE>
-        All of it.
-        <BLANKLINE>
-        | phase | s |
-        |---|---:|
-        | update | 3 |
-        <BLANKLINE>
+        >>> markdown([Section("Time", ("All of it.",), ("phase", "s"), (("update", "3"),))])
+        '# Time\n\nAll of it.\n\n| phase | s |\n|---|---:|\n| update | 3 |\n'
     """
 
     title: str

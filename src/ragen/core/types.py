@@ -71,10 +71,9 @@ class Completion:
     `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from
     (after temperature). The end-of-turn token, if drawn, is the last of `token_ids` and not part of
     `text`; another control token is the last, too, and `text` spells it. If a server gives no
-    tokens, both are ``None``, and the completion cannot be trained on. `fingerprint` is the hash of
-    ids and logprobs at sampling (`ragen.rollout.policies.fingerprint`), ``None`` without ids. The
-    learner compares it with the hash of its batch (`ragen.learning.exactness`). `usage` is the
-    count of a server that gives no ids.
+    tokens, both are ``None``, `usage` is its count of them, and no training is possible.
+    `fingerprint` is the hash of ids and logprobs at sampling, ``None`` without ids
+    (`ragen.rollout.policies.fingerprint`); `ragen.learning.exactness` compares it with the batch.
     """
 
     token_ids: tuple[int, ...] | None
@@ -90,18 +89,17 @@ class Completion:
 class Turn:
     """One exchange: observation, prompt, parsed completion, and the environment's answer.
 
-    `thought_span` is the half-open range of `completion.token_ids` that spells the thought.
-    `valid` says that the whole reply was valid; otherwise the format penalty applies. The
-    `penalty`, at most 0, is the sum of the format penalty and the turn's reward terms, apart from
-    the `reward`: the environment's, and in a last turn what reward terms give the whole episode.
-    `state_key` is the observable state before the turn. `info` holds the environment's last info,
-    the number of actions that changed the state (``effective``), and facts about the thought
-    (`ragen.rollout.reward_terms`). `snapshot` is the environment's state before the turn,
-    from which a branch can start. `picture` is the environment's drawing by rows (`Env.picture`),
-    if it has one. `problem` says what was wrong with the reply, and is ``None`` if it was valid.
-    `results` are what the calls of tools in the reply returned, one for each of `actions_asked`;
-    ``None`` where it calls none. `completion_s` are the seconds from the prompt to its completion,
-    with the wait for a free slot or server; ``None`` for players, which are no model.
+    `thought_span` is the half-open range of `completion.token_ids` that spells the thought. If the
+    whole reply was not `valid`, `problem` says why, and the format penalty applies. The `penalty`,
+    at most 0, is the sum of the format penalty and the turn's reward terms, apart from the
+    `reward`: the environment's, and in a last turn what reward terms give the whole episode.
+    `state_key` is the observable state before the turn, and `snapshot` the environment's state
+    there, from which a branch can start. `info` holds the environment's last info, the number of
+    actions that changed the state (``effective``), and facts about the thought
+    (`ragen.rollout.reward_terms`). `picture` is the environment's drawing by rows (`Env.picture`),
+    if it has one. `results` are what the calls of tools in the reply returned, one for each of
+    `actions_asked`; ``None`` without calls. `completion_s` are the seconds from the prompt to its
+    completion, with the wait for a free slot or server; ``None`` for players, which are no model.
     """
 
     observation: str

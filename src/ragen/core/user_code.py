@@ -48,7 +48,7 @@ class UserCodeError(Exception):
 
     @property
     def reason(self) -> str:
-        """The last line: what went wrong, without where."""
+        """The last line, which says what went wrong."""
         last = last_line(str(self))
         return last if len(last) <= REASON_CHARS else f"{last[:REASON_CHARS]} …"
 
@@ -137,7 +137,7 @@ class boundary:  # noqa: N801 - it is used like a function
             self._raise(error, seconds)
 
     def _raise(self, error: BaseException | None, seconds: float) -> None:
-        """Raise the error of a failed call; an exception that stays as it is, Python raises."""
+        """Raise the error of a failed call; on return, Python raises the exception as it is."""
         if error is None:  # it could not be interrupted
             raise timeout_error(self._call, self._timeout_s)
         if isinstance(error, _TimedOutError):
@@ -163,15 +163,6 @@ async def awaited(call: str, answer: Awaitable[T], timeout_s: float) -> T:
 
     Raises:
         UserCodeError: It raised or took too long.
-
-    Example:
-        >>> async def divide() -> float:
-        ...     return 1 / 0
-        >>> try:
-        ...     asyncio.run(awaited("divide", divide(), 1.0))
-        ... except UserCodeError as failure:
-        ...     print(failure.reason)
-        ZeroDivisionError: division by zero
     """
     limit = asyncio.timeout(timeout_s)
     try:
@@ -214,8 +205,8 @@ class _Prints:
 class _Timer:
     """The process's timer, which is set for the deadline of the call in progress.
 
-    It is not cleared after a call: it is set once per time limit, not once per call, and does
-    nothing where no deadline has passed. That is why its handler has to stay, as long as there are
+    It is set once per time limit, not once per call: a call that ends does not clear it, and its
+    handler does nothing if no deadline has passed. So the handler has to stay, as long as there are
     `num_holders` (`hold_timer`).
     """
 

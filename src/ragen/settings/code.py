@@ -31,10 +31,7 @@ def sources(config: Config) -> dict[str, str]:
 
 
 def resolve_paths(config: Config) -> Config:
-    """The config with absolute paths to models and to files of code.
-
-    The run can then be resumed from any working directory.
-    """
+    """The config with absolute paths of models and code, so that a run resumes in any folder."""
     changes: dict[str, Any] = {}
     for key, path in config.local_models.items():
         if path != "base" and Path(path).exists():
@@ -84,14 +81,7 @@ def refuse_changed(config: Config) -> None:
 
 
 def absolute(name: str) -> str:
-    """A reference with the full path of its file, so that it holds in any folder.
-
-    Example:
-        >>> absolute("ppo_clip"), absolute("/tmp/mine.py:loss"), absolute("openenv:/tmp/a.py:app")
-        ('ppo_clip', '/tmp/mine.py:loss', 'openenv:/tmp/a.py:app')
-        >>> absolute("verifiers:/tmp/a.py")
-        'verifiers:/tmp/a.py'
-    """
+    """A reference with the full path of its file, so that it holds in any folder."""
     library, file, attribute = parts_of(name)
     if not file:
         return name

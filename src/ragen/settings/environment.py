@@ -1,8 +1,7 @@
 """The settings that an environment brings: budgets, and lengths that fit its texts. Loads no torch.
 
 They apply if the user sets nothing and there is no recipe, or only one for another environment.
-Budgets, parameters and lengths of one environment never apply to another. All of them are read from
-one environment, which is built for it.
+Budgets, parameters and lengths of one environment never apply to another.
 """
 
 from __future__ import annotations
@@ -124,8 +123,7 @@ class _Sizes(NamedTuple):
 def _sizes(built: GuardedEnv, env: EnvConfig, prompt: PromptConfig) -> _Sizes:
     """Sizes of the texts at the start of some levels and in random play.
 
-    If the environment fails, the texts so far count; the episodes of the run will report the
-    failure.
+    If the environment fails, the texts so far count: the run's episodes will report the failure.
     """
     observations, said = [""], list[str]()
     with suppress(UserCodeError):

@@ -36,7 +36,6 @@ def suited(
     """The settings of a run as its model needs them.
 
     `env` is what the environment brings; it chooses the prompts if it holds ``prompt.style``.
-
     A recipe that sets neither ``prompt.style`` nor ``model.path`` is for the embedded models. It
     takes another model only if `overrides` set ``prompt.style``.
 

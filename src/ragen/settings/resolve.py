@@ -70,11 +70,6 @@ def resolve(
         RagenError: There is no such recipe, environment, model or key; a value has the wrong type,
             is never read, or excludes another; the recipe is for the embedded models and the model
             is none; neither recipe nor environment is named, or an environment beside a mixture.
-
-    Example:
-        >>> config = resolve("bandit", {"update.lr": 3e-4, "env.params.slip": 0.5})
-        >>> config.env.name, config.update.lr, config.env.params, config.loss.clip_high
-        ('bandit', 0.0003, {'slip': 0.5}, 0.28)
     """
     given = dotted(overrides or {})
     if isinstance(recipe, Config):
@@ -156,12 +151,7 @@ def _mixture(recipe: str | Path | None, given: Flat, written: Flat) -> Config:
 
 
 def note_of(name: str, brought: Flat, given: Flat, recipe: str | None = None) -> str | None:
-    """A line that names the budgets and lengths of the environment, except those that are given.
-
-    Example:
-        >>> note_of("guess", {"env.max_turns": 3, "model.max_length": 640}, {}, "bandit")
-        'recipe bandit is for another environment; budgets from guess: max_turns 3, max_length 640'
-    """
+    """A line that names the budgets and lengths of the environment, except those that are given."""
     values = {k: v for k, v in brought.items() if k not in given and k.startswith(NOTED)}
     said = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in values.items())
     other = f"recipe {recipe} is for another environment; " if recipe else ""

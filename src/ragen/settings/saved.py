@@ -62,12 +62,7 @@ def differing(one: Flat, other: Flat) -> dict[str, tuple[Any, Any]]:
 
 
 def changes_in_words(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    """The old and the new value of each key.
-
-    Example:
-        >>> changes_in_words({"steps": (3, 4), "env.params.slip": (None, 0.5)})
-        'steps from 3 to 4, env.params.slip from unset to 0.5'
-    """
+    """The old and the new value of each key, such as ``steps from 3 to 4``."""
     return ", ".join(f"{key} from {_show(a)} to {_show(b)}" for key, (a, b) in changes.items())
 
 
