@@ -1,7 +1,6 @@
 """The advantage estimators by name: how much better each sampled token was than expected.
 
-`gae` and `bi_level_gae` compare an episode's rewards with a critic's values, the others with the
-rewards of other episodes. Their common signature and their inputs are in `estimator`.
+`gae` and `bi_level_gae` compare rewards with a critic's values, the others with other episodes.
 
 Axes: **E** episodes, **S** an episode's sampled tokens in time order, **K** an episode's turns,
 **N** turns of all episodes.
@@ -35,8 +34,7 @@ def gae(
 
         δ_t = r_t + γ V_{t+1} − V_t        A_t = δ_t + γλ A_{t+1}        return_t = A_t + V_t
 
-    After the last token V = 0. λ = 1 gives return − value, λ = 0 the TD error. Returns are computed
-    before the advantages are whitened.
+    After the last token V = 0. λ = 1 gives return − value, λ = 0 the TD error. Only A is whitened.
     """
     num_episodes, num_tokens = mask_ES.shape
     next_value_E = next_advantage_E = torch.zeros(num_episodes)
@@ -62,7 +60,7 @@ def bi_level_gae(
 ) -> Credit:
     """GAE over turns, then over the tokens inside each turn (arXiv:2510.16907).
 
-    With e(k) the last token of turn k, first along the turns, from end to end:
+    With e(k) the last token of turn k, first along the turns:
 
         δ_k = r_e(k) + γ (ρ_{k+1} + V_e(k+1)) − V_e(k)        A_e(k) = δ_k + γλ A_e(k+1)
 
@@ -73,10 +71,9 @@ def bi_level_gae(
 
         δ_t = r_t + V_{t+1} − V_t                             A_t = δ_t + λ A_{t+1}
 
-    So a turn is discounted by one γ, whatever its length. Turn ends come from the record, so a turn
-    with reward 0 counts, too. λ = 1 gives Σ_i γ^(turns from t to i) r_i − V_t; a single turn gives
-    `gae` with γ = 1. λ < 1 assumes that a turn's last token decides nothing, as is true of an
-    end-of-turn token.
+    So a turn is discounted by one γ, whatever its length and its reward. λ = 1 gives
+    Σ_i γ^(turns from t to i) r_i − V_t; a single turn gives `gae` with γ = 1. λ < 1 assumes that a
+    turn's last token decides nothing, as is true of an end-of-turn token.
     """
     num_episodes, num_tokens = mask_ES.shape
     advantages_ES = torch.zeros_like(values_ES)
@@ -128,8 +125,7 @@ def dr_grpo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
 
         A = R − mean of the group
 
-    Dividing by the std gives a group with one success among many failures the same scale as a
-    group with as many successes as failures. Without the division, its smaller spread is kept.
+    The division would give one success among many failures the scale of an evenly split group.
     """
     centred_E, _ = compare_within(rewards_ES.sum(dim=1), group_E)
     return Credit(centred_E[:, None] * mask_ES)
@@ -154,8 +150,7 @@ def reinforce_pp(*, rewards_ES: Tensor, mask_ES: Tensor, gamma: float) -> Credit
 
         G_t = r_t + γ G_{t+1}        A_t = (G_t − mean) / √(variance + 1e-8)
 
-    All prompts share one baseline, so the episodes of a hard prompt get low advantages. Rewards
-    before a token do not count in its return.
+    All prompts share one baseline, so the episodes of a hard prompt get low advantages.
     """
     returns_ES = _discounted(rewards_ES, gamma)
     return Credit(whiten_tokens(returns_ES, mask_ES))
@@ -188,11 +183,10 @@ def gigpo(
         A = A_episode + ω · A_turn
         A_turn = (R_k − mean of the class) / (std of the class + 1e-6)        R_k = r_k + γ R_{k+1}
 
-    A_episode is the advantage of `grpo`. A class is all turns of a group that began in the same
-    state, in any episode and at any time. γ is `turn_gamma`, ω is `step_weight`, and r_k is the sum
-    of the rewards of turn k. Both parts divide by the std (the paper's default; it also gives a
-    form without). A turn alone in its class, or in a class of equal returns, gets A_turn = 0. Every
-    token of a turn gets the turn's advantage.
+    A_episode is the advantage of `grpo`, γ is `turn_gamma`, ω is `step_weight`, and r_k is the sum
+    of the rewards of turn k. A class is all turns of a group that began in the same state, in any
+    episode and at any time. A turn alone in its class, or in a class of equal returns, gets
+    A_turn = 0. The division by the std is the paper's default; it also gives a form without.
     """
     centred_E, std_E = compare_within(rewards_ES.sum(dim=1), group_E)
     turn_at_ES = turn_ES.clamp_min(0)

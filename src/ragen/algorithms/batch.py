@@ -32,8 +32,7 @@ class Batch:
 
     `weight_BT` is the weight of each token in the loss: at first 1 on sampled tokens, the
     `context_weight` of `collate` on others and 0 on padding, and after `losses.token_weights` a
-    share of the minibatch. So a loss is a plain weighted sum, and the losses and gradients of
-    microbatches add up to the minibatch's.
+    share of the minibatch.
 
     Added later with `dataclasses.replace`, ``None`` before: `old_logprobs_BT` (of the learner at
     the start of the update), `entropies_BT`, `reference_logprobs_BT`, `values_BT`, then
@@ -73,9 +72,8 @@ class Batch:
 def collate(samples: Sequence[Sample], context_weight: float = 0.0) -> Batch:
     """Pad samples to one rectangle, in their order.
 
-    `context_weight` is the weight in the loss of tokens that were not sampled (prompts,
-    observations): 0 in reinforcement learning, more for the auxiliary language-model loss of the
-    embedded models.
+    `context_weight` is the weight of prompts and observations in the loss: 0 in reinforcement
+    learning, more for the auxiliary language-model loss of the embedded models.
     """
     assert samples, "a batch has at least one sample"
     lengths_B = torch.tensor([len(sample.token_ids) for sample in samples])
@@ -127,8 +125,7 @@ class EpisodeIndex:
 def episode_index(batch: Batch) -> EpisodeIndex:
     """Index the sampled tokens of each episode in time order.
 
-    Time is (turn, position). All tokens of a turn are in one row, so the order of the rows does not
-    matter.
+    Time is (turn, position). A turn is in one row, so the order of the rows does not matter.
     """
     episode_E, rank_B = torch.unique(batch.episode_B, return_inverse=True)
     group_E = torch.zeros_like(episode_E).scatter_(0, rank_B, batch.group_B)
@@ -194,8 +191,7 @@ def num_minibatches(num_episodes: int, minibatch_episodes: int) -> int:
 def minibatches(batch: Batch, minibatch_episodes: int, epochs: int, seed: int) -> list[Batch]:
     """Split one collection into minibatches of whole episodes, one per optimiser step.
 
-    An epoch has `num_minibatches` over freshly shuffled episodes, and their sizes differ by one at
-    most. So no episode is copied, cut or dropped, whatever the filter kept.
+    An epoch has `num_minibatches` over freshly shuffled episodes; their sizes differ by at most 1.
     """
     episode_E = torch.unique(batch.episode_B)
     num_parts = num_minibatches(len(episode_E), minibatch_episodes)
@@ -219,13 +215,12 @@ def row_splits(
 ) -> list[Tensor]:
     """The rows of each microbatch: rectangles of at most `max_tokens` tokens, padding included.
 
-    Rows are sorted by length, and only rows of similar lengths (`NEAR`) share a rectangle, so there
-    is little padding. The widest rectangle comes first, so that a lack of memory shows at once. A
-    single row (or episode) that is larger than `max_tokens` gets its own rectangle.
+    Rows are sorted by length, and only similar lengths (`NEAR`) share a rectangle. The widest comes
+    first, so that a lack of memory shows at once. A row (or episode) beyond `max_tokens` is alone.
 
-    With `by_group` rows are sorted by group first, and rows of any lengths share a rectangle. This
-    is for a model that computes the common prompt of a group once and skips padding. With
-    `whole_episodes` the rows of an episode stay together, for a loss that needs all of it.
+    With `by_group` rows are sorted by group first, and rows of any lengths share a rectangle, for a
+    model that computes the common prompt of a group once and skips padding. With `whole_episodes`
+    the rows of an episode stay together, for a loss that needs all of it.
     """
     order_B = torch.argsort(batch.lengths_B, descending=True, stable=True)
     if by_group:
@@ -258,11 +253,9 @@ def padding(batches: Sequence[Batch]) -> Metrics:
 
 @dataclass(frozen=True, slots=True)
 class TokenFields:
-    """The per-token fields at the positions with weight in the loss, flat, in row-major order.
+    """The per-token fields at ``batch.weight_BT > 0``, flat, in row-major order.
 
-    The order is that of ``hidden_BTD[batch.weight_BT > 0]``. `mask_N` is true on sampled tokens and
-    false on context tokens (all true in reinforcement learning). `episode_N` is the episode of each
-    token.
+    `mask_N` is true on sampled tokens, false on context tokens (reinforcement learning has none).
     """
 
     token_ids_N: Tensor

@@ -3,10 +3,9 @@
 Axes: **E** episodes, **S** an episode's sampled tokens in time order.
 
 There are three kinds of rewards. **Raw** rewards come from the environment and from reward terms of
-whole episodes (`Episode.reward`); filters and reports read them. **Penalised** rewards
-include format penalties and reward terms of turns, which are a separate field of a `Turn` and are
-added only in `token_rewards`. **Normalised** rewards are penalised rewards compared with those of
-other episodes (`normalise`); estimators read them.
+whole episodes (`Episode.reward`); filters and reports read them. **Penalised** rewards include
+format penalties and reward terms of turns (`Turn.penalty`), added only in `token_rewards`.
+**Normalised** rewards are penalised rewards compared across episodes; estimators read them.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ def credit(
 ) -> Batch:
     """The batch with rewards, advantages and (with a critic) returns.
 
-    The batch must have values for an estimator that needs them. For a KL penalty in the reward
-    (``k1``) it must have old and reference logprobs; the penalty is added after the normalisation.
-    `episodes` are those that `Batch.episode_B` indexes. `group_weights` are factors on the
-    advantages of the groups that `Batch.group_B` indexes (`filters.group_weights`).
+    The batch has values if the estimator needs them, and old and reference logprobs for a KL
+    penalty in the reward (``k1``), which is added after the normalisation. `Batch.episode_B`
+    indexes `episodes`; `Batch.group_B` indexes `group_weights`, which are factors on advantages.
     """
     index = episode_index(batch)
     penalised_ES = token_rewards(episodes, index, reward.placement)
@@ -95,10 +93,7 @@ def compared_with(episodes: Sequence[Episode], index: EpisodeIndex, over: str) -
 
 
 def state_numbers(episodes: Sequence[Episode], index: EpisodeIndex) -> Tensor:
-    """The state in which each token's turn began, as a number: ``(E, S)``, −1 off the mask.
-
-    Turns with equal `Turn.state_key` have equal numbers, in all episodes.
-    """
+    """A number for the `Turn.state_key` of each token's turn: ``(E, S)``, −1 off the mask."""
     numbers: dict[str, int] = {}
     state_ES = torch.full(index.mask_ES.shape, -1)
     for e, episode in enumerate(episodes[number] for number in index.episode_E.tolist()):
@@ -111,9 +106,8 @@ def state_numbers(episodes: Sequence[Episode], index: EpisodeIndex) -> Tensor:
 def token_rewards(episodes: Sequence[Episode], index: EpisodeIndex, placement: str) -> Tensor:
     """Rewards on the tokens that earned them, ``(E, S)``, 0 on all other tokens.
 
-    With the placement ``"turn"`` each turn's reward is at its last sampled token. With
-    ``"episode"`` the sum of the turns' rewards is at the episode's last sampled token. Either way,
-    the sum over an episode is its total reward, penalties included.
+    With the placement ``"turn"`` each turn's reward, penalties included, is at its last sampled
+    token. With ``"episode"`` the sum of these rewards is at the episode's last sampled token.
     """
     present = [episodes[e] for e in index.episode_E.tolist()]
     paid = [[turn.reward + turn.penalty for turn in episode.turns] for episode in present]
@@ -155,7 +149,6 @@ def normalise(rewards_ES: Tensor, mask_ES: Tensor, class_E: Tensor, method: str)
 
 
 def _at_episode_end(reward_E: Tensor, mask_ES: Tensor) -> Tensor:
-    """One reward per episode, at its last sampled token."""
     last_E1 = mask_ES.sum(dim=1, keepdim=True) - 1
     return torch.zeros(mask_ES.shape, dtype=reward_E.dtype).scatter_(1, last_E1, reward_E[:, None])
 
@@ -163,8 +156,7 @@ def _at_episode_end(reward_E: Tensor, mask_ES: Tensor) -> Tensor:
 def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, coefficient: float) -> Tensor:
     """The penalty for the KL divergence from the reference, to add to each token's reward.
 
-    −β · k1 with k1 = logprob − reference logprob, whose mean over sampled tokens is KL(policy ‖
-    reference). The logprobs, in nats and of any shape, are the old ones; β ≥ 0 is the
-    `coefficient`.
+    −β · k1 with k1 = old − reference logprob in nats, whose mean over sampled tokens is
+    KL(policy ‖ reference); β ≥ 0 is the `coefficient`.
     """
     return coefficient * (reference_logprobs - logprobs)

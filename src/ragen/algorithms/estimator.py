@@ -1,9 +1,8 @@
 """The contract of an advantage estimator: its inputs and its result.
 
 Axes: **E** episodes, **S** an episode's sampled tokens in time order, **N** the tokens on the mask.
-Tokens of prompts and observations are not on the time axis. Arrays are episode-major, so
-full-history, windowed and single-turn contexts give the same numbers, and group statistics count
-episodes, never rows.
+Arrays are episode-major, so full-history, windowed and single-turn contexts give the same numbers,
+and group statistics count episodes, never rows.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ STD_FLOOR = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Advantages for the policy, and returns for the critic to learn (``None`` without a critic).
-
-    Both are ``(E, S)`` and 0 off the mask.
-    """
+    """Advantages, and returns for a critic to learn, if any: ``(E, S)``, 0 off the mask."""
 
     advantages_ES: Tensor
     returns_ES: Tensor | None = None

@@ -39,10 +39,9 @@ scores."""
 
 
 def reward_std(group: Group) -> float:
-    """Standard deviation of the total rewards in a group, before penalties and normalisation.
+    """The std of `Episode.reward`, without penalties, over a group's n episodes that did not fail.
 
-    It covers `Episode.reward` of the n episodes that did not fail, and divides by n − 1. It
-    is exactly 0 if all of them are equal or n < 2.
+    It divides by n − 1, and is exactly 0 if all rewards are equal or n < 2.
     """
     return math.sqrt(variance(group))
 
@@ -127,12 +126,10 @@ def select(
     include_zero: bool = True,
     min_played: int = 1,
 ) -> list[int]:
-    """The groups to learn from.
+    """The ascending indices of the groups to learn from; none if no group qualifies.
 
-    A `rule` keeps groups by their `score`, with the number `value` (see `FILTERS`). Groups of equal
-    rewards are candidates only with `include_zero`. A candidate has at least `min_played` episodes
-    that did not fail: 2 for estimators that compare the episodes of a group
-    (`estimator.compares_group`), else 1. Returns ascending indices, none if no group qualifies.
+    Groups of equal rewards are candidates only with `include_zero`. A candidate has at least
+    `min_played` episodes that did not fail: 2 if the estimator compares a group's episodes, else 1.
 
     Raises:
         RagenError: The score cannot be loaded, or gives a number that is not finite.

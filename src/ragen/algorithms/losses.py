@@ -75,8 +75,7 @@ def token_weights(batch: Batch, aggregation: Aggregation, longest: int = 1) -> T
       as in a short one, whatever the other episodes' lengths (Dr. GRPO, arXiv:2503.20783).
 
     The first two sum to 1, the last to the episodes' mean length as a share of the longest.
-    `longest` is the number of sampled tokens of the longest possible episode. Call it once on the
-    minibatch, before it is split.
+    `longest` is the number of sampled tokens of the longest possible episode.
     """
     weight_BT = batch.weight_BT
     if aggregation == "token_mean":
@@ -137,12 +136,10 @@ def gspo(
 
     This is the paper's form per token: s_t has the value s_e and the gradient s_e ∇logprob_t. If A
     is equal on all tokens of an episode, the mean over the episode has the value and the gradient
-    of max(−s_e A, −clip(s_e, …) A). For an episode of one token this is PPO's clip without the dual
-    clip.
+    of max(−s_e A, −clip(s_e, …) A).
 
     The ratio of an episode stays much closer to 1 than the ratio of a token: the paper uses
-    ε₋ = 3e-4 (`clip_low`) and ε₊ = 4e-4 (`clip_high`). The tokens belong to whole episodes, and
-    `episode_N` numbers the episode of each.
+    ε₋ = 3e-4 (`clip_low`) and ε₊ = 4e-4 (`clip_high`).
     """
     old_N, advantages_N = _trained(tokens)
     with torch.no_grad():
@@ -175,10 +172,7 @@ def cispo(logprobs_N: Tensor, tokens: TokenFields, *, clip_low: float, clip_high
 
 
 def nll(logprobs_N: Tensor, tokens: TokenFields) -> Loss:
-    """Negative log-likelihood in nats, for supervised learning: ℓ = −logprob.
-
-    Context tokens count if `collate` gave them a weight (auxiliary loss of the embedded models).
-    """
+    """Negative log-likelihood in nats, for supervised learning: ℓ = −logprob."""
     value = -(tokens.weights_N * logprobs_N).sum()
     return Loss(value, {"loss/nll": _weighted(value, tokens)})
 
@@ -220,9 +214,8 @@ def correct_for_sampler(tokens: TokenFields, cap: float) -> tuple[TokenFields, M
 
         A ← min(exp(old logprob − sampled logprob), cap) · A
 
-    The old logprob is the learner's. If the sampler computes differently (bfloat16, another
-    engine), this weight corrects the frequencies of its tokens up to the cap. Every policy loss is
-    proportional to A, so a weight on A is a weight on the token's term.
+    The old logprob is the learner's; a sampler may compute differently (bfloat16, another engine).
+    Every policy loss is proportional to A, so a weight on A is a weight on the token's term.
     """
     old_N, advantages_N = _trained(tokens)
     exact_N = ratio(old_N - tokens.sampled_logprobs_N)
@@ -239,8 +232,7 @@ def value_loss(values_N: Tensor, tokens: TokenFields, *, value_clip: float) -> L
 
         ℓ = ½ max((V − R)², (V_old + clip(V − V_old, −c, c) − R)²)
 
-    V_old and R are the old values and returns of `tokens`. c is `value_clip` > 0, in units of
-    reward.
+    V_old and R are the values and returns of `tokens`; c is `value_clip` > 0, in units of reward.
     """
     assert tokens.values_N is not None and tokens.returns_N is not None
     near_N = tokens.values_N + (values_N - tokens.values_N).clamp(-value_clip, value_clip)
@@ -357,10 +349,7 @@ def mismatch_kl(sampled_logprobs_N: Tensor, recomputed_logprobs_N: Tensor) -> Me
 def read(
     parts: Sequence[Mapping[str, Metric | Measured]], *scalars: Tensor
 ) -> tuple[list[Metrics], list[float]]:
-    """Metrics whose numbers are on the host, and the numbers of other scalars of the same device.
-
-    All are copied from the device at once, which is the only wait for it.
-    """
+    """The metrics and the scalars as numbers, copied from their device at once: the only wait."""
     metrics = [metric for part in parts for metric in part.values()]
     fields = (field for each in metrics for field in (each.value, each.weight))
     waiting = [*scalars, *(field for field in fields if isinstance(field, Tensor))]

@@ -1,8 +1,7 @@
 """From episodes to samples: the flat token sequences that are trained on.
 
-A turn whose prompt extends the episode's last sample joins it; any other turn opens a new sample.
-So an episode becomes one sample as long as its prompts only grow. A prompt that leaves out another
-earlier turn, as with a window, begins a new sample. Every sampled token is trained exactly once.
+A turn whose prompt extends the episode's last sample joins it; any other turn, as with a window,
+opens a new sample. Every sampled token is trained exactly once.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ def to_samples(groups: Iterable[Group]) -> tuple[list[Sample], list[Episode]]:
     `Sample.episode` indexes the returned episodes, `Sample.group` indexes `groups`.
 
     Raises:
-        RagenError: A prompt or completion has no token ids, or a completion no logprobs, as from a
-            chat endpoint. Such an episode can be evaluated, but not trained on.
+        RagenError: An episode has no token ids or logprobs, as from a chat endpoint.
     """
     samples: list[Sample] = []
     episodes: list[Episode] = []

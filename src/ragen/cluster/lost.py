@@ -31,9 +31,7 @@ matters: Ray's text about a killed process also mentions memory."""
 
 
 def what_happened(name: str, text: str) -> str:
-    """One line with a process's name, its machine, and what happened according to Ray's `text`.
-
-    Ray's text may be pages long. The machine is the first address in it.
+    """A process's name, its machine (the first address in Ray's `text`), and its fate, in a line.
 
     Example:
         >>> what_happened("learner 0", "ip: 10.0.0.2 The actor is dead, killed by `ray.kill`")

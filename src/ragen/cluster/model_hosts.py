@@ -70,10 +70,7 @@ class LearnerHost(Host):
 
 
 class SamplerHost(Host):
-    """A sampler process, the local sampler or vLLM, in an event loop of its own.
-
-    The driver submits numbered requests and collects what is finished.
-    """
+    """A sampler process: the local sampler or vLLM, in an event loop of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,12 +32,8 @@ class Cluster:
     """The Ray cluster of an engine: CPUs and GPUs are reserved for each of its processes.
 
     A sampler shares its GPU with a learner if there are too few GPUs for both. A cluster without
-    GPUs computes on CPUs, unless the run `needs_gpus`.
-
-    Attributes:
-        learners, samplers: The names of the processes.
-        shares_gpus: True if learners and samplers share GPUs.
-        uses_gpus: True if they use GPUs.
+    GPUs computes on CPUs, unless the run `needs_gpus`. Processes are known by their names, which
+    are in `learners` and `samplers`.
 
     Raises:
         RagenError: Ray is missing, or the cluster cannot be reached, is too small, or is used by

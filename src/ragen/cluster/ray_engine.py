@@ -148,7 +148,6 @@ class RayEngine(Engine):
 
     @override
     async def save(self, folder: Path) -> dict[str, Any]:
-        """Write weights and optimisers into a folder, which the learners have to see."""
         state: dict[str, Any] = await self._train("save", folder.resolve())
         return state | {"version": self.version}
 
@@ -160,12 +159,6 @@ class RayEngine(Engine):
 
     @override
     async def publish(self) -> None:
-        """Send the learner's weights to the samplers.
-
-        Raises:
-            EngineLost: A process is gone.
-            RagenError: A sampler does not hold the weights that were sent.
-        """
         self.version += 1
         await self._push()
 
@@ -200,10 +193,7 @@ class RayEngine(Engine):
 
     @override
     def metrics(self) -> Metrics:
-        """Metrics of the last collection and the last publication.
-
-        The idle fractions are shares of the time since the last call.
-        """
+        """The idle fractions are shares of the time since the last call."""
         now = time.monotonic()
         span, self._measured = now - self._measured, now
         idle = [1 - min(1.0, each.busy_s / span) for each in self._learners]

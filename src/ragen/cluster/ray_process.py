@@ -63,11 +63,8 @@ LOOK_S = 2.0
 class Process(Remote):
     """A process of an engine; a sampler's process is a `Remote` of the pool.
 
-    Attributes:
-        name: Name in messages.
-        actor: Ray's handle.
-        timeout_s: Seconds without a move of any thread after which an open call's process is ended.
-        busy_s: Sum of the seconds of all calls that have ended.
+    A process is ended if no thread moves for `timeout_s` during an open call. `busy_s` is the sum
+    of the seconds of all calls that have ended.
     """
 
     name: str

@@ -102,10 +102,7 @@ def baseline_of(series: Series) -> float:
 
 
 def trailing_means(series: Series) -> list[tuple[int, float]]:
-    """Step and trailing mean at each step whose window no longer overlaps the baseline's window.
-
-    Only steps with a finite value count.
-    """
+    """Step and trailing mean at each step whose window no longer overlaps the baseline's."""
     series = finite(series)
     steps, numbers = list(series), list(series.values())
     ends = range(2 * WINDOW, len(numbers) + 1)
@@ -165,8 +162,7 @@ def echo_trap_signs(history: Mapping[str, Series]) -> list[Sign]:
     - ``thoughts_repeat`` (``thought/unique_fraction``): below half the baseline.
     - ``std_before_reward`` (``reward/std_in_group``): below half the baseline, at an earlier step
       than the one at which ``reward/mean`` fell 10 % below its highest trailing mean.
-    - ``gradient_spike`` (``gradient/policy_norm``): the norm of one step is a spike
-      (`detect_spike`).
+    - ``gradient_spike`` (``gradient/policy_norm``): one norm is a spike (`detect_spike`).
 
     A metric that is missing or shorter than two windows shows no sign. With a curriculum, only its
     last stage counts.

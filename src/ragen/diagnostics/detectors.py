@@ -1,12 +1,10 @@
 """Detectors: functions of a run's metrics that say whether the run is in trouble.
 
-A baseline is the mean of the first five steps, a trailing mean the mean of the last five
-(`collapse`). Steps whose value is not finite are left out.
+A baseline is the mean of the first five finite values, a trailing mean the mean of the last five.
 Where a trailing mean is read, trouble began at the first step of its window.
 
-Fewer failures explain a fall of spread or entropy if an agent whose failures shrank to a fraction f
-of those at the start has kept at least that fraction of it: where an environment is nearly solved,
-there is less left to be uncertain about. The detector ``stalled`` is the watchdog's.
+An agent whose failures shrank to a fraction f of those at the start has less left to be uncertain
+about. So fewer failures explain a fall of spread or entropy, and the limit is multiplied by f.
 
 Sources: the kind and order of the signs, arXiv:2504.20073; MI, arXiv:2604.06268. The published hard
 stops come later: reward std below a tenth of its start for ten steps, five empty filters.
@@ -212,10 +210,7 @@ def empty_filter(history: History) -> Detection | None:
 
 
 def mismatch(history: History) -> Detection | None:
-    """Sampler and learner disagree, at equal weights, by more than rounding.
-
-    Where both compute in float32 and alike, the run stops at once, before an update.
-    """
+    """Sampler and learner disagree, at equal weights, by more than rounding."""
     bounds = list(history.get(MISMATCH_BOUND, {}).items())[-1:]
     for step, bound in bounds:
         value = history.get(MISMATCH, {}).get(step, nan)

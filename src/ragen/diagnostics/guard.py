@@ -1,8 +1,8 @@
-"""The guard: turns detections into alarms, and keeps its state between steps.
+"""The guard raises an alarm where a detector's condition newly holds.
 
-Where a detector's condition newly holds, the guard raises an alarm. What follows is the detector's
-response (`GuardConfig.response`): ``log``, ``stop``, or ``rollback`` to the last checkpoint from
-before the onset, with one setting changed (`remedy`). `training.recovery` carries it out.
+The detector's response follows (`GuardConfig.response`): ``log``, ``stop``, or ``rollback`` to the
+last checkpoint from before the onset, with one setting changed (`remedy`). `training.recovery`
+carries it out.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ class Alarm:
     baseline: float
 
     def __str__(self) -> str:
-        """The sentence that is printed and stored."""
         text = MESSAGES.get(self.detector, "{value:.3g}, with a baseline of {baseline:.3g}")
         message = text.format(value=self.value, baseline=self.baseline)
         return f"step {self.step}, {short_name(self.detector)}: {message}"
@@ -97,11 +96,7 @@ def raise_alarms(
     state: GuardState,
     detectors: Mapping[str, Detector] = DETECTORS,
 ) -> list[Alarm]:
-    """The alarms of a step. `state` is updated to this step.
-
-    A detector fires once for each period of trouble: it fires again only after its condition has
-    not held for `REARM_STEPS` steps.
-    """
+    """The alarms of a step, one for each period of trouble (`REARM_STEPS`); updates `state`."""
     state.checked_step = step
     alarms = []
     for name, detector in detectors.items():
@@ -151,10 +146,7 @@ def changed_on_purpose(folder: Path) -> set[str]:
 
 
 def remedy(config: Config, attempt: int) -> dict[str, Any]:
-    """The settings that a rollback changes (``guard.remedy``), by key.
-
-    `config` is the run's, and `attempt` the number of the attempt that begins.
-    """
+    """The settings, by key, that a rollback changes (``guard.remedy``) to begin an attempt."""
     match config.guard.remedy:
         case "lr":
             return lower_learning_rate(config.update)

@@ -52,10 +52,7 @@ token."""
 
 
 class CrossScores(NamedTuple):
-    """The input of `measure` with the thoughts and prompts as text, as `Recorder` stores it.
-
-    `scores_NM` is the matrix of cross-scores, and `own_N` is the prompt of each thought.
-    """
+    """The input of `measure`, with the thoughts and prompts as text."""
 
     sampling: Sampling
     scores_NM: Tensor
@@ -82,10 +79,8 @@ def draw_thoughts(
 ) -> tuple[list[Draw], int]:
     """Draw at most `count` thoughts, one per episode, and count the turns that have none.
 
-    Failed episodes and episodes without a turn are ignored. `sampling` says which turn of an
-    episode is drawn; drawn turns that opened no thought are left out and not replaced. `seed`
-    decides the turns, and which thoughts are drawn without replacement if there are more than
-    `count`.
+    Failed episodes and episodes without a turn are ignored. Drawn turns that opened no thought are
+    not replaced. `seed` decides the turns, and the thoughts if there are more than `count`.
     """
     generator = random.Random(seed)
     episodes = [e for group in groups for e in group.episodes if e.turns and not e.failed]
@@ -107,9 +102,8 @@ class Information:
 
     The first three are per thought. ``…_per_token`` divide a thought's matched and marginal score
     by its length, after the sum over prompts (the paper's form), and so does the z-score,
-    I ÷ (std of marginal + 1e-3). `retrieval_1` is the share of thoughts whose own prompt has the
-    highest score, `retrieval_5` the share whose own prompt is among the five highest; `chance_1`
-    and `chance_5` are their values by chance.
+    I ÷ (std of marginal + 1e-3). ``retrieval_<k>`` is the share of thoughts whose own prompt is
+    among the k of highest score, and ``chance_<k>`` is its value by chance.
     """
 
     mi: float
@@ -129,7 +123,7 @@ class Information:
 
     @property
     def regime(self) -> Regime:
-        """The regime by H(Z|X) and I(X;Z), see `collapse.regime_of`."""
+        """The regime by H(Z|X) and I(X;Z) (`collapse.regime_of`)."""
         return regime_of(self.mi, self.conditional_entropy, self.prompt_entropy, self.prompts)
 
     def metrics(self, path: str) -> Metrics:
@@ -147,8 +141,7 @@ def measure(
     """The measures of a matrix of cross-scores.
 
     `scores_NM` are S_ij = log p(z_i | x_j) in nats, −∞ where the probability is 0. `own_N` is the
-    prompt of each thought, and every prompt has one; `lengths_N` are the thoughts' tokens, at least
-    one.
+    prompt of each thought, and every prompt has one. `lengths_N` > 0 are the thoughts' tokens.
 
     Example:
         Two prompts of shares ¾ and ¼, and thoughts that copy them: I = H(w) = ¾ ln 4/3 + ¼ ln 4.
@@ -230,10 +223,9 @@ async def measure_thoughts(
 ) -> tuple[Metrics, list[CrossScores]]:
     """The information that a step's thoughts hold about their prompts.
 
-    The choice of `THOUGHTS` thoughts is derived from the run's seed and the step. The engine has
-    the weights that played the groups. Metrics are ``information/<sampling>/…`` for each of
-    `SAMPLINGS`: ``left_out`` (turns that opened no thought) and, if there are thoughts, the fields
-    of `Information` and the regime. The cross-scores behind them come with them.
+    The engine has the weights that played the groups. Metrics are ``information/<sampling>/…`` for
+    each of `SAMPLINGS`: ``left_out`` (turns that opened no thought) and, if there are thoughts, the
+    fields of `Information` and the regime. The cross-scores behind them come with them.
     """
     metrics: Metrics = {}
     matrices: list[CrossScores] = []

@@ -2,7 +2,6 @@
 
 A new metric of the episodes is a line in `summarize`, one of the trained batch in `batch_metrics`.
 Names of metrics are paths. A metric that cannot be computed (no thought, no token ids) is left out.
-
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ EMA_WEIGHT = 0.1
 def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
     """All metrics of a step's episodes, for which no learner is needed.
 
-    Failed episodes are counted and enter no other metric. The in-group std is taken over groups in
-    which at least two episodes did not fail. `kept` are the indices of the groups that the filter
-    kept.
+    Failed episodes are counted and enter no other metric. Groups with fewer than two others have no
+    in-group std. `kept` are the indices of the groups that the filter kept.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     played = [episode for episode in episodes if not episode.failed]
@@ -108,10 +106,7 @@ def is_degenerate(token_ids: Sequence[int]) -> bool:
 def batch_metrics(batch: Batch) -> Metrics:
     """Explained variance of the critic and KL to the reference, over all sampled tokens.
 
-    Either is left out where the run has no critic or no reference.
-
-    The KL is KL(policy ‖ reference) in nats by k3, whether it is penalised in the reward or the
-    loss.
+    The KL is KL(policy ‖ reference) in nats by k3, whether the reward or the loss penalises it.
     """
     mask, metrics = batch.mask_BT, Metrics()
     if not bool(mask.any()):

@@ -55,13 +55,14 @@ class Engine(Protocol):
         """Gradient norms of each term of the loss, by bucket (`Learner.gradient_norms`)."""
 
     async def publish(self) -> None:
-        """Make the learner's weights the policy's."""
+        """Make the learner's weights the policy's.
+
+        Raises:
+            RagenError: A sampler does not hold the weights that were sent.
+        """
 
     def forget(self) -> None:
-        """Drop the policy's prefix cache.
-
-        Called before each collection: a resumed run starts without one, and must sample the same.
-        """
+        """Drop the policy's prefix cache: a resumed run has none, and must sample the same."""
 
     def metrics(self) -> Metrics:
         """Metrics of the last collection and the last publication."""

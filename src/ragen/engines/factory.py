@@ -90,10 +90,8 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model at `path`, with its tokenizer; a PEFT folder gives base and adapter.
 
-    Without a `device`, the model is on the one that `usable_device` names.
-
     Raises:
-        RagenError: As `load_policy` and `put_on`, or a run's checkpoint is damaged.
+        RagenError: The model or its adapter cannot be loaded, or a run's checkpoint is damaged.
     """
     if is_checkpoint(Path(path)) and (Path(path) / STATE).exists():
         sound(Path(path), POLICY_FILES)

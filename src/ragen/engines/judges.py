@@ -30,9 +30,8 @@ MAX_LENGTH = 8192
 class LocalModel:
     """A `Policy` that answers messages with a model on this machine, as a chat endpoint does.
 
-    `path` is a folder or a hub id. The model makes one completion at a time and keeps nothing of
-    the one before. So an answer depends on its question alone, and a resumed run gets the same
-    answer, bit for bit.
+    `path` is a folder or a hub id. The model keeps nothing of the completion before, so an answer
+    depends on its question alone, and a resumed run gets the same answer, bit for bit.
     """
 
     def __init__(self, path: str, dtype: str) -> None:
@@ -88,7 +87,7 @@ async def open_judge(
     """The judge of a run, if a reward term asks for it; its answers are kept in `folder`.
 
     Raises:
-        RagenError: As `check_judge` and `LocalModel`, or the folder cannot be written.
+        RagenError: The judge cannot be asked or loaded, or the folder cannot be written.
     """
     if JUDGE not in config.reward.terms:
         yield None

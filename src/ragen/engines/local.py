@@ -33,10 +33,9 @@ NUM_TOKENS = 16
 class LocalEngine(Engine):
     """The `Engine` of one process, on CPU or one GPU.
 
-    `policy` samples with the weights of the last `publish`. The local sampler reads the learner's
-    weights in place, so publishing only drops the cache of keys and values. vLLM has weights of its
-    own, so publishing pushes the learner's and checks that they arrived (`check_parity`). `path` is
-    the folder or hub id of the policy's first weights.
+    The local sampler reads the learner's weights in place, so publishing only drops the cache of
+    keys and values. vLLM has weights of its own, so publishing pushes the learner's and checks that
+    they arrived (`check_parity`). `path` is the folder or hub id of the policy's first weights.
 
     Raises:
         RagenError: The model cannot be loaded or has no usable chat template, vLLM cannot serve
@@ -106,11 +105,6 @@ class LocalEngine(Engine):
 
     @override
     def metrics(self) -> Metrics:
-        """Metrics of the last collection and the last publication.
-
-        ``rollout/prefix_cache_hit_fraction`` is the share of prompt tokens found in the cache; for
-        ``publish/logprob_difference`` see `check_parity`.
-        """
         return self.policy.stats.metrics() | self._parity
 
     @override
@@ -142,7 +136,6 @@ def check_parity(
 
     A sampler with its own weights may keep old ones or load new ones wrongly, and raise no error.
     The run would then learn from samples of another policy, and importance weights would hide this.
-    Sampler and learner both use the run's temperature and compute in `dtype`.
 
     Returns:
         ``publish/logprob_difference``: max |sampled logprob − learner's|, in nats.

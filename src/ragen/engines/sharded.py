@@ -1,7 +1,6 @@
 """A process that trains: a model and its learner, alone or as one of several.
 
-A `LocalEngine` is a `Rank` that is alone, with a sampler. Several are joined by torch's FSDP2. The
-caller then calls the same method in all processes, and takes the answer of rank 0.
+A `LocalEngine` is a `Rank` that is alone, with a sampler. Torch's FSDP2 joins several.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ logits, and their rounding errors with them."""
 class Rank:
     """This process's part of `num_ranks` learners; a single one needs no communication.
 
-    Every method, also of the `learner`, is called in all processes at once with the same arguments.
-    A batch is given whole, and each process computes its share. If one process raises an error, all
-    raise it. If one dies, the others wait for it, at most for `ranks.TIMEOUT_S`.
+    Every method, also of the `learner`, is called in all processes at once with the same arguments;
+    the answer of rank 0 counts. Each process gets a batch whole and computes its share. If one
+    raises an error, all raise it. If one dies, the others wait at most for `ranks.TIMEOUT_S`.
 
     `path` is the folder or hub id of the policy's first weights, which each process reads.
     `store_address` is ``host:port`` on the machine of rank 0, where the processes meet.

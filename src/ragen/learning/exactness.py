@@ -33,12 +33,11 @@ TurnId = tuple[int, int]
 def with_fingerprints(batch: Batch, episodes: Sequence[Episode]) -> Batch:
     """The batch with the fingerprints of its episodes' completions, verified.
 
-    They are read from the episodes, not from the samples, so they do not depend on how the batch
-    was built. The batch is verified here too, so that credit is computed on correct tokens.
-    `episodes` are those that `Batch.episode_B` indexes, and the batch has all their rows.
+    They are read from the episodes, so they do not depend on how the batch was built. The check
+    here means that credit is computed on correct tokens. `Batch.episode_B` indexes `episodes`.
 
     Raises:
-        RagenError: As `verify`; an episode has no row; or the policy sets no fingerprints.
+        RagenError: A turn differs, an episode has no row, or the policy sets no fingerprints.
     """
     if set(batch.episode_B.tolist()) != set(range(len(episodes))):
         raise _inexact("the batch does not hold each episode of the step")

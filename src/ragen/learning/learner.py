@@ -67,10 +67,6 @@ class Mismatch:
         is_refused: A larger difference is an error.
         on_policy: The present weights sampled the tokens that are trained on. If earlier weights
             may have sampled them, a difference is not a mismatch.
-
-    Example:
-        >>> Mismatch(bound=1e-3, is_refused=True).on_policy
-        True
     """
 
     bound: float = math.inf
@@ -82,10 +78,9 @@ UNBOUNDED = Mismatch()
 
 
 class _Passed(NamedTuple):
-    """Results of the forward and backward passes of one update, besides the gradients.
+    """Results of the forward and backward passes of one update, by microbatch.
 
-    `losses` and `critic_losses` are scalars, one for each microbatch. `compared` are the ids of a
-    microbatch's tokens, their sampled and their recomputed logprobs, (N,) each.
+    Losses are scalars. `compared` are token ids, sampled and recomputed logprobs, (N,) each.
     """
 
     metrics: list[Mapping[str, Metric | Measured]]
@@ -104,14 +99,9 @@ class Learner:
     same time with the same arguments, and get the same results.
 
     Args:
-        models: The policy, the critic and the reference.
-        update: The settings of updates.
-        loss: The settings of the loss.
         steps: The length of the run, over which the learning rate decays, as in `Config.budget`.
         longest: The maximum number of sampled tokens in an episode.
-        mismatch: The difference that sampler and learner may have.
         muon_lr: The learning rate of Muon, which then trains the weight matrices; 0 for AdamW only.
-        weight_decay: The weight decay of both optimisers.
     """
 
     def __init__(
@@ -215,18 +205,15 @@ class Learner:
     def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
         """Norms of the policy's gradient for each term of the loss and each bucket of rows.
 
-        With ℓ_t the unweighted value of a term at sampled token t,
+        Metrics are ``<bucket>/<term>_per_token`` and ``…_per_sample``. With ℓ_t the unweighted
+        value of a term at sampled token t,
 
             per_token = ‖∇ Σ_t ℓ_t‖ ÷ tokens      per_sample = ‖∇ Σ_t ℓ_t‖ ÷ samples
 
         The terms: ``task``, the policy loss (a KL penalty in the reward is part of it);
         ``entropy``; ``kl``, by k2, because on-policy it has the gradient of the reverse KL. The
-        batch has old logprobs and advantages, and reference logprobs for ``kl``. `bucket_B` is the
-        bucket of each row. Weights, their stored gradients, optimisers and random generators are
-        not changed.
-
-        Returns:
-            ``<bucket>/<term>_per_token`` and ``<bucket>/<term>_per_sample``.
+        batch has old logprobs and advantages, and reference logprobs for ``kl``. Weights, their
+        stored gradients, optimisers and random generators are not changed.
         """
         batch = replace(batch, weight_BT=batch.mask_BT.float())
         metrics: Metrics = {}
@@ -253,10 +240,7 @@ class Learner:
         return {term: float(nn.utils.get_total_norm(total)) for term, total in sums.items()}
 
     def _term_norms_if_split(self, batch: Batch) -> dict[str, float]:
-        """`_term_norms` of split weights: their gradients can only be read where they are stored.
-
-        No gradients are stored between updates, so these are dropped afterwards.
-        """
+        """The norms of split weights, whose gradients can be read only where they are stored."""
         norms = {}
         own, idle = self._passes(batch)
         masters = self.masters.trained.values()
@@ -268,7 +252,7 @@ class Learner:
             gradients = [master.grad for master in masters if master.grad is not None]
             norms[term] = float(whole(nn.utils.get_total_norm(gradients)))
             for master in masters:
-                master.grad = None
+                master.grad = None  # an update begins without gradients
         return norms
 
     def _terms(self, part: Batch) -> dict[str, Loss]:
@@ -311,8 +295,7 @@ class Learner:
     def _passes(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
         """The rows of each microbatch of this process, and of those that it computes in vain.
 
-        All processes compute the same number of microbatches, because they gather weights for each
-        other. A process with fewer computes the shortest row again, without an effect.
+        Processes gather weights for each other, so one with fewer computes the shortest row again.
         """
         splits = self._splits(batch)
         own = splits[self.ranks.rank]
@@ -344,8 +327,7 @@ class Learner:
 
         The minibatch has old logprobs and advantages (values and returns for the critic, reference
         logprobs for a KL term) unless the loss is nll. The first update of a collection needs no
-        old logprobs: they are what it computes. `step` is the run's progress (`Engine.update`),
-        which sets the learning rate.
+        old logprobs: they are what it computes. `step` sets the learning rate (`Engine.update`).
 
         Raises:
             RagenError: The tokens to be trained are not those that were sampled.
@@ -413,10 +395,7 @@ class Learner:
     def _policy_backward(
         self, part: Batch, tokens: TokenFields, scale: float
     ) -> tuple[Loss, Tensor]:
-        """Gradients of the policy's loss, and of the critic's if it shares the backbone.
-
-        Returns the logprobs (N,) too.
-        """
+        """Gradients of the policy's and a shared critic's loss; returns the logprobs (N,) too."""
         scores = self.models.logprobs_and_values(part, tokens.token_ids_N)
         logprobs_N, entropy_N, *values = scores
         loss = self._policy_loss(tokens, logprobs_N, entropy_N)
@@ -456,10 +435,7 @@ class Learner:
         return Loss(value, metrics)
 
     def _refuse_mismatch(self, metrics: Metrics, compared: list[tuple[Tensor, ...]]) -> None:
-        """Refuse a ``mismatch/max_abs`` that is more than rounding, if this learner refuses any.
-
-        The gradients are dropped, so that they are not part of a later update.
-        """
+        """Refuse a ``mismatch/max_abs`` beyond rounding; no later update gets its gradients."""
         gap, bound = metrics.get("mismatch/max_abs"), self._mismatch.bound
         if self._mismatch.is_refused and gap is not None and not gap.value <= bound:
             worst = [_worst(*map(torch.cat, zip(*compared, strict=True)))] if compared else []

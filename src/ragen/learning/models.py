@@ -33,25 +33,13 @@ class Models:
     """Policy, critic and reference; all logprobs are computed at the sampling temperature.
 
     The reference is a frozen copy of the policy. The critic is a value head on a copy of the
-    policy's backbone, or on the policy's own. With LoRA (`ragen.networks.lora`) there are no
-    copies: all three are the policy's model, with the policy's adapter, no adapter, or the
-    critic's, and only the adapters and the value head are trained.
+    policy's backbone, or on the policy's own (`shared`). With LoRA (`ragen.networks.lora`) there
+    are no copies: all three are the policy's model, with the policy's adapter, no adapter, or the
+    critic's, and only the adapters and the value head are trained. The `policy` comes with these
+    adapters. `trained` is the part of it that is trained: all of it, or its adapter.
 
-    With several `ranks` each process keeps a part of every weight (`ragen.networks.sharding`). All
-    processes call the same methods at the same time.
-
-    Args:
-        policy: The policy; with LoRA it has its adapters, including the critic's unless `shared`.
-        critic: Train a critic.
-        shared: The critic reads the policy's own backbone.
-        reference: Keep the initial policy.
-        temperature: The sampling temperature.
-        ranks: This process's place among those that train together.
-
-    Attributes:
-        trained: The part of the policy that is trained: all of it, or its adapter.
-        units: The split weights.
-        device: The device of the policy's weights.
+    With several `ranks` each process keeps a part of every weight (`ragen.networks.sharding`), its
+    `units`. All processes call the same methods at the same time.
     """
 
     def __init__(

@@ -21,8 +21,7 @@ def optimizers(
 ) -> list[Optimizer]:
     """AdamW for everything, or, with `muon_lr`, Muon for matrices and AdamW for the rest.
 
-    `trained` are the weights by name. Each parameter group keeps its learning rate as ``full_lr``,
-    because a schedule scales ``lr``. `weight_decay` is the decay of both optimisers.
+    Each parameter group keeps its learning rate as ``full_lr``, because a schedule scales ``lr``.
     """
     matrices = [p for name, p in trained.items() if muon_lr and is_matrix(name, p)]
     matrix_ids = {id(p) for p in matrices}

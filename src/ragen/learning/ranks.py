@@ -81,16 +81,7 @@ class Ranks:
     def shares(self, batch: Batch, shares_prompts: bool = False) -> list[Tensor]:
         """The rows of each process, ascending; none for some if there are few episodes.
 
-        `shares_prompts` says that the model computes a prompt which episodes share only once.
-
-        Example:
-            >>> from dataclasses import replace
-            >>> from ragen.algorithms.batch import collate
-            >>> from ragen.core.types import Sample
-            >>> row = Sample((1, 8), (False, True), (0.0, 0.0), (-1, 0), (False, True), 0, 0)
-            >>> batch = replace(collate([row] * 4), episode_B=torch.tensor([0, 1, 0, 2]))
-            >>> Ranks(0, 2).shares(batch)
-            [tensor([0, 2]), tensor([1, 3])]
+        With `shares_prompts` the model computes the common prompt of several episodes only once.
         """
         if self.size == 1:
             return [torch.arange(batch.num_rows)]
