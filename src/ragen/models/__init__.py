@@ -1,5 +1,4 @@
-"""Where weights come from.
+"""Weights: names, the Hub, files, loading, adapters on disk, and the plan of memory.
 
-Names, the Hub, files and folders, loading, adapters on disk, and the plan of memory. It may import
-`networks` and the folders below.
+It may import `networks` and the folders below.
 """

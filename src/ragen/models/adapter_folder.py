@@ -61,13 +61,12 @@ def save_adapter(
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, own_base: str | None = None) -> None:
-    """Load the weights of a PEFT folder into the policy's adapter, which the model already has.
+    """Load a PEFT folder's weights into the policy's adapter, which the model already has.
 
     `own_base` is the model's `fingerprint_of_base`, computed if it is not given.
 
     Raises:
-        RagenError: The weights cannot be read, are not finite, fit another model, or were trained
-            on another base.
+        RagenError: They cannot be read, are not finite, or belong to another model or base.
     """
     path = folder / ADAPTER_WEIGHTS
     found = shapes(path)
@@ -135,8 +134,7 @@ def _check_ranks(raw: dict[str, Any], folder: Path) -> None:
 def fingerprint_of_base(model: PreTrainedModel) -> str:
     """A hash of the base's weights, by which an adapter recognises its base.
 
-    The weights are rounded to bfloat16 first, so that a base loaded as float32 or as bfloat16 has
-    the same hash.
+    The weights are rounded to bfloat16 first: a base has the same hash in float32 and bfloat16.
     """
     return hash_tensors(
         (name.replace(".base_layer.", "."), weight.to(torch.bfloat16))

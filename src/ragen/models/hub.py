@@ -17,10 +17,9 @@ OTHERS = ("*/*", "consolidated*")
 
 
 def model_folder(name: str | Path, weights: bool = True) -> Path:
-    """The folder that holds a model.
+    """The folder of a model: `name` itself, or the place of a Hub id in the local cache.
 
-    `name` is a local folder or the id of a model on the Hub. Missing files are downloaded, the
-    weights only if `weights`; if the Hub is unreachable, the local cache is used.
+    Missing files are downloaded, the weights only if `weights`.
 
     Raises:
         RagenError: There is no such model, access is denied, the local cache cannot be written, or

@@ -56,10 +56,9 @@ def load_policy(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer.
 
-    `path` is a local folder in Hugging Face layout, or the id of a model on the Hub; `device` is
-    ``cpu`` or ``cuda``, `dtype` is ``float32`` or ``bfloat16``; `max_length` is the longest
-    sequence in tokens; `free` is how many bytes the weights may take. The model is in evaluation
-    mode, without dropout: sampling and learning must compute the same.
+    `path` is a local folder in Hugging Face layout or the id of a model on the Hub, `dtype` is
+    ``float32`` or ``bfloat16``, `max_length` counts tokens, and `free` is how many bytes the
+    weights may take. The model has no dropout: sampling and learning must compute the same.
 
     Raises:
         RagenError: The model does not exist, is not a causal language model, or has fewer positions
@@ -95,10 +94,7 @@ def load_policy(
 def _check_size(
     config: PreTrainedConfig, files: list[Path], name: str, itemsize: int, free: int | None
 ) -> None:
-    """Refuse a config that describes more than its weights hold, before memory is taken for it.
-
-    transformers fills missing weights of any size with random numbers.
-    """
+    """Refuse a config that describes more than its weights hold: transformers makes up the rest."""
     held = sum(map(prod, chain.from_iterable(shapes(file).values() for file in files)))
     with load_errors(name, "config.json"), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -189,8 +185,7 @@ def load_tokenizer(
     """The tokenizer in a folder, checked against the model if one is given.
 
     Raises:
-        RagenError: It is missing, cannot be read, has a token whose id is far too large, or has
-            more tokens than the model's embedding.
+        RagenError: It is missing, malformed, or has an id too large for tables or embedding.
     """
     check_files(folder)
     tokenizer = _read_tokenizer(folder, name)
@@ -244,7 +239,6 @@ def _ids(backend: Tokenizer) -> list[int]:
 def _check_fit(
     tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, name: str | Path
 ) -> None:
-    """Refuse a tokenizer with more tokens than the model's embedding."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     embedding: Any = model.get_input_embeddings()
     rows = embedding.weight.shape[0]
@@ -258,8 +252,7 @@ def _check_fit(
 def keep_freed_memory() -> None:
     """Tell glibc to keep freed memory in the process; saves small models 10–20 % of CPU time.
 
-    By default glibc returns every large block to the system and requests it again, page by page,
-    for the next tensor. With another C library this does nothing.
+    By default glibc returns every large block and requests it again, page by page.
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -279,8 +272,7 @@ def save_model(
 ) -> None:
     """Write the tokenizer with the model, or with its adapter as a PEFT folder.
 
-    `base` is the adapter's `fingerprint_of_base`, computed if it is not given. `tensors` are the
-    weights, or the adapter's, if those of `model` are split (`ragen.networks.sharding`).
+    `base` and `tensors` are those of `save_adapter`; without an adapter, `tensors` are all weights.
     """
     logging.disable_progress_bar()
     if has_adapters(model):
@@ -293,9 +285,8 @@ def save_model(
 def recompute_layers(model: PreTrainedModel) -> None:
     """Gradient checkpointing: keep each layer's input only, and recompute the rest when needed.
 
-    transformers' own switch (`gradient_checkpointing_enable`) works in training mode only, where
-    dropout would be on. So the layers are wrapped here; copies of the model are wrapped too.
-    Without gradients, each layer is computed once, and keys and values are cached as usual.
+    transformers' own switch works in training mode only, where dropout would be on, so the layers
+    are wrapped here, in copies of the model too. Without gradients they compute as usual.
 
     Raises:
         RagenError: The architecture has no layers that support it.
@@ -324,11 +315,7 @@ def _same_attention(config: PreTrainedConfig) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def _check_output_layer(model: PreTrainedModel, name: str) -> None:
-    """Refuse models that `token_logprobs` and the samplers would compute wrongly.
-
-    These are models whose states depend on later tokens, models that do not take the sampler's
-    masks and cache, and models that transform their logits in a way that `shape_of` does not know.
-    """
+    """Refuse models that `token_logprobs` and the samplers would compute wrongly."""
 
     def check(agrees: bool, problem: str) -> None:
         if not agrees:

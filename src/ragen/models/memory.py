@@ -78,10 +78,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The rows of what shares one memory, of a machine or a GPU, and its free bytes.
+    """The rows of what shares one memory, of a machine or a GPU, and its free bytes (or ``None``).
 
-    `available` is ``None`` if they are not known. `processes` names the processes that the plan is
-    for, if there are several.
+    `processes` names the processes that the plan is for, if there are several.
     """
 
     rows: Sequence[Row] = ()
@@ -105,10 +104,7 @@ class Plan:
 
     @property
     def needed(self) -> int:
-        """Bytes at the peak beyond the program itself, if episodes fill what settings allow.
-
-        The program counts as taken when free memory is read.
-        """
+        """Bytes at the peak of full episodes; the program is taken when free memory is read."""
         return self.total - self.of("libraries")
 
     def lines(self) -> list[str]:
@@ -137,9 +133,8 @@ class Plan:
 def plans(config: Config) -> list[Plan]:
     """The memory of all processes of a run: a plan for each memory, of a machine or a GPU.
 
-    Learners and samplers on Ray share this machine's memory. On GPUs, each has its own memory, or a
-    learner and a sampler share one. What is free on another machine is not known. For a model of
-    the Hub only its config and the headers of its weights are downloaded.
+    Learners and samplers on Ray share this machine's memory. On GPUs, each has its own, or a
+    learner and a sampler share one. What is free on another machine is not known.
 
     Raises:
         RagenError: The model does not exist, or LoRA does not suit it.
@@ -202,10 +197,7 @@ def _num_gpus() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The facts on which the memory of a run depends.
-
-    `adapter` are the shapes of a role's LoRA matrices; `tokens` counts the tokens of a microbatch.
-    """
+    """Facts for the table; `adapter` has a role's LoRA shapes, `tokens` counts a microbatch's."""
 
     sizes: Sizes
     adapter: Sequence[Shape]
@@ -288,11 +280,7 @@ def _copies(run: Run) -> int:
 
 
 def _cache(run: Run) -> int:
-    """The sampler's keys and values.
-
-    vLLM takes its configured share of a GPU, weights included, or a cache of fixed size on a CPU. A
-    server uses another process's memory.
-    """
+    """The sampler's keys and values (vLLM: its share of a GPU); a server's are elsewhere."""
     rollout, sizes = run.rollout, run.sizes
     if rollout.sampler == "vllm" and run.device == "cuda":
         import torch
@@ -322,8 +310,7 @@ def _critic(run: Run, split: int) -> int:
 def _gathered(run: Run) -> int:
     """Estimate for weights and gradients that are whole while a learner computes (`sharding`).
 
-    On the fast path these are all weights. Elsewhere they are those outside of the layers and those
-    of two layers: one layer computes while the next is fetched.
+    Off the fast path, at most two layers are whole: one computes while the next is fetched.
     """
     sizes, adapter = run.sizes, _numbers(run.adapter)
     if run.is_fast:
@@ -340,10 +327,7 @@ def _gathered(run: Run) -> int:
 
 
 def _logits(run: Run) -> int:
-    """Estimate for the logits: one chunk five times, and the output layer's gradient.
-
-    A tied layer has the gradient of the embedding beside it, before both are summed.
-    """
+    """Estimate for one chunk five times, the output layer's gradient, and a tied embedding's."""
     sizes = run.sizes
     kept = KEPT_LOGITS_GPU if run.device == "cuda" else KEPT_LOGITS
     is_tied = len(sizes.backbone) == len(sizes.weights)
@@ -403,10 +387,7 @@ def _needs_critic(estimator: str) -> bool:
 
 
 def _trained(shapes: Sequence[Shape], item: int) -> tuple[int, int]:
-    """Bytes of gradients, and of AdamW's moments, step counts and masters, all in float32.
-
-    `item` is the bytes of a number of the weights: those in float32 are their own masters.
-    """
+    """Bytes of gradients, and of AdamW's moments, counts and masters (float32 needs no masters)."""
     numbers = _numbers(shapes)
     masters = 0 if item == FLOAT else FLOAT * numbers
     return FLOAT * numbers, masters + FLOAT * (2 * numbers + len(shapes))
@@ -429,8 +410,7 @@ def size(number: int) -> str:
 def refuse_too_large(planned: Sequence[Plan], tell: Callable[[str], None]) -> None:
     """Refuse a run if its weights and optimiser cannot fit; `tell` gets the plan of a large run.
 
-    Episodes may be shorter than the settings allow. So a run that fits only with short episodes is
-    not refused, but `tell` gets a warning.
+    A run that fits only with episodes shorter than the settings allow gets a warning instead.
 
     Raises:
         RagenError: They need more than is free. The message names the largest rows and the keys

@@ -1,7 +1,6 @@
-"""The files of a model's folder, checked before a library opens them.
+"""The files of a model's folder, checked before a library opens them. Loads no torch.
 
-A model folder is data that others wrote. Each check is quick, reads no weights, and reports in one
-line which file is at fault. Loads no torch.
+Others wrote them. Each check is quick, reads no weights, and names the file at fault in one line.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ OBJECTS = ("generation_config.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a folder with an entry that is no regular file or malformed JSON.
-
-    A symbolic link to a file is a file, as in the cache of the Hub.
+    """Refuse a folder with malformed JSON, or an entry that is neither a file nor a link to one.
 
     Raises:
         RagenError: It has such an entry.
@@ -44,9 +41,7 @@ def check_files(folder: Path) -> None:
 
 
 def read_config(folder: Path, name: str | Path) -> dict[str, Any]:
-    """The config of a model as it is written, after a check of the folder's files.
-
-    `name` is the user's name for the model, for error messages.
+    """The config as it is written, after a check of the folder's files; messages name `name`.
 
     Raises:
         RagenError: The folder holds no model, a quantised one, or a malformed file.
@@ -134,8 +129,7 @@ def weight_files(folder: Path, name: str | Path) -> list[Path]:
     """The safetensors that hold a model's weights: one file, or the shards of its index.
 
     Raises:
-        RagenError: There are none, they are pointer files of git-lfs, or the index names
-            files that are not safetensors in the folder.
+        RagenError: There are none, they are pointers of git-lfs, or the index names other files.
     """
     for file in folder.glob("*.safetensors"):
         try:

@@ -1,7 +1,4 @@
-"""The model behind a name: an embedded model, a run, a folder, an adapter or a hub id.
-
-Loads no torch.
-"""
+"""The model behind a name: embedded, a run, a folder, an adapter or a hub id. Loads no torch."""
 
 from __future__ import annotations
 
@@ -72,10 +69,9 @@ def embedded_folder(name: str) -> Path:
 
 
 def resolve_model(name: str, env: str, words: str = "base") -> str:
-    """The folder or hub id that a model's name refers to.
+    """The folder or hub id of a name: ``base`` (for `env`), a run, a model folder or a hub id.
 
-    A name is ``base`` (for the environment `env`), a run folder (its newest checkpoint), a model
-    folder, or a hub id. `words` are the names that a message offers.
+    A run's folder gives its newest checkpoint. `words` are the names that a message offers.
 
     Raises:
         RagenError: A run folder has no checkpoint, or a path does not exist or holds no model.
@@ -191,8 +187,7 @@ def hash_model_folder(folder: Path) -> str:
     An adapter's base counts if it is a folder. RAGEN's own adapters have a hash of its weights.
 
     Raises:
-        RagenError: An entry is not a regular file, the files are larger than any model here, or the
-            base of an adapter is gone.
+        RagenError: An entry is no file, the files are too large, or an adapter's base is gone.
     """
     check_files(folder)
     digest = hashlib.blake2b(digest_size=16)

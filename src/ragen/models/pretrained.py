@@ -16,9 +16,7 @@ from ragen.networks.attention import use_eager
 
 
 def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrainedConfig:
-    """The config of a causal language model; its weights are not read.
-
-    `name` is the user's name for the model, for error messages.
+    """The config of a causal language model, without its weights; messages name `name`.
 
     Raises:
         RagenError: The folder holds no causal language model, or the model brings its own code, has
@@ -62,9 +60,8 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
 def load_errors(name: str | Path, cause: str = "") -> Iterator[None]:
     """The boundary to libraries that read files from outside: their errors become one line.
 
-    The body should only call transformers, tokenizers, safetensors or peft on a model's folder.
-    None of them documents what it raises for a malformed file, and tokenizers raises a bare
-    `Exception`. So every exception is caught here, as `ragen.core.user_code` does for user code.
+    The body only calls transformers, tokenizers, safetensors or peft. None documents what a
+    malformed file raises, and tokenizers raises a bare `Exception`; so every exception is caught.
 
     Raises:
         RagenError: The body failed; the text names the model, `cause` and the library's reason.

@@ -1,5 +1,4 @@
-"""How a model is computed.
+"""How a model is computed: fast paths, packed rows, decoding, LoRA, precision, shards, device.
 
-Architectures' fast paths, packed rows, decoding, LoRA, precision, shards, the device. It may import
-`envs` and the folders below. torch starts here.
+It may import `envs` and the folders below. torch starts here.
 """

@@ -71,10 +71,7 @@ class Attending:
 
 
 def grouped(config: Any) -> Attending:
-    """The context for padded rows with stored keys and a mask; eager attention stays.
-
-    It also replaces flash attention, which takes no masks.
-    """
+    """The context for padded rows with stored keys and a mask; flash attention takes no mask."""
     is_eager = config._attn_implementation == EAGER
     return Attending(config, EAGER if is_eager else GROUPED)
 

@@ -1,8 +1,7 @@
 """Key–value slots: a causal language model that continues reading each of its sequences.
 
 A decoder holds the keys and values of a fixed number of slots. The caller says where in a slot new
-tokens are written. Nothing is cleared in between: entries at or beyond a sequence's length are
-masked.
+tokens are written. Entries at or beyond a sequence's length are masked, and not cleared.
 
 Axes: **N** rows of a call, **T** tokens, **V** vocabulary, **F** real tokens among N × T, **W**
 stored positions in use, **H** heads, **K** key–value heads, **G** heads that share one, **Q**
@@ -41,8 +40,7 @@ def make_decoder(
 ) -> Decoder:
     """The fastest decoder that is exact for this model, or the general one if not `fast`.
 
-    The decoder for Qwen2 keeps fused copies of all weights, which pays off for small models on a
-    CPU.
+    The one for Qwen2 keeps fused copies of all weights, which pays off for small models on a CPU.
     """
     if fast and model.device.type == "cpu":
         if fast_qwen2.supports(model):
@@ -53,10 +51,7 @@ def make_decoder(
 
 
 def window_of(config: Any) -> float:
-    """The tokens that every layer of a text model attends to: its sliding window, or infinity.
-
-    It is 0 if layers choose tokens in another way.
-    """
+    """The tokens that every layer attends to: its window, infinity, or 0 if it chooses tokens."""
     window: int | None = getattr(config, "sliding_window", None)
     # Configs that name no types, like Mistral's, have layers of one kind.
     one_kind = ["full_attention" if window is None else "sliding_attention"]
@@ -74,8 +69,7 @@ def logits_of(model: PreTrainedModel, states_ND: Tensor) -> Tensor:
 class FlatDecoder:
     """Slots for a model on a CPU that reads flat tokens (`ragen.networks.packed.longest`).
 
-    New tokens of all slots are one list without padding. A beginning that slots share is held and
-    read once. The model's weights are read at every call, so an update is seen at once.
+    New tokens of all slots are one list without padding. Shared beginnings are held and read once.
     """
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
@@ -141,13 +135,11 @@ class FlatDecoder:
 class HFDecoder:
     """Slots for any causal language model of transformers.
 
-    It must take a cache, a 4-D attention mask and position ids; nearly all do. It holds `num_slots`
-    sequences of at most `max_length` tokens. The model's weights are read at every call, so an
-    update is seen at once.
+    It must take a cache, a 4-D attention mask and position ids; nearly all do.
 
     Raises:
-        RagenError: The model's sliding window is shorter than `max_length`, or its past is not keys
-            and values.
+        RagenError: Its sliding window is shorter than `max_length`, or its past is not keys and
+            values.
     """
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
@@ -198,15 +190,11 @@ class HFDecoder:
     def refresh(self, is_idle: bool = True) -> None:
         """Read changed weights, which make every stored key and value out of date.
 
-        Unless the decoder `is_idle`, sequences that are being sampled continue with their stored
-        keys and values. This decoder has nothing to do, because it reads the weights at every call.
+        Unless `is_idle`, unfinished sequences keep theirs. Here each call reads the weights anyway.
         """
 
     def erase(self) -> None:
-        """Zero all keys and values, after a model whose logits were not finite.
-
-        A mask does not hide NaN or ∞, so they would spread to the sequences that come after.
-        """
+        """Zero keys and values after NaN or ∞, which no mask hides from later sequences."""
         for stored in chain.from_iterable(self.cache.stored):
             stored.zero_()
 

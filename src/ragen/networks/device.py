@@ -9,8 +9,7 @@ from torch import Tensor
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device, without waiting for it; on the CPU the tensor itself.
 
-    A GPU copies from pinned memory while it computes. torch keeps that memory until it is copied,
-    and then uses it for the next transfer.
+    A GPU copies from pinned memory while it computes; torch keeps that memory until it is copied.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()

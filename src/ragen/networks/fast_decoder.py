@@ -76,11 +76,7 @@ def finish(x_FD: Tensor, mixed_FE: Tensor, weights: Sequence[Tensor], epsilon: f
 
 
 class Qwen2Decoder:
-    """Key–value slots for a model that `ragen.networks.fast_qwen2.supports` accepts.
-
-    It holds `num_slots` sequences of at most `max_length` tokens. The fused weights are copies:
-    call `refresh` when the model has changed.
-    """
+    """Slots for a model that `fast_qwen2.supports` accepts; `refresh` copies changed weights."""
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
         self.model = model

@@ -1,9 +1,8 @@
 """A fast float32 Qwen2 for learning on CPUs: the same function as transformers' model.
 
-The tokens of all samples are one flat list (`ragen.networks.packing`), from the embedding to the
-last norm. Rows pass the wide layers in chunks that fit the processor's cache, forward and
-backward. In the last layer, queries and everything after them are computed at the wanted positions
-only.
+The tokens of all samples are one flat list (`packing`), from the embedding to the last norm. Rows
+pass the wide layers in chunks that fit the processor's cache, forward and backward. After the last
+layer's keys and values, only the wanted positions are computed.
 
 Axes: **B** samples, **T** tokens, **F** flat tokens, **N** flat tokens with a query, **H** heads,
 **K** key–value heads, **D** width, **E** heads times width, **R** half a head's width.
@@ -27,10 +26,7 @@ CHUNK = 512
 
 
 def supports(model: PreTrainedModel) -> bool:
-    """True if the model (or backbone) is a plain float32 Qwen2 without a sliding window.
-
-    Its linear layers may carry LoRA adapters.
-    """
+    """True for a plain float32 Qwen2 or its backbone, also with LoRA, without a sliding window."""
     config: Any = model.config
     if config.model_type != "qwen2" or model.dtype != torch.float32:
         return False
@@ -102,8 +98,7 @@ def _layer(
 def effective_weight(linear: Any) -> Tensor:
     """A linear layer as one matrix: W, or W + (α / r) B A if it has an active LoRA adapter.
 
-    The sum costs as much as r more rows of input, and its gradient reaches A and B, so the code
-    that uses the matrix does not depend on adapters.
+    The sum costs as much as r more rows of input; A and B get gradients through it.
     """
     weight: Tensor = linear.weight  # with adapters the base's
     if hasattr(linear, "lora_A") and not linear.disable_adapters:

@@ -1,13 +1,11 @@
 """States of many thoughts after one prompt, for a plain float32 Qwen2; without gradients.
 
-The prompt's keys and values exist once, and so does each beginning that thoughts have in common.
-All queries attend to the prompt in one product; the keys of what they continue are a second, small
-one, and the softmax is over both.
+The prompt's keys and values exist once, and so does each beginning that thoughts share. All queries
+attend to the prompt in one product, to what they continue in a second, and softmax is over both.
 
-Axes: **P** tokens of the prompt, **F** beginnings of thoughts, **U** blocks of them, **B**
-beginnings of a block, **W** those that a block sees (`beginnings`), **H** heads, **K**
-key–value heads, **G** heads of each of these, **Q** queries of a block, **D** width, **E** width of
-a head.
+Axes: **P** tokens of the prompt, **F** beginnings of thoughts, **U** blocks of **B** beginnings,
+**W** those that a block sees (`beginnings`), **H** heads, **K** key–value heads, **G** heads of
+each of these, **Q** queries of a block, **D** width, **E** width of a head.
 """
 
 # mypy: allow-untyped-calls
@@ -27,10 +25,7 @@ from ragen.networks.key_store import SCORES, matmul
 
 
 class PrefixReader:
-    """Reads one prompt after another, and then thoughts that follow it.
-
-    `model` is one that `ragen.networks.fast_qwen2.supports` accepts; its weights are copied.
-    """
+    """Reads prompts, and thoughts that follow the last one, with copies of a Qwen2's weights."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         attention = model.model.layers[0].self_attn

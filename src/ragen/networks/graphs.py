@@ -37,9 +37,8 @@ class CannotRecord(Exception):
 def recorder() -> Callable[[Compute], Compute]:
     """A function that records what another computes, and returns its replay.
 
-    A replay overwrites the result of the one before. The graphs share the memory for
-    intermediate results, since they never run at the same time. A forward that waits for the GPU
-    raises `CannotRecord`.
+    A replay overwrites the result of the one before. Graphs share memory for intermediate results,
+    as they never run together. A forward that waits for the GPU raises `CannotRecord`.
     """
     pool = torch.cuda.graph_pool_handle()
 
@@ -81,9 +80,8 @@ def bucket(size: int, least: int, most: int) -> int:
 class GraphDecoder(HFDecoder):
     """An `HFDecoder` that decodes by replays of what `record` recorded.
 
-    Rows that a graph has more than a call write to a spare slot. The graph for all slots reads them
-    in place: its row r is slot r. Others read copies of their rows' keys and values. A model that
-    cannot be recorded decodes as an `HFDecoder`.
+    Rows beyond those of a call write to a spare slot. The graph for all slots reads them in place:
+    its row r is slot r. Others read copies. A model that cannot be recorded decodes without graphs.
     """
 
     def __init__(

@@ -59,9 +59,8 @@ MANY = 16
 class KeyStore:
     """Slots of keys and values for `num_slots` sequences of at most `max_length` tokens.
 
-    A layer's first write makes room for it. The caller says where new tokens are written.
-    Memory is not zeroed: what lies at or beyond a sequence's length is masked. It must be finite
-    there; see `erase`.
+    A layer's first write makes room for it. What lies at or beyond a sequence's length is not
+    zeroed but masked, and must be finite (`erase`).
 
     Rows of keys are as long as the longest sequence so far needs, because sums read whole rows, and
     products read rows that are close together in two thirds of the time.
@@ -91,10 +90,7 @@ class KeyStore:
     def write(
         self, layer: int, places: tuple[Tensor, Tensor], k_FKD: Tensor, v_FKD: Tensor
     ) -> Stored:
-        """Store new keys and values; returns all of the layer's.
-
-        `places` are slot and position of each token.
-        """
+        """Store keys and values at `places` (slots, positions); returns all of the layer's."""
         if layer == len(self.layers):
             num_slots, max_length = self.shape
             keys = _zeros((num_slots, *k_FKD.shape[1:], max_length), torch.float32)
@@ -250,9 +246,8 @@ class Reach:
     def _attend_singly(self, q_FHD: Tensor, stored: Stored) -> Tensor:
         """Attention of one query a row to its own keys, in about 0.6 of the time of products.
 
-        Scores are sums of the rows of keys, weighted by the query, and results are sums of values,
-        weighted by the scores. torch has such sums for bags of embeddings; they read memory ahead,
-        in place, wherever the rows are.
+        Scores are sums of keys' rows weighted by the query, results sums of values weighted by the
+        scores. torch has such sums for bags of embeddings; they read memory ahead and in place.
         """
         keys, values = stored
         if keys.shape not in self._bags:

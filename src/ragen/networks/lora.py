@@ -7,9 +7,8 @@ Each role that learns adds a pair of matrices to a linear layer W of the base:
 The policy computes with its own pair, the critic with another, the reference with the base alone.
 There is one copy of W, and only the pairs have gradients and optimisers.
 
-peft adds the pairs to the model, which is otherwise the unchanged transformers model; no
-other module imports peft. A model computes as the policy by default; `acting` switches the role
-temporarily.
+peft, which only this module imports, adds the pairs to an otherwise unchanged transformers model. A
+model computes as the policy by default; `acting` switches the role temporarily.
 """
 
 # mypy: allow-untyped-calls
@@ -53,10 +52,9 @@ def attach(
 ) -> None:
     """Add an adapter for each role; an existing adapter of the policy is kept if its shape matches.
 
-    The base is frozen. A is drawn from generators that depend on the seed and the role alone,
-    uniformly within ±1/√in as in peft; B is zero, so that every role begins as the base. `alpha` is
-    α and `rank` is r. `targets` is ``all-linear``, or layer names separated by commas. `base` is
-    the folder or hub id by which a saved adapter names its base.
+    The base is frozen. A is uniform within ±1/√in as in peft, and depends on seed and role alone; B
+    is zero, so that every role begins as the base. `targets` is ``all-linear``, or layer names
+    separated by commas. `base` is the folder or hub id that a saved adapter names.
 
     Raises:
         RagenError: The model has no such layers, or its adapter has another shape.
@@ -84,9 +82,7 @@ def attach(
 
 
 def attach_saved(model: PreTrainedModel, folder: Path, base: str) -> None:
-    """Add the policy's adapter with the shape that a PEFT folder's config describes.
-
-    Its weights are left to the caller.
+    """Add the policy's adapter in the shape of a PEFT folder's config, but without its weights.
 
     Raises:
         ValueError, TypeError: The config does not fit the model.
@@ -102,10 +98,7 @@ def attach_saved(model: PreTrainedModel, folder: Path, base: str) -> None:
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
-    """The linear layers that may get an adapter, by name, adapted or not.
-
-    The output layer is excluded, because it is read as a matrix and may be tied to the embedding.
-    """
+    """Linear layers, adapted or not; no output layer: it is read as a matrix, and may be tied."""
     head = model.get_output_embeddings()
     return {
         name.removesuffix(".base_layer"): module
@@ -120,9 +113,8 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
 def acting(model: PreTrainedModel, role: Role) -> Iterator[None]:
     """Let a model with adapters compute as `role` inside, and as the policy again afterwards.
 
-    The backward pass belongs inside too: with gradient checkpointing, activations are computed
-    again there and need the same role. Models without adapters are left as they are: there each
-    role has its own weights.
+    The backward pass belongs inside too: gradient checkpointing computes activations again there.
+    Models without adapters do not change: there each role has its own weights.
     """
     if role == "policy" or not has_adapters(model):
         yield
@@ -217,8 +209,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
 def _act(model: PreTrainedModel, role: Role) -> None:
     """Compute as `role` from now on; all adapters keep their gradients.
 
-    peft freezes the adapters that it switches off, and a weight that is frozen during the backward
-    pass silently gets no gradient, even where the forward pass used it.
+    peft freezes other adapters, and a weight frozen in the backward pass silently gets no gradient.
     """
     for layer in _adapted_layers(model).values():
         layer.enable_adapters(role != "reference")

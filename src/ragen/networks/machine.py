@@ -36,11 +36,9 @@ def usable_device() -> str:
 def use_threads(count: int) -> int:
     """Set torch's thread count and return it, and choose the library of its float32 products.
 
-    NumPy gets one thread: its products are small.
-
-    A count of 0 is replaced by a measured one, because two threads may be slower than one on a busy
-    machine: all cores of this process, at most 8, if they multiply the embedded model's shapes at
-    least 10 % faster than one core, else one.
+    NumPy gets one thread: its products are small. Two threads may be slower than one on a busy
+    machine. So a count of 0 means all cores of this process, at most 8, if they multiply the
+    embedded model's shapes at least 10 % faster than one core, else one.
     """
     import torch
     from threadpoolctl import threadpool_limits
@@ -111,10 +109,7 @@ def _time(threads: int) -> float:
 
 
 def available(device: str) -> int | None:
-    """Free bytes: of the GPU, or of this machine within the limits of its container.
-
-    ``None`` if the system does not report it.
-    """
+    """Free bytes of the GPU, or of this machine in its container; ``None`` if not reported."""
     if device == "cuda":
         import torch
 

@@ -35,10 +35,9 @@ def hidden_states(
 ) -> Tensor:
     """Final hidden states at the wanted positions: the input of the output layer or a value head.
 
-    The model may be a backbone alone. The other arguments are on the CPU. Rows are padded on the
-    right with any valid id; `lengths_B` are their real tokens, and the padding never changes the
-    result. `wanted_BT` is true only within `lengths_B`. The states are (N, D), row by row, for N
-    true entries.
+    The model may be a backbone alone; the rest is on the CPU. Rows of `lengths_B` tokens are padded
+    on the right with any valid id, which never changes the result. `wanted_BT` is true only within
+    `lengths_B`. The states are (N, D), row by row, for N true entries.
     """
     if is_fast(model):
         return fast_qwen2.hidden_states(model, token_ids_BT, lengths_B, wanted_BT)
@@ -63,8 +62,7 @@ def padded_hidden_states(
 ) -> Tensor:
     """`hidden_states` for any architecture: the model's own padded forward.
 
-    No mask is needed: padding on the right follows every real token, and a causal model never
-    attends to later ones. So attention is plainly causal, which has the fastest kernels.
+    Padding follows every real token, so attention is plainly causal, which has the fastest kernels.
     """
     ids_BT = to_device(token_ids_BT, model.device)
     used = backbone(model)
@@ -86,14 +84,13 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and entropy of the distribution it is drawn from.
 
-    logprob = log softmax(z / temperature)[target],  entropy = −Σ p log p, in nats, softmax in
-    float32. The logits z are W h, scaled or capped where the architecture does so (`shape_of`);
-    the rows h of `hidden_ND` are the `hidden_states` at the positions before the targets.
+    logprob = log softmax(z / temperature)[target] and entropy = −Σ p log p, in nats, softmax in
+    float32. The logits z are W h, scaled or capped where the architecture does so (`shape_of`); the
+    rows h of `hidden_ND` are the `hidden_states` at the positions before the targets.
 
-    Works in chunks: logits that do not fit in `KEPT_LOGITS` are computed again in the backward
-    pass, so the full (N, V) is never in memory for a large vocabulary. Both results, (N,) in
-    float32, have gradients. Gradients of the output layer are accumulated in float32, and skipped
-    if it is frozen.
+    Chunks of logits that do not fit in `KEPT_LOGITS` are computed again in the backward pass, so a
+    large (N, V) is never in memory. Both results, (N,) in float32, have gradients. The output
+    layer's gradients are accumulated in float32, and skipped if it is frozen.
     """
     head = model.get_output_embeddings()
     assert head is not None, "a backbone has no output layer"
@@ -228,15 +225,12 @@ def cross_scores(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> Tensor:
-    """The matrix S_ij = log p(z_i | x_j), (N, M) in float64 on the CPU.
+    """The matrix S_ij = log p(z_i | x_j) at a temperature, (N, M) in float64 on the CPU.
 
-    The x_j and z_i are given as token ids, at least one of each; logits are divided by
-    `temperature`. At most `max_tokens` tokens are in memory at once; a single row may be longer.
-    Thoughts that are scored together share their prompt where the model `shares_prompts`; then
-    `max_tokens` bounds the thoughts alone.
-
-    With several ranks, each computes a part in equally many forwards, and leaves the rest 0: the
-    matrices of all ranks add up to S.
+    At least one x_j and one z_i are given as token ids. At most `max_tokens` tokens are in memory
+    at once; a single row may be longer. Thoughts scored together share their prompt where the model
+    `shares_prompts`; then `max_tokens` bounds the thoughts alone. With several ranks, each computes
+    a part in equally many forwards, and leaves the rest 0: their matrices add up to S.
     """
     scores_NM = torch.zeros(len(thoughts), len(prompts), dtype=torch.float64)
     reader = PrefixReader(model) if is_fast(model) else None
@@ -270,10 +264,7 @@ def cross_scores(
 def _after_beginnings(
     model: PreTrainedModel, reader: PrefixReader, known: Beginnings, temperature: float
 ) -> Tensor:
-    """The logprob of each token of the thoughts after the prompt that was read.
-
-    The output layer is computed once for each beginning, however many tokens continue it.
-    """
+    """Logprobs of thoughts' tokens after a prompt; each beginning passes the output layer once."""
     states_FD, head = reader.follow(known), model.get_output_embeddings()
     logprobs_P = torch.empty(len(known.targets_P))
     chunk = max(1, KEPT_LOGITS // head.weight.shape[0])

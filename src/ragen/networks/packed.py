@@ -2,10 +2,8 @@
 
 Only attention lets tokens see each other, and transformers lets a program replace it
 (`ragen.networks.attention`). Here each query sees the keys of its own sample and of the prompt that
-this shares (`ragen.networks.packing`): on a CPU block by block, on a GPU by torch's attention for
-sequences of various lengths.
-
-Axes: see `ragen.networks.packing`.
+this shares (`ragen.networks.packing`, which names the axes): on a CPU block by block, on a GPU by
+torch's attention for sequences of various lengths.
 """
 
 # mypy: allow-untyped-calls
@@ -32,10 +30,9 @@ from ragen.networks.precision import bfloat16_products
 def longest(model: PreTrainedModel) -> float:
     """The longest row, in tokens, for which `read` is exact with this backbone; 0 if there is none.
 
-    This is found by trying, once for each device and dtype. Every layer must have attention that
-    transformers lets a program replace, without additions like sinks, and nothing else that lets
-    tokens see each other; on a GPU there must be a kernel for the model's dtype. Rows may not be
-    longer than a sliding window.
+    This is found by trying, once for each device and dtype. Every layer's attention must be
+    replaceable, without additions like sinks, and nothing else may let tokens see each other. A GPU
+    must have a kernel for the dtype. A row must fit in a sliding window.
     """
     known = _LONGEST.setdefault(model, {})
     where = model.device.type, model.dtype

@@ -1,10 +1,9 @@
 """Rows as one flat list of tokens: without padding, and with each shared prompt once.
 
 The samples of a group begin with the same prompt. Attention is causal, so the prompt's keys and
-values are the same in all of them: the first sample computes them, and the others attend to them.
-Different prompts often begin alike, with the rules of an environment, and share that beginning.
-Attention works on blocks of a sample's queries, and a block reads only the keys up to its own last
-query.
+values are the same in all: the first sample computes them, and the others attend to them. Different
+prompts share a beginning, such as the rules of an environment. Attention works on blocks of a
+sample's queries, and a block reads only the keys up to its own last query.
 
 Axes: **B** samples, **T** tokens of a sample, **F** flat tokens (those that are computed), **N**
 flat tokens with a query, **S** keys of all samples, **R** samples not yet assigned, **W** keys of a
@@ -67,10 +66,9 @@ class Blocks(NamedTuple):
 class Packing(NamedTuple):
     """Which tokens of a padded batch a forward computes, and which keys their queries see.
 
-    `places` are row and column of each flat token in the batch; the column is its position.
-    `wanted_N` are the flat tokens whose states are wanted. `shared_B` is the number of tokens of
-    each sample that others compute. `keys_S` are the flat tokens that a sample's queries see: those
-    that it shares, then its own.
+    `places` are row and column of each flat token; the column is its position. `wanted_N` are the
+    flat tokens whose states are wanted. `shared_B` counts the tokens of each sample that others
+    compute. `keys_S` are the flat tokens that its queries see: those that it shares, then its own.
     """
 
     places: tuple[Tensor, Tensor]
@@ -99,10 +97,7 @@ class Packing(NamedTuple):
 
 
 def pack(token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor) -> Packing:
-    """Pack rows that are padded on the right; `wanted_BT` is true only within `lengths_B`.
-
-    All tensors are on the CPU, so that a GPU is never waited for.
-    """
+    """Pack rows padded on the right; all tensors are on the CPU, so that no GPU is waited for."""
     origin_B, shared_B = shared_prefixes(token_ids_BT, lengths_B, wanted_BT)
     columns_T = torch.arange(token_ids_BT.shape[1])
     own_BT = (columns_T >= shared_B[:, None]) & (columns_T < lengths_B[:, None])

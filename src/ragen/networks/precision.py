@@ -1,9 +1,8 @@
 """Float32 accumulation for bfloat16 models: weights, gradients, logits and, on some CPUs, products.
 
 bfloat16 has 8 significant bits. A weight of 1 would lose an update below 2⁻⁹, a sum of gradients
-would stop growing after some hundred equal terms, and a logit of 20 would have an error of up to
-0.06, in different directions in two programs. So all three are float32 here. A float32 model is not
-affected.
+would stop growing after some hundred equal terms, and a logit of 20 would err by up to 0.06,
+differently in two programs. So all three are float32 here. Float32 models do not change.
 
 Axes: **N** positions, **V** vocabulary, **D** width.
 """
@@ -107,12 +106,7 @@ class Shape(NamedTuple):
     cap: float = 0.0
 
     def of(self, logits: Tensor) -> Tensor:
-        """The logits of the model, from the logits of its output layer.
-
-        Example:
-            >>> Shape(scale=2.0).of(torch.tensor([3.0])), Shape(cap=1.0).of(torch.tensor([9.0]))
-            (tensor([6.]), tensor([1.0000]))
-        """
+        """The logits of the model, from the logits of its output layer."""
         if self.scale != 1.0:
             logits = logits * self.scale
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
@@ -168,8 +162,7 @@ WORTH_WIDENING = 4
 def multiplies_bfloat16() -> bool:
     """True if torch has a library for bfloat16 products on this processor.
 
-    Without AVX-512 it has none: its own loops run at an eighth of float32's rate, and at a
-    thirtieth in a backward pass.
+    Without AVX-512, torch's own loops run at 1/8 of float32's rate, and at 1/30 in a backward pass.
     """
     return torch.backends.mkldnn.is_available() and bool(
         torch.ops.mkldnn._is_mkldnn_bf16_supported()

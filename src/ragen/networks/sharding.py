@@ -25,11 +25,10 @@ T = TypeVar("T")
 class Unit(nn.Module):
     """Modules whose weights are split; `within` a unit they are whole.
 
-    `in_layers` also splits each layer of a transformer on its own, so that only one of them is
-    whole at a time, and only until it has computed. Without it, all weights stay whole until
-    `rest`, and gradients are added up over the processes once. Code that reads the weights of
-    layers without calling them needs this, and it is faster if memory allows it. `apart` are
-    modules within, called by their `forward`, whose dtype differs from the others'.
+    `in_layers` also splits each layer of a transformer on its own: it is whole only until it has
+    computed. Without it, all weights stay whole until `rest`, and gradients are added up once: this
+    is faster if memory allows it, and code that reads weights of layers without calling them needs
+    it. `apart` are modules within, called by their `forward`, of another dtype.
     """
 
     def __init__(
@@ -115,8 +114,7 @@ def local(tensor: Tensor) -> Tensor:
 def gathered(tensors: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
     """Whole tensors by name, on the CPU; none without `keep`, for a process that only takes part.
 
-    Several names of one weight share its tensor. Besides these, one weight at a time is whole in
-    memory.
+    Names of one weight share its tensor. Besides these, one weight at a time is whole in memory.
     """
     known: dict[int, Tensor] = {}
     kept: dict[str, Tensor] = {}
