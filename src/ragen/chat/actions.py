@@ -29,24 +29,19 @@ class Parsed:
     """The contents of a reply.
 
     Attributes:
-        thought: The text between the think tags, as written; ``None`` if the reply does not begin
-            with a closed thought, or if it must not have a thought.
+        thought: As written; ``None`` if the reply does not begin with a closed thought, or if it
+            must not have one.
         thought_chars: Half-open range of the thought's characters in the reply.
         actions_asked: The names in the answer as written, trimmed, unknown ones included.
         actions: The actions to carry out: the legal ones in canonical spelling, in order, at most
             `max_actions`. They are kept even if other names are unknown.
-        valid: The reply has exactly the required structure, with at least one legal action and no
-            unknown one. Otherwise the format penalty is due.
+        valid: The reply has the required structure, a legal action and no unknown one.
         problem: The fault, as one short sentence for the next prompt; ``None`` if valid.
-        calls: The calls of tools, in order (`ragen.chat.tool_calls`).
 
     Example:
-        >>> parse(
-        ...     "<think>up, then?</think><answer>up || fly</answer>",
-        ...     think=True,
-        ...     actions=("Up", "Down"),
-        ...     max_actions=5,
-        ... )  # doctest: +NORMALIZE_WHITESPACE
+        >>> reply = "<think>up, then?</think><answer>up || fly</answer>"
+        >>> parse(reply, think=True, actions=("Up", "Down"), max_actions=5)
+        ... # doctest: +NORMALIZE_WHITESPACE
         Parsed(thought='up, then?', thought_chars=(7, 16), actions_asked=('up', 'fly'),
                actions=('Up',), valid=False,
                problem='"fly" is not an action and was left out.', calls=())
@@ -65,12 +60,8 @@ class Parsed:
 class AskedCall:
     """One call of a tool in a reply.
 
-    Attributes:
-        text: The call as JSON text that the environment takes; the text as written if it is not a
-            call.
-        name: The tool; empty if the text is not a call.
-        id: The id that its result refers to.
-        refusal: Why the call is not carried out; ``None`` if it is.
+    `text` is the call as JSON that the environment takes; if it is not a call, `text` is as written
+    and `name` is empty. The result refers to `id`. `refusal` says why a call is not carried out.
     """
 
     text: str
@@ -82,14 +73,12 @@ class AskedCall:
 def parse(reply: str, *, think: bool, actions: tuple[str, ...] | None, max_actions: int) -> Parsed:
     """Parse a whole reply: pre-filled start and sampled text together.
 
-    A well-formed reply is the thought block (if `think`) and then the answer block. Only white
-    space may stand around them, and no tag appears twice. Any other reply carries out no action. In
-    a well-formed reply, unknown names are dropped and cost the format penalty; legal actions beyond
-    `max_actions` are dropped without a penalty.
+    A well-formed reply is the thought block (only with `think`) and then the answer block. Only
+    white space may stand around them, and no tag appears twice. Any other reply carries out no
+    action. In a well-formed reply, unknown names are dropped and cost the format penalty; legal
+    actions beyond `max_actions` are dropped without a penalty.
 
-    Without `think` a thought makes the reply invalid. `actions` are the environment's names,
-    matched regardless of case; ``None`` is for environments of free text, where the whole answer is
-    one action.
+    `actions` are matched regardless of case; ``None`` takes the whole answer as one action.
     """
     thought_chars = find_thought(reply) if think else None
     thought = None if thought_chars is None else reply[slice(*thought_chars)]
@@ -112,12 +101,7 @@ def parse(reply: str, *, think: bool, actions: tuple[str, ...] | None, max_actio
 
 
 def find_thought(reply: str) -> tuple[int, int] | None:
-    """Range of the thought that a reply begins with: closed, and without a tag in it.
-
-    Example:
-        >>> find_thought(" <think>up</think> 7"), find_thought("7 <think>up</think>")
-        ((8, 10), None)
-    """
+    """Range of the thought that a reply begins with: closed, and without a tag in it."""
     found = _THOUGHT.match(reply)
     return None if found is None else found.span(1)
 

@@ -45,8 +45,7 @@ class Chat:
     r"""A tokenizer's chat template that extends sampled tokens without changing them.
 
     Attributes:
-        exact: An exact extension exists, so an episode is one growing sequence (`extend`). If not,
-            each turn is rendered from its messages (`open`) and is a separate sample.
+        exact: An episode is one growing sequence (`extend`); else each turn is rendered (`open`).
         warning: A warning to the user about this template, in one sentence; or ``None``.
         end_ids: The tokens that end a turn: the first special token that the template puts after
             an assistant's message, and the tokenizer's end-of-sequence token.
@@ -72,10 +71,9 @@ class Chat:
     ) -> None:
         """Find the bridge of the tokenizer's template and verify it.
 
-        `think` says whether replies have thoughts, which templates may drop from the history. If
-        `history_thoughts` is ``"keep"``, the prompts keep them anyway. If it is ``"drop"``, the
-        messages to render must not contain them. Every prompt offers the `tools`. `tool_parser`
-        reads their calls; without it, the parser of the template's own form does.
+        With `think` replies have thoughts, which templates may drop from the history. Prompts keep
+        them anyway if `history_thoughts` is ``"keep"``; if ``"drop"``, the messages must not
+        contain them. Without `tool_parser`, the parser of the template's own form reads the calls.
 
         Raises:
             RagenError: The tokenizer has no chat template, the template refuses the simplest
@@ -145,9 +143,8 @@ class Chat:
     def open(self, messages: Sequence[Message], prefill: str = "") -> tuple[Ids, int]:
         """Render a conversation up to the start of the next reply.
 
-        Returns all ids, and how many of the last ones are the pre-filled start of the reply:
-        `prefill`, such as ``<think>``, which is not written twice if the template writes it
-        already.
+        Returns all ids, and how many of the last ones are pre-filled: `prefill`, such as
+        ``<think>``, which is not written twice if the template writes it already.
         """
         return self._prefilled(self._rendering_ids(self._text_of(messages)), prefill)
 
@@ -158,9 +155,9 @@ class Chat:
 
         `ids` end with the sampled ids of the last reply, including its end-of-turn token. A reply
         that was cut at its length limit, or by another control token, has none: then the template's
-        closing is appended, as tokens that were not sampled. `messages` is the whole conversation
-        with the new user message, or the results of the reply's calls; `prefill` is as for `open`.
-        Returns `ids` followed by the appended ids, and how many of the last ones are pre-filled.
+        closing is appended, as tokens that were not sampled. `messages` is the whole conversation,
+        the new messages included. Returns `ids` with the appended ids, and how many of the last
+        ones are pre-filled (`open`).
         """
         assert self.exact, "no exact extension exists for this template: open each turn afresh"
         replies = (n for n, message in enumerate(messages) if message["role"] == "assistant")
@@ -262,17 +259,13 @@ class Chat:
         return text
 
     def _marked(self, message: Message) -> Message:
-        """A message in which the control tokens that its texts must not contain are broken up.
-
-        This includes the name in a tool's message, because a policy chooses it.
-        """
+        """A message with its texts marked, a tool's name too, because a policy chooses it."""
         controls = self._in_replies if message["role"] == "assistant" else self._controls
         return {
             key: text if key == "role" else controls.mark(text) for key, text in message.items()
         }
 
     def _between(self, after: Sequence[Message]) -> str:
-        """The bridge around the messages after a reply: one of the user, or results of calls."""
         if after[-1]["role"] == "user":
             return self._bridge(after[-1]["content"])
         return self._tool_bridge(tuple(tuple(message.items()) for message in after))
@@ -310,14 +303,7 @@ class Chat:
 
 
 def without_thought(reply: str) -> str:
-    """A reply without its thought, for a history without thoughts: the text after the last one.
-
-    Example:
-        >>> without_thought("<think>up</think><answer>Up</answer>")
-        '<answer>Up</answer>'
-        >>> without_thought("<think>a thought that was cut")
-        ''
-    """
+    """A reply without its thought: the text after the last one, or before one that was cut."""
     if "</think>" in reply:
         return reply.rpartition("</think>")[2].lstrip("\n")
     return reply.partition("<think>")[0]

@@ -31,16 +31,12 @@ _UNKNOWN = "\U0010fffd"  # a character that no vocabulary has
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer and a chat template.
+    """The control tokens of a tokenizer and a chat template, by their `ids`.
 
     They are the tokens that end a turn (`end_ids`); all added tokens that are flagged special or
     written ``<|…|>``; and added tokens in brackets that `written`, the template's source and
-    renderings, contains. White space and the tags of the reply format (``<think>``) are left out,
-    even where they are flagged special: any reply may contain them. The `allowed` tokens are left
-    out, too.
-
-    Attributes:
-        ids: All control tokens.
+    renderings, contains. White space, the tags of the reply format (``<think>``) and the `allowed`
+    tokens are left out, even where they are flagged special: any reply may contain them.
     """
 
     def __init__(
@@ -88,11 +84,7 @@ class ControlTokens:
         )
 
     def encode_rendering(self, text: str) -> Ids:
-        """Ids of a rendering of marked contents.
-
-        Its control tokens are those that the template spells, in their order; all other ids spell
-        the rest of the text.
-        """
+        """Ids of a rendering of marked contents: its control tokens are the template's alone."""
         pieces = self._control.split(text)  # every second one is a control token
         if MARK not in text:
             ids = self._encode(text)
@@ -120,10 +112,7 @@ class ControlTokens:
                 before = "\n"  # no token joins a line break and what follows
 
     def _spell(self, text: str, before: str) -> Ids:
-        """Ids of `text` after the text `before`.
-
-        A character that only a control token can spell is left out.
-        """
+        """Ids of `text` after `before`, without characters that only a control token can spell."""
         ids = ids_after(self._encode, before, text)
         if self._verified.isdisjoint(ids):
             return ids

@@ -76,9 +76,8 @@ class PromptBuilder:
     ) -> str:
         """The user message that opens a conversation: the environment and its observation.
 
-        Where a window cuts the history, this message opens the prompts of later turns too, with the
-        `limits` of that turn and a `summary` of those that it leaves out. `goal` is the
-        environment's short title; `actions` is ``None`` where an action is free text.
+        Where a window cuts the history, it opens the prompts of later turns too, with their
+        `limits` and a `summary` of the turns left out. `actions` is ``None`` for free text.
         """
         if self.style == "compact":
             shown = f"{summary}\n{observation}" if summary else observation
@@ -95,11 +94,7 @@ class PromptBuilder:
     def following(
         self, observation: str, reward: float, problem: str | None, limits: Limits
     ) -> str:
-        """The user message of a later turn.
-
-        `reward` is the environment's for the last turn, without penalties; `problem` is what was
-        wrong with the last reply, ``None`` if it was valid.
-        """
+        """The user message of a later turn; `reward` is the environment's, without penalties."""
         if self.style == "compact":
             invalid = "" if problem is None else "invalid\n"
             return f"reward {plain_number(reward)}\n{invalid}{observation}\n{_budget(limits)}"

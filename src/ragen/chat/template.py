@@ -61,14 +61,10 @@ class Tokenizer(Protocol):
 class Template:
     """A chat template, tried out on short conversations.
 
-    Every rendering offers the `tools`.
-
-    Attributes:
-        think: Replies have thoughts; some templates take this as an option.
-        fold: The template has no system role.
-        start: The rendering of a single user message (`USER`).
-        written: The start of a thought, or an empty thought, at the end of the generation prompt.
-        opening: `written` if it is the start of a thought, otherwise nothing.
+    Every rendering offers the `tools`. `think` says that replies have thoughts; some templates take
+    it as an option. `fold` says that the template has no system role. `start` is the rendering of
+    the user message `USER`. `written` is the start of a thought, or an empty thought, at its end;
+    `opening` is `written` if it is a start, otherwise nothing.
     """
 
     def __init__(
@@ -95,10 +91,7 @@ class Template:
         self.opening = "" if "</think>" in self.written else self.written
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a conversation up to the start of the next reply.
-
-        An assistant's message may have ``tool_calls``, as OpenAI writes them.
-        """
+        """The text of a conversation, with calls as OpenAI writes them, up to the next reply."""
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -221,11 +214,7 @@ class Bridge:
     warning: str | None
 
     def text(self, content: str) -> str:
-        """The bridge around one user message.
-
-        It is rendered in a conversation of three messages, so its cost does not grow with the
-        episode.
-        """
+        """The bridge around one user message; the cost does not grow with the episode."""
         text = self.template.render(conversation(USER, self.replies[0], content))
         assert text.startswith(self.lead)
         return text[len(self.lead) :]

@@ -40,12 +40,7 @@ ENDED = "This call was not carried out: the episode had ended."
 
 
 def hermes(reply: str) -> list[str]:
-    r"""Hermes and Qwen: JSON between ``<tool_call>`` and ``</tool_call>``, after any other text.
-
-    Example:
-        >>> hermes('I add.\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>')
-        ['{"name": "add", "arguments": {}}']
-    """
+    """Hermes and Qwen: JSON between ``<tool_call>`` and ``</tool_call>``, after any other text."""
     _, *parts = reply.split("<tool_call>")
     calls = []
     for part in parts:
@@ -57,12 +52,7 @@ def hermes(reply: str) -> list[str]:
 
 
 def llama3(reply: str) -> list[str]:
-    """Llama 3: the reply is one JSON object, or several separated by ``;``.
-
-    Example:
-        >>> llama3('{"name": "add", "parameters": {"a": 1}}')
-        ['{"name": "add", "parameters": {"a": 1}}']
-    """
+    """Llama 3: the reply is one JSON object, or several separated by ``;``."""
     rest, calls = reply.strip(WHITESPACE), []
     while rest.startswith("{"):
         try:
@@ -77,12 +67,7 @@ def llama3(reply: str) -> list[str]:
 
 
 def mistral(reply: str) -> list[str]:
-    """Mistral: ``[TOOL_CALLS]`` and a JSON list of calls, after any other text.
-
-    Example:
-        >>> mistral('[TOOL_CALLS][{"name": "add", "arguments": {}, "id": "a1b2c3d4e"}]')
-        ['{"name": "add", "arguments": {}, "id": "a1b2c3d4e"}']
-    """
+    """Mistral: ``[TOOL_CALLS]`` and a JSON list of calls, after any other text."""
     _, mark, calls = reply.partition("[TOOL_CALLS]")
     if not mark:
         return []

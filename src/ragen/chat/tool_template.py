@@ -43,9 +43,8 @@ def call_message(calls: Sequence[Call], ids: Sequence[str], content: str = "") -
 class ToolBridge:
     """The text of a template after a reply that calls tools.
 
-    `end` is the text of the token that ends a reply, `name` a tool for trial calls. `several` says
-    whether the template takes several calls in one message. With `fold` the system text must be
-    part of the first user message.
+    `end` is the token that ends a reply, as text; `name` is a tool for trial calls. With `several`
+    one message may have several calls, with `fold` the system text is in the first user message.
     """
 
     template: Template

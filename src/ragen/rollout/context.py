@@ -1,9 +1,9 @@
 """The context of a turn: the whole episode, the last turns, or only the present one.
 
 Earlier replies are shown with or without their thoughts. A prompt that would be too long leaves out
-its oldest turns. The system text and the opening message, which describes the environment, always
-stay on top. The opening message may have a summary of the turns that are not shown, with one line
-for each. The lines are made from records; no model writes them.
+its oldest turns, but never the system text or the opening message, which describes the environment.
+The opening message may have a summary of the turns that are not shown. Its lines, one for each
+turn, are made from records; no model writes them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ SHORT = 80
 class View:
     """The contents of one turn's messages to the policy.
 
-    `reward`, `problem`, `results` and `actions` describe the turn before. `reward` is ``None`` in
-    the first turn. `problem` is ``None`` in the first turn and after a valid reply. `results` are
-    messages: one for each call of a tool. `actions` are those that were carried out.
+    All but `observation` and `limits` describe the turn before. `reward` is ``None`` in the first
+    turn, `problem` also after a valid reply. `results` are messages, one for each call of a tool.
+    `actions` are those that were carried out.
     """
 
     observation: str
@@ -42,10 +42,9 @@ class Conversation:
 
     While the prompts begin with the same turn and the chat template can be extended exactly, the
     running token sequence grows by the sampled ids and the template's bridge and is never rendered
-    again. Otherwise a prompt is rendered from the messages in the turn's context.
-
-    `env_texts` are the environment's rules, its goal and its action names. `turns_dropped` is the
-    number of turns in the set-up's window for which the last prompt had no room.
+    again. Otherwise a prompt is rendered from the messages in the turn's context. `env_texts` are
+    the environment's rules, its goal and its action names. `turns_dropped` is the number of turns
+    in the set-up's window for which the last prompt had no room.
     """
 
     def __init__(self, setup: Setup, env_texts: tuple[str, str, tuple[str, ...] | None]) -> None:
@@ -84,10 +83,7 @@ class Conversation:
             self._first, self._running = first, None
 
     def _cut(self, present: int) -> bool:
-        """Leave out the oldest turn, or else the oldest line of the summary, if there is one.
-
-        Returns false if nothing is left that may be left out.
-        """
+        """Leave out the oldest turn, else the summary's oldest line; false if there is neither."""
         if self._first < present:
             self._begin_with(self._first + 1)
         elif self._setup.summary != "none" and self._summed < self._first:
@@ -138,7 +134,6 @@ class Conversation:
         return ({"role": "user", "content": content},)
 
     def _summary(self) -> str:
-        """A short summary of the turns that are not shown, or nothing."""
         kind, views = self._setup.summary, self._views
         if kind == "none" or self._summed == self._first:
             return ""
@@ -177,6 +172,5 @@ def summary_line(number: int, before: View, after: View, followed: bool) -> str:
 
 
 def _short(text: str) -> str:
-    """The start of a text in one line."""
     line = " ".join(text.split())
     return line if len(line) <= SHORT else f"{line[: SHORT - 4]} ..."

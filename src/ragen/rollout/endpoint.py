@@ -1,12 +1,12 @@
 """A policy that is any model behind an OpenAI-compatible chat endpoint.
 
 Completions have text and the server's token counts but no ids: they can be evaluated, not trained
-on. There are three kinds of errors. An error that the user can fix (a wrong key, model or address)
-ends the command at once, with one line. After a temporary error (a busy or broken server) the
-request is repeated, with growing waits. Any other error ends its episode, which is kept as data.
+on. An error that the user can fix (a wrong key, model or address) ends the command at once, with
+one line. After a temporary error (a busy or broken server) the request is repeated, with growing
+waits. Any other error ends its episode, which is kept as data.
 
-What a server sends is not trusted. Requests have a time limit, and answers have a maximum size.
-No compression, charset, redirect or cookie of the server is accepted, and its messages are escaped.
+Nothing that a server sends is trusted. Requests have a time limit, and answers a maximum size. No
+compression, charset, redirect or cookie of the server is accepted, and its messages are escaped.
 """
 
 from __future__ import annotations
@@ -54,14 +54,9 @@ SECRET = re.compile(r"[^@]*//[^/]*@|[^/]*@|.*[?#]", re.DOTALL)
 class Retry:
     """How often and for how long a failed request is repeated.
 
-    Attributes:
-        tries: Maximum number of attempts for one completion.
-        long_s: Time limit for all attempts at one completion, waits included.
-        short_s: This limit where repeating rarely helps: the server cannot be reached (it may be
-            restarting), or its answer is not a completion.
-        first_wait_s, longest_wait_s: The wait before the second attempt, doubled before each
-            further one, and its limit.
-        max_lost: Consecutive lost completions after which the server counts as gone.
+    A completion has at most `tries` attempts. With the waits they take at most `long_s`, or
+    `short_s` where repeating rarely helps: the server cannot be reached (it may be restarting), or
+    its answer is not a completion. After `max_lost` lost completions in a row the server is gone.
     """
 
     tries: int = 8
@@ -92,8 +87,7 @@ class Server:
 
     ``/chat/completions`` is added to `base_url`, which usually ends in ``/v1``. `key_env` names the
     environment variable of the key; ``None`` reads `default_key_env` if it is set. `timeout_s` is
-    the time limit of one request. `requests_per_minute` limits how many requests begin; 0 sets no
-    limit.
+    for one request. `requests_per_minute` limits how many requests begin; 0 sets no limit.
 
     Raises:
         RagenError: The address is invalid or has a password, a number is out of range, or the named
@@ -142,8 +136,7 @@ def check_address(name: str, address: str, remedy: str) -> None:
     `name` is the option or key that gave it; `remedy` says where a secret belongs.
 
     Raises:
-        RagenError: No request can be sent to the address, or it holds a secret, which the message
-            does not show.
+        RagenError: No request can be sent, or there is a secret, which the message does not show.
     """
     if SECRET.match(address):
         raise RagenError(f"{name} must hold neither a password nor a query; {remedy}")
@@ -227,7 +220,6 @@ class ChatEndpoint:
                 return completion
 
     def _given_up(self, failure: _RequestFailed) -> RagenError | NoCompletion:
-        """The error of a request that is not repeated again."""
         self._lost += 1
         url, reason = self._server.url, self._server.shown(failure.reason)
         if not self._answered:
@@ -344,10 +336,9 @@ class Pace:
 
 @dataclass(eq=False)
 class _RequestFailed(Exception):
-    """A request failed, and may succeed if it is repeated, for at most `repeat_s` seconds.
+    """A failed request; it is repeated after at least `after_s` seconds, for at most `repeat_s`.
 
-    It is repeated after at least `after_s` seconds. `is_gone` says that the server takes no
-    connection. `remedy` is the advice if the server never gave a completion.
+    `is_gone` says that the server takes no connection. `remedy` helps if it gave no completion.
     """
 
     reason: str

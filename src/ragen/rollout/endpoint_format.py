@@ -97,7 +97,6 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
 
 
 def _joined(content: Any) -> str:
-    """The text of a content: a string, a list of parts, or nothing."""
     if isinstance(content, list):
         texts = [part.get("text") for part in content if isinstance(part, dict)]
         return "".join(text for text in texts if isinstance(text, str))

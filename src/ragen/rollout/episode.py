@@ -54,8 +54,7 @@ def require_room(setup: Setup) -> None:
     """Refuse a set-up whose first prompt leaves no room for a reply.
 
     Raises:
-        RagenError: The prompt of the first level is too long. Others may be shorter, but not by
-            much.
+        RagenError: The prompt of the first level is too long; others are at most a little shorter.
     """
     if setup.start is None:
         return
@@ -81,10 +80,7 @@ def opening(setup: Setup, spec: EpisodeSpec) -> tuple[Prompt, tuple[str, ...] | 
 def read_reply(
     setup: Setup, completion: Completion, actions: tuple[str, ...] | None, most: int
 ) -> Parsed:
-    """The thought and at most `most` actions of a completion; one that was cut has no actions.
-
-    `actions` are the environment's names; ``None`` takes free text.
-    """
+    """The thought and at most `most` actions of a completion; one that was cut has no actions."""
     reply = setup.prefill + completion.text
     if setup.tools:
         think = setup.think or setup.prefill != ""  # some templates always open a thought
@@ -126,7 +122,6 @@ class _Playthrough:
         self.final: tuple[str | None, tuple[str, ...] | None] = (None, None)
 
     async def play(self, env: GuardedEnv, policy: Policy | PlayerPolicy) -> None:
-        """Play turns until the environment or a budget ends the episode."""
         setup = self.setup
         conversation, view = self.begin(env)
         for number in range(len(self.turns), setup.turns):
@@ -157,10 +152,7 @@ class _Playthrough:
             view = self._following(turn, parsed, env.observation)
 
     def begin(self, env: GuardedEnv) -> tuple[Conversation, View]:
-        """Reset the environment; returns the conversation so far and the first view to play from.
-
-        A branch begins after its recorded turns, which are part of the conversation.
-        """
+        """Reset the environment; returns the conversation so far and the view to play from."""
         spec = self.spec
         observation = env.reset(spec.level_seed, spec.noise_seed)
         conversation, view = self.first(Start(env.rules, env.goal, env.actions, observation))
@@ -169,7 +161,6 @@ class _Playthrough:
         return conversation, view
 
     def first(self, start: Start) -> tuple[Conversation, View]:
-        """The conversation before the first turn, and the first view."""
         return Conversation(self.setup, start[:3]), View(start.observation, self._limits(0))
 
     def _replay(self, env: GuardedEnv, conversation: Conversation, branch: BranchSpec) -> View:
@@ -211,7 +202,6 @@ class _Playthrough:
         return Limits(number + 1, setup.turns - number, self.actions_left, setup.actions_per_turn)
 
     def prompt(self, conversation: Conversation, view: View, number: int) -> Prompt:
-        """The prompt of a turn."""
         setup = self.setup
         messages, token_ids, num_prefill = conversation.ask(view)
         if isinstance(self.spec, BranchSpec) and number < len(self.spec.turns):
@@ -277,7 +267,6 @@ class _Playthrough:
         return read_reply(self.setup, completion, env.actions, most)
 
     def episode(self) -> Episode:
-        """The finished episode."""
         spec = self.spec
         terminated = self.stop_reason in ("solved", "failed")
         return Episode(

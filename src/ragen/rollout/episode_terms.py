@@ -30,8 +30,8 @@ async def apply_episode_terms(
     """The groups with their terms added to the last turns' rewards, and listed in their info.
 
     `weights` may have reward terms of turns, which are left out. Episodes that failed or have no
-    turn are not judged. If a term fails, the episode that it judged fails, or all episodes
-    of the group. `seed` is the run's, `step` counts finished steps.
+    turn are not judged. If a term fails, the episode that it judged fails, or all episodes of the
+    group. `seed` is the run's, `step` counts finished steps.
     """
     for name, weight in weights_for("episode", weights).items():
         found = await together(_values(name, each) for group in groups for each in judged(group))

@@ -28,11 +28,10 @@ async def run_groups(
 ) -> list[Group]:
     """Play `group_size` episodes on each level and return them as groups, in level order.
 
-    There is one `setup` for all groups, or one for each. Groups are numbered from `first_group` on.
-    `path` is the run's seed and the purpose of the episodes, such as ``(seed, "train", step)``. At
-    most `concurrency` episodes are played at once, or as many as a semaphore that is shared with
-    other collections lets in; they begin in (group, member) order. A player's episodes are played
-    one by one. `on_episode` is called as each episode ends.
+    There is one `setup` for all groups, or one for each. `path` is the run's seed and the purpose
+    of the episodes, such as ``(seed, "train", step)``. At most `concurrency` episodes are played at
+    once, or as many as a semaphore, shared with other collections, lets in. They begin in (group,
+    member) order. A player's episodes are played one by one.
     """
     specs = [
         EpisodeSpec(level, group, member, path)
@@ -53,10 +52,7 @@ async def run_episodes(
     concurrency: int | asyncio.Semaphore = 64,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:
-    """Play the episodes of `specs` and return them in that order; see `run_groups`.
-
-    There is one `setup` for all episodes, or one for each.
-    """
+    """Play and return the episodes of `specs`, in order; each may have its own set-up."""
     setups = [setup] * len(specs) if isinstance(setup, Setup) else setup
     if isinstance(policy, PlayerPolicy):
         concurrency = 1  # a player never waits, so episodes side by side would only take memory

@@ -16,16 +16,11 @@ from ragen.envs.registry import close_env
 class GuardedEnv:
     """An environment whose calls cannot raise anything but `UserCodeError`.
 
-    Every method but `close` raises `UserCodeError` where the environment raises, takes longer than
-    `timeout_s`, or returns a value of the wrong kind or a text that is too long.
-    `timeout_s` of ``None`` sets no limit. `stopwatch` adds up the time of all calls.
-
-    Attributes:
-        env: The environment itself.
-        rules, goal, actions: Its texts after the last `reset`: they may depend on the level.
-        observation, terminated, truncated, info: What the last call returned, as plain values.
-        tools: The tools that it offers.
-        reads_thoughts: It can check thoughts.
+    Every method but `close` raises it where the environment raises, takes longer than `timeout_s`
+    (``None`` sets no limit), or returns a value of the wrong kind or a text that is too long.
+    `stopwatch` adds up the time of all calls. `rules`, `goal` and `actions` are the texts after the
+    last `reset`, because they may depend on the level. `observation`, `terminated`, `truncated` and
+    `info` are the answers to the last call, as plain values.
     """
 
     def __init__(

@@ -5,10 +5,10 @@ absolute score does (RULER of OpenPipe's ART compares in this way). Equal episod
 and get equal scores. The order of a group is drawn from the run's seed, because judges may prefer a
 position.
 
-What an episode says is not trusted. It is shown in strings of JSON, from which it cannot break out,
-and the judge is told not to follow it. An answer must be the JSON that the question asks for. If
-the second answer is not, the question counts as failed. Answers, unreadable ones included, are kept
-by the hash of their question (`ragen.storage.judgements`), so that a killed run repeats its numbers
+Episodes are not trusted. They are shown in strings of JSON, from which they cannot break out, and
+the judge is told not to follow them. An answer must be the JSON that the question asks for. If the
+second answer is not, the question counts as failed. Answers, unreadable ones included, are kept by
+the hash of their question (`ragen.storage.judgements`), so that a killed run repeats its numbers
 when it is resumed.
 """
 
@@ -82,11 +82,9 @@ class UnreadableAnswer(Exception):
 class Judge:
     """Asks for scores, keeps the answers in a run's folder (or in memory), and counts their cost.
 
-    `policy` answers the questions, and is closed with the judge.
-
-    Attributes:
-        attempt: The run's attempt that asks; the guard begins another one with a rollback.
-        seconds: Time of the questions since the last call of `metrics`.
+    `policy` answers the questions, and is closed with the judge. `attempt` is the run's attempt;
+    the guard begins another one with a rollback. `seconds` is the time of the questions since the
+    last call of `metrics`.
     """
 
     def __init__(
@@ -114,10 +112,7 @@ class Judge:
     async def scores(
         self, groups: Sequence[Sequence[Episode]], step: int, seeds: Sequence[int]
     ) -> list[list[float | Failure]]:
-        """For each episode of each group a score in [0, 1], or why there is none.
-
-        `step` is the step that asks. Each group has a seed, from which its order is drawn.
-        """
+        """A score in [0, 1] of each episode, or why there is none; a seed orders each group."""
         start = perf_counter()
         orders = [shuffled(group, seed) for group, seed in zip(groups, seeds, strict=True)]
         found = await together(self._answer(order, step) for order in orders)
@@ -147,8 +142,8 @@ class Judge:
     async def _find(self, question: Question, step: int) -> Judgement:
         """The answer to a question, known or new.
 
-        An answer that this step of this attempt got before the run was killed counts as new again.
-        So a resumed run has the same metrics as an uninterrupted one.
+        Answers that this step of this attempt got before the run was killed count as new again, so
+        that a resumed run has the same metrics as an uninterrupted one.
         """
         known = self._kept.find(question.key)
         if known is not None and (known.attempt, known.step) < (self.attempt, step):
@@ -205,16 +200,7 @@ def shuffled(episodes: Sequence[Episode], seed: int) -> list[str]:
 
 
 def episode_text(episode: Episode) -> str:
-    """An episode as the judge reads it: observations and replies, as JSON.
-
-    Example:
-        >>> from ragen.core.types import Completion, Turn
-        >>> reply = Completion(None, None, "Paid.", "stop", 0)
-        >>> turn = Turn("Mail?", Prompt((), None, 0, 8, 1.0, 0), reply, *[None] * 2, *[()] * 2, 0.0,
-        ...             0.0, True, "")
-        >>> episode_text(Episode("mail", 1, 0, 0, 0, (turn,), "failed", True, False, False))
-        '[{"environment": "Mail?", "agent": "Paid."}]'
-    """
+    """An episode in JSON, as a judge reads it: ``[{"environment": "Mail?", "agent": "Paid."}]``."""
     shown: list[dict[str, str]] = [
         {"environment": turn.observation, "agent": turn.completion.text} for turn in episode.turns
     ]

@@ -122,10 +122,9 @@ class PlayerPolicy:
     """A player that writes its actions as a reply, so that it can be used as a policy.
 
     `make` makes the player of a turn from the seed of its prompt, so that an episode does not
-    depend on those before it. `prefill` is the start of the reply that is already part of the
-    prompt. `encode` turns text into token ids with the end-of-turn token; ``None`` gives text only.
-    `thought` writes the thought before the actions, from these and the seed of the prompt, and
-    `write` the actions (`Setup.write`).
+    depend on those before it. `prefill` is the start of the reply that the prompt has already.
+    `encode` turns text into token ids with the end-of-turn token; ``None`` gives text only.
+    `thought` writes the thought from the actions and the seed, `write` the actions (`Setup.write`).
     """
 
     def __init__(

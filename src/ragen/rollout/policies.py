@@ -39,8 +39,7 @@ class Closable(Protocol):
 class NoCompletion(Exception):
     """A policy has no completion for a prompt: the episode ends and is kept as data.
 
-    The episode ends with `stop_reason`: ``"request"`` if a server failed, ``"context"`` if the
-    prompt left no room for a reply.
+    `stop_reason` is ``"request"`` if a server failed, ``"context"`` without room for a reply.
     """
 
     def __init__(self, text: str, stop_reason: StopReason = "request") -> None:
@@ -62,8 +61,7 @@ def written_completion(
 def fingerprint(token_ids: ArrayLike, logprobs: ArrayLike) -> int:
     """A hash of sampled ids and their logprobs, below 2⁶³, so that it fits into a tensor.
 
-    Every policy that gives ids adds this hash to its completions when it samples them. Ids are
-    hashed as 64 bits, logprobs as float32, their precision in a batch.
+    Ids are hashed as 64 bits, logprobs as float32, their precision in a batch.
     """
     ids, floats = np.asarray(token_ids, dtype="<i8"), np.asarray(logprobs, dtype="<f4")
     assert ids.shape == floats.shape, "every sampled token has one logprob"

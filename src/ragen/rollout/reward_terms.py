@@ -131,9 +131,9 @@ def weights_for(judged: Judged, weights: Mapping[str, float]) -> dict[str, float
 
 
 async def apply_reward_terms(turn: Turn, weights: Mapping[str, float]) -> Turn:
-    """The turn with the values of its terms added to `Turn.penalty`, and listed in its info.
+    """The turn with its terms' values in its penalty and its info; `Turn.reward` stays as it is.
 
-    `Turn.reward` stays the environment's own. `weights` has terms of turns only.
+    `weights` has terms of turns only.
     """
     if not weights:
         return turn
@@ -159,10 +159,7 @@ async def call_term(name: str, judged: Turn | Episode | Sequence[Episode]) -> li
 async def term_values(
     call: str, term: Term, judged: Turn | Episode | Sequence[Episode]
 ) -> list[float]:
-    """The value of a term for a turn or an episode, or for each of several episodes.
-
-    `call` is its name in messages.
-    """
+    """The value of a term for each record that it judges; `call` is the term's name in messages."""
     with boundary(call, TERM_S):
         answer = term(judged)
     if isawaitable(answer):

@@ -41,17 +41,16 @@ class Start(NamedTuple):
 class Setup:
     """Everything about an episode except its seeds and its policy.
 
-    `make` builds the environment `env`, which has these `params`. `turns`, `actions_per_turn` and
-    `actions` are the budgets. Prompts have a `style`; `think` says whether a reply has a thought,
-    `prefilled` whether its first tag is pre-filled. A prompt shows the last `window` turns (0 shows
-    all) and a `summary` of those before, with `drops_thoughts` without the thoughts of earlier
-    replies. `chat` is ``None`` for policies that take messages only. `tools` are those of the
-    environment. A reply has at most `max_tokens` tokens, prompt and reply together at most
+    `make` builds `env` with its `params`; `turns`, `actions_per_turn` and `actions` are the
+    budgets. With `think` a reply has a thought, with `prefilled` its first tag is pre-filled. A
+    prompt shows the last `window` turns (0 shows all) and a `summary` of those before, with
+    `drops_thoughts` without the thoughts of earlier replies. `chat` is ``None`` for policies that
+    take messages only. A reply has at most `max_tokens` tokens, prompt and reply together at most
     `max_length`. `format_penalty` is subtracted from the reward of a turn whose reply is not valid;
-    `reward_terms` are the weights of the reward terms (`ragen.rollout.reward_terms`). One call of
-    the environment may take `timeout_s` seconds. It runs in the processes of `workers`, or in this
-    process; `env_time` is the time spent in it. `start` is what the environment shows on the first
-    level of training. `stage` is the stage of the curriculum, counted from 1; 0 is the full task.
+    `reward_terms` are the weights of the reward terms. One call of the environment may take
+    `timeout_s` seconds. It runs in the processes of `workers`, or in this process; `env_time` is
+    the time spent in it. `start` shows the first level of training. `stage` is the stage of the
+    curriculum, counted from 1; 0 is the full task.
     """
 
     env: str
@@ -125,9 +124,8 @@ def knows_no_tools(env: str) -> RagenError:
 class EnvFacts:
     """Facts of an environment, read from one instance that is built for it.
 
-    `tools` are those that it offers; `reads_thoughts` says that it can check thoughts. `start` is
-    what it shows on the first level of training, ``None`` if its `reset` fails there, which the
-    episodes will report.
+    `reads_thoughts` says that it can check thoughts. `start` is what it shows on the first level of
+    training, ``None`` if its `reset` fails there, which the episodes will report.
     """
 
     tools: tuple[Schema, ...]
@@ -176,7 +174,7 @@ def open_env(env: EnvConfig) -> Iterator[GuardedEnv]:
     """One guarded environment, in a worker process of its own if it is isolated.
 
     Raises:
-        RagenError: As `facts_of`.
+        RagenError: The environment or one of its parameters does not exist, or it cannot be made.
     """
     workers = Workers(env.name, env.params, env.timeout_s) if env.isolate else None
     make = workers.make if workers else env_factory(env.name, **env.params)
@@ -203,10 +201,7 @@ def make_chat(config: Config, tokenizer: Tokenizer) -> Chat:
 
 
 def at_stage(config: Config, stage: int) -> Config:
-    """The config with the parameters and budgets in a stage of the curriculum, counted from 1.
-
-    The stage after all others has the full task.
-    """
+    """The config in a stage of the curriculum, from 1; after the last comes the full task."""
     values = dict(enumerate(config.curriculum.stages, 1)).get(stage, {})
     keys = {name: f"env.{name}" if name in BUDGETS else f"{PARAMS}.{name}" for name in values}
     return changed(config, {keys[name]: value for name, value in values.items()})

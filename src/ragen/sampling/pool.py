@@ -26,15 +26,8 @@ T = TypeVar("T")
 class Answers:
     """The requests that a sampler has finished since it was last asked.
 
-    Attributes:
-        finished: The number of each request with its completion or its error.
-        busy_s: Seconds for which the sampler has worked since it began.
-        era: Its present era.
-        stats: Its token counts in this era.
-
-    Example:
-        >>> Answers([], 0.5, 2, Stats(sampled=3)).stats.sampled
-        3
+    `finished` has the number of each with its completion or its error. `busy_s` counts the seconds
+    of work since the sampler began, `stats` the tokens of its present `era`.
     """
 
     finished: Sequence[tuple[int, Completion | Exception]]
@@ -69,13 +62,9 @@ class Request:
 class Member:
     """A sampler of the pool.
 
-    Attributes:
-        remote: The process.
-        open: Its requests by number.
-        busy_s: Seconds for which it had worked when it last reported.
-        counted_s: The part of `busy_s` that metrics have counted.
-        stats: Its token counts in the present era.
-        receiver: The task that takes its answers.
+    `open` has its requests by number. `busy_s` counts its seconds of work up to its last report;
+    metrics have counted `counted_s` of them. `stats` are of the present era. The task `receiver`
+    takes its answers.
     """
 
     remote: Remote
@@ -210,11 +199,7 @@ class SamplerPool:
                 member.receiver = self._start(self._receive(member))
 
     def _shares(self, requests: Sequence[Request]) -> Iterable[tuple[Member, Sequence[Request]]]:
-        """The requests that each sampler gets.
-
-        Requests that belong to no sampler are divided into consecutive pieces. Equal prompts are
-        neighbours, so that a sampler reads most of them only once.
-        """
+        """Each sampler's requests; equal prompts stay neighbours, so that most are read once."""
         shares: dict[Member, list[Request]] = {}
         rest = []
         for request in requests:

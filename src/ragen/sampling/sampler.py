@@ -60,11 +60,9 @@ class WeightedPolicy:
 
     A completion ends at the first token of the chat's `end_ids` or of its other `control_ids`,
     which it includes: nothing may be sampled after a control token. Otherwise it has
-    `Prompt.max_tokens` tokens. The chat's `decode` turns token ids, without the end token, into
-    text. The caller makes sure that a prompt and its completion have at most `max_length` tokens
-    together.
-    `version` is the policy version of the weights, which completions carry. `stats` count tokens
-    since they were last reset. `source` names the origin of the first weights in messages.
+    `Prompt.max_tokens` tokens. The caller makes sure that a prompt and its completion have at most
+    `max_length` tokens together. Completions carry the `version` of the weights. `stats` count
+    tokens since they were last reset. `source` names the origin of the first weights in messages.
     """
 
     def __init__(self, chat: Chat, max_length: int) -> None:
@@ -119,8 +117,8 @@ class WeightedPolicy:
     ) -> Completion:
         """The record of sampled tokens; the text leaves the end token out.
 
-        `version` is that of the weights which sampled the first token, by default the present one.
-        What was sampled after a control token is cut off: not all of them fit into `stop_ids`.
+        The weights of `version`, by default the present one, sampled the first token. All tokens
+        after a control token are cut off, because not all control tokens fit into `stop_ids`.
         """
         for count, token in enumerate(token_ids, 1):
             if token in self.last_ids:

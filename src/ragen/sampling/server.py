@@ -200,7 +200,6 @@ class VllmServer(WeightedPolicy):
         return response
 
     def _json(self, response: httpx.Response) -> dict[str, Any]:
-        """The JSON object in a server's answer."""
         answer: Any = None
         with suppress(ValueError, RecursionError):
             answer = response.json()

@@ -51,10 +51,7 @@ class SlotTable:
         self._holders: dict[Tokens, int] = {}  # a first prompt -> a slot that begins with it
 
     def resume(self, tokens: Tokens) -> tuple[int, int] | None:
-        """Claim the idle slot that remembers the longest beginning of `tokens`, if there is one.
-
-        Returns the slot, and how many tokens it remembers.
-        """
+        """Claim the idle slot with the longest beginning of `tokens`; returns it and the length."""
         best: list[int] = []
         longest = 0
         for (length, tail), slots in self._by_tail.items():
@@ -99,14 +96,7 @@ class SlotTable:
         return self._holders.get(prompt)
 
     def beginning(self, tokens: Tokens) -> tuple[int, Tokens] | None:
-        """A slot whose cache begins with a first prompt that begins with `tokens`, and that prompt.
-
-        Example:
-            >>> table = SlotTable(1)
-            >>> table.set_first_prompt(table.take(), (5, 6, 7, 8))
-            >>> table.beginning((5, 6)), table.beginning((6, 7))
-            ((0, (5, 6, 7, 8)), None)
-        """
+        """A slot that begins with a first prompt that begins with `tokens`, and that prompt."""
         for prompt, slot in self._holders.items():
             if prompt[: len(tokens)] == tokens:
                 return slot, prompt

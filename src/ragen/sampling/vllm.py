@@ -33,9 +33,9 @@ Weights = Mapping[str, Tensor]
 class VllmSampler(QueuedPolicy):
     """A `WeightedPolicy` over an engine of vLLM.
 
-    `vllm` has the learner's weights. Logprobs belong to the distribution drawn from, as with the
-    local sampler. A request's seed decides its random numbers, but the composition of a batch
-    changes the last digits of its logits, so sampling is not reproducible bit for bit.
+    `vllm` has the learner's weights. A request's seed decides its random numbers, but the
+    composition of a batch changes the last digits of its logits, so sampling is not reproducible
+    bit for bit.
     """
 
     def __init__(self, vllm: Vllm, chat: Chat, max_length: int) -> None:

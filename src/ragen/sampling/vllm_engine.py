@@ -175,9 +175,7 @@ class Vllm:
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Replace its weights by these, named as in a checkpoint.
-
-        Returns the names of those that it does not hold afterwards.
+        """Replace its weights, named as in a checkpoint; returns the names that did not arrive.
 
         Raises:
             RagenError: There is too little shared memory.
@@ -188,10 +186,7 @@ class Vllm:
     def load_adapter(
         self, folder: Path, weights: Iterable[tuple[str, Tensor]], scale: float
     ) -> list[str]:
-        """Replace its adapter by the one in `folder`, which has these weights; see `load`.
-
-        `scale` is the adapter's α / r.
-        """
+        """Load an adapter of the scale α / r; returns the names of weights that did not arrive."""
         request = self._vllm.lora.request.LoRARequest
         # Without `load_inplace` the adapter silently stays the old one; in a completion's request
         # it would make vLLM read the adapter again for each completion.
@@ -257,10 +252,7 @@ class Vllm:
 
 @contextmanager
 def _weights_alone(path: str) -> Iterator[str]:
-    """A model folder without other tensors: vLLM would read a checkpoint's optimisers as weights.
-
-    A hub id is returned as it is.
-    """
+    """A hub id, or a model folder alone: vLLM would read a checkpoint's optimisers as weights."""
     if not Path(path).is_dir():
         yield path
         return

@@ -47,10 +47,7 @@ def tensors_of(weights: Weights) -> Sequence[tuple[str, Tensor]]:
 
 
 def _pack_output_layer(model: Any) -> None:
-    """Rebuild the packed copy of the output layer, which a CPU computes with.
-
-    If the output layer is tied to the embedding, loading updates the embedding but not the copy.
-    """
+    """Rebuild the packed output layer of a CPU: loading misses it if the embedding is tied."""
     head = getattr(model, "lm_head", None)
     if head is not None:
         head.quant_method.process_weights_after_loading(head)

@@ -37,11 +37,7 @@ MORE_MEMORY = "allow for more shared memory (docker: --shm-size)"
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Tensors as bytes.
-
-    Attributes:
-        parts: The bytes of each tensor; on a CPU they are the tensor's own memory, not a copy.
-        entries: Name, type and shape of each.
+    """Tensors as bytes; on a CPU the `parts` are the tensors' own memory, not copies.
 
     Example:
         >>> block = pack([("w", torch.ones(2, 3))])
@@ -100,23 +96,12 @@ def published(model: PreTrainedModel) -> Mapping[str, Tensor]:
 
 
 def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """The CRC-32 of each tensor's bytes, which detects every single burst error of up to 32 bits.
-
-    Example:
-        >>> sums = checksums([("w", torch.ones(2)), ("v", torch.ones(2))])
-        >>> sums["w"] == sums["v"] != checksums([("w", torch.zeros(2))])["w"]
-        True
-    """
+    """The CRC-32 of each tensor's bytes; it detects any single burst error of up to 32 bits."""
     return {name: zlib.crc32(_bytes(tensor).data) for name, tensor in tensors}
 
 
 def some(names: Sequence[str]) -> str:
-    """The first of some names, and how many others there are.
-
-    Example:
-        >>> some(["a", "b", "c"])
-        'a and 2 more'
-    """
+    """The first of some names, and how many others there are: ``a and 2 more``."""
     others = len(names) - 1
     return f"{names[0]} and {others} more" if others else names[0]
 
