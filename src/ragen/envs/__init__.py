@@ -1,6 +1,5 @@
-"""Environments.
+"""Environments: the contract, the registry, the conformance checker and worker processes.
 
-The contract, the registry, the conformance checker and isolation in a worker process; RAGEN's own
-environments in `worlds`, those of other libraries in `adapters`. It may import `storage` and the
-folders below and loads no torch.
+RAGEN's own environments are in `worlds`, those of other libraries in `adapters`. It may import
+`storage` and the folders below and loads no torch.
 """

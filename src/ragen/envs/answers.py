@@ -1,11 +1,10 @@
 """The checks of the answers of an environment, and answers as plain values.
 
-An environment may return NumPy scalars, subclasses of `str` and any real number. RAGEN converts
-them to plain Python values. So a run does not depend on objects that user code can still change,
-and an environment in a worker process gives the same values as one in this process.
+An environment may return NumPy scalars, subclasses of `str` and any real number. RAGEN makes plain
+values of them, which user code cannot change later, and which a worker process gives as well.
 
-These functions call methods of the values. Such methods are user code, so call the functions behind
-the boundary. They raise `UserCodeError` for a value that they refuse.
+The functions call methods of the values, which are user code: call them behind the boundary. They
+raise `UserCodeError` for a value that they refuse.
 """
 
 from __future__ import annotations

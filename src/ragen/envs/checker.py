@@ -27,19 +27,14 @@ Played = tuple[str, Result]
 def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
     """Check an environment against the contract; run this on environments of your own.
 
-    On each level, the same random actions are played twice, in two copies that take turns, and from
-    a snapshot. The results are compared. An environment of free text (``actions`` is ``None``)
-    receives short words, which it must accept. One with tools also receives random play and wrong
-    calls. The check closes the environment, and its state afterwards is undefined.
-
-    `levels` is the number of levels. An episode is cut after `steps` actions.
+    On each of `levels` levels, the same random actions, at most `steps`, are played twice, in two
+    copies that take turns, and from a snapshot; the results must agree. An environment of free text
+    (``actions`` is ``None``) receives short words, which it must accept. One with tools also
+    receives random play and wrong calls. The check closes the environment, and its state afterwards
+    is undefined.
 
     Raises:
         RagenError: The environment raises or breaks a rule. The message names the rule.
-
-    Example:
-        >>> from ragen.envs.registry import make
-        >>> check(make("bandit"))
     """
     name = type(env).__name__
     running = set(threading.enumerate())
@@ -104,10 +99,7 @@ def _check_level(env: Env, level: int, steps: int) -> None:
 
 
 def _play_level(env: Env, level: int, noise_seed: int, steps: int) -> tuple[Result, list[Played]]:
-    """The start of a level, and an episode of random actions.
-
-    The random choices follow from the level, not from the noise seed.
-    """
+    """The start of a level, and random actions that do not depend on the noise seed."""
     observation, info = env.reset(seed=level, options={"noise_seed": noise_seed})
     answers.text(observation, "reset", "observation")
     answers.info(info, "reset")

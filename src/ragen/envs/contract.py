@@ -1,7 +1,6 @@
 """The environment contract: what an environment offers, and helpers for writing one.
 
-An environment is a `gymnasium.Env` whose observations and actions are texts.
-`docs/environments.md` shows a complete one in one file.
+An environment is a `gymnasium.Env` of texts. `docs/environments.md` has one in one file.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ State: TypeAlias = dict[str, Any]
 class Baselines:
     """Random play and optimal play on one level, or their mean over several levels.
 
-    `random` and `optimal` are probabilities of success. `random_return` and `optimal_return` are
-    expected returns. Optimal play has the highest probability of success. `optimal` and
-    `optimal_return` are ``None`` if no solver is known. `draws` is the number of random episodes
-    from which `random` was estimated, or ``None`` if `random` is exact.
+    `random` and `optimal` are probabilities of success, and optimal play has the highest. The
+    returns are expectations. `optimal` and `optimal_return` are ``None`` if no solver is known.
+    `draws` is the number of random episodes that estimated `random`, or ``None`` if it is exact.
     """
 
     random: float
@@ -109,10 +107,9 @@ class Env(gymnasium.Env[str, str], ABC):
 
     @abstractmethod
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
-        """Begin a level.
+        """Begin a level, a fresh one if `seed` is ``None``; returns the observation and an info.
 
-        Returns the observation and an info. ``options["noise_seed"]`` determines the random events.
-        Without it, `seed` determines them as well. A seed of ``None`` draws a fresh level.
+        Without ``options["noise_seed"]``, `seed` determines the random events as well.
         """
 
     @abstractmethod
@@ -145,9 +142,8 @@ class Env(gymnasium.Env[str, str], ABC):
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str] | None:
         """The actions of optimal play for this turn, at least one; ``None`` if unknown.
 
-        Optimal play has the highest probability of success within the budgets. It chooses all
-        actions of a turn before it sees their effects, as an agent must, and observes between
-        turns.
+        Optimal play has the highest probability of success within the budgets. It sees the effects
+        of the actions of a turn only after the turn, as an agent does.
         """
         return None
 
@@ -162,17 +158,15 @@ class Env(gymnasium.Env[str, str], ABC):
     def random_action(self, generator: np.random.Generator) -> str | None:
         """An action of random play in free text; ``None`` if there is no random play.
 
-        The action depends only on `generator` and the present state. The call changes neither the
-        environment nor its generators. RAGEN calls it only if `actions` is ``None``, because
-        random play of named actions draws from `actions`.
+        It depends only on `generator` and the present state, and the call changes neither the
+        environment nor its generators. Random play of named actions draws from `actions` instead.
         """
         return None
 
     def read_thought(self, thought: str) -> Reading | None:
         """The facts and the plan that a thought states about the present state.
 
-        ``None`` means that the thought cannot be read with certainty. Such a thought is not
-        measured.
+        A thought that cannot be read with certainty gives ``None`` and is not measured.
         """
         return None
 
@@ -197,11 +191,7 @@ class Env(gymnasium.Env[str, str], ABC):
         return type(self).read_thought is not Env.read_thought
 
     def action_index(self, action: str) -> int:
-        """Position of `action` in `actions`.
-
-        Raises:
-            ValueError: `action` is not one of `actions`.
-        """
+        """Position of `action` in `actions`; raises `ValueError` if it is not one of them."""
         names = self.actions or ()
         if action not in names:
             raise ValueError(f"{self.name} knows no action {action!r}; it knows {', '.join(names)}")
@@ -211,16 +201,7 @@ class Env(gymnasium.Env[str, str], ABC):
 def generators(
     seed: int | None, options: Mapping[str, Any] | None
 ) -> tuple[np.random.Generator, np.random.Generator]:
-    """Two independent generators, for a level and for its random events.
-
-    The arguments are as in `Env.reset`. A seed of ``None`` draws a fresh level.
-
-    Example:
-        >>> a, _ = generators(123, {"noise_seed": 1})
-        >>> b, _ = generators(123, {"noise_seed": 2})
-        >>> a.random() == b.random()
-        True
-    """
+    """Two independent generators, for a level and its random events; arguments as in `reset`."""
     seed = fresh_seed() if seed is None else seed
     noise_seed = (options or {}).get("noise_seed", seed)
     return (
@@ -237,8 +218,7 @@ def fresh_seed() -> int:
 def pick(generator: np.random.Generator, items: Sequence[Item]) -> Item:
     """One of `items`, uniformly.
 
-    It draws only by `Generator.random`, which scales the bits of the generator. NumPy keeps these
-    bits the same across versions.
+    It draws only by `Generator.random`, whose bits NumPy keeps the same across versions.
     """
     return items[int(generator.random() * len(items))]
 

@@ -71,11 +71,7 @@ class Workers:
         self.can_close = True  # until an environment hangs in `close`
 
     def make(self) -> Env:
-        """An environment in a worker; closing it returns the worker.
-
-        Raises:
-            UserCodeError: The environment cannot be made.
-        """
+        """An environment in a worker, until closed; raises `UserCodeError` if making it fails."""
         worker = self.take()
         try:
             return IsolatedEnv(self, worker)
@@ -84,11 +80,7 @@ class Workers:
             raise
 
     def take(self) -> _Worker:
-        """An idle worker, or a new one; `give_back` returns it.
-
-        Raises:
-            UserCodeError: No process can be started, or it does not answer in `START_S`.
-        """
+        """An idle or new worker; raises `UserCodeError` if it does not start in `START_S`."""
         try:  # a single call, because the sessions of a server do this in threads
             worker = self._idle.pop()
         except IndexError:
@@ -115,8 +107,7 @@ class Workers:
 def _start_fork_server() -> None:
     """Start the fork server with `SIGNALS` blocked, because a signal to the group is for the run.
 
-    A signal that ended the fork server would end its workers, too, and the run would blame their
-    environments.
+    If one ended the server, its workers would end, and their environments would be blamed.
     """
     from multiprocessing import forkserver, resource_tracker  # Windows has no fork server
 
@@ -260,10 +251,7 @@ class IsolatedEnv(Env):
         raise TypeError("an environment in a worker process cannot be copied; use get_state")
 
     def close(self) -> None:
-        """Close the environment and return its worker; a failure to close is ignored.
-
-        After one hang in `close`, the workers are stopped instead.
-        """
+        """Close it and return its worker, ignoring failures; after a hang, stop workers instead."""
         if self._closed:
             return
         self._closed = True

@@ -11,9 +11,7 @@ from ragen.envs import example
 
 
 def write_new_world(name: str, folder: Path) -> tuple[Path, str]:
-    """Write ``NAME.py`` with the environment of `ragen.envs.example` under this name.
-
-    Returns the file and the class's name, ``MyWorld`` for ``my_world``.
+    """Write the environment of `ragen.envs.example` as ``NAME.py``; returns file and class name.
 
     Raises:
         RagenError: `name` cannot name a module, or the file exists or cannot be written.

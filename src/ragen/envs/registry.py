@@ -145,8 +145,7 @@ def closing_env(env: Env) -> Iterator[Env]:
 def close_env(env: Env, timeout_s: float | None, stopwatch: Stopwatch | None = None) -> None:
     """Close an environment behind the boundary; a failure to close is ignored.
 
-    After one hang, environments of this class are no longer closed: each could take the whole time
-    limit.
+    After one hang, its class is no longer closed: each environment could take the whole limit.
     """
     if type(env) in _HANGING:
         return
@@ -163,11 +162,7 @@ _HANGING: set[type[Env]] = set()
 
 
 def env_factory(name: str, **params: Any) -> Callable[[], Env]:
-    """A function that builds the environment; the name and the parameters are checked once, here.
-
-    Raises:
-        RagenError: As `make`, except for what the class itself raises.
-    """
+    """A function that builds as `make` does; the name and the parameters are checked once, here."""
     cls = env_class(name)
     settings = {**(ENVS[name].params if name in ENVS else {}), **params}
     build_env(partial(_check_params, name, cls, settings), name)
@@ -187,8 +182,7 @@ def env_class(name: str) -> type[Env]:
     """The class of an environment.
 
     Raises:
-        RagenError: There is no such environment, its file cannot be loaded, or the class lacks a
-            method of the contract.
+        RagenError: It does not exist, cannot be loaded, or lacks a method of the contract.
     """
     if library_of(name):
         adapted: type[Env] = build_env(partial(load, name, ENV), name).object
@@ -205,11 +199,7 @@ def env_class(name: str) -> type[Env]:
 
 
 def parameter_names(name: str) -> list[str]:
-    """The names of the parameters of an environment's class.
-
-    Raises:
-        RagenError: There is no such environment.
-    """
+    """The names of an environment's parameters; raises `RagenError` if it does not exist."""
     names, _ = build_env(partial(_parameters, env_class(name)), name)
     return names
 

@@ -76,8 +76,7 @@ def _no_number(name: str) -> float:
 class Tool:
     """A tool: its name, what it does, the JSON schema of its arguments, and the function itself.
 
-    `call` takes the arguments by name and returns the result as text. It raises `ToolError` if the
-    agent should read what was wrong.
+    `call` takes the arguments by name and returns text, or raises `ToolError` for the agent.
     """
 
     name: str
@@ -106,8 +105,7 @@ class ToolEnv(Env):
     """An environment with tools: it defines `answer` instead of `step`, and marks methods `tool`.
 
     A call returns its result as the observation, with a reward of 0. A call with wrong arguments
-    changes nothing, and its result says what is wrong with them. `docs/environments.md` shows a
-    complete environment.
+    changes nothing, and its result says what is wrong with them.
     """
 
     actions = None

@@ -1,9 +1,8 @@
 """`ragen serve`: an environment as a server of OpenEnv's protocol.
 
-A session is one WebSocket with its own environment. An environment in this process is called in
-the loop's thread, where its time can be limited. If it hangs, it delays the other sessions until
-its time limit. An environment with ``env.isolate`` is called in a thread of its session, and delays
-no other session.
+A session is one WebSocket with its own environment. An environment in this process is called in the
+loop's thread, where its time can be limited; a hang delays the other sessions until the limit. With
+``env.isolate``, it is called in a thread of its session, and delays no other session.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ RESERVE = 64
 class EnvServer:
     """The application `app`, and the sessions in progress, at most `most`.
 
-    Without a `token`, only this machine has access. `report` is called with a line about each
-    session whose environment failed.
+    Without a `token`, only this machine has access. `report` gets a line for each failed session.
     """
 
     def __init__(
@@ -147,14 +145,12 @@ def serve(
     report: Callable[[str], None],
     tls: ssl.SSLContext | None = None,
 ) -> None:
-    """Serve an environment until Ctrl-C.
+    """Serve an environment in at most `most` sessions at the same time, until Ctrl-C.
 
-    The token is in the environment variable ``OPENENV_TOKEN``. Without one, an address beyond
-    this machine gets a new token. `most` is the limit of sessions at the same time.
-
-    `say` is called once clients can connect, with the URL and what they set as the token: a new
-    token, or the name of the variable that has the user's own token. `report` is called with a line
-    about each session whose environment failed.
+    The token is in the environment variable ``OPENENV_TOKEN``. Without one, an address beyond this
+    machine gets a new token. `say` is called once clients can connect, with the URL and what they
+    set as the token: a new token, or the name of the variable that has the user's own token.
+    `report` gets a line for each failed session.
 
     Raises:
         RagenError: The package for WebSockets is not installed, the token is not valid, the

@@ -32,10 +32,7 @@ ENDING_S = 2
 
 
 class Server(uvicorn.Server):
-    """A server of one application, for at most `most` connections at the same time.
-
-    When it ends, it calls `ending` first, which has to end endless streams.
-    """
+    """A server for at most `most` connections; at its end, `ending` has to end endless streams."""
 
     def __init__(
         self,

@@ -73,8 +73,7 @@ class Refused(Exception):
 class Description(NamedTuple):
     """A server's description of an environment; each field has a path of its name.
 
-    The schema of an action has an enumeration if all levels have the same actions. `schema` also
-    has the tools, if there are any.
+    `schema` lists the actions if all levels have the same ones, and the tools if there are any.
     """
 
     metadata: Answer
@@ -83,11 +82,7 @@ class Description(NamedTuple):
 
 
 def describe(setup: Setup) -> Description:
-    """Describe an environment, from the start of some of its levels.
-
-    Raises:
-        UserCodeError: The environment fails.
-    """
+    """Describe an environment from the start of some levels; raises `UserCodeError` if it fails."""
     action, observation, state = (kind.model_json_schema() for kind in (Step, Observation, State))
     found = set()
     with closing(setup.make_env()) as env:
@@ -108,11 +103,7 @@ def describe(setup: Setup) -> Description:
 
 
 class Session:
-    """An environment and its episode in progress.
-
-    Raises:
-        UserCodeError: The environment cannot be made.
-    """
+    """An environment and its episode in progress; raises `UserCodeError` if it cannot be made."""
 
     def __init__(self, setup: Setup) -> None:
         self._env = setup.make_env()

@@ -92,8 +92,7 @@ def write_branches(
 ) -> None:
     """Store branches in one transaction; earlier branches of the same request are replaced.
 
-    `exact` says that the prompts have the same tokens as the original's. `text_of` is the text of
-    one token.
+    `exact` says that the prompts have the original's tokens. `text_of` is the text of a token.
     """
     same = "FROM branches WHERE id = ?"
     connection = open_database(run, make=True, file=FILE, schema=_SCHEMA)

@@ -94,10 +94,7 @@ def choose(run: Path, step: int | None = None, best: bool = False) -> Path:
 
 
 def newest_intact(run: Path) -> tuple[Path, dict[str, Any], dict[Path, str]]:
-    """The run's last checkpoint whose files are unchanged since they were written, and its state.
-
-    With them comes, for each later checkpoint, what is wrong with it.
-    """
+    """The run's newest intact checkpoint, its state, and what is wrong with each later one."""
     wrong: dict[Path, str] = {}
     for folder in reversed(folders(run, complete=False)):
         try:

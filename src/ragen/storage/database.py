@@ -50,10 +50,7 @@ CLAIM_S = 0.1
 
 
 def new_run_folder(root: Path, name: str, out: Path | None = None) -> Path:
-    """Make the folder of a new run: `out`, or the next number under `root`.
-
-    For example, the third run of ``paper/bandit`` is ``runs/paper-bandit-3``.
-    """
+    """Make a run's folder: `out`, or the next number under `root`, as ``runs/paper-bandit-3``."""
     refuse_existing(out)
     try:
         if out is not None:
@@ -161,10 +158,7 @@ def connect(database: Path) -> sqlite3.Connection:
 
 
 def _journal(connection: sqlite3.Connection, mode: str, seconds: float) -> None:
-    """Set a database's journal mode, and wait for other connections up to `seconds`.
-
-    SQLite's own time-out does not apply here.
-    """
+    """Set the journal mode, waiting up to `seconds`, since SQLite's own time-out does not apply."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -286,8 +280,7 @@ def claim(folder: Path) -> int | None:
 def is_claimed(folder: Path) -> bool:
     """True if a process is writing this run.
 
-    The test takes a shared lock and releases it at once, so that two tests at the same time do not
-    mistake each other for a writer.
+    The test takes a shared lock, so that two tests at once do not take each other for a writer.
     """
     if fcntl is None:
         return (folder / f"{DATABASE}-wal").exists()

@@ -1,7 +1,6 @@
 """`ragen export --episodes`: all episodes of a run as JSON lines or Parquet, one row each.
 
-Rows are written as they are read, so memory use does not grow with the run. A run in progress can
-be exported.
+Rows are written as they are read, so memory does not grow with the run, which may be in progress.
 """
 
 from __future__ import annotations

@@ -35,10 +35,7 @@ class Judgement:
 
 
 class Judgements:
-    """The answers by question, in a run's folder; without a folder, in memory.
-
-    Every method raises a `RagenError` if the database cannot be read or written.
-    """
+    """Answers by question, in a run's folder or in memory; every method may raise `RagenError`."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder or Path()

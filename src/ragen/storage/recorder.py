@@ -105,8 +105,7 @@ class Recorder:
     ) -> None:
         """Write an event at once: an alarm, an action of the guard, a resume.
 
-        Events are never deleted. With `once`, an event that is recorded already is not repeated,
-        for example by a resumed run.
+        With `once`, an event that is recorded already is not repeated, as by a resumed run.
         """
         where = "(attempt, step, kind, text) = (?, ?, ?, ?)"
         with self._transaction():

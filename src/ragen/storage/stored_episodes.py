@@ -1,7 +1,6 @@
-"""Episodes as rows of a database, in both directions.
+"""Episodes as rows of a database (`ragen.storage.schema`), in both directions.
 
-Prompts that extend the previous turn are stored without that part. The columns of a row and their
-encoding are in `ragen.storage.schema`.
+Prompts that extend the previous turn are stored without that part.
 """
 
 from __future__ import annotations

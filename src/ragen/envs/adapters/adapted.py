@@ -35,11 +35,7 @@ class Played(NamedTuple):
 
 
 class Replayed(Env):
-    """An environment whose snapshot is the two seeds and the actions since `reset`.
-
-    A subclass defines `begin` and `play` in place of `reset`, `step`, `get_state`, `set_state` and
-    `state_key`.
-    """
+    """An environment that plays its actions again; a subclass defines only `begin` and `play`."""
 
     _seeds: tuple[int, int]
 
@@ -117,11 +113,7 @@ class Adapted(Replayed):
     @classmethod
     @abstractmethod
     def find(cls, target: str) -> tuple[str, ...]:
-        """The `versions` of a target.
-
-        Raises:
-            RagenError: The library has no such environment.
-        """
+        """The `versions` of a target; raises `RagenError` if the library does not have it."""
 
     @property
     def rules(self) -> str:

@@ -53,14 +53,12 @@ class Address:
 class McpServer:
     """A server whose tools an environment offers.
 
-    `address` is a command, as one text or as a list of words, or a URL that begins with
-    ``http://`` or ``https://``. A command gets the few environment variables that the library
-    considers harmless, and `env`. `headers`, such as a token, go with every request to a URL.
+    `address` is a command, as one text or as a list of words, or a URL that begins with ``http://``
+    or ``https://``. A command gets the few environment variables that the library considers
+    harmless, and `env`. `headers`, such as a token, go with every request to a URL.
 
     Raises:
         RagenError: The package mcp is not installed, or the address is empty.
-
-    Example: ``McpServer("python server.py").tools()``
     """
 
     def __init__(
@@ -104,13 +102,9 @@ class McpServer:
 class McpEnv(Replayed, ToolEnv):
     """An environment with the tools of MCP servers and with its own methods marked `tool`.
 
-    A subclass names its `servers` and defines `rules`, `goal`, `begin` and `answer`. `begin` takes
-    the level seed and the noise seed and returns the observation. `answer` is as in `ToolEnv`.
-    Each episode has sessions of its own.
-
-    A snapshot is the seeds and the actions so far. Restoring it plays the actions again. If a
-    server then gives other answers than before, the environment does not repeat itself. It cannot
-    be branched, but everything else works.
+    A subclass names its `servers` and defines `rules`, `goal`, `begin` and `answer`. If a server
+    gives other answers when a snapshot is restored, the environment cannot be branched, but
+    everything else works.
     """
 
     servers: ClassVar[Sequence[str | McpServer]] = ()
@@ -162,11 +156,7 @@ class _Session:
             raise
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """The result of a coroutine, such as ``call(…)``.
-
-        Raises:
-            RuntimeError: The session ends before, or the coroutine takes longer than `CALL_S`.
-        """
+        """The result of a coroutine; `RuntimeError` if the session ends first or after `CALL_S`."""
         return self._loop.run(self._within(coroutine))
 
     async def tools(self) -> list[tuple[str, str, Schema]]:
@@ -180,11 +170,7 @@ class _Session:
                 return found
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text that a call returns.
-
-        Raises:
-            ToolError: The server says that the call is wrong, or that the tool failed.
-        """
+        """The text that a call returns; a wrong call, or one that failed, raises `ToolError`."""
         from mcp import McpError
 
         try:

@@ -1,7 +1,4 @@
-"""MiniGrid in text: the mission, what the agent carries, and the grid with a word for each object.
-
-No other file imports MiniGrid.
-"""
+"""MiniGrid in text: the mission, what is carried, and the grid with a word for each object."""
 
 from __future__ import annotations
 
@@ -34,10 +31,7 @@ def is_one(env: Any) -> bool:
 
 
 def rules(described: str, num_actions: int, view: str) -> str:
-    """The rules for a player: the environment's description, the actions and the symbols.
-
-    Some environments have the first three actions only.
-    """
+    """The rules: description, actions (in some environments only the first three) and symbols."""
     objects = (
         " pickup takes the object in front of you, drop puts it there, toggle opens or closes a "
         "door or a box in front of you (a locked door needs its key), done says that the mission "

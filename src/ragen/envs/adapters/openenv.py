@@ -186,11 +186,7 @@ class OpenEnvEnv(Adapted):
 
 
 def token_here() -> str | None:
-    """The token in the environment variable, ``None`` if there is none.
-
-    Raises:
-        RagenError: The variable holds no valid token.
-    """
+    """The token in the environment variable, or ``None``; raises `RagenError` if it is invalid."""
     token = os.environ.get(TOKEN, "").strip()
     if token and (len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable()):
         raise RagenError(f"{TOKEN}: expected at least {MIN_TOKEN} ASCII characters")

@@ -56,11 +56,7 @@ def is_url(target: str) -> bool:
 
 
 def address_of(target: str) -> str:
-    """The URL of a target: itself, or the URL of its server, which is started if it does not run.
-
-    Raises:
-        RagenError: The server cannot be started.
-    """
+    """The URL of a target, whose server is started if needed; raises `RagenError` if that fails."""
     if is_url(target):
         return target
     known = _RUNNING.get(target)

@@ -12,8 +12,7 @@ import numpy as np
 class GlobalRandomness:
     """An environment's own states of Python's and NumPy's global generators.
 
-    They are in place in the body of `placed` and nowhere else, so that episodes that take turns
-    draw from streams of their own.
+    They are in place only inside `placed`: episodes that take turns draw from separate streams.
     """
 
     def __init__(self, seed: int) -> None:

@@ -1,7 +1,6 @@
 """TextArena's games for one player, and those for two against a scripted opponent.
 
-The games draw from Python's and NumPy's global generators. Each environment has its own states of
-these generators, which are in place while its game runs.
+The games draw from global generators, so each environment has a `GlobalRandomness`.
 """
 
 from __future__ import annotations

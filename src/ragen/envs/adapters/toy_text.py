@@ -1,7 +1,4 @@
-"""Gymnasium's toy-text environments in words: their rules, actions and observations.
-
-Their observations are numbers that encode positions and cards; the documentation of each says how.
-"""
+"""Gymnasium's toy-text environments in words: their rules, actions and observations."""
 
 from __future__ import annotations
 

@@ -264,10 +264,7 @@ def _entry(target: str) -> str:
 
 @contextmanager
 def _signals_as_they_are() -> Iterator[None]:
-    """Keep the library from installing signal handlers, as it does for each environment.
-
-    Outside the main thread, where `ragen.train` runs in a notebook, installing them fails.
-    """
+    """Keep the library from installing signal handlers, which fails outside the main thread."""
     install, signal.signal = signal.signal, lambda *_: None
     try:
         yield

@@ -1,4 +1,1 @@
-"""RAGEN's own environments, one file for each.
-
-It may import the contract and the folders below and loads no torch.
-"""
+"""RAGEN's own environments, one file for each."""

@@ -64,8 +64,7 @@ def evaluate(text: str, numbers: Sequence[int]) -> Value:
     """The value of an expression that uses each of `numbers` at most once.
 
     Raises:
-        ValueError: The text is not such an expression, or divides by zero. The message does not
-            quote the text.
+        ValueError: It is no such expression, or divides by zero. The message does not quote it.
     """
     if len(text) > LONGEST:
         raise ValueError(f"it is longer than {LONGEST} characters")
@@ -169,10 +168,7 @@ def _join(
     numbers: Sequence[int],
     results: Callable[[int, int], list[tuple[str, int]]],
 ) -> tuple[str, int]:
-    """A random expression of all numbers, and its value according to `results`.
-
-    It joins two random parts by one of their `results` until one part is left.
-    """
+    """Join two random parts by one of their `results`, until one is left: a text and its value."""
     parts = [(str(number), number) for number in numbers]
     while len(parts) > 1:
         first = parts.pop(int(generator.random() * len(parts)))

@@ -85,10 +85,7 @@ def generate(
     min_distance: int = 1,
     max_distance: int | None = None,
 ) -> Lake:
-    """The level of a seed, drawn once for all episodes of a group.
-
-    Cells, start and goal are drawn again until a path of the given length leads from the start to
-    the goal.
+    """The level of a seed, drawn until its shortest path has a length within the bounds.
 
     Raises:
         RagenError: The length is bounded, and `MOST_DRAWS` maps had no such path.

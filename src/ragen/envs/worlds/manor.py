@@ -34,8 +34,22 @@ COMPASS = {"north": (-1, 0), "east": (0, 1), "south": (1, 0), "west": (0, -1)}
 WAYS = tuple(COMPASS)
 METALS = ("brass", "copper", "iron", "silver", "steel", "tin")
 ROOMS = (
-    *("library", "kitchen", "chapel", "gallery", "nursery", "armoury", "cellar", "study"),
-    *("orangery", "music room", "pantry", "laundry", "workshop", "observatory", "bath", "attic"),
+    "library",
+    "kitchen",
+    "chapel",
+    "gallery",
+    "nursery",
+    "armoury",
+    "cellar",
+    "study",
+    "orangery",
+    "music room",
+    "pantry",
+    "laundry",
+    "workshop",
+    "observatory",
+    "bath",
+    "attic",
 )
 """The names of all rooms but the first, which is the hall."""
 SLACK = 25
@@ -188,11 +202,7 @@ def generate(seed: int, rooms: int, levers: int, keys: int, delay: int) -> House
 
 
 def _turns_after_the_key(house: House) -> int:
-    """The length of a shortest solution without its first action.
-
-    It is the shortest walk through all rooms with a lever to the vault, and one action in each of
-    these rooms.
-    """
+    """Shortest walk past all levers to the vault, with one action in each of these rooms."""
     steps = {room: _steps_from(house, room) for room in (HALL, *house.levers)}
     routes = ((HALL, *order, house.vault) for order in permutations(house.levers))
     walk = min(sum(steps[a][b] for a, b in pairwise(route)) for route in routes)

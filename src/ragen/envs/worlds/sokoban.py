@@ -59,10 +59,7 @@ class Board(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The fixed parts of a level: size, floor (targets included) and targets.
-
-    `views` are its observations, by format.
-    """
+    """The fixed parts of a level; the floor includes targets, and `views` are texts by format."""
 
     rows: int
     cols: int
@@ -112,9 +109,8 @@ def generate(
 ) -> tuple[Room, Board]:
     """The level of a seed, generated once for all episodes of a group.
 
-    The level is solvable, because reverse play makes it: boxes are pulled away from the solved
-    board. It is drawn again until reverse play moves every box off the targets, and the length of
-    the shortest solution lies within the bounds.
+    It is solvable, because reverse play pulls boxes away from the solved board. It is drawn again
+    until no box is on a target, and the length of the shortest solution is within the bounds.
 
     Raises:
         RagenError: A thousand attempts found no level.

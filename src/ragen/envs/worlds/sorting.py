@@ -1,7 +1,6 @@
 """Sorting: balls of hidden weights are compared on a scale, and then named in order.
 
-Only the scale reveals the weights, so the agent has to call a tool. Comparisons are scarce, so the
-agent has to choose them well.
+Only a tool, the scale, reveals weights. Comparisons are scarce and have to be chosen well.
 """
 
 from __future__ import annotations

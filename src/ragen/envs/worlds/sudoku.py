@@ -51,8 +51,7 @@ def solutions(
 ) -> Iterator[tuple[int, ...]]:
     """All ways to complete a board; 0 is a blank.
 
-    The cell with the fewest possible digits is filled first. Digits are tried in ascending order,
-    or in the order that `generator` draws.
+    The cell with the fewest possible digits comes first; digits ascend, or `generator` orders them.
     """
     cells, units = list(board), _units(size)
     used = [0] * (3 * size)  # by row, column and box, a bit for each digit

@@ -214,11 +214,7 @@ class Catalogue:
         self.search = lru_cache(maxsize=4096)(self._search)
 
     def _search(self, keywords: str) -> tuple[int, ...]:
-        """The places of the best products for some keywords, best first, at most `RESULTS`.
-
-        They are ranked by BM25. A product needs at least one of the words. Any text is a valid
-        search.
-        """
+        """The places of at most `RESULTS` products with any of the words, ranked by BM25."""
         words = content_words(keywords)[:QUERY_WORDS]
         if not words:
             return ()

@@ -38,8 +38,7 @@ ADJECTIVES = frozenset(each for department in DEPARTMENTS for each in department
 def make_catalogue(num_products: int, seed: int) -> Catalogue:
     """Products of all types in turn, and about `GOALS` goals for each.
 
-    Only the product that a goal was written for satisfies it fully. Goals are in random order and
-    all different.
+    Goals are all different, in random order, and only their own product satisfies them fully.
 
     Raises:
         RagenError: `num_products` is above `MOST_PRODUCTS`.

@@ -349,7 +349,7 @@ class WebShop(Env):
         }[place.page]
         return [
             f"Page: {place.page} of {product.title}",
-            *(filter(None, texts)),
+            *filter(None, texts),
             *([] if any(texts) else ["None."]),
         ]
 
