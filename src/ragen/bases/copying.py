@@ -41,10 +41,7 @@ ROPE_THETA = 10_000.0
 
 
 class Copier:
-    """Teachers for an environment of free text.
-
-    One repeats some of the `words`, the other plays. `choose` chooses the actions of both.
-    """
+    """Teachers for free text: one repeats `words`, one plays; `choose` chooses their actions."""
 
     taught, note = "to repeat words", "Heads that copy were written into its attention before."
     theta, highest = ROPE_THETA, 0

@@ -82,21 +82,12 @@ def mask_untrained(
 
 
 def answer(actions: list[str]) -> str:
-    """The end of a thought and the answer.
-
-    Example:
-        >>> answer(["Up", "Left"])
-        '</think><answer>Up || Left</answer>'
-    """
+    """The end of a thought and the answer: ``</think><answer>Up || Left</answer>``."""
     return f"</think><answer>{' || '.join(actions)}</answer>"
 
 
 def unfailing(groups: Sequence[Group]) -> list[Episode]:
-    """The episodes of the groups.
-
-    Raises:
-        RagenError: The environment fails in one of them.
-    """
+    """The episodes of the groups; `RagenError` if the environment fails in one of them."""
     episodes = [episode for group in groups for episode in group.episodes]
     for episode in episodes:
         if episode.error is not None:
@@ -128,11 +119,7 @@ class Chart:
 
 
 def plan_in_words(actions: Sequence[str], seed: int = 0) -> str:
-    """The thought of a solver: its plan, in words that fit every environment.
-
-    It shows no reasoning, since a solver has none to show. The tokenizer of the embedded models
-    knows the words.
-    """
+    """A solver's thought: its plan, without reasons, in words that the embedded models know."""
     return f"try {' then '.join(actions)}"
 
 
@@ -158,8 +145,8 @@ class Lookup(Env):
     """A map of named cells with random contents, for reading only.
 
     Demonstrations of play do not teach to read a map, since the cells on a good path nearly always
-    hold floor. Prompts are like those of the environment with this `title`; `rows` are letters,
-    `cols` digits.
+    hold floor. Prompts are like the prompts of the environment with this `title`; `rows` are
+    letters, `cols` digits.
     """
 
     name = "lookup"

@@ -76,10 +76,7 @@ def random_walk(env: FrozenLake, moves: int, generator: np.random.Generator) -> 
 
 
 def safe_walk(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
-    """A random walk around the holes, which does not seek the goal.
-
-    It trains reading, geometry and copying.
-    """
+    """A random walk around the holes without a goal: it trains reading, geometry and copying."""
     assert isinstance(env, FrozenLake)
     holes = env.lake.holes
     plan = plan_moves(env, SAFE_WALK_MOVES, generator, lambda _, ahead: ahead not in holes)
@@ -113,10 +110,7 @@ def plan_moves(
     generator: np.random.Generator,
     accept: Callable[[int, int], bool] = lambda here, ahead: True,
 ) -> list[str]:
-    """At most `most` random moves that `accept` accepts; they stop at the goal or a hole.
-
-    `accept` takes the cells before and after a move.
-    """
+    """At most `most` random moves, to the goal or a hole; `accept` takes the cells of a move."""
     lake, here = env.lake, env.player
     plan: list[str] = []
     while len(plan) < most and here != lake.goal and here not in lake.holes:

@@ -2,8 +2,8 @@
 
 Its tokenizer holds the words that random play meets in W. Two stages of demonstrations (`screen`)
 teach the model to find things on the screen and to reply in the right form. Where actions are free
-text, the model begins with heads that copy, and one stage teaches it the form (`copying`). What to
-do is left to reinforcement learning.
+text, the model begins with heads that copy, and one stage teaches it the form (`copying`).
+Reinforcement learning teaches it to choose its actions.
 """
 
 from __future__ import annotations
@@ -70,9 +70,8 @@ def prepare_env(
     """Make a base model for an environment and save it in Hugging Face's layout.
 
     `given` are settings by key: ``env.name``, others of the section ``env``, and ``prompt.window``.
-    `out` is a folder that does not exist yet. `seed` decides weights and demonstrations. `steps` is
-    the maximum per stage, for a trial. `watch` receives lines of progress. The model's config says
-    that it reads compact prompts.
+    `seed` decides weights and demonstrations. `steps` is the maximum per stage, for a trial. The
+    model's config says that it reads compact prompts.
 
     Raises:
         RagenError: `out` exists or cannot be written; or the environment does not exist, fails, has

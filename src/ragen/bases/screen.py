@@ -64,8 +64,7 @@ class Item(NamedTuple):
 def pieces(text: str) -> list[str]:
     """The words, numbers and symbols of a text, in order.
 
-    A run of upper-case letters is split into single symbols, and a number into pieces of at most
-    three digits.
+    A run of upper-case letters becomes single symbols, and a number pieces of up to three digits.
     """
     found: list[str] = []
     for run in re.findall(r"[^\W\d_]+|\d{1,3}|\S", text):
@@ -155,11 +154,7 @@ def optimal_actions(env: Env, limits: Limits, _: np.random.Generator) -> list[st
 
 
 def survey(setup: Setup, choose: Choose, seed: int) -> list[Episode]:
-    """Play `EPISODES` episodes.
-
-    Raises:
-        RagenError: The environment fails.
-    """
+    """Play `EPISODES` episodes; `RagenError` if the environment fails."""
 
     def player(request_seed: int) -> Player:
         generator = np.random.Generator(np.random.PCG64(request_seed))
@@ -249,10 +244,7 @@ class Reader:
         return "".join(f" {item.piece}{self._where(item)}" for item in self.telling(screen))
 
     def telling(self, screen: str) -> list[Item]:
-        """The `ITEMS` rarest items of a screen, in order, without `COMMON` ones.
-
-        If all are common, it is the rarest item alone.
-        """
+        """The `ITEMS` rarest items of a screen, in order; `COMMON` ones only if all are common."""
         items = items_of(screen)
         rarest = sorted(items, key=lambda item: (self.shares.get(item, 0.0), item.line, item.place))
         kept = [i for i in rarest[:ITEMS] if self.shares.get(i, 0.0) <= COMMON] or rarest[:1]

@@ -65,13 +65,12 @@ def measure_baselines(
     *,
     build: Callable[[], Env] | None = None,
 ) -> Baselines:
-    """Mean baselines over `levels`, from the cache if they were computed before.
+    """Mean baselines over `levels` (seeds), from the cache if they were computed before.
 
     `Env.baselines` computes them where it can, which for nearly all of RAGEN's environments means
     exactly. Otherwise, both players play `DRAWS` episodes per level, and episodes in which the
-    environment fails are left out. `name` and `params` are the arguments of `make`, and `levels`
-    are seeds. `build` builds the environment that is played, for example in a worker process. By
-    default, it is built in this process.
+    environment fails are left out. `make` takes `name` and `params`, and builds the environment in
+    this process; `build` may build it elsewhere, such as in a worker process.
 
     Raises:
         RagenError: The environment cannot be made, or mostly fails when it is played.
@@ -164,8 +163,7 @@ def level_baselines(env: Env, budget: Budget, level: int, draws: int) -> Baselin
 def sample_baselines(env: Env, budget: Budget, level: int, draws: int) -> Baselines:
     """Baselines on one level, sampled by `draws` episodes of each player.
 
-    `Env.random_action` writes the actions of random play in free text. Without it, random play
-    counts as no success and no reward.
+    In free text without `Env.random_action`, random play counts as no success and no reward.
     """
 
     def means(player: Player) -> tuple[float, float]:

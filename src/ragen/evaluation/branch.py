@@ -69,7 +69,6 @@ class BranchResult:
 
 
 def _continuation_record(episode: Episode, first: int) -> dict[str, Any]:
-    """An episode as JSON-ready values, with its turns from `first`."""
     return {
         "success": episode.success,
         "reward": episode.reward,
@@ -100,12 +99,10 @@ def branch(
 ) -> BranchResult:
     """Replay a recorded episode from one of its turns, `n` times, and store the branches.
 
-    The run's own database is only read, so that the run may continue meanwhile.
-
-    `episode` is the id in that database, and `turn` the first turn to play again, from 0.
-    `checkpoint` is the step whose weights play, the newest by default. Without a checkpoint of step
-    0, or without any checkpoint, step 0 is the model that the run started from. The default
-    `temperature` is the run's, and `seed` is the seed of the branches' sampling.
+    The run's own database is only read, so that the run may continue meanwhile. `episode` is an id
+    in it, and `turn` the first turn to play again, from 0. `checkpoint` is the step whose weights
+    play, the newest by default. Without a checkpoint of step 0, or without any checkpoint, step 0
+    is the model that the run started from. The default `temperature` is the run's.
     """
     check_run_folder(run)
     recorded, config = read_episode(run, episode), run_config(run)

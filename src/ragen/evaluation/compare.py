@@ -83,18 +83,11 @@ class Comparison:
 
     Attributes:
         env: The environment, or the name of a suite's entry.
-        difference: Mean success of `a` minus that of `b`, from −1 to 1, with a 95 % interval.
+        difference: Success of `a` minus success of `b`, from −1 to 1, with a 95 % interval.
         detectable: The smallest true difference that this sample shows in four of five cases.
         won, lost: Number of levels on which `a` or `b` did better.
         p_value: McNemar's exact p for two single agents; ``None`` for arms of several seeds.
         cautions, failures: Sentences that limit the verdict, and about failed episodes.
-
-    Example:
-        >>> comparison = compare("solver", "random", {"env": "bandit"}, episodes=64)
-        >>> comparison.difference.low > 0.2, comparison.lost
-        (True, 0)
-        >>> comparison.verdict.partition(":")[0]
-        'solver is better than random'
     """
 
     env: str
@@ -138,8 +131,8 @@ def compare(
     """Compare two agents, or two methods of several training seeds each, in one environment.
 
     An arm is a target of `evaluate_target`, or the runs of one method's training seeds. Without an
-    environment in `overrides`, both play that of the first run. Targets that are not found on this
-    machine are models of the server.
+    environment in `overrides`, both play in the environment of the first run. Targets that are not
+    found on this machine are models of the server.
 
     Raises:
         RagenError: A target is missing or named twice, runs were trained in different
@@ -189,11 +182,8 @@ def compare_in_envs(
     the first run was trained, or else of the first environment. So an agent that was trained on
     Sokoban meets the model that it started from on the lake, too, not one that has seen lakes.
 
-    An arm is a target, or the runs of its training seeds. `envs` are settings by the environment's
-    name in the result, such as an entry of `SUITES`; an empty name takes the environment's own.
-    `overrides` hold for all environments. Without an environment in either, both arms play that of
-    the first run. If `is_served`, targets that are not found on this machine are models of a
-    server.
+    `envs` are settings by the environment's name in the result, such as an entry of `SUITES`; an
+    empty name takes the environment's own. `overrides` hold for all environments.
     """
     targets, given = [*a, *b], [{**overrides, **values} for values in envs.values()]
     # All environments are checked before anything is played.
@@ -213,7 +203,6 @@ def _compared(
     targets: tuple[Sequence[str], Sequence[str]],
     measured: Sequence[Sequence[tuple[Evaluation, list[Outcome]]]],
 ) -> Comparison:
-    """The comparison of two arms that were measured in one environment."""
     rates = [np.array([_level_rates(outcomes) for _, outcomes in arm]) for arm in measured]
     arm_a, arm_b = (
         _arm(names, [evaluation for evaluation, _ in arm])

@@ -50,8 +50,7 @@ LONGEST_REPLY = 300
 class Levels:
     """The levels on which a run evaluates its policy, `slots` of them at once.
 
-    `seed` is the seed of the environment's events and of sampling, and `target` names the agent in
-    the result.
+    `seed` decides the environment's events and sampling; `target` names the agent in the result.
     """
 
     episodes: int

@@ -50,8 +50,13 @@ DTYPES = "float32", "bfloat16"
 RANK = 64
 """Rank of the adapters in the table of memory, as in the papers."""
 MEMORY_KEYS = (
-    *("env.", "prompt.", "model.", "rollout.slots", "rollout.max_tokens"),
-    *("rollout.sampler", "rollout.gpu_memory"),
+    "env.",
+    "prompt.",
+    "model.",
+    "rollout.slots",
+    "rollout.max_tokens",
+    "rollout.sampler",
+    "rollout.gpu_memory",
 )
 """Prefixes of the keys that memory depends on; the methods of training may exclude others."""
 FITS = "too large", "fits short episodes", "fits"
@@ -191,7 +196,6 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
 def _parsed(
     setup: Setup, prompt: Prompt, completion: Completion, names: tuple[str, ...] | None
 ) -> Reply:
-    """A reply as the parser reads it; `names` are the names of the environment's actions."""
     most = min(setup.actions_per_turn, setup.actions)
     try:
         parsed = read_reply(setup, completion, names, most)

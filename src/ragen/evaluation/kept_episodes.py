@@ -1,4 +1,4 @@
-"""The outcomes and episodes of an evaluation, in a folder like that of a run without steps.
+"""The outcomes and episodes of an evaluation, in a folder like the folder of a run without steps.
 
 `ragen view` shows the folder, and `ragen export --episodes` exports it. Folders are numbered. An
 evaluation that continues, after a kill or with more levels, uses its earlier folder.
@@ -37,15 +37,11 @@ class KeptEpisodes:
     They are written as episodes end, under a key of everything that determines them. So a killed
     evaluation goes on where it stopped, and a finished one is read instead of played again.
 
-    The folder is made when the first episode was played, so that a mistake leaves no file behind.
-    It is `NAME-1`, `NAME-2`, …: an earlier evaluation stays as it is, unless it has the same key.
-
-    Args:
-        out: A run, or a folder for all other targets; ``None`` stores nothing.
-        target: The name of the agent.
-        env: The name of its environment.
-        config_text: The settings of a run without steps that evaluates the target.
-        settings: Everything that determines the outcomes (`targets.outcome_settings`).
+    The folder is in `out`, a run or a folder for all other targets; ``None`` stores nothing. It is
+    made when the first episode was played, so that a mistake leaves no file behind. It is `NAME-1`,
+    `NAME-2`, …: an earlier evaluation stays as it is, unless it has the same key. `config_text` has
+    the settings of a run without steps that evaluates the target, and `settings` everything that
+    determines the outcomes (`targets.outcome_settings`).
 
     Attributes:
         known: The outcomes that are stored there already, in the order of (level, sample).

@@ -99,11 +99,7 @@ def outcome_of(episode: Episode) -> Outcome:
 
 
 def refuse_unplayable(outcomes: Sequence[Outcome]) -> None:
-    """Refuse an environment that fails, or leaves no room for a reply, in every episode.
-
-    Raises:
-        UnplayableError: All episodes failed, or none had room for its first prompt.
-    """
+    """Raise `UnplayableError` if all episodes failed, or none had room for its first prompt."""
     if outcomes and all(outcome.failed for outcome in outcomes):
         first = outcomes[0]
         if first.stop_reason == "request":

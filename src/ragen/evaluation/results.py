@@ -39,7 +39,6 @@ class Evaluation:
         valid_fraction: Share of turns whose reply had the required form and legal actions only.
         completion_tokens: Sampled tokens per turn; 0 for players that are no model.
         first_level: The first level seed.
-        samples: Episodes per level.
         thought_words: Words of thought per turn.
         effective_fraction: Share of executed actions that changed the environment.
         total_prompt_tokens, total_completion_tokens: Tokens read and sampled, over all turns.
@@ -130,7 +129,7 @@ class Evaluation:
         return player, f"{self.success:.1%}", interval, f"{self.mean_return:.3f}"
 
     def with_baselines(self, rows: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-        """Rows of players between those of random and optimal play."""
+        """Rows of players between the rows of random and optimal play."""
         random = "random play", f"{self.random:.1%}", "", f"{self.random_return:.3f}"
         if self.optimal is None:
             return random, *rows
@@ -152,10 +151,7 @@ class RunEvaluation:
 
 
 def load_evaluations(run: Path) -> list[RunEvaluation]:
-    """A run's own evaluations in the order in which they were made.
-
-    Evaluations that a rollback undid are left out.
-    """
+    """A run's own evaluations in the order in which they were made, without those rolled back."""
     found, stands = [], standing(run)
     for record in read_evaluations(run):
         attempt, step = record.pop("attempt"), record.pop("step")
@@ -171,10 +167,7 @@ def summarize(
     temperature: float,
     seconds: float,
 ) -> Evaluation:
-    """Compute an evaluation from the outcomes of its episodes.
-
-    There is the same number of outcomes for each level, and `baselines` are those of these levels.
-    """
+    """An evaluation from its outcomes, equally many on each level, and the levels' baselines."""
     levels = [outcome.level_seed for outcome in outcomes]
     samples = Counter(levels)
     (num_samples,) = set(samples.values())

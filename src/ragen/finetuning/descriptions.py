@@ -8,7 +8,7 @@ the neighbouring cells hold. Then it goes to one of these at random::
 
 The word for the chosen move is not trained. So a language model learns the form of a reply and to
 read the map, but no aim and no plan, and it keeps what it knows about words: a model that is
-trained to choose at random learns to ignore its own description. The positions are those of the
+trained to choose at random learns to ignore its own description. The positions are as in the
 observation ``coord``.
 """
 
@@ -61,12 +61,7 @@ def neighbours(env: GridEnv, here: Cell) -> dict[str, Cell]:
 
 
 def direction(start: Cell, end: Cell) -> str:
-    """Where a cell lies from another one.
-
-    Example:
-        >>> direction((0, 3), (3, 1)), direction((1, 1), (1, 2)), direction((1, 1), (1, 1))
-        ('down and left', 'right', 'here')
-    """
+    """Where a cell lies from another one, such as ``down and left``; ``here`` for itself."""
     down, right = (there - here for here, there in zip(start, end, strict=True))
     parts = ["down" if down > 0 else "up"] if down else []
     parts += ["right" if right > 0 else "left"] if right else []

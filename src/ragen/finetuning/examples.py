@@ -161,8 +161,7 @@ def played_examples(
     By default, all episodes of the players in `UNSKILLED` are kept, and of others the solved ones.
 
     Raises:
-        RagenError: The environment fails in every episode, or the tokens are those of another
-            model.
+        RagenError: The environment fails in every episode, or another model wrote the tokens.
     """
     keep = keep or ("all" if player in UNSKILLED else "solved")
     played = [group.episodes[0] for group in _play(policy, setup, episodes, seed)]

@@ -39,20 +39,28 @@ gradients of returns. Llama 2 (arXiv:2307.09288) uses 2e-5 for examples and 1e-6
 embedded models use 3e-3 in preparation and 2.5e-4 to 1e-3 in the recipes."""
 
 KEYS = (
-    *("seed", "threads", "env.", "prompt.", "lora.", "rollout.max_tokens", "model.path"),
-    *("model.dtype", "model.gradient_checkpointing"),
-    *("model.max_length", "update.minibatch_episodes", "update.microbatch_tokens"),
-    *("update.lr_end", "update.warmup_steps", "update.beta2"),
+    "seed",
+    "threads",
+    "env.",
+    "prompt.",
+    "lora.",
+    "rollout.max_tokens",
+    "model.path",
+    "model.dtype",
+    "model.gradient_checkpointing",
+    "model.max_length",
+    "update.minibatch_episodes",
+    "update.microbatch_tokens",
+    "update.lr_end",
+    "update.warmup_steps",
+    "update.beta2",
 )
 """How the keys begin that `sft` reads, besides `update.lr` (`LR_FACTOR`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SftResult:
-    """A fine-tuned model: its folder, counts of examples, and losses.
-
-    `nll_before` and `nll_after` are in nats per token, on the `held_out` examples.
-    """
+    """A fine-tuned model and its counts; losses are in nats per token on `held_out` examples."""
 
     model: Path
     examples: int

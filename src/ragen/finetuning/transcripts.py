@@ -52,10 +52,7 @@ def is_file(player: str) -> bool:
 
 
 def read_transcripts(path: Path) -> list[Transcript]:
-    """All conversations of a file, one per line; empty lines are skipped.
-
-    A final message of the user is left out, since it has no reply.
-    """
+    """A file's conversations, one per line, without a last message of the user: it has no reply."""
     text = read_text(path, MOST_BYTES, is_stream=True)
     # `splitlines` would also split at characters that JSON allows inside a string.
     lines = ((f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), 1))

@@ -1,6 +1,6 @@
 """The model card of an exported policy: how well it plays, how it was trained, how to use it.
 
-It is Markdown with the front matter that Hugging Face reads. Its tables are those of the report.
+It is Markdown with the front matter that Hugging Face reads. It has the tables of the report.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Usage:
 
 
 def card(facts: Facts, step: int, usage: Usage) -> str:
-    """The card of a run's policy after `step` steps, those of the exported checkpoint."""
+    """The card of a run's policy after `step` steps, when its checkpoint was written."""
     base, config = origin(facts.config.model.path), without_paths(facts.config)
     short = _without_folders(facts.config)
     successes_by_level = {

@@ -1,6 +1,6 @@
 """`ragen export`: a run's policy as a folder that does not need RAGEN.
 
-The weights are those of a checkpoint, byte for byte, in Hugging Face's layout (or PEFT's, if the
+The weights are a checkpoint's, byte for byte, in Hugging Face's layout (or PEFT's, if the
 run trained an adapter). With them come the tokenizer, its chat template, a generation config that
 samples as the evaluation did, and a model card. Plain `transformers` loads it and vLLM serves it.
 """
@@ -51,7 +51,7 @@ def export(
     best: bool = False,
     merge: bool = False,
 ) -> Path:
-    """Write a run's policy, with tokenizer and model card, into its own folder.
+    """Write a run's policy, with tokenizer and model card, into its own folder, and return it.
 
     Args:
         run: The run's folder; the run may be unfinished.
@@ -59,9 +59,6 @@ def export(
         step: The checkpoint; ``None`` means the newest.
         best: Take the checkpoint that was evaluated best instead.
         merge: Add a LoRA adapter to its base and write the whole model.
-
-    Returns:
-        The folder.
 
     Raises:
         RagenError: There is no such run or checkpoint, it is damaged, its environment is gone,

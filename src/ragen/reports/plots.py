@@ -191,7 +191,6 @@ def _reference(place: Axes, level: float | None, label: str) -> None:
 
 
 def _finish(figure: Figure, axes: Sequence[Axes], alarms: Sequence[int]) -> None:
-    """Finish axes over steps: marks of alarms, whole steps, one legend."""
     from matplotlib.ticker import MaxNLocator
 
     for place in axes:

@@ -87,7 +87,6 @@ def success(facts: Facts) -> Section:
 
 
 def _gain(facts: Facts, one: RunEvaluation, other: RunEvaluation) -> str:
-    """The change of success in points, and whether its interval excludes 0."""
     change, is_paired = facts.gain(one, other)
     before, after = one.evaluation.success, other.evaluation.success
     points = f"{100 * change.value:+.1f} points [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"

@@ -56,10 +56,7 @@ Negative values fall by as much."""
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The data of a run that measures need: success by step, metrics by name and step.
-
-    `alarms` are the steps of the guard's alarms.
-    """
+    """The data of a run that measures need; `alarms` are the steps of the guard's alarms."""
 
     success: Series
     metrics: Mapping[str, Series]
@@ -75,10 +72,9 @@ def read_run(
     transfer: Mapping[str, float] | None = None,
     env: str = "",
 ) -> RunFacts:
-    """Read the data that measures need, with the evaluations at `temperature`.
+    """Read the data that measures need: evaluations at `temperature`, in `env` if it is a mixture.
 
-    `transfer` are the results of the study's other evaluations, by name. Of a mixture, the
-    evaluations are those in `env`, and the metrics are of all environments.
+    `transfer` are the results of the study's other evaluations, by name.
 
     Raises:
         RagenError: There is no run, or its database cannot be read.
@@ -94,7 +90,6 @@ def read_run(
 
 
 def _in_env(evaluation: Evaluation, env: str) -> Evaluation:
-    """The evaluation, or its part in one environment of a mixture."""
     parts = (part for part in evaluation.parts if part.env == env)
     return next(parts) if evaluation.parts else evaluation
 

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 
 def overview(studies: Sequence[Study], found: Mapping[str, Findings]) -> Iterator[str]:
-    """A table with a row for each claim and environment, in Markdown.
-
-    `found` are findings by a study's name; a study without them was not run yet.
-    """
+    """A table of all claims by environment, in Markdown; a study not in `found` was not run yet."""
     head = ("study", "claim", "environment", "contrast", "claimed", "predicted", "here", "outcome")
     yield f"| {' | '.join(head)} |\n|{'---|' * len(head)}"
     for study in studies:
@@ -67,7 +64,7 @@ def write_overview(found: Sequence[Findings], out: Path) -> None:
 
 
 def draw_overview(found: Sequence[Findings]) -> Figure:
-    """A row for each claim and a column for each environment, that of most results first."""
+    """A row for each claim and a column for each environment, the one with most results first."""
     made = [[d for d in each.decisions if d.outcome != "not run"] for each in found]
     counts = Counter(env_of(d.environment) for decisions in made for d in decisions)
     columns = [env for env, _ in counts.most_common()] or [""]

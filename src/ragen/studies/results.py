@@ -78,10 +78,7 @@ class Findings:
 
 
 def conclude(study: Study, scale: Scale, seeds: int, out: Path, cells: Sequence[Cell]) -> Findings:
-    """Measure the runs, decide, and write ``runs.csv``, ``study.svg`` and ``study.md``.
-
-    `cells` are all runs of one environment of the study or more.
-    """
+    """Measure all runs of some environments, decide, and write the table, figure and page."""
     names = dict.fromkeys((*study.measures, *ALWAYS))
     numbers: dict[str, dict[tuple[str, str], list[float]]] = {name: {} for name in names}
     curves, rows = {}, []

@@ -72,10 +72,10 @@ def rank_of_bound(count: int, error: float) -> int:
 
 
 def share_interval(share: float, other: float | None, runs: int, error: float = ERROR) -> Interval:
-    """A share of an arm's runs, minus that of another arm with as many, with an interval.
+    """The share of an arm's runs with an interval, or its difference from an `other` arm's share.
 
-    One arm's interval is Clopper and Pearson's (1934). That of a difference goes from the lower
-    bound of the one minus the upper bound of the other to the opposite, each with half of the
+    One arm's interval is Clopper and Pearson's (1934). The interval of a difference goes from the
+    lower bound of one arm minus the upper bound of the other to the opposite, each with half of the
     error; it holds for pairs, too.
 
     Raises:

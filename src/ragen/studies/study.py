@@ -52,7 +52,7 @@ FIRST_SEED = 1000
 
 
 class Contrast(Section):
-    """A measure of `arm` minus that of `above`."""
+    """A measure of `arm` minus the same measure of `above`, or minus the number `above`."""
 
     measure: str
     """A measure (`ragen.studies.measures`)."""
@@ -193,12 +193,7 @@ class Study(Section):
 
 
 def _at(scale: Scale, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of one scale: those without a prefix, and those with its own.
-
-    Example:
-        >>> _at("paper", {"steps": 5, "laptop.update.lr": 5e-3, "paper.update.lr": 1e-5})
-        {'steps': 5, 'update.lr': 1e-05}
-    """
+    """The settings of one scale: those without a prefix, and those with its own."""
     other = "paper." if scale == "laptop" else "laptop."
     return {
         key.removeprefix(f"{scale}."): value
@@ -211,8 +206,7 @@ def _at(scale: Scale, settings: Mapping[str, Any]) -> dict[str, Any]:
 class Cell:
     """One run of a study's grid.
 
-    `seed` is the training seed. `fine_tuning` makes the model that the run begins with out of the
-    model `base`. `transfer` are the other evaluations of the trained policy.
+    `fine_tuning` makes its first model out of `base`; `transfer` evaluates the trained policy.
     """
 
     environment: str
@@ -226,7 +220,7 @@ class Cell:
 
     @property
     def tuned_model(self) -> Path:
-        """The folder of the fine-tuned model, next to that of the run."""
+        """The folder of the fine-tuned model, next to the run's folder."""
         return self.folder.with_name(f"{self.folder.name}-sft")
 
 

@@ -65,9 +65,7 @@ class Buffer:
     - **dropped**: the weights or levels change otherwise, by a rollback or a new engine, or the run
       is over. All entries are cancelled; the run queues and plays their steps again.
 
-    Attributes:
-        max_staleness: k, which is also the number of entries beside the one that is awaited.
-        slots: Episodes played at once, in all entries together.
+    `max_staleness` is k. `slots` is the number of episodes played at once, in all entries together.
     """
 
     max_staleness: int

@@ -48,16 +48,13 @@ WON = replace(LOST, member=1, turns=(TURN,), stop_reason="solved", success=True)
 
 
 def check_function(name: str) -> str:
-    """Check a function that a config may name, such as ``path/to/file.py:name``.
+    """Check a function that a config may name, and return its kind, such as ``"loss"``.
 
-    An entry point has the kind of its group. Otherwise the parameters show the kind: an
-    estimator names some of `ESTIMATOR_INPUTS`, a loss takes ``(logprobs_N, tokens)``, a filter
-    score ``(group)``, a detector ``(history)``, a tool parser ``(reply)``. A reward term annotates
-    its parameter with `Turn`, `Episode` or ``Sequence[Episode]``. The function is then called with
-    an example.
-
-    Returns:
-        The kind, such as ``"loss"``.
+    The name is like ``path/to/file.py:name``. An entry point has the kind of its group. Otherwise
+    the parameters show the kind: an estimator names some of `ESTIMATOR_INPUTS`, a loss takes
+    ``(logprobs_N, tokens)``, a filter score ``(group)``, a detector ``(history)``, a tool parser
+    ``(reply)``. A reward term annotates its parameter with `Turn`, `Episode` or
+    ``Sequence[Episode]``. The function is then called with an example.
 
     Raises:
         RagenError: It cannot be loaded, it is of no kind, or its result is not what the kind asks.

@@ -106,8 +106,7 @@ async def collect_groups(
     in the result, counted and recorded as all others; the filter leaves them out.
 
     `starts` has the first groups (`first_starts`); a group is replaced by one of the same
-    environment. `seed` is the run's, and `step` the number of finished steps. `concurrency` and
-    `on_episode` are as in `run_groups`.
+    environment. `seed` is the run's, and `step` the number of finished steps.
     """
     engine.forget()
     groups: list[Group] = []
@@ -172,10 +171,7 @@ async def gradient_norms(engine: Engine, groups: Sequence[Group], config: Config
 
 
 def needs_scores(kl: float, update: UpdateConfig, num_episodes: int) -> bool:
-    """True if a KL term or a second update needs old logprobs before the first update.
-
-    The first update computes them anyway.
-    """
+    """True if a KL term or a second update needs old logprobs; the first one computes its own."""
     num_parts = num_minibatches(num_episodes, update.minibatch_episodes)
     return kl > 0 or update.epochs > 1 or num_parts > 1
 
@@ -216,10 +212,7 @@ async def record_step(
 def sample_record(
     batch: Batch, updated: Batch, row: int, episodes: Sequence[Episode]
 ) -> dict[str, Any]:
-    """One row of a batch as the recorder stores it.
-
-    `updated` is the same batch, scored after the step's updates.
-    """
+    """One row of a batch as the recorder stores it; `updated` is the batch scored after updates."""
     assert batch.old_logprobs_BT is not None and updated.old_logprobs_BT is not None
     length = int(batch.lengths_B[row])
     episode = episodes[int(batch.episode_B[row])]

@@ -17,11 +17,8 @@ def update_stage(run: Run, played: Played) -> Metrics:
     """Count the success of a finished step, and begin the next stage if it is high enough.
 
     The moving averages restart with each stage. A step that was played in an earlier stage does not
-    count.
-
-    Returns:
-        The stage in which the step was played, and the success that is compared with
-        ``curriculum.success``.
+    count. The metrics are the stage in which the step was played, and the success that is compared
+    with ``curriculum.success``.
     """
     state, settings = run.state, run.config.curriculum
     stage, num_stages = state.stage, len(settings.stages) + 1

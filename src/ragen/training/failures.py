@@ -23,10 +23,7 @@ from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 
 @dataclass(frozen=True, slots=True)
 class SmallGroup:
-    """A group is not trained on if fewer than `compared` of its episodes were played.
-
-    That is asked of groups whose episodes the estimator compares; others need one episode.
-    """
+    """A group whose episodes are compared needs `compared` played ones; another group needs one."""
 
     compared: int = 2
 

@@ -140,9 +140,7 @@ async def diagnose(
 def count_step(state: LoopState, groups: Sequence[Group], rollout: RolloutConfig) -> Metrics:
     """Count a finished step, its episodes and its sampled tokens.
 
-    Returns:
-        Updates, episodes and tokens so far, the other units that a curve may be drawn against, and
-        the step's groups that were played in place of flat ones.
+    The metrics are these counts, and the step's groups that were played in place of flat ones.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     state.step += 1

@@ -45,16 +45,11 @@ def first_starts(
 
 
 def share_out(shares: Mapping[str, float], counts: Mapping[str, int], num_groups: int) -> list[str]:
-    """The environments of a step's groups.
+    """The environments of a step's groups, in the order of the shares.
 
     Each group goes to the environment that is furthest below its share of all groups so far, this
     one included; among equals, to the first. So the shares hold over many steps, even if one step
-    has too few groups for them. The environments of a step come in the order of the shares.
-
-    Args:
-        shares: Weights above 0 by environment.
-        counts: Groups so far by environment.
-        num_groups: Groups of the step.
+    has too few groups for them. `shares` are weights above 0, and `counts` the groups so far.
     """
     whole, played = sum(shares.values()), Counter(counts)
     chosen: Counter[str] = Counter()

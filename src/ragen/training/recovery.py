@@ -221,10 +221,8 @@ async def restore(run: Run, loss: EngineLost, losses: Counter[str]) -> None:
     """Continue from the newest intact checkpoint with a new engine, after the loss of the old one.
 
     This is a resume within the process and the attempt. A run without a checkpoint starts again: it
-    has not recorded anything. `losses` counts the engines lost since each checkpoint, by its name.
-
-    If the user has requested a stop, if too many engines were lost (`LOST_ENGINE`), or if none can
-    be made, the run ends; it can be resumed.
+    has not recorded anything. If the user has requested a stop, if too many engines were lost since
+    the checkpoint (`losses`, by its name), or if none can be made, the run ends; it can be resumed.
     """
     start, step = time.monotonic(), run.state.step
     then = f"continue with: ragen resume {shlex.quote(str(run.folder))}"

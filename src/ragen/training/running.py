@@ -88,7 +88,6 @@ class LoopState:
         best_success: Its success; −1 before the first evaluation.
         seconds: Time of the steps, those that were rolled back included.
         threads: Threads of torch; a resumed run takes the same number.
-        averages: Moving averages of the metrics.
         stage: Curriculum stage, from 1.
         stage_success: Success of the stage's last steps.
         groups: Groups so far by environment, without refilled ones.
@@ -165,8 +164,6 @@ class Run:
         original: The config that the run began with.
         config: The config in force; it differs from `original` by what the guard changed.
         history: The metrics so far, by name and step; empty until the guard reads the database.
-        judge: Judges episodes, if a reward term asks for it.
-        ahead: The steps that are played ahead of training, if any are.
         stop: The user's request to stop.
         beat: Tells the watchdog that the run is alive.
     """
@@ -237,8 +234,7 @@ class Clock:
     def metrics(self, parts: Mapping[str, float], num_tokens: float) -> Metrics:
         """``time/rollout_s`` and the other phases, their sum ``time/step_s``, and tokens a second.
 
-        `parts` are the parts of the rollout that environments and a judge took; the rest is
-        generation.
+        Environments and a judge took the `parts` of the rollout; the rest is generation.
         """
         phases = {**self._seconds, **parts, "step": self.seconds}
         if parts:
@@ -248,9 +244,7 @@ class Clock:
 
 
 def make_engine(config: Config, path: str | None = None, after: Engine | None = None) -> Engine:
-    """The engine of a config, with the model at `path`: by default what the config names.
-
-    It takes the place of the engine `after`, which is closed.
+    """The engine of a config, in place of `after`, which is closed; `path` overrides its model.
 
     Raises:
         RagenError: No such engine can be made.
@@ -324,8 +318,7 @@ async def evaluate_missing(run: Run, *temperatures: float) -> None:
 async def save(run: Run) -> None:
     """Write a checkpoint of the last finished step.
 
-    If that step has a checkpoint already, its weights are the same, so only the states of loop and
-    guard are written.
+    If the step has one, its weights are the same: only the states of loop and guard are written.
     """
     state, keep, every = run.state, kept_checkpoints(run), run.spacing
     own: dict[str, Any] = {"loop": asdict(state), "guard": asdict(run.guard)}

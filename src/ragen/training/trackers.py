@@ -45,7 +45,7 @@ EVALUATED = ("success", "success_low", "success_high", "mean_return")
 class Tracker(Watcher):
     """Appends the numbers of steps and evaluations to the `_run` of its library.
 
-    What a library prints goes to standard error: standard output is for results.
+    The library's prints go to standard error: standard output is for results.
     """
 
     _run: Any = None
@@ -149,11 +149,7 @@ def with_trackers(watcher: Watcher | None, trackers: str) -> Watcher:
 
 
 def _id(run: Path) -> str:
-    """The run's id in trackers; it stays the same after a resume.
-
-    It is random: two people who train the same recipe with the same seed in one project have two
-    runs.
-    """
+    """A random id, the same after a resume: two people may train one recipe with one seed."""
     path = run / ID
     if not path.exists():
         with whole_file(path) as temporary:

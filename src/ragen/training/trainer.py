@@ -157,12 +157,8 @@ def resume(
     """Continue a run from its newest intact checkpoint, as if it had never stopped.
 
     Database rows later than the checkpoint are deleted first. Later checkpoints that are damaged
-    are renamed. A finished run is left as it is.
-
-    Args:
-        folder: The run's folder.
-        watcher: Shows progress; by default nothing does.
-        overrides: Settings that change from this step on, by key. They are recorded as an event.
+    are renamed. A finished run is left as it is. `overrides` are settings that change from this
+    step on, by key; they are recorded as an event.
 
     Raises:
         RagenError: There is no run or no intact checkpoint, the model it began with is gone,
@@ -233,7 +229,6 @@ def _repair(saved: Saved, recorder: Recorder, watcher: Watcher) -> None:
 
 
 async def _complete(run: Run) -> None:
-    """Do all that is left to do in a run."""
     config = run.config
     if not (can_interrupt() or config.env.isolate):
         run.watcher.note(CANNOT_INTERRUPT)
@@ -249,7 +244,6 @@ def _result(run: Run) -> Result:
 
 
 def _with_changes(before: Config, overrides: Mapping[str, Any], folder: Path) -> Config:
-    """A run's settings with those that change on purpose."""
     load.cache_clear()
     refuse_changed(before)
     if not overrides:

@@ -25,10 +25,7 @@ class Watchdog:
     `report` gets the seconds. It is called once until the next beat, and never with a `limit` of 0,
     in a thread of its own. It also runs while the event loop is blocked, but not while other code
     holds the interpreter's lock. The watchdog counts its own waking time instead of reading the
-    clock, so that a suspended process does not count as stalled.
-
-    Attributes:
-        reason: The reason why the run was ended; empty until then.
+    clock, so that a suspended process does not count as stalled. `reason` is empty until `end`.
     """
 
     def __init__(

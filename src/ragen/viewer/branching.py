@@ -46,8 +46,8 @@ TAIL = 4096
 class Wanted(BaseModel, strict=True):
     """The body of a request for branches.
 
-    Without a checkpoint the newest one plays, and without a temperature that of the run. The
-    process refuses a turn or a checkpoint that does not exist.
+    By default the newest checkpoint plays, at the run's temperature. The process refuses a turn or
+    a checkpoint that does not exist.
     """
 
     episode: int = Field(ge=1, lt=2**31)
@@ -71,10 +71,23 @@ class Job:
         """The command line: numbers, and a folder that begins with a slash or a drive."""
         request = self.request
         return [
-            *(sys.executable, "-m", "ragen", "branch", str(self.folder), str(request.episode)),
-            *("--turn", str(request.turn), "--n", str(request.n)),
-            *("--checkpoint", str(request.checkpoint), "--temperature", repr(request.temperature)),
-            *("--seed", str(request.seed), "--json"),
+            sys.executable,
+            "-m",
+            "ragen",
+            "branch",
+            str(self.folder),
+            str(request.episode),
+            "--turn",
+            str(request.turn),
+            "--n",
+            str(request.n),
+            "--checkpoint",
+            str(request.checkpoint),
+            "--temperature",
+            repr(request.temperature),
+            "--seed",
+            str(request.seed),
+            "--json",
         ]
 
     def answer(self) -> Answer:
@@ -85,10 +98,7 @@ class Job:
 
 
 class Branching:
-    """Answers about branches, and the requests in order: the first one runs, the others wait.
-
-    The server owns one; `stop` ends its processes.
-    """
+    """Answers about branches, and the requests in order: the first one runs, the others wait."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -96,10 +106,7 @@ class Branching:
         self._thread = ThreadPoolExecutor(1, "branches")
 
     def branches(self, folder: Path, episode: int) -> Answer:
-        """An episode's branches, finished and under way, and why no more can be played.
-
-        The ``reason`` is ``None`` if more can be played.
-        """
+        """The branches of an episode, and a ``reason`` (or ``None``) why no more can be played."""
         # The queue is read first: a job that finishes in between is then in both, not in neither.
         with self._lock:
             place = folder.resolve(), episode
@@ -222,7 +229,6 @@ def _obstacle(folder: Path, episode: int) -> str | None:
 
 
 def _finished(folder: Path, episode: int) -> list[Answer]:
-    """The finished requests of an episode, with all their branches and the success rate."""
     if not has_branches(folder):
         return []
     found = []

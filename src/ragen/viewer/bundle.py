@@ -39,8 +39,7 @@ def page(title: str, data: Mapping[str, Any], start: str, pages: str) -> str:
     """The whole front end with `data`: answers of the API by key (`ragen.viewer.share.key_of`).
 
     `start` is the address (hash) of the first page, and `pages` those that `data` supports,
-    separated by spaces. The HTML opens from a file, makes no request and executes nothing in
-    `data`.
+    separated by spaces.
     """
     hashes: dict[str, list[str]] = {"script": [], "style": []}
 
@@ -108,7 +107,6 @@ def _imported(file: Path, above: tuple[Path, ...]) -> Iterator[Path]:
 
 
 def _function(file: Path, names: Mapping[Path, str]) -> str:
-    """A module as a function that is called at once and returns its exports."""
     exported: dict[str, str] = {}
 
     def module(found: re.Match[str]) -> str:

@@ -80,16 +80,15 @@ def _gradients(course: Mapping[str, Series]) -> Answer:
 
 
 def matrix(asked: Question) -> Answer:
-    """``/api/matrix``: the cross-scores of a step, with its thoughts and prompts.
-
-    A score of −∞ is null.
-    """
+    """``/api/matrix``: the cross-scores of a step, with its thoughts and prompts; −∞ is null."""
     step, path = asked.whole_number("step"), asked.text("path")
     with asked.reading() as run:
         rows = run.rows(
             "SELECT scores, own, num_prompts, thoughts, prompts FROM cross_scores"
             " WHERE attempt = ? AND step = ? AND path = ?",
-            *(_matrices(run).get((step, path)), step, path),
+            _matrices(run).get((step, path)),
+            step,
+            path,
         )
     if not rows:
         raise NotFound(f"no cross-scores of step {step}, path {path!r}, are recorded")

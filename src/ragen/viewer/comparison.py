@@ -63,10 +63,7 @@ def compare(asked: Question) -> Answer:
 
 
 def levels(asked: Question) -> Answer:
-    """``/api/levels``: the levels that were evaluated at more than one step.
-
-    ``successes`` are the shares of the episodes of each step that succeeded.
-    """
+    """``/api/levels``: levels evaluated at more than one step, with the ``successes`` at each."""
     with asked.reading() as run:
         recorded = _recorded(run)
     found: list[Answer] = []
@@ -94,11 +91,7 @@ def level(asked: Question) -> Answer:
 
 
 class _Evaluated(NamedTuple):
-    """The evaluations of one run.
-
-    `task` are the settings that determine what is played (`task_settings`), and `rates` the last
-    evaluation by environment and way of sampling.
-    """
+    """The evaluations of one run; `rates` are the last ones, by environment and way of sampling."""
 
     task: Mapping[str, Any]
     temperature: float
@@ -121,7 +114,7 @@ def _evaluated(run: RunReader) -> _Evaluated:
 
 
 def _recorded(run: RunReader) -> Recorded:
-    """A run's own evaluations that count; those of a phase play the same levels each time."""
+    """A run's own evaluations that count; a phase plays the same levels each time."""
     found: dict[tuple[str, str], list[EpisodeSet]] = {}
     for phase, env, step, attempt, seed, share, count in run.rows(
         "SELECT phase, env, step, attempt, level_seed, avg(success), count(*) FROM episodes"

@@ -31,9 +31,28 @@ MOST, USUAL = 200, 50
 """Episodes on a page: at most, and by default."""
 
 COLUMNS = (
-    *("id", "attempt", "step", "phase", "group", "member", "kept", "group_score", "env"),
-    *("level_seed", "noise_seed", "stop_reason", "terminated", "truncated", "success", "reward"),
-    *("penalty", "num_turns", "num_tokens", "thought_tokens", "entropy", "error"),
+    "id",
+    "attempt",
+    "step",
+    "phase",
+    "group",
+    "member",
+    "kept",
+    "group_score",
+    "env",
+    "level_seed",
+    "noise_seed",
+    "stop_reason",
+    "terminated",
+    "truncated",
+    "success",
+    "reward",
+    "penalty",
+    "num_turns",
+    "num_tokens",
+    "thought_tokens",
+    "entropy",
+    "error",
 )
 
 BOOLEANS = ("kept", "terminated", "truncated", "success", "valid")
@@ -88,7 +107,8 @@ class Selection(NamedTuple):
         rest = self if start is None else self.also(f"({key}, id) {beyond} (?, ?)", *start)
         rows = run.rows(
             f"SELECT {key}, id {rest.source} ORDER BY {key} {self.order}, id {self.order} LIMIT ?",
-            *(*rest.values, count),
+            *rest.values,
+            count,
         )
         return [RowPosition(*row) for row in rows]
 
@@ -151,10 +171,7 @@ def _rows_of(run: RunReader, ids: list[int]) -> list[Answer]:
 
 
 def as_json(row: sqlite3.Row) -> Answer:
-    """A row as JSON values: booleans, and a seed of 64 bits as text.
-
-    Numbers in JavaScript are exact up to 53 bits.
-    """
+    """A row as JSON values; a seed of 64 bits is text, as numbers in JavaScript have 53 bits."""
     found = {name: bool(value) if name in BOOLEANS else value for name, value in dict(row).items()}
     return found | ({"noise_seed": str(found["noise_seed"])} if "noise_seed" in found else {})
 

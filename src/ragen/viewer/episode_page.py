@@ -114,7 +114,9 @@ def _settings_at(run: RunReader, attempt: int, step: int) -> Flat:
     for kind, data in run.rows(
         "SELECT kind, data FROM events WHERE kind = 'guard' AND data ->> 'attempt' <= ?"
         " OR kind = 'settings' AND (attempt, step) < (?, ?) ORDER BY id",
-        *(attempt, attempt, step),
+        attempt,
+        attempt,
+        step,
     ):
         changes = loaded(data)["changes"]
         settings |= changes if kind == "guard" else {key: new for key, (_, new) in changes.items()}
@@ -125,7 +127,7 @@ def tokens(asked: Question) -> Answer:
     """``/api/tokens``: flat token sequences, in the order of the turns.
 
     The ``source`` is ``trained`` for the samples of the optimiser, with its numbers for each token.
-    If those of a step are not recorded, it is ``turns``: the tokens that each turn recorded.
+    If a step has no recorded samples, it is ``turns``: the tokens that each turn recorded.
     """
     number = asked.whole_number("episode")
     with asked.reading() as run:
@@ -141,7 +143,6 @@ def tokens(asked: Question) -> Answer:
 
 
 def _trained(sample: sqlite3.Row) -> Answer:
-    """A sample of the optimiser, with the numbers of its trained tokens."""
     ids, mask, turn = (
         array_of(name, sample[name]).tolist() for name in ("token_ids", "loss_mask", "turn_index")
     )

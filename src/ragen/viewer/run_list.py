@@ -89,10 +89,7 @@ def _summary(folder: Path) -> Answer:
 
 
 def read_settings(folder: Path) -> Flat:
-    """The values of a run's config by dotted key, as in the file.
-
-    They are not validated, so that an outdated value hides no run.
-    """
+    """A config by dotted key, as in its file: not validated, so an outdated value hides no run."""
     try:
         return settings_of((folder / CONFIG).read_bytes())
     except OSError as error:
@@ -171,7 +168,7 @@ def evaluations(run: RunReader) -> list[Answer]:
 
 
 def with_parts(evaluated: list[Answer]) -> list[Answer]:
-    """Evaluations, each followed by those of the single environments of a mixture."""
+    """Evaluations, each followed by its parts: the single environments of a mixture."""
     return [
         each | _evaluation(part) | {"is_part": True} if part else each
         for each in evaluated
@@ -203,7 +200,9 @@ def _gain(run: RunReader, evaluated: list[Answer]) -> Answer | None:
             for env, level, success in run.rows(
                 "SELECT env, level_seed, success FROM episodes"
                 " WHERE (attempt, step, phase) = (?, ?, ?) ORDER BY id",
-                *(each["attempt"], each["step"], phase_of(each["temperature"])),
+                each["attempt"],
+                each["step"],
+                phase_of(each["temperature"]),
             )
         }
         for each in ends

@@ -72,11 +72,7 @@ def events(run: RunReader, after: int = 0) -> list[Answer]:
 
 
 def _engine(names: Sequence[str], happened: Sequence[Answer]) -> list[Answer] | None:
-    """The processes of the engine that were lost, each with its state and its last loss.
-
-    `names` are the run's metrics, and `happened` its events. ``None`` if nothing is recorded of the
-    engine, as in a run with one process.
-    """
+    """Lost processes of the engine, each with its state and last loss; ``None`` without records."""
     about_engine = [each for each in happened if each["kind"] == ENGINE]
     if not about_engine and not any(name.startswith(f"{ENGINE}/") for name in names):
         return None
@@ -98,8 +94,7 @@ def _differences(folder: Path) -> list[Answer] | None:
     """The settings in which a run differs from its recipe, or from its preset without that recipe.
 
     ``None`` if the config is of another version, which cannot be compared. A run with another
-    algorithm than its recipe is compared with the recipe under that algorithm, so that the
-    algorithm counts as one change.
+    algorithm is compared with its recipe under that algorithm, which so counts as one change.
     """
     try:
         config = run_config(folder)

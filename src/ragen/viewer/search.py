@@ -31,10 +31,7 @@ def match_of(text: str) -> str | None:
 
 
 def snippet(run: RunReader, episode: int, words: str | None) -> str | None:
-    """A piece of the first thought with one of the words, or else of the first thought.
-
-    An episode without thoughts has a piece of its first reply.
-    """
+    """A piece of the first thought with one of the words, or else of the first thought or reply."""
     turns = run.turns("thought, reply", episode)
     thoughts = [thought for thought, _ in turns if thought is not None]
     wanted = re.findall(r'"([^"]*)"', words or "")

@@ -33,8 +33,18 @@ UNRESERVED = "!'()*-._~"
 
 OUR_TEXTS = frozenset(
     {
-        *("config", "differences", "events", "last_event", "evaluations", "env", "model"),
-        *("recipe", "error", "problem", "reason", "engine"),
+        "config",
+        "differences",
+        "events",
+        "last_event",
+        "evaluations",
+        "env",
+        "model",
+        "recipe",
+        "error",
+        "problem",
+        "reason",
+        "engine",
     }
 )
 """Keys of texts that this program or Python wrote, which may contain paths of this machine."""
@@ -169,7 +179,6 @@ class Anonymizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        """For the answers about one run."""
         self._known = {f"{folder}": folder.name, f"{folder.parent}/": "", f"{Path.home()}/": ""}
         self._host = re.compile(rf"(?<![\w.-]){re.escape(socket.gethostname())}(?![\w-])")
 
