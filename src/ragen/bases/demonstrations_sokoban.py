@@ -39,10 +39,7 @@ class Push(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A move of the player or the box from cell `here`.
-
-    `cells` are the cells that the thought looks at; the last one is the destination.
-    """
+    """A move of player or box from `here`; the thought looks at `cells`, the last one its end."""
 
     action: int
     here: int

@@ -48,10 +48,7 @@ LONGEST_REPLY = 300
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """The levels on which a run evaluates its policy, `slots` of them at once.
-
-    `seed` decides the environment's events and sampling; `target` names the agent in the result.
-    """
+    """The levels of a run's evaluations, `slots` at once; `seed` decides events and sampling."""
 
     episodes: int
     slots: int

@@ -89,10 +89,7 @@ class KeptEpisodes:
         return None
 
     def add(self, episode: Episode, text_of: Callable[[int], str] | None) -> None:
-        """Write an episode; it replaces one of the same level and sample.
-
-        `text_of` is the text of one token, ``None`` without token ids.
-        """
+        """Write an episode over one of the same level and sample; `text_of` decodes one token."""
         for turn in episode.turns:
             if turn.problem is not None and not self.invalid[1]:
                 self.invalid = turn.completion.text, turn.problem

@@ -204,10 +204,7 @@ def _at(scale: Scale, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run of a study's grid.
-
-    `fine_tuning` makes its first model out of `base`; `transfer` evaluates the trained policy.
-    """
+    """A run of a study: `fine_tuning` makes its model of `base`, `transfer` tests the result."""
 
     environment: str
     arm: str

@@ -77,10 +77,7 @@ class Unreadable(Unanswered):
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs below a folder, which may be one run itself.
-
-    `summaries` are the rows of `run_list`, each with the signature of the files it was made from.
-    """
+    """The runs below a folder, which may be one itself; `summaries` caches rows of `run_list`."""
 
     root: Path
     summaries: dict[Path, tuple[Signature, Answer]] = field(default_factory=dict)
