@@ -197,13 +197,11 @@ class RunReader:
                 " SELECT m.step, m.name, m.value FROM steps CROSS JOIN json_each(?) AS wanted"
                 " CROSS JOIN metrics AS m ON m.attempt = ? AND m.step = steps.step"
                 " AND m.name = wanted.value WHERE abs(m.value) < 9e999",  # finite, and not NULL
-                *(
-                    attempt.first,
-                    attempt.number,
-                    attempt.last,
-                    json.dumps(list(names)),
-                    attempt.number,
-                ),
+                attempt.first,
+                attempt.number,
+                attempt.last,
+                json.dumps(list(names)),
+                attempt.number,
             )
             found[attempt] = {}
             for step, name, value in rows:
