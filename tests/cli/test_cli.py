@@ -466,9 +466,7 @@ def test_progress_is_shown_in_updates_with_a_budget_of_updates(
         force_terminal=True, record=True, width=80, file=io.StringIO(), get_time=lambda: now
     )
     table = LiveTable(console)
-    table.begin(
-        tmp_path, settings.merge("bandit", {"steps": 30, "budget": "updates"}), start_step
-    )
+    table.begin(tmp_path, settings.merge("bandit", {"steps": 30, "budget": "updates"}), start_step)
     for number, done in enumerate(updates, 1):
         now += 30.0  # for 3 updates
         table.step(start_step + number, {"success/mean": 0.5, "progress/updates": float(done)})

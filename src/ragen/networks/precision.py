@@ -134,7 +134,7 @@ def bfloat16_products(dtype: torch.dtype) -> AbstractContextManager[None]:
 
 
 def mkl_products() -> AbstractContextManager[None]:
-    """Compute float32 products with MKL even where `engines.machine.use_threads` chose oneDNN."""
+    """Compute float32 products with MKL even where `networks.machine.use_threads` chose oneDNN."""
     return _products("none")
 
 
