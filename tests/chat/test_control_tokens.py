@@ -19,7 +19,7 @@ from ragen.chat.control_tokens import BREAK, MARK, OWN
 from ragen.chat.template import Template
 from ragen.core.types import Prompt
 from ragen.sampling.local_sampler import Sampler
-from ragen.sampling.sampler import STOP_IDS
+from ragen.sampling.weighted_policy import STOP_IDS
 from tests.chat.test_histories import FEW
 from tests.tiny import ends
 

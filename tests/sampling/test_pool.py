@@ -15,7 +15,7 @@ from ragen.config.reading import merge
 from ragen.core.errors import EngineLost, NotFiniteError
 from ragen.core.types import Completion, Prompt
 from ragen.sampling.pool import Answers, SamplerPool
-from ragen.sampling.sampler import Stats
+from ragen.sampling.weighted_policy import Stats
 from tests.bandit_model import settings
 
 

@@ -23,8 +23,8 @@ from ragen.engines.sharded import Rank
 from ragen.networks.machine import use_threads
 from ragen.rollout.setup import make_chat
 from ragen.sampling.pool import Answers
-from ragen.sampling.sampler import Stats
 from ragen.sampling.vllm import VllmSampler
+from ragen.sampling.weighted_policy import Stats
 from ragen.sampling.weights import (
     Block,
     checksums,

@@ -16,10 +16,10 @@ from ragen.networks import lora
 from ragen.networks.machine import available, usable_device
 from ragen.rollout.setup import make_chat
 from ragen.sampling.local_sampler import Sampler
-from ragen.sampling.sampler import WeightedPolicy
 from ragen.sampling.server import VllmServer
 from ragen.sampling.vllm import VllmSampler
 from ragen.sampling.vllm_engine import Vllm
+from ragen.sampling.weighted_policy import WeightedPolicy
 from ragen.storage.checkpoint import STATE, is_checkpoint, sound
 
 TOLERANCES = {"float32": 1e-2, "bfloat16": 0.5}

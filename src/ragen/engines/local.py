@@ -22,9 +22,9 @@ from ragen.learning.learner import Learner
 from ragen.learning.saving import QUESTION, one_turn
 from ragen.networks.precision import Masters
 from ragen.sampling.local_sampler import Sampler
-from ragen.sampling.sampler import Stats
 from ragen.sampling.server import VllmServer
 from ragen.sampling.vllm import VllmSampler
+from ragen.sampling.weighted_policy import Stats
 
 NUM_TOKENS = 16
 """Maximum number of tokens that `check_parity` samples and compares."""

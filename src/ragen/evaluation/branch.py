@@ -26,7 +26,7 @@ from ragen.networks.machine import use_threads
 from ragen.rollout.episode import require_unchanged
 from ragen.rollout.groups import run_episodes
 from ragen.rollout.setup import BranchSpec, Setup, at_stage, make_setup
-from ragen.sampling.sampler import WeightedPolicy
+from ragen.sampling.weighted_policy import WeightedPolicy
 from ragen.settings.saved import run_config
 from ragen.storage.branches import MOST, Request, write_branches
 from ragen.storage.checkpoint import checkpoint_of, choose, folders, sound, step_of

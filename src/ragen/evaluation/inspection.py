@@ -34,7 +34,7 @@ from ragen.storage.checkpoint import run_of
 
 if TYPE_CHECKING:
     from ragen.chat.chat import Chat
-    from ragen.sampling.sampler import WeightedPolicy
+    from ragen.sampling.weighted_policy import WeightedPolicy
 
 ENV = "sokoban"
 """Where a model plays if no environment is named: its episodes last several turns."""

@@ -29,8 +29,8 @@ from ragen.networks.decoder import PATHS, Decoder, make_decoder
 from ragen.networks.device import to_device
 from ragen.networks.graphs import GraphDecoder, recorder
 from ragen.networks.packing import BEGINNING
-from ragen.sampling.sampler import QUIET_ROUNDS, QueuedPolicy
 from ragen.sampling.slots import SlotTable, Tokens, common
+from ragen.sampling.weighted_policy import QUIET_ROUNDS, QueuedPolicy
 
 PREFILL_TOKENS = 2048
 """Maximum number of new prompt tokens in one forward; it bounds the memory of attention scores."""

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 from ragen.core.metrics import Metrics, last, mean
 from ragen.core.types import Completion, Prompt
-from ragen.sampling.sampler import QUIET_ROUNDS, Stats
 from ragen.sampling.slots import TAIL, Tokens
+from ragen.sampling.weighted_policy import QUIET_ROUNDS, Stats
 
 T = TypeVar("T")
 

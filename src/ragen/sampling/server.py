@@ -32,9 +32,9 @@ from ragen.models.adapter_folder import save_adapter
 from ragen.networks.lora import has_adapters
 from ragen.rollout.endpoint import MAX_SHOWN, check_address
 from ragen.rollout.endpoint_format import error_message
-from ragen.sampling.sampler import WeightedPolicy
 from ragen.sampling.vllm_engine import ADAPTER
 from ragen.sampling.vllm_private import TESTED
+from ragen.sampling.weighted_policy import WeightedPolicy
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 """Seconds before the server counts as lost; a completion may wait in its queue for minutes."""

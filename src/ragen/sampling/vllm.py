@@ -23,8 +23,8 @@ from ragen.core.files import file_errors
 from ragen.core.types import Completion, Prompt
 from ragen.models.adapter_folder import save_adapter
 from ragen.networks.lora import has_adapters, scale_of
-from ragen.sampling.sampler import QUIET_ROUNDS, QueuedPolicy
 from ragen.sampling.vllm_engine import Sampled, Vllm
+from ragen.sampling.weighted_policy import QUIET_ROUNDS, QueuedPolicy
 from ragen.sampling.weights import MEMORY, MORE_MEMORY, published, some
 
 Weights = Mapping[str, Tensor]
