@@ -37,6 +37,10 @@ OF_ENV = ("env.", "curriculum.", "rollout.max_tokens", "model.max_length")
 """How the keys of a recipe begin that are for its environment alone."""
 
 
+SAVED = "the saved config"
+"""The layer of a run's own values; those that are not read fall back to the preset's."""
+
+
 class Difference(NamedTuple):
     """A key whose value is not the preset's."""
 
@@ -68,39 +72,37 @@ def merge(
         RagenError: Unknown recipe, preset or key, a wrong type, values that exclude each other, a
             value that would never be read (`rules.READ_WITH`), or broken TOML.
     """
-    above: list[tuple[str, Flat]] = []
-    given = dotted(overrides or {})
+    given, brought = dotted(overrides or {}), dict(env or {})
+    layers: list[tuple[str, Flat]] = []  # above the preset, each with its name in messages
     if recipe is not None:
         name, values = load_recipe(recipe)
-        above.append(
-            (f"recipe {name}", {"recipe": name, **for_env(dict(env or {}) | given, values)})
-        )
-    kept = dict(saved or {})
-    above.append(("the saved config", kept))
-    above.append(("the environment", dict(env or {})))
-    if overrides:
-        above.append(("", given))
+        layers.append((f"recipe {name}", {"recipe": name, **for_env(brought | given, values)}))
+    layers += [(SAVED, dict(saved or {})), ("the environment", brought), ("", given)]
+    preset = _preset_of(layers)
+    unused = unread(_validate([preset, *layers]))
+    usual = flatten(_validate([preset]))
+    read = [preset]
+    for where, values in layers:
+        ignored = [key for key in unused if values.get(key, usual[key]) != usual[key]]
+        if ignored and where != SAVED:
+            if not where or not given:
+                raise RagenError(
+                    f"{ignored[0]} = {show(values[ignored[0]])}{in_place(where)} has no effect: it "
+                    f"takes {READ_WITH[ignored[0]].words}; leave it out or set that"
+                )
+            merge(recipe)  # the recipe has to read it where the user changes nothing
+        read.append((where, {k: v for k, v in values.items() if k not in ignored}))
+    return _validate(read)
+
+
+def _preset_of(layers: Iterable[tuple[str, Flat]]) -> tuple[str, Flat]:
+    """The layer below all others: the preset of the algorithm that the highest of them names."""
     algorithm = Config().algorithm
-    for _, values in above:
+    for _, values in layers:
         algorithm = values.get("algorithm", algorithm)
     if not isinstance(algorithm, str):
         raise RagenError(f"algorithm = {show(algorithm)}: expected the name of a preset as text")
-    preset = (f"preset {algorithm}", load_preset(algorithm))
-    unused = unread(_validate([preset, *above]))
-    standard = flatten(_validate([preset]))
-    for where, values in above:
-        for key in unused:
-            if values.get(key, standard[key]) == standard[key]:
-                continue
-            if values is not kept:
-                if not (where and overrides):
-                    raise RagenError(
-                        f"{key} = {show(values[key])}{in_place(where)} has no effect: it takes "
-                        f"{READ_WITH[key].words}; leave it out or set that"
-                    )
-                merge(recipe)  # which has to read it when it stands alone
-            del values[key]
-    return _validate([preset, *above])
+    return f"preset {algorithm}", load_preset(algorithm)
 
 
 def with_preset(config: Config) -> Config:
@@ -110,8 +112,7 @@ def with_preset(config: Config) -> Config:
     a saved run, stays as it is.
     """
     explicit = dotted(config.model_dump(exclude_unset=True))
-    preset = f"preset {config.algorithm}", load_preset(config.algorithm)
-    return _validate([preset, ("", explicit)])
+    return _validate([_preset_of([("", {"algorithm": config.algorithm})]), ("", explicit)])
 
 
 def for_env(given: Flat, recipe: Flat) -> Flat:
