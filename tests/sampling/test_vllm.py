@@ -179,16 +179,18 @@ def test_logprobs_equal_those_of_the_learner(policy: Policy, temperature: float)
         assert completions[0].token_ids[0] == int(model(ids).logits[0, -1].argmax())
 
 
-def test_completions_end_at_an_end_token_or_the_limit(policy: Policy) -> None:
+def test_completions_end_at_an_end_token_a_control_token_or_the_limit(policy: Policy) -> None:
     chat = Chat(tiny_tokenizer())
+    last = {*chat.end_ids, *chat.control_ids}
     completions = sampled(policy, [make_prompt(seed, max_tokens=100) for seed in range(24)])
-    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    assert {c.finish_reason for c in completions} == {"stop", "control", "length"}
     for completion in completions:
-        ended = completion.token_ids[-1] in chat.end_ids
-        assert ended == (completion.finish_reason == "stop")
-        assert ended or len(completion.token_ids) == 100
-        assert not chat.end_ids & set(completion.token_ids[:-1])
-        assert completion.text == chat.decode(completion.token_ids)
+        ids, reason = completion.token_ids, completion.finish_reason
+        assert (ids[-1] in chat.end_ids) == (reason == "stop")
+        assert (ids[-1] in last) == (reason != "length")
+        assert reason != "length" or len(ids) == 100
+        assert not last.intersection(ids[:-1])
+        assert completion.text == chat.decode(ids)
 
 
 def test_a_publication_changes_the_next_sample(policy: Policy) -> None:
