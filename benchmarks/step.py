@@ -212,9 +212,10 @@ class Meter(Watcher):
         self._since = now
 
 
-def endless(model: Any, _: Any, decode: Any, *, control_ids: object, **sizes: int) -> Sampler:
+def endless(model: Any, chat: Any, **sizes: int) -> Sampler:
     """The local sampler, with no token that ends a completion: each has `TURN_TOKENS`."""
-    return LOCAL_SAMPLER(model, (), decode, **sizes)
+    never = SimpleNamespace(end_ids=(), control_ids=(), decode=chat.decode)
+    return LOCAL_SAMPLER(model, never, **sizes)
 
 
 def patched_sampler() -> Any:
