@@ -32,7 +32,7 @@ from ragen.rollout.endpoint import Server
 from ragen.rollout.groups import run_episodes, run_groups
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import Closable, Policy
-from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
+from ragen.rollout.setup import EpisodeSpec, Setup, forget_facts, make_setup
 from ragen.settings.target import config_for
 from ragen.storage.checkpoint import run_of
 
@@ -114,6 +114,7 @@ def evaluate_target(
     """
     start = time.monotonic()
     load.cache_clear()  # a parser may have been edited, or another one passed under its name
+    forget_facts()  # in a notebook, a server may have other tools since the last evaluation
     _refuse_out_of_range(episodes, samples, concurrency)
     config = config_for(target, overrides or {}, server)
     check_sampling(seed, temperature, config.rollout.sampler)

@@ -138,7 +138,10 @@ _FACTS: dict[tuple[type[Env], str], EnvFacts] = {}
 
 
 def forget_facts() -> None:
-    """Read facts anew from here on. A run calls this at its end: a server may change its tools."""
+    """Read facts anew from here on, since a server may change its tools.
+
+    A run calls this at its end, and an evaluation at its start.
+    """
     _FACTS.clear()
 
 
@@ -213,7 +216,7 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
     Raises:
         RagenError: The environment or one of its parameters does not exist, its class refuses
             them, a reward term needs an environment that reads thoughts, or there are several
-            environments (`by_env`).
+            environments (`Config.by_env`).
     """
     config.require_one_env()
     env, prompt, facts = config.env, config.prompt, facts_of(config.env)

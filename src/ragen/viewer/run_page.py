@@ -144,7 +144,7 @@ def _axes(course: Mapping[str, Series]) -> dict[str, list[Any]]:
     steps = sorted({step for series in course.values() for step in series})
     axes: dict[str, list[Any]] = {"step": steps}
     for axis, name in COUNTED.items():
-        # Counts never fall: a step without one has that of the previous step.
+        # Counts never fall: a step without a count has the count of the previous step.
         axes[axis] = list(accumulate((course.get(name, {}).get(step, 0.0) for step in steps), max))
     seconds = course.get("time/step_s", {})
     axes["seconds"] = list(accumulate(seconds.get(step, 0.0) for step in steps))
