@@ -2,14 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
+from typing_extensions import override
 
 WEIGHT_DECAY = 0.01
 """Decay of AdamW, as published (arXiv:2504.20073)."""
+
+MOMENTUM = 0.95
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
+"""Momentum, coefficients and steps of Muon, as published (kellerjordan.github.io/posts/muon)."""
+
+
+class Muon(Optimizer):
+    """Momentum whose direction is made orthogonal, for weights that are matrices.
+
+    With gradient g, momentum μ and weight decay λ:
+    ``m ← μ m + (1 − μ) g``,
+    ``u = μ m + (1 − μ) g``,
+    ``w ← (1 − lr λ) w − lr √max(1, rows / columns) orthogonal(u)``.
+
+    The rule is that of `torch.optim.Muon`. It is computed in the precision of the weights, since
+    bfloat16 is slow on many processors, and matrices of equal shape are multiplied together.
+    """
+
+    def __init__(self, weights: Iterable[nn.Parameter], lr: float, weight_decay: float) -> None:
+        super().__init__(weights, {"lr": lr, "weight_decay": weight_decay})
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Change the weights that have gradients."""
+        for group in self.param_groups:
+            alike: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    alike[weight.shape].append(weight)
+            for (rows, columns), weights in alike.items():
+                directions = orthogonal(torch.stack([self._update(weight) for weight in weights]))
+                length = group["lr"] * math.sqrt(max(1, rows / columns))
+                for weight, direction in zip(weights, directions, strict=True):
+                    weight.mul_(1 - group["lr"] * group["weight_decay"])
+                    weight.add_(direction, alpha=-length)
+
+    def _update(self, weight: Tensor) -> Tensor:
+        """The gradient after Nesterov's momentum."""
+        state, gradient = self.state[weight], weight.grad
+        assert gradient is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum: Tensor = state["momentum_buffer"]
+        return gradient.lerp(momentum.lerp_(gradient, 1 - MOMENTUM), MOMENTUM)
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """The matrices with their singular values moved towards 1; shape (matrices, rows, columns).
+
+    Newton–Schulz steps ``X ← a X + b (X Xᵀ) X + c (X Xᵀ)² X`` from a norm of 1. Singular values
+    that begin above 0.01 end between 0.6 and 1.3.
+    """
+    if matrices.shape[1] > matrices.shape[2]:
+        return orthogonal(matrices.mT).mT
+    a, b, c = NEWTON_SCHULZ
+    norms: Tensor = torch.linalg.matrix_norm(matrices, keepdim=True)
+    found = matrices / norms.clamp(min=1e-7)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = found @ found.mT
+        found = torch.baddbmm(
+            found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a
+        )
+    return found
 
 
 def optimizers(
@@ -30,7 +98,7 @@ def optimizers(
         AdamW(others, lr, (0.9, beta2), weight_decay=weight_decay, fused=True)
     ]
     if matrices:
-        chosen.append(Muon(matrices, muon_lr, weight_decay=weight_decay))
+        chosen.append(Muon(matrices, muon_lr, weight_decay))
     for optimizer in chosen:
         for group in optimizer.param_groups:
             group["full_lr"] = group["lr"]
