@@ -27,12 +27,15 @@ from ragen.networks import fast_qwen2, packed
 from ragen.networks.attention import Run, grouped, read
 from ragen.networks.device import to_device
 from ragen.networks.fast_decoder import Qwen2Decoder
-from ragen.networks.key_store import KeyStore
+from ragen.networks.key_store import FEW, Apart, KeyStore, Reach, has_bags
 from ragen.networks.precision import output_logits, shape_of
 
 PADDED_QUERIES = 4096
 """Maximum number of queries in one forward of `FlatDecoder`, with the padding inside attention. It
 bounds the memory. Only a single longer row may have more."""
+
+TESTED = 72
+"""Tokens of the row with which it is tested whether rows depend on each other."""
 
 
 def make_decoder(
@@ -92,17 +95,25 @@ class FlatDecoder:
         logits = []
         for part in map(slice, firsts, [*firsts[1:], len(tokens)]):
             token_ids_F = torch.tensor(list(chain.from_iterable(tokens[part])))
-            logits.append(self._read(slots_N[part], starts_N[part], counts_N[part], token_ids_F))
+            what = slots_N[part], starts_N[part], counts_N[part]
+            self.store.begin(*what[:2])
+            reach = self.store.reach_many(*what)
+            logits.append(self._read(reach, counts_N[part], token_ids_F))
         return torch.cat(logits)
 
     @torch.no_grad()
     def decode(self, slots_N: Tensor, starts_N: Tensor, tokens_N: Tensor) -> Tensor:
         """Read one new token in each of several slots."""
-        return self._read(slots_N, starts_N, torch.ones_like(slots_N), tokens_N)
+        counts_N = torch.ones_like(slots_N)
+        self.store.begin(slots_N, starts_N)
+        return self._read(self.store.reach(slots_N, starts_N, counts_N), counts_N, tokens_N)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Give `target` the first `length` keys and values of `source`."""
-        self.store.share(source, target, length)
+        if self.store.independent:
+            self.store.copy(source, target, length)
+        else:
+            self.store.share(source, target, length)
 
     def refresh(self, is_idle: bool = True) -> None:
         """Read changed weights, which make every stored key and value out of date."""
@@ -113,23 +124,21 @@ class FlatDecoder:
         """Zero all keys and values."""
         self.store.erase()
 
-    def _read(
-        self, slots_N: Tensor, starts_N: Tensor, counts_N: Tensor, token_ids_F: Tensor
-    ) -> Tensor:
+    def _read(self, reach: Reach | Apart, counts_N: Tensor, token_ids_F: Tensor) -> Tensor:
         """Logits (N, V) after each slot's last new token."""
-        self.store.begin(slots_N, starts_N)
-        reach = self.store.reach(slots_N, starts_N, counts_N)
+        count, fill = len(token_ids_F), self.store.filled
 
         def attention(
             layer: int, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, scale: float
         ) -> Tensor:
-            stored = self.store.write(layer, reach.places, k_FKD, v_FKD)
-            mixed_FE = reach.attend(q_FHD.float().mul(scale), stored)
+            stored = self.store.write(layer, reach.places, k_FKD[:count], v_FKD[:count])
+            mixed_FE = fill(reach.attend(q_FHD[:count].float().mul(scale), stored))
             return mixed_FE.view(*q_FHD.shape[:2], -1).to(q_FHD.dtype)
 
         decoder = self.model.get_decoder()
-        states_FD = read(decoder, token_ids_F, reach.places[1], Run(attention))
-        return logits_of(self.model, states_FD[counts_N.cumsum(0) - 1])
+        states_FD = read(decoder, fill(token_ids_F), fill(reach.places[1]), Run(attention))
+        last_N = fill(counts_N.cumsum(0) - 1)
+        return logits_of(self.model, states_FD[last_N])[: len(counts_N)]
 
 
 class HFDecoder:
@@ -243,6 +252,39 @@ PATHS = {
     HFDecoder: "general (the library's own forward)",
 }
 """The ways to decode, as people read them."""
+
+
+def set_independent(decoder: Decoder, wanted: bool) -> bool:
+    """Let no row of a decoder without stored keys depend on the others, bit for bit, or end that.
+
+    False if it is not wanted, the decoder cannot do it, or a test shows that products on this
+    machine do not allow it.
+    """
+    if isinstance(decoder, HFDecoder):
+        return False
+    store = decoder.store
+    store.independent = wanted and has_bags(store.dtype)
+    if store.independent:
+        store.independent = _passes(decoder)
+    return store.independent
+
+
+def _passes(decoder: FlatDecoder | Qwen2Decoder) -> bool:
+    """Compare logits of the first slot, read and decoded, alone and beside others."""
+    num_slots, max_length = decoder.store.shape
+    vocabulary = decoder.model.config.get_text_config().vocab_size
+
+    def logits(count: int) -> Tensor:
+        slots = list(range(count))
+        lengths = [min(TESTED, max_length - 1), *(1 + slot % FEW for slot in slots[1:])]
+        tokens = [[place % vocabulary for place in range(length)] for length in lengths]
+        read = decoder.prefill(slots, [0] * count, tokens)
+        decoded = decoder.decode(*map(torch.tensor, (slots, lengths, slots)))
+        return torch.cat((read[:1], decoded[:1]))
+
+    alone = logits(1)
+    counts = {min(count, num_slots) for count in (2, FEW, FEW + 1, 2 * FEW - 1, num_slots)}
+    return all(torch.equal(logits(count), alone) for count in counts)
 
 
 class _SlotCache(Cache):

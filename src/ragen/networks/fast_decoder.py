@@ -28,7 +28,7 @@ from ragen.networks.fast_qwen2 import (
     projections,
     rope_table,
 )
-from ragen.networks.key_store import KeyStore, Reach
+from ragen.networks.key_store import Apart, KeyStore, Reach
 
 
 @torch.no_grad()
@@ -113,7 +113,7 @@ class Qwen2Decoder:
         """Read new tokens: flat through the linear layers, padded inside attention."""
         slots_N, starts_N = torch.tensor(slots), torch.tensor(starts)
         counts_N = torch.tensor([len(row) for row in tokens])
-        every = self.store.reach(slots_N, starts_N, counts_N)
+        every = self.store.reach_many(slots_N, starts_N, counts_N)
         last = self.store.reach(slots_N, starts_N + counts_N - 1, torch.ones_like(counts_N))
         tokens_F = torch.tensor(list(chain.from_iterable(tokens)))
         return self._forward(tokens_F, every, last, counts_N.cumsum(0) - 1)
@@ -125,19 +125,22 @@ class Qwen2Decoder:
         return self._forward(tokens_N, reach, reach, None)
 
     def _forward(
-        self, tokens_F: Tensor, every: Reach, last: Reach, last_N: Tensor | None
+        self, tokens_F: Tensor, every: Reach | Apart, last: Reach, last_N: Tensor | None
     ) -> Tensor:
         """Logits (N, V). `last_N` are the flat rows that are needed after the last layer's keys."""
-        epsilon = self.model.config.rms_norm_eps
-        rope_F1R = self.rope_T1R[every.places[1]]
-        x_FD = self.embedding[tokens_F]
+        epsilon, count = self.model.config.rms_norm_eps, len(tokens_F)
+        fill = self.store.filled
+        rope_F1R = self.rope_T1R[fill(every.places[1])]
+        x_FD = self.embedding[fill(tokens_F)]
         for layer, weights in enumerate(self.weights):
             q_FHD, k_FHD, v_FHD = project(x_FD, weights, rope_F1R, epsilon, self.kv_heads)
-            stored, reach = self.store.write(layer, every.places, k_FHD, v_FHD), every
+            stored = self.store.write(layer, every.places, k_FHD[:count], v_FHD[:count])
+            reach = every
             if layer == len(self.weights) - 1:
                 reach = last
                 if last_N is not None:
-                    x_FD, q_FHD = x_FD[last_N], q_FHD[last_N]
-            x_FD = finish(x_FD, reach.attend(q_FHD, stored), weights, epsilon)
+                    x_FD, q_FHD, count = x_FD[fill(last_N)], q_FHD[last_N], len(last_N)
+            mixed_FE = fill(reach.attend(q_FHD[:count], stored))
+            x_FD = finish(x_FD, mixed_FE, weights, epsilon)
         logits_NV: Tensor = (x_FD * inverse_rms(x_FD, epsilon)) @ self.head
-        return logits_NV
+        return logits_NV[:count]

@@ -30,6 +30,7 @@ heads of each of these, **Q** queries of a key–value head (G × T), **D** widt
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -37,10 +38,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ragen.networks.fast_qwen2 import CHUNK
+from ragen.networks.packing import BEGINNING, Block, by_key_head, from_key_head
 from ragen.networks.precision import bfloat16_products, mkl_products
 
 SCORES = 2**20
 """Attention scores that are in memory at once (4 MB)."""
+
+FEW = 16
+"""Rows of a product, or keys of a softmax, below which one's result depends on their number."""
 
 Stored = tuple[Tensor, Tensor]
 """The keys of a layer, (slots, K, D, length), and its values, (slots, K, length, D): in this order
@@ -64,11 +70,15 @@ class KeyStore:
 
     Rows of keys are as long as the longest sequence so far needs, because sums read whole rows, and
     products read rows that are close together in two thirds of the time.
+
+    If it is `independent`, attention to it is the same bit for bit whatever other rows there are,
+    and `filled` makes products so.
     """
 
     def __init__(self, num_slots: int, max_length: int, dtype: torch.dtype = torch.float32) -> None:
         self.shape = num_slots, max_length
         self.dtype = dtype
+        self.independent = False
         self.length = 0  # positions that there is room for in the present layout
         self.layers: list[Stored] = []
         self.memory: list[Stored] = []  # of the layers, for the greatest length
@@ -152,6 +162,13 @@ class KeyStore:
                 self._source[others] = heir
         self._source[slot], self._shared[slot] = slot, 0
 
+    def filled(self, x_FD: Tensor) -> Tensor:
+        """Rows for a product; if independent, some again at the end where a part had too few."""
+        missing = FEW - (len(x_FD) % CHUNK or FEW)
+        if not self.independent or missing <= 0:
+            return x_FD
+        return x_FD[torch.arange(len(x_FD) + missing) % len(x_FD)]
+
     def copy(self, source: int, target: int, length: int) -> None:
         """Write the first `length` tokens of `source` into `target`."""
         for keys, values in self.layers:
@@ -166,7 +183,16 @@ class KeyStore:
         source_N, shared_N = self._source[slots_N], self._shared[slots_N]
         alone_N = (source_N == slots_N) & (torch.bincount(source_N)[source_N] == 1)
         shared_N = shared_N.masked_fill(alone_N, 0)
-        reach = Reach(slots_N, starts_N, counts_N, source_N, shared_N)
+        least = min(FEW, self.shape[1]) if self.independent else 1
+        reach = Reach(slots_N, starts_N, counts_N, source_N, shared_N, least)
+        self._make_room(reach.width)
+        return reach
+
+    def reach_many(self, slots_N: Tensor, starts_N: Tensor, counts_N: Tensor) -> Reach | Apart:
+        """The same for tokens of prompts; of an independent store, no slot shares a beginning."""
+        if not self.independent:
+            return self.reach(slots_N, starts_N, counts_N)
+        reach = Apart(slots_N, starts_N, counts_N)
         self._make_room(reach.width)
         return reach
 
@@ -175,7 +201,7 @@ class Reach:
     """The stored keys that the queries of one forward see: those up to their own position.
 
     `source_N` and `shared_N` say which slot holds the beginning of each row, and how many tokens
-    that is. `places` are slot and position of each flat query.
+    that is. `places` are slot and position of each flat query. Rows have at least `least` keys.
     """
 
     def __init__(
@@ -185,13 +211,13 @@ class Reach:
         counts_N: Tensor,
         source_N: Tensor,
         shared_N: Tensor,
+        least: int,
     ) -> None:
-        row_F = torch.repeat_interleave(counts_N)
-        column_F = torch.arange(len(row_F)) - (counts_N.cumsum(0) - counts_N)[row_F]
+        row_F, column_F = _numbered(counts_N)
         position_F = starts_N[row_F] + column_F
         self.places = slots_N[row_F], position_F
         # The slot with the latest start need not be the one with the most queries.
-        self.most, self.width = int(counts_N.max()), int(position_F.max()) + 1
+        self.most, self.width = int(counts_N.max()), max(least, int(position_F.max()) + 1)
         self.low = int(shared_N.min())
         # Neighbouring slots are read in place, with the idle ones between them; others are copied.
         first, end = int(slots_N.min()), int(slots_N.max()) + 1
@@ -217,8 +243,7 @@ class Reach:
         """Attention of the flat queries, which are already scaled, (F, H · D of the values)."""
         heads, width = q_FHD.shape[1:]
         kv_heads = stored[0].shape[1]
-        single = self.most == 1 and self.prefix is None and stored[1].dtype == torch.float32
-        if single and torch.backends.cpu.get_cpu_capability() in HAVE_BAGS:
+        if self.most == 1 and self.prefix is None and has_bags(stored[1].dtype):
             return self._attend_singly(q_FHD, stored)
         if self.dense:
             q_RTHD = q_FHD
@@ -297,6 +322,53 @@ class Reach:
         shape = scores_RKQW.shape
         scores_RHTW = scores_RKQW.view(shape[0], -1, self.most, shape[3])
         return torch.softmax(scores_RHTW.add_(mask_R1TW), dim=-1).view(shape)
+
+
+class Apart:
+    """A `Reach` whose numbers are the same whatever the other rows of the forward are.
+
+    Products of other shapes add in other orders. So each row has products of its own, of queries
+    in blocks that begin at multiples of `BEGINNING` and of the keys up to each block's end.
+    """
+
+    def __init__(self, slots_N: Tensor, starts_N: Tensor, counts_N: Tensor) -> None:
+        row_F, column_F = _numbered(counts_N)
+        self.places = slots_N[row_F], starts_N[row_F] + column_F
+        self.width = int((starts_N + counts_N).max())
+        later_QQ = torch.full((BEGINNING, BEGINNING), -torch.inf).triu(1)[:, None]
+        self._blocks: list[tuple[int, Block]] = []
+        query = 0
+        for slot, start, count in torch.stack((slots_N, starts_N, counts_N), dim=1).tolist():
+            cuts = range(start // BEGINNING * BEGINNING + BEGINNING, start + count, BEGINNING)
+            for first, end in pairwise([start, *cuts, start + count]):
+                size = end - first
+                queries = slice(query, query + size)
+                mask = later_QQ[:size, :, :size]
+                self._blocks.append((slot, Block(queries, slice(end), first, mask)))
+                query += size
+
+    def attend(self, q_FHD: Tensor, stored: Stored) -> Tensor:
+        """Attention of the flat queries, which are already scaled, (F, H · D of the values)."""
+        keys, values = stored
+        q_KQD, group = by_key_head(q_FHD, values), q_FHD.shape[1] // values.shape[1]
+        out_KQD = values.new_empty(*q_KQD.shape[:2], values.shape[3])
+        for slot, block in self._blocks:
+            rows = block.rows(group)
+            k_KWD = keys[slot, :, :, block.keys].transpose(1, 2)
+            weights_KQW = block.weights(q_KQD[:, rows], k_KWD)
+            out_KQD[:, rows] = torch.bmm(weights_KQW, values[slot, :, block.keys])
+        return from_key_head(out_KQD, group).flatten(1)
+
+
+def _numbered(counts_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The row of each flat token, and its number in the row."""
+    row_F = torch.repeat_interleave(counts_N)
+    return row_F, torch.arange(len(row_F)) - (counts_N.cumsum(0) - counts_N)[row_F]
+
+
+def has_bags(dtype: torch.dtype) -> bool:
+    """True if torch has fast sums of rows of this dtype here; they add row by row, in order."""
+    return dtype == torch.float32 and torch.backends.cpu.get_cpu_capability() in HAVE_BAGS
 
 
 class Bags:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ragen.core.types import Completion, Prompt, StopReason
+
+Place = tuple[int | str, ...]
+"""The path of an episode's seeds, its group and its member."""
 
 
 class Policy(Protocol):
@@ -25,6 +29,30 @@ class Policy(Protocol):
             RagenError: A server refuses every request, or is gone.
         """
         ...
+
+
+@runtime_checkable
+class Seating(Protocol):
+    """A policy that can make its completions independent of the order of the requests.
+
+    While it is `ordered`, a request's tokens and logprobs depend on its prompt and seed and on the
+    requests of its `seat` before it, but not on when they arrive. Set it while no request is open.
+    """
+
+    ordered: bool
+
+    def seat(self, place: Place) -> AbstractContextManager[Policy]:
+        """The policy for one episode, from before its environment is made to its end.
+
+        An episode's requests follow each other. `place` is its own, and a fixed order of the
+        episodes that are played at once.
+        """
+        ...
+
+
+def seated(policy: Policy, place: Place) -> AbstractContextManager[Policy]:
+    """A policy for one episode, with a seat if it gives any."""
+    return policy.seat(place) if isinstance(policy, Seating) else nullcontext(policy)
 
 
 @runtime_checkable

@@ -14,7 +14,8 @@ Axes: **N** rows of a forward, **V** vocabulary.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,11 +25,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ragen.chat.chat import Chat
-from ragen.core.types import Prompt
-from ragen.networks.decoder import PATHS, Decoder, make_decoder
+from ragen.core.types import Completion, Prompt
+from ragen.networks.decoder import PATHS, Decoder, make_decoder, set_independent
 from ragen.networks.device import to_device
 from ragen.networks.graphs import GraphDecoder, recorder
 from ragen.networks.packing import BEGINNING
+from ragen.rollout.policies import Place
 from ragen.sampling.slots import SlotTable, Tokens, common
 from ragen.sampling.weighted_policy import QUIET_ROUNDS, QueuedPolicy
 
@@ -37,9 +39,22 @@ PREFILL_TOKENS = 2048
 
 
 @dataclass(slots=True, eq=False)
+class Seat:
+    """A `Policy` for one episode, which the sampler then knows to be live."""
+
+    sampler: Sampler
+    place: Place
+
+    async def complete(self, prompt: Prompt) -> Completion:
+        """Sample one completion, as the sampler does."""
+        return await self.sampler._answered(self.sampler._send, prompt, self)
+
+
+@dataclass(slots=True, eq=False)
 class _Request:
     prompt: Prompt
     tokens: Tokens
+    seat: Seat | None
     slot: int = -1
     version: int = 0
 
@@ -68,6 +83,10 @@ class Sampler(QueuedPolicy):
             self._decoder: Decoder = GraphDecoder(model, slots, max_length, recorder())
         else:
             self._decoder = make_decoder(model, slots, max_length, fast=fast)
+        self._ordered = self._independent = False
+        self._seats: set[Seat] = set()  # of live episodes
+        self._news = asyncio.Event()  # for a round that waits for live episodes
+        self._arrived: list[_Request] = []
         self._waiting: list[_Request] = []
         self._running: dict[int, _Request] = {}
         self._rows: NDArray[np.int64] | None = None  # the running slots; None after a change
@@ -107,9 +126,40 @@ class Sampler(QueuedPolicy):
             self._decoder.erase()
             self._is_broken = False
 
-    def _send(self, prompt: Prompt) -> _Request:
-        request = _Request(prompt, self._checked_ids(prompt))
-        self._waiting.append(request)
+    @property
+    def ordered(self) -> bool:
+        """True if completions do not depend on when their requests arrive (`Seating`).
+
+        Where the decoder's rows do not depend on each other, requests are answered as they come.
+        Elsewhere they are answered in rounds, one of each live episode, in the order of places.
+        """
+        return self._ordered
+
+    @ordered.setter
+    def ordered(self, ordered: bool) -> None:
+        if ordered == self._ordered:
+            return
+        assert not self._open, "open completions began otherwise"
+        self._ordered = ordered
+        self._independent = set_independent(self._decoder, ordered)
+        self.forget()
+
+    @contextmanager
+    def seat(self, place: Place) -> Iterator[Seat]:
+        """The sampler for one episode; its slot is its own until it ends."""
+        seat = Seat(self, place)
+        self._seats.add(seat)
+        try:
+            yield seat
+        finally:
+            self._seats.remove(seat)
+            self._table.disown(seat)
+            self._news.set()
+
+    def _send(self, prompt: Prompt, seat: Seat | None = None) -> _Request:
+        request = _Request(prompt, self._checked_ids(prompt), seat)
+        self._arrived.append(request)
+        self._news.set()
         return request
 
     async def _drive(self) -> None:
@@ -125,13 +175,29 @@ class Sampler(QueuedPolicy):
         """Wait until no episode sends another request right away."""
         quiet = 0
         while quiet < QUIET_ROUNDS:
-            before = len(self._waiting)
+            before = len(self._arrived)
             await asyncio.sleep(0)
-            quiet = quiet + 1 if len(self._waiting) == before else 0
+            quiet = quiet + 1 if len(self._arrived) == before else 0
+            if quiet == QUIET_ROUNDS and self._is_incomplete():
+                self._news = asyncio.Event()
+                await self._news.wait()
+                quiet = 0
+
+    @property
+    def _in_lockstep(self) -> bool:
+        return self._ordered and not self._independent
+
+    def _is_incomplete(self) -> bool:
+        """True if the next round of a sampler in lockstep has requests, but not of all seats."""
+        if not self._in_lockstep or self._running or self._waiting or not self._arrived:
+            return False
+        return len(self._seats.difference(request.seat for request in self._arrived)) > 0
 
     def _drop(self, requests: Iterable[_Request]) -> None:
         for request in requests:
-            if request in self._waiting:
+            if request in self._arrived:
+                self._arrived.remove(request)
+            elif request in self._waiting:
                 self._waiting.remove(request)
             elif self._running.get(request.slot) is request:
                 self._stop(request)
@@ -140,6 +206,7 @@ class Sampler(QueuedPolicy):
 
     def _abandon(self, error: BaseException | None) -> None:
         self._running.clear()
+        self._arrived.clear()
         self._waiting.clear()
         self._outdated.clear()
         self._rows = None
@@ -150,6 +217,12 @@ class Sampler(QueuedPolicy):
 
     def _admit(self) -> None:
         """Give waiting requests their slots, read their prompts and draw their first tokens."""
+        if not self._in_lockstep:
+            self._waiting += self._arrived
+            self._arrived = []
+        elif not self._running and not self._waiting:  # a new round
+            self._waiting = sorted(self._arrived, key=lambda r: r.seat.place if r.seat else ())
+            self._arrived = []
         self._waiting = [r for r in self._waiting if not self._open[r].done()]
         resumed = [r for r in self._waiting if self._resume(r)]
         fresh = []
@@ -170,8 +243,14 @@ class Sampler(QueuedPolicy):
         self._draw(np.array([r.slot for r in admitted]), logits_NV)
 
     def _resume(self, request: _Request) -> bool:
-        """Claim the slot that remembers the longest beginning of the request's prompt."""
-        found = self._table.resume(request.tokens)
+        """Claim the slot that remembers the longest beginning of the request's prompt.
+
+        The slot of another episode may not have the same keys bit for bit.
+        """
+        if self._independent:
+            found = self._table.resume_own(request.seat, request.tokens)
+        else:
+            found = self._table.resume(request.tokens)
         if found is None:
             return False
         request.slot, known = found
@@ -193,7 +272,7 @@ class Sampler(QueuedPolicy):
             known = 0
             holder = self._table.holder(request.tokens)
             if holder is not None:  # the last token is read again, for its logits
-                known = len(request.tokens) - 1
+                known = self._shareable(len(request.tokens) - 1)
                 self._decoder.copy(holder, request.slot, known)
             reads.append((request, known))
         before = self.stats.prefilled
@@ -225,14 +304,19 @@ class Sampler(QueuedPolicy):
                 (slot, tokens), rows = found, [first, *rows]
             elif rows:
                 count = min(common(tokens, reads[row][0].tokens) for row in rows)
+                count = self._shareable(count)
                 shared[first] = leader, self._read_until(leader, 0, count)
                 tokens = tokens[: count + 1]
             for row in rows:
                 request, _ = reads[row]
-                count = common(tokens, request.tokens)
+                count = self._shareable(common(tokens, request.tokens))
                 self._decoder.copy(slot, request.slot, count)
                 shared[row] = request, count
         return shared
+
+    def _shareable(self, count: int) -> int:
+        """How many of the first `count` keys another slot may have computed: whole blocks."""
+        return count // BEGINNING * BEGINNING if self._independent else count
 
     def _start(self, request: _Request) -> None:
         slot, prompt = request.slot, request.prompt
@@ -260,7 +344,8 @@ class Sampler(QueuedPolicy):
             self._outdated.remove(slot)
             self._table.free(slot)
         else:
-            self._table.remember(slot, request.tokens + token_ids)
+            owner = request.seat if self._independent else None
+            self._table.remember(slot, request.tokens + token_ids, owner)
         self.stats.sampled += count
         logprobs = tuple(self._logprobs[slot, :count].tolist())
         self._answer(request, self._completion(token_ids, logprobs, request.version))

@@ -49,6 +49,7 @@ class SlotTable:
         self._by_tail: dict[tuple[int, Tokens], list[int]] = {}
         self._first_prompt: list[Tokens | None] = [None] * self._num_slots
         self._holders: dict[Tokens, int] = {}  # a first prompt -> a slot that begins with it
+        self._owned: dict[object, int] = {}  # an owner -> the idle slot that nobody else takes
 
     def resume(self, tokens: Tokens) -> tuple[int, int] | None:
         """Claim the idle slot with the longest beginning of `tokens`; returns it and the length."""
@@ -67,15 +68,29 @@ class SlotTable:
         self._forget(slot)
         return slot, longest
 
+    def resume_own(self, owner: object, tokens: Tokens) -> tuple[int, int] | None:
+        """Claim the slot of an owner if `tokens` extend what it remembers; else give it up."""
+        slot = self._owned.pop(owner, -1)
+        remembered = self._remembered.get(slot, ())
+        if not remembered or tokens[: len(remembered)] != remembered:
+            return None
+        self._forget(slot)
+        return slot, len(remembered)
+
+    def disown(self, owner: object) -> None:
+        """Let others take the slot of an owner."""
+        self._owned.pop(owner, None)
+
     def take(self) -> int | None:
-        """Claim a free slot, else the one that has been idle longest; none if all are running."""
+        """Claim a free slot, else the one that has been idle longest; none if none can be taken."""
         if self._free:
             slot = self._free.pop()
-        elif self._remembered:
-            slot = next(iter(self._remembered))
-            self._forget(slot)
         else:
-            return None
+            owned = {*self._owned.values()}
+            slot = next((slot for slot in self._remembered if slot not in owned), -1)
+            if slot < 0:
+                return None
+            self._forget(slot)
         first = self._first_prompt[slot]
         if first is not None and self._holders.get(first) == slot:
             del self._holders[first]
@@ -86,9 +101,14 @@ class SlotTable:
         """Free a running slot without remembering its tokens."""
         self._free.append(slot)
 
-    def remember(self, slot: int, tokens: Tokens) -> None:
-        """Let a running slot idle with its tokens, the last of which was sampled but never read."""
+    def remember(self, slot: int, tokens: Tokens, owner: object = None) -> None:
+        """Let a running slot idle with its tokens, the last of which was sampled but never read.
+
+        With an `owner`, nobody else takes it.
+        """
         self._remembered[slot] = tokens
+        if owner is not None:
+            self._owned[owner] = slot
         self._by_tail.setdefault((len(tokens), tokens[-TAIL:]), []).append(slot)
 
     def holder(self, prompt: Tokens) -> int | None:

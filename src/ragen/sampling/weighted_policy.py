@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -162,13 +162,17 @@ class QueuedPolicy(WeightedPolicy, ABC):
 
     @override
     async def complete(self, prompt: Prompt) -> Completion:
+        return await self._answered(self._send, prompt)
+
+    async def _answered(self, send: Callable[..., Any], *what: Any) -> Completion:
+        """Queue a request by `send`, and wait for its completion."""
         loop = asyncio.get_running_loop()
         if self._task is not None and self._task.get_loop() is not loop:
             self._task = None  # left behind by a loop that was torn down
             self._abandon(None)
         if self._task is None:
             self._launch(loop)
-        request, answer = self._send(prompt), loop.create_future()
+        request, answer = send(*what), loop.create_future()
         self._open[request] = answer
         try:
             completion: Completion = await answer
