@@ -27,6 +27,7 @@ from ragen.envs.isolation import Workers
 from ragen.envs.registry import make
 from ragen.envs.worlds.frozen_lake import FrozenLake
 from ragen.rollout.episode import play_episode
+from ragen.rollout.place import Place
 from ragen.rollout.reward_terms import (
     TERMS,
     apply_reward_terms,
@@ -197,7 +198,7 @@ def test_isolated_environments_read_thoughts_identically() -> None:
     setup, workers = resolve_setup("frozen-lake-still"), Workers("frozen-lake-still", {}, 10.0)
     try:
         isolated = play(
-            *(TRUE, FALSE, PROSE), setup=replace(setup, make=workers.make, workers=workers)
+            *(TRUE, FALSE, PROSE), setup=replace(setup, place=Place("workers", workers))
         )
     finally:
         workers.close()

@@ -70,6 +70,18 @@ class _TimedOutError(BaseException):
     """Raised by the timer inside user code; `except Exception` does not catch it."""
 
 
+def seconds_left(most: float | None = None) -> float | None:
+    """Seconds that the call of user code in progress may still take, at most `most`.
+
+    ``None`` is no limit. Code that waits in a thread, where nothing can interrupt it, waits no
+    longer and then raises `TimeoutError`.
+    """
+    around = _INNERMOST.get(get_ident())
+    left = inf if around is None else max(around.deadline - perf_counter(), 0.0)
+    least = min(left, inf if most is None else most)
+    return None if least == inf else least
+
+
 class Stopwatch:
     """Adds up the seconds spent in calls of user code."""
 
@@ -140,7 +152,8 @@ class boundary:  # noqa: N801 - it is used like a function
         """Raise the error of a failed call; on return, Python raises the exception as it is."""
         if error is None:  # it could not be interrupted
             raise timeout_error(self._call, self._timeout_s)
-        if isinstance(error, _TimedOutError):
+        waited = isinstance(error, TimeoutError) and perf_counter() >= self._began + self._timeout_s
+        if waited or isinstance(error, _TimedOutError):
             if self._around is None or seconds >= self._timeout_s:
                 raise timeout_error(self._call, self._timeout_s) from None
         elif not isinstance(error, UserCodeError | KeyboardInterrupt):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ragen.core import waiting
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs import answers
@@ -66,7 +67,8 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
 
 def _check_threads(running: set[threading.Thread]) -> None:
     """The environment's threads must end with `Env.close`: they take time and memory."""
-    for thread in set(threading.enumerate()) - running:
+    began = set(threading.enumerate()) - running
+    for thread in (each for each in began if not each.name.startswith(waiting.NAME)):
         thread.join(1.0)
         _require(not thread.is_alive(), f"close must end the thread {thread.name!r}")
 

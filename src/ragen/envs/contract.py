@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import gymnasium
 import numpy as np
@@ -25,6 +25,9 @@ Schema: TypeAlias = Mapping[str, Any]
 """A JSON schema, or a tool that has one."""
 State: TypeAlias = dict[str, Any]
 """A snapshot that survives ``json.loads(json.dumps(state))``."""
+
+Waits: TypeAlias = Literal["no", "threads", "workers"]
+"""The values of `Env.waits`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,8 @@ class Env(gymnasium.Env[str, str], ABC):
     An environment defines `rules`, `goal` and `actions` and the five abstract methods. It may also
     define `solve` and `baselines` if optimal play is known, `random_action` if it takes free text,
     `read_thought` if it can check thoughts, and `picture` if it has a board. Read `rules` and
-    `actions` after `reset`: they may depend on the level.
+    `actions` after `reset`: they may depend on the level. `reset`, `step`, `set_state`, `close` and
+    tools may be ``async def``: RAGEN awaits them while other episodes go on.
     """
 
     name: str
@@ -83,6 +87,14 @@ class Env(gymnasium.Env[str, str], ABC):
     """Maximum number of actions in an episode."""
     prompt_style: Literal["compact", "paper"] | None = None
     """The style of prompts that suits the environment; ``None`` leaves it to the model."""
+    waits: ClassVar[Waits] = "no"
+    """How episodes are played if calls wait for something else, such as a server.
+
+    ``"no"``: in the run's loop, one call after the other, which is the fastest for short calls.
+    ``"workers"``: each in a worker process of its own. ``"threads"``: each in a thread. Instances
+    may then be called at the same time, and a call has to end by itself
+    (`ragen.core.user_code.seconds_left`). Methods that are ``async def`` need no mark.
+    """
 
     @property
     @abstractmethod
@@ -189,6 +201,9 @@ class Env(gymnasium.Env[str, str], ABC):
     def reads_thoughts(self) -> bool:
         """True if this environment defines `read_thought`."""
         return type(self).read_thought is not Env.read_thought
+
+    def interrupt(self) -> None:
+        """Let a call that waits in another thread end soon; RAGEN does so if a run is stopped."""
 
     def action_index(self, action: str) -> int:
         """Position of `action` in `actions`; raises `ValueError` if it is not one of them."""

@@ -1,7 +1,7 @@
 """Environments in worker processes: one that hangs, leaks or dies harms nothing else.
 
 A worker process plays one environment at a time and answers one call after the other. The caller
-waits for each answer, so the order of events is the same as without workers. Messages are JSON,
+waits for each answer; a rollout does so in a thread for each episode. Messages are JSON,
 never pickles, which could run code here. The contract requires JSON values of infos and snapshots
 anyway. A worker is the leader of a process group, which is killed with it.
 """
@@ -28,7 +28,7 @@ from ragen.core.stopping import SIGNALS
 from ragen.core.user_code import UserCodeError, boundary, timeout_error
 from ragen.envs.answers import to_json
 from ragen.envs.contract import Baselines, Env, Info, Options, Reading, Schema, State
-from ragen.envs.registry import build_env, env_factory
+from ragen.envs.registry import build_env, env_factory, modules_of
 
 START_S = 60.0
 """Seconds that a worker may take to start; the time limit of calls does not apply."""
@@ -46,8 +46,9 @@ TEXTS = ("name", "goal", "rules", "actions", "tools", "reads_thoughts", "draws",
 class Workers:
     """The worker processes of one run; they are started when needed and reused.
 
-    Where the platform can fork, Python's fork server starts a worker in milliseconds. A worker
-    imports the main module, so a script that trains with isolated environments must guard its entry
+    Where the platform can fork, Python's fork server starts a worker in milliseconds, with the
+    environment's package imported if it was known at the server's start. A worker imports the main
+    module, so a script that trains with isolated environments must guard its entry
     point with ``if __name__ == "__main__":``.
 
     `env` and `params` are as in `ragen.envs.registry.make`. A worker is killed if a call takes
@@ -64,7 +65,7 @@ class Workers:
         forks = "forkserver" in multiprocessing.get_all_start_methods()
         self._context = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
-            self._context.set_forkserver_preload([__name__])
+            self._context.set_forkserver_preload([__name__, *modules_of(env)])
         self._job = (env, dict(params), timeout_s)
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
@@ -171,14 +172,19 @@ class _Worker:
     def stop(self) -> None:
         """Kill the process and those that it has started, whatever they are doing."""
         if self.alive:
+            self.kill()
             self.alive = False
+            self._process.join()
+            self._process.close()
+            self._connection.close()
+
+    def kill(self) -> None:
+        """Send the signal that ends the processes, and do not wait for their end."""
+        if self.alive:
             if hasattr(os, "killpg") and self._process.pid is not None:
                 with suppress(ProcessLookupError, PermissionError):  # not begun yet, or ended
                     os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
-            self._process.join()
-            self._process.close()
-            self._connection.close()
 
 
 def _forward(call: str, read: Callable[[Any], Any] = lambda answer: answer) -> Any:
@@ -240,6 +246,10 @@ class IsolatedEnv(Env):
     baselines = _forward("baselines", _made(Baselines))
     read_thought = _forward("read_thought", _made(Reading))
     picture = _forward("picture")
+
+    def interrupt(self) -> None:
+        """Kill the process; the thread that waits for its answer then finds that it has died."""
+        self._worker.kill()
 
     def random_action(self, generator: np.random.Generator) -> str | None:
         """An action of random play; `generator` advances as it would in this process."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
@@ -15,7 +15,8 @@ from ragen.config.extensions import ENV, library_of, load
 from ragen.core.errors import RagenError, nearest
 from ragen.core.plugins import LOAD_S, installed, load_object
 from ragen.core.user_code import Stopwatch, UserCodeError, boundary
-from ragen.envs.contract import Env
+from ragen.envs.blocking import blocking
+from ragen.envs.contract import Env, Waits
 
 Built = TypeVar("Built")
 
@@ -163,7 +164,7 @@ _HANGING: set[type[Env]] = set()
 
 def env_factory(name: str, **params: Any) -> Callable[[], Env]:
     """A function that builds as `make` does; the name and the parameters are checked once, here."""
-    cls = env_class(name)
+    cls = blocking(env_class(name))
     settings = {**(ENVS[name].params if name in ENVS else {}), **params}
     build_env(partial(_check_params, name, cls, settings), name)
 
@@ -195,7 +196,17 @@ def env_class(name: str) -> type[Env]:
     cls: type[Env] = load_object(reference, GROUP, kind=kind, accepts=_is_env_class).object
     if missing := sorted(cls.__abstractmethods__):
         raise RagenError(f"environment {name} lacks {', '.join(missing)}")
+    if cls.waits not in get_args(Waits):
+        expected = ", ".join(map(repr, get_args(Waits)))
+        raise RagenError(f"environment {name}: waits = {cls.waits!r}: expected one of {expected}")
     return cls
+
+
+def modules_of(name: str) -> list[str]:
+    """The modules of RAGEN or of a library that an environment needs; none for a user's own."""
+    if library := library_of(name):
+        return [library.module]
+    return [ENVS[name].entry.partition(":")[0]] if name in ENVS else []
 
 
 def parameter_names(name: str) -> list[str]:

@@ -12,7 +12,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragen.chat.actions import Parsed, parse
 from ragen.chat.prompt import Limits
@@ -37,16 +37,20 @@ async def play_episode(policy: Policy | PlayerPolicy, setup: Setup, spec: Episod
     """
     playthrough = _Playthrough(setup, spec)
     try:
-        with closing(setup.make_env()) as env:
+        env = await setup.open_env()
+        try:
             try:
                 await playthrough.play(env, policy)
             except NoCompletion as failure:
                 playthrough.stop_reason = failure.stop_reason
                 playthrough.error = str(failure) if failure.stop_reason == "request" else None
-            playthrough.final = env.observation, env.picture()
+            playthrough.final = env.observation, await env.call(env.picture)
+        finally:
+            await env.call(env.close)
     except UserCodeError as failure:
         playthrough.stop_reason = "timeout" if failure.timed_out else "error"
         playthrough.error, playthrough.success = str(failure), False
+    setup.place.ended()
     return playthrough.episode()
 
 
@@ -107,6 +111,22 @@ def require_unchanged(setup: Setup, branch: BranchSpec) -> None:
         ) from failure
 
 
+class _Acted(NamedTuple):
+    """A turn's part of the environment: the state before its actions, and what these did.
+
+    `shown` has the observation after each of the `executed` actions, `reward` is their sum, and
+    `info` is of the last one.
+    """
+
+    key: str
+    snapshot: dict[str, Any]
+    picture: tuple[str, ...] | None
+    executed: tuple[str, ...]
+    shown: list[str]
+    reward: float
+    info: dict[str, Any]
+
+
 class _Playthrough:
     """An episode while it is played: its turns so far and the rest of its budgets."""
 
@@ -123,7 +143,9 @@ class _Playthrough:
 
     async def play(self, env: GuardedEnv, policy: Policy | PlayerPolicy) -> None:
         setup = self.setup
-        conversation, view = self.begin(env)
+        await env.call(self.reset, env)
+        conversation, view = self.opened(env)
+        await env.call(self.restore, env)
         for number in range(len(self.turns), setup.turns):
             prompt = self.prompt(conversation, view, number)
             if not setup.has_room(prompt.token_ids):
@@ -131,14 +153,16 @@ class _Playthrough:
                 return
             if isinstance(policy, PlayerPolicy):
                 await asyncio.sleep(0)  # a player never waits: let a request to stop be seen
-                completion, completion_s = policy.act(env.env, view.limits, prompt), None
+                completion = await env.call(policy.act, env.env, view.limits, prompt)
+                completion_s = None
             else:
                 start = time.monotonic()
                 completion = await policy.complete(prompt)
                 completion_s = time.monotonic() - start
             conversation.reply(completion)
             parsed = self._parse(env, completion)
-            played = self._turn(env, view.observation, prompt, completion, completion_s, parsed)
+            acted = await env.call(self._act, env, parsed)
+            played = self._turn(view.observation, prompt, completion, completion_s, parsed, acted)
             turn = await apply_reward_terms(played, self.turn_terms)
             self.turns.append(turn)
             if env.terminated:
@@ -153,18 +177,26 @@ class _Playthrough:
 
     def begin(self, env: GuardedEnv) -> tuple[Conversation, View]:
         """Reset the environment; returns the conversation so far and the view to play from."""
-        spec = self.spec
-        observation = env.reset(spec.level_seed, spec.noise_seed)
-        conversation, view = self.first(Start(env.rules, env.goal, env.actions, observation))
-        if isinstance(spec, BranchSpec):
-            view = self._replay(env, conversation, spec)
+        self.reset(env)
+        begun = self.opened(env)
+        self.restore(env)
+        return begun
+
+    def reset(self, env: GuardedEnv) -> None:
+        env.reset(self.spec.level_seed, self.spec.noise_seed)
+
+    def opened(self, env: GuardedEnv) -> tuple[Conversation, View]:
+        """The conversation and the view after a reset; those of a branch after its turns."""
+        conversation, view = self.first(Start(env.rules, env.goal, env.actions, env.observation))
+        if isinstance(self.spec, BranchSpec):
+            view = self._replay(env, conversation, self.spec)
         return conversation, view
 
     def first(self, start: Start) -> tuple[Conversation, View]:
         return Conversation(self.setup, start[:3]), View(start.observation, self._limits(0))
 
     def _replay(self, env: GuardedEnv, conversation: Conversation, branch: BranchSpec) -> View:
-        """Rebuild the recorded turns and restore the environment; returns the view after them."""
+        """Rebuild the recorded turns; returns the view after them."""
         view = View(branch.turns[0].observation, self._limits(0))
         for number, (turn, following) in enumerate(pairwise(branch.turns)):
             prompt = self.prompt(conversation, view, number)
@@ -173,15 +205,21 @@ class _Playthrough:
             self.turns.append(replace(turn, prompt=prompt))
             self.actions_left -= len(turn.actions_executed)
             view = self._following(turn, parsed, following.observation)
-        present = branch.turns[-1]
+        return view
+
+    def restore(self, env: GuardedEnv) -> None:
+        """Put the environment of a branch into its recorded state."""
+        if not isinstance(self.spec, BranchSpec):
+            return
+        present = self.spec.turns[-1]
         assert present.snapshot is not None
         env.restore(present.snapshot, present.observation)
         if env.state()[0] != present.state_key:
             raise RagenError(
-                f"the environment {self.setup.env!r} comes back to turn {len(branch.turns) - 1} in "
-                "another state than was recorded: its code or its parameters have changed since"
+                f"the environment {self.setup.env!r} comes back to turn "
+                f"{len(self.spec.turns) - 1} in another state than was recorded: its code or its "
+                "parameters have changed since"
             )
-        return view
 
     def _with_ids(self, completion: Completion) -> Completion:
         """A recorded completion with token ids; if none were recorded, ids of its text."""
@@ -216,17 +254,8 @@ class _Playthrough:
             turns_dropped=conversation.turns_dropped,
         )
 
-    def _turn(
-        self,
-        env: GuardedEnv,
-        observation: str,
-        prompt: Prompt,
-        completion: Completion,
-        completion_s: float | None,
-        parsed: Parsed,
-    ) -> Turn:
-        """Carry out the actions of a completion, which took `completion_s` seconds."""
-        setup = self.setup
+    def _act(self, env: GuardedEnv, parsed: Parsed) -> _Acted:
+        """Carry out the actions of a reply: all that a turn asks of its environment."""
         (key, snapshot), picture = env.state(), env.picture()
         read: dict[str, Any] = {}
         if parsed.thought is not None and env.reads_thoughts:
@@ -242,6 +271,20 @@ class _Playthrough:
             self.actions_left -= 1
             if env.terminated or env.truncated:
                 break
+        info = {**(env.info if executed else {}), "effective": effective, **read}
+        return _Acted(key, snapshot, picture, tuple(executed), shown, reward, info)
+
+    def _turn(
+        self,
+        observation: str,
+        prompt: Prompt,
+        completion: Completion,
+        completion_s: float | None,
+        parsed: Parsed,
+        acted: _Acted,
+    ) -> Turn:
+        """The record of a turn, whose completion took `completion_s` seconds."""
+        setup = self.setup
         return Turn(
             observation,
             prompt,
@@ -249,16 +292,16 @@ class _Playthrough:
             parsed.thought,
             _thought_span(setup, completion, parsed),
             parsed.actions_asked,
-            tuple(executed),
-            reward,
+            acted.executed,
+            acted.reward,
             0.0 if parsed.valid else -setup.format_penalty,
             parsed.valid,
-            key,
-            {**(env.info if executed else {}), "effective": effective, **read},
-            snapshot,
-            picture,
+            acted.key,
+            acted.info,
+            acted.snapshot,
+            acted.picture,
             parsed.problem,
-            results_of(parsed.calls, shown) if parsed.calls else None,
+            results_of(parsed.calls, acted.shown) if parsed.calls else None,
             completion_s,
         )
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group
 from ragen.rollout.episode import play_episode
+from ragen.rollout.place import SIDE_BY_SIDE
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import Policy
 from ragen.rollout.setup import EpisodeSpec, Setup
@@ -30,8 +31,8 @@ async def run_groups(
 
     There is one `setup` for all groups, or one for each. `path` is the run's seed and the purpose
     of the episodes, such as ``(seed, "train", step)``. At most `concurrency` episodes are played at
-    once, or as many as a semaphore, shared with other collections, lets in. They begin in (group,
-    member) order. A player's episodes are played one by one.
+    once, or as many as a semaphore, shared with other collections, lets in. They begin
+    in (group, member) order. A player's episodes are played one by one, unless they wait.
     """
     specs = [
         EpisodeSpec(level, group, member, path)
@@ -54,8 +55,8 @@ async def run_episodes(
 ) -> list[Episode]:
     """Play and return the episodes of `specs`, in order; each may have its own set-up."""
     setups = [setup] * len(specs) if isinstance(setup, Setup) else setup
-    if isinstance(policy, PlayerPolicy):
-        concurrency = 1  # a player never waits, so episodes side by side would only take memory
+    if isinstance(policy, PlayerPolicy) and not any(each.place.waits for each in setups):
+        concurrency = 1  # it answers at once: side by side, episodes would only take memory
     gate = asyncio.Semaphore(concurrency) if isinstance(concurrency, int) else concurrency
 
     async def play(setup: Setup, spec: EpisodeSpec) -> Episode:
@@ -66,6 +67,11 @@ async def run_episodes(
         return episode
 
     return await together(play(*pair) for pair in zip(setups, specs, strict=True))
+
+
+def at_once(slots: int, setups: Iterable[Setup]) -> int:
+    """Episodes to play at once with so many slots of samplers: more, if environments wait."""
+    return max(slots, SIDE_BY_SIDE) if any(each.place.waits for each in setups) else slots
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from ragen.config.keys import BUDGETS
-from ragen.core.user_code import Stopwatch, UserCodeError, boundary, hold_timer, release_timer
+from ragen.core.user_code import (
+    Stopwatch,
+    UserCodeError,
+    boundary,
+    can_interrupt,
+    hold_timer,
+    release_timer,
+)
+from ragen.core.waiting import in_thread
 from ragen.envs import answers
 from ragen.envs.contract import Env, Reading
-from ragen.envs.registry import close_env
+from ragen.envs.registry import CLOSE_S, close_env
+
+T = TypeVar("T")
 
 
 class GuardedEnv:
     """An environment whose calls cannot raise anything but `UserCodeError`.
 
     Every method but `close` raises it where the environment raises, takes longer than `timeout_s`
-    (``None`` sets no limit), or returns a value of the wrong kind or a text that is too long.
+    (``None`` sets no limit), or returns a value of the wrong kind or a text that is too long. The
+    calls of an environment that `waits` are made in threads, by `call`.
     `stopwatch` adds up the time of all calls. `rules`, `goal` and `actions` are the texts after the
     last `reset`, because they may depend on the level. `observation`, `terminated`, `truncated` and
     `info` are the answers to the last call, as plain values.
@@ -28,7 +40,9 @@ class GuardedEnv:
         make: Callable[[], Env],
         timeout_s: float | None,
         stopwatch: Stopwatch | None = None,
+        waits: bool = False,
     ) -> None:
+        self.waits = waits
         self._timeout_s = timeout_s
         self._stopwatch = stopwatch or Stopwatch()
         self._step = self._calling("step")
@@ -46,8 +60,27 @@ class GuardedEnv:
         except BaseException:
             close_env(self.env, timeout_s, self._stopwatch)
             raise
-        hold_timer()
-        self._release: Callable[[], None] = release_timer
+        self._release: Callable[[], None] = lambda: None
+        if can_interrupt():
+            hold_timer()
+            self._release = release_timer
+
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that calls this environment: in a thread, if the environment waits.
+
+        If the caller is cancelled, the call in the thread is made to end first.
+        """
+        if not self.waits:
+            return function(*arguments)
+        work = in_thread(function, *arguments)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            self.env.interrupt()
+            await asyncio.wait({work}, timeout=CLOSE_S)
+            if work.done() and not work.cancelled():
+                work.exception()  # marks it as seen, so that asyncio does not report it
+            raise
 
     def reset(self, level_seed: int, noise_seed: int) -> str:
         """Begin an episode and return the first observation."""

@@ -20,11 +20,14 @@ from ragen.config.sections import EnvConfig
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive, train_level
 from ragen.core.types import Turn
-from ragen.core.user_code import Stopwatch, UserCodeError
+from ragen.core.user_code import UserCodeError
+from ragen.core.waiting import in_thread
+from ragen.envs.blocking import blocking
 from ragen.envs.contract import Env, Schema
 from ragen.envs.isolation import Workers
 from ragen.envs.registry import build_env, env_class, env_factory
 from ragen.rollout.guarded import GuardedEnv
+from ragen.rollout.place import Place
 from ragen.rollout.reward_terms import NEED_READING
 
 
@@ -48,9 +51,8 @@ class Setup:
     take messages only. A reply has at most `max_tokens` tokens, prompt and reply together at most
     `max_length`. `format_penalty` is subtracted from the reward of a turn whose reply is not valid;
     `reward_terms` are the weights of the reward terms. One call of the environment may take
-    `timeout_s` seconds. It runs in the processes of `workers`, or in this process; `env_time` is
-    the time spent in it. `start` shows the first level of training. `stage` is the stage of the
-    curriculum, counted from 1; 0 is the full task.
+    `timeout_s` seconds; it runs in `place`. `start` shows the first level of training. `stage` is
+    the stage of the curriculum, counted from 1; 0 is the full task.
     """
 
     env: str
@@ -72,17 +74,23 @@ class Setup:
     format_penalty: float = 0.1
     reward_terms: Mapping[str, float] = field(default_factory=dict)
     timeout_s: float = 30.0
-    workers: Workers | None = None
+    place: Place = field(default_factory=Place, repr=False, compare=False)
     start: Start | None = None
     stage: int = 0
     params: Mapping[str, Any] = field(default_factory=dict)
-    env_time: Stopwatch = field(default_factory=Stopwatch, repr=False, compare=False)
 
     def make_env(self) -> GuardedEnv:
         """A guarded environment."""
-        # A worker process enforces the time limit itself.
-        timeout_s = None if self.workers else self.timeout_s
-        return GuardedEnv(self.make, timeout_s, self.env_time)
+        place = self.place
+        if place.workers is not None:  # which enforce the time limit themselves
+            return GuardedEnv(place.workers.make, None, waits=True)
+        if place.waits:
+            return GuardedEnv(self.make, self.timeout_s, waits=True)
+        return GuardedEnv(self.make, self.timeout_s, place)
+
+    async def open_env(self) -> GuardedEnv:
+        """A guarded environment, of which the run's loop does not wait until it is made."""
+        return await in_thread(self.make_env) if self.place.waits else self.make_env()
 
     def has_room(self, token_ids: Sequence[int] | None) -> bool:
         """True if a prompt leaves room for a reply."""
@@ -90,8 +98,7 @@ class Setup:
 
     def close(self) -> None:
         """Stop the worker processes, if there are any."""
-        if self.workers is not None:
-            self.workers.close()
+        self.place.close()
 
     @property
     def prefill(self) -> str:
@@ -179,7 +186,7 @@ def open_env(env: EnvConfig) -> Iterator[GuardedEnv]:
     Raises:
         RagenError: The environment or one of its parameters does not exist, or it cannot be made.
     """
-    workers = Workers(env.name, env.params, env.timeout_s) if env.isolate else None
+    workers = _workers(env) if env.isolate else None
     make = workers.make if workers else env_factory(env.name, **env.params)
     limit = None if workers else env.timeout_s  # a worker process enforces it itself
     try:
@@ -228,10 +235,11 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         )
     if facts.tools and chat is not None and chat.calls is None:
         raise knows_no_tools(env.name)
-    workers = Workers(env.name, env.params, env.timeout_s) if env.isolate else None
+    make = env_factory(env.name, **env.params)
+    waits = "workers" if env.isolate else blocking(env_class(env.name)).waits
     return Setup(
         env=env.name,
-        make=workers.make if workers else env_factory(env.name, **env.params),
+        make=make,
         params=env.params,
         turns=env.max_turns,
         actions_per_turn=env.actions_per_turn,
@@ -251,28 +259,28 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         format_penalty=config.reward.format_penalty,
         reward_terms=config.reward.terms,
         timeout_s=env.timeout_s,
-        workers=workers,
+        place=Place(waits, _workers(env)),
     )
 
 
+def _workers(env: EnvConfig) -> Workers:
+    """The worker processes of an environment, of which none has started."""
+    return Workers(env.name, env.params, env.timeout_s)
+
+
 def open_setups(config: Config, chat: Chat | None, stack: ExitStack) -> dict[str, Setup]:
-    """The set-ups of a run's environments by name, which `stack` closes; they share a stopwatch."""
-    env_time = Stopwatch()
+    """The set-ups of a run's environments by name, which `stack` closes."""
     return {
-        name: replace(stack.enter_context(closing(make_setup(each, chat))), env_time=env_time)
+        name: stack.enter_context(closing(make_setup(each, chat)))
         for name, each in config.by_env().items()
     }
 
 
-def open_stages(
-    config: Config, chat: Chat | None, stack: ExitStack, env_time: Stopwatch
-) -> list[Setup]:
-    """The set-ups of the curriculum's stages, which `stack` closes, with this stopwatch."""
+def open_stages(config: Config, chat: Chat | None, stack: ExitStack) -> list[Setup]:
+    """The set-ups of the curriculum's stages, which `stack` closes."""
     return [
         replace(
-            stack.enter_context(closing(make_setup(at_stage(config, stage), chat))),
-            stage=stage,
-            env_time=env_time,
+            stack.enter_context(closing(make_setup(at_stage(config, stage), chat))), stage=stage
         )
         for stage in range(1, len(config.curriculum.stages) + 1)
     ]

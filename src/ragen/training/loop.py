@@ -58,12 +58,14 @@ async def loop(run: Run) -> None:
     """Train until the run's budget is used up."""
     while not run.is_complete:
         config, engine, state = run.config, run.engine, run.state
-        clock = Clock(run.beat)
+        clock, env_before = Clock(run.beat), run.tasks.env_seconds
         with clock("rollout"):
             play = play_step(run) if run.ahead is None else play_ahead(run, run.ahead)
             played = await run.stop.or_finish(play)
         groups = played.groups
         check_episodes(run, groups)
+        for text in run.tasks.news():
+            run.report("engine", text, {"what": "waits"})
         fresh = [index for index in range(len(groups)) if index not in played.stale]
         settings = filter_settings(config.filter, config.advantage)
         kept = [fresh[at] for at in select([groups[index] for index in fresh], **settings)]
@@ -101,7 +103,7 @@ async def loop(run: Run) -> None:
         if run.ahead is not None:
             metrics |= run.ahead.metrics(played, kept)
         else:  # of steps that overlap, nobody knows whose part it is
-            parts["env"] = run.tasks.env_time.seconds
+            parts["env"] = run.tasks.env_seconds - env_before
             parts |= {} if run.judge is None else {"judge": run.judge.seconds}
         metrics |= clock.metrics(parts, metrics["tokens/sampled"].value)
         metrics |= {} if run.judge is None else run.judge.metrics()

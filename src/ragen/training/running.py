@@ -15,7 +15,6 @@ from ragen.config.sections import CheckpointConfig, EvalConfig
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, last, total
 from ragen.core.stopping import Stop
-from ragen.core.user_code import Stopwatch
 from ragen.diagnostics.collapse import Sign, echo_trap_signs
 from ragen.diagnostics.detectors import EVALUATED, LEVELS
 from ragen.diagnostics.guard import Alarm, GuardState, read_alarms
@@ -150,10 +149,19 @@ class Tasks(NamedTuple):
         early = stage <= len(self.stages)
         return dict.fromkeys(self.full, self.stages[stage - 1]) if early else self.full
 
+    def news(self) -> list[str]:
+        """News of where environments run, each once."""
+        found = []
+        for each in (*self.full.values(), *self.stages):
+            if each.place.news:
+                found.append(f"{each.env}: {each.place.news}")
+                each.place.news = ""
+        return found
+
     @property
-    def env_time(self) -> Stopwatch:
-        """The time spent in environments; all set-ups share it."""
-        return next(iter(self.full.values())).env_time
+    def env_seconds(self) -> float:
+        """Seconds so far that the run's loop spent in environments."""
+        return sum(each.place.seconds for each in (*self.full.values(), *self.stages))
 
 
 @dataclass(slots=True)

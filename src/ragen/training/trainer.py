@@ -26,6 +26,7 @@ from ragen.engines.judges import check_judge, open_judge
 from ragen.models.memory import plans, refuse_too_large
 from ragen.networks.machine import use_threads
 from ragen.rollout.episode import require_room
+from ragen.rollout.groups import at_once
 from ragen.rollout.setup import forget_facts, open_setups, open_stages
 from ragen.settings.code import load_code, refuse_changed, resolve_paths
 from ragen.settings.first_model import find_first, pin_first
@@ -233,7 +234,8 @@ async def _complete(run: Run) -> None:
     if not (can_interrupt() or config.env.isolate):
         run.watcher.note(CANNOT_INTERRUPT)
     if config.engine.max_staleness:
-        run.ahead = Buffer(config.engine.max_staleness, config.episodes_at_once)
+        slots = at_once(config.episodes_at_once, run.tasks.full.values())
+        run.ahead = Buffer(config.engine.max_staleness, slots)
     async with open_judge(config, run.folder, run.state.attempt) as run.judge:
         await run_to_the_end(run)
 
@@ -297,9 +299,9 @@ def examine(folder: Path) -> dict[str, float]:
             await engine.load(checkpoint, saved["engine"])
             playing, rollout = tasks.at(state.stage), config.rollout
             starts = first_starts(playing, rollout, config.env.mix, state.step, state.groups)
-            at_once = config.episodes_at_once
+            slots = at_once(config.episodes_at_once, playing.values())
             groups = await collect_groups(
-                engine, starts, rollout, config.seed, state.step, at_once, judge=judge
+                engine, starts, rollout, config.seed, state.step, slots, judge=judge
             )
             metrics: Metrics = {}
             if config.prompt.think:
@@ -318,8 +320,7 @@ async def opened(engine: Engine, config: Config) -> AsyncIterator[Tasks]:
             check_judge(config.judge, config.env.name)
         with ExitStack() as stack:
             setups = open_setups(config, engine.chat, stack)
-            env_time = next(iter(setups.values())).env_time
-            yield Tasks(setups, open_stages(config, engine.chat, stack, env_time))
+            yield Tasks(setups, open_stages(config, engine.chat, stack))
     finally:
         forget_facts()
         await engine.close()

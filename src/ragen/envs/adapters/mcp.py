@@ -25,8 +25,8 @@ from anyio import BrokenResourceError, ClosedResourceError
 
 from ragen.core.errors import RagenError, printable
 from ragen.core.user_code import UserCodeError, boundary
+from ragen.core.waiting import begin, wait
 from ragen.envs.adapters.adapted import Played, Replayed, error_log, last_error, missing
-from ragen.envs.adapters.own_loop import OwnLoop
 from ragen.envs.contract import Schema
 from ragen.envs.tools import Tool, ToolEnv, ToolError, read_call
 
@@ -87,6 +87,11 @@ class McpServer:
         """
         return [Tool(*about, partial(self._call, about[0])) for about in _listed(self.address)]
 
+    def interrupt(self) -> None:
+        """Let the call in progress in another thread fail soon."""
+        if self._session is not None:
+            self._session.interrupt()
+
     def close(self) -> None:
         """End the session, if there is one; the next call begins a new session."""
         session, self._session = self._session, None
@@ -107,6 +112,7 @@ class McpEnv(Replayed, ToolEnv):
     everything else works.
     """
 
+    waits = "threads"
     servers: ClassVar[Sequence[str | McpServer]] = ()
     """Commands or URLs, as `McpServer` takes them, or `McpServer` objects, which are copied."""
 
@@ -132,6 +138,10 @@ class McpEnv(Replayed, ToolEnv):
         observation, reward, terminated, truncated, info = self.answer(action)
         return Played(observation, reward, terminated, truncated, info["success"])
 
+    def interrupt(self) -> None:
+        for each in self._opened:
+            each.interrupt()
+
     def close(self) -> None:
         self._hang_up()
 
@@ -144,11 +154,11 @@ class _Session:
     """An open session. A task holds it, because the task that opens one has to close it, too."""
 
     def __init__(self, address: Address) -> None:
-        self._address, self._loop = address, OwnLoop()
+        self._address = address
         self._log = error_log()
         self._ready, self._closing = asyncio.Event(), asyncio.Event()
         self._client: Any = None
-        self._holder: asyncio.Task[None] = self._loop.run(self._begin())
+        self._holder: asyncio.Task[None] = wait(begin(self._begin()))
         try:
             self.run(self._ready.wait())
         except BaseException:
@@ -157,7 +167,7 @@ class _Session:
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """The result of a coroutine; `RuntimeError` if the session ends first or after `CALL_S`."""
-        return self._loop.run(self._within(coroutine))
+        return wait(begin(self._within(coroutine)))
 
     async def tools(self) -> list[tuple[str, str, Schema]]:
         """The server's tools: name, description and the JSON schema of the arguments."""
@@ -185,11 +195,14 @@ class _Session:
             raise ToolError(text)
         return text
 
+    def interrupt(self) -> None:
+        """Let the session end soon, and with it the call in progress."""
+        begin(self._end())
+
     def close(self) -> None:
         """End the session and the process of a command; an error of the session is ignored."""
         with boundary("closing a session with an MCP server"):
-            self._loop.run(self._end())
-            self._loop.close()
+            wait(begin(self._end()))
         self._log.close()
 
     async def _within(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -240,6 +253,7 @@ class _Session:
     async def _end(self) -> None:
         self._closing.set()
         await asyncio.wait({self._holder}, timeout=CLOSE_S)
+        self._holder.cancel()  # nothing, if it has ended
         if self._holder.done() and not self._holder.cancelled():
             self._holder.exception()  # marks it as seen, so that asyncio does not report it
 

@@ -23,6 +23,7 @@ import httpx
 
 from ragen.config.keys import BUDGETS
 from ragen.core.errors import RagenError
+from ragen.core.user_code import seconds_left
 from ragen.envs.adapters.adapted import Adapted, Played, version_of
 from ragen.envs.adapters.mcp import text_of
 from ragen.envs.adapters.openenv_servers import address_of, code_of, is_url
@@ -67,6 +68,8 @@ class OpenEnvEnv(Adapted):
     Parameters: `field`, the action's field for the answer, where it has several.
     """
 
+    waits = "threads"
+
     def __init__(self, field: str | None = None) -> None:
         about = _about(address_of(self.target), self.target)
         self._token = token_here()
@@ -79,6 +82,7 @@ class OpenEnvEnv(Adapted):
         self._actions = tuple(map(str, names)) if names and isinstance(names, list) else None
         self._takes_noise = "noise_seed" in about.state
         self._session: Any = None
+        self._asked: Any = None  # the session that a thread waits for
         self.max_turns, self.actions_per_turn, self.max_actions = (
             _budget(about.state.get(each, {}), otherwise)
             for each, otherwise in zip(BUDGETS, (20, 1, 20), strict=True)
@@ -122,6 +126,10 @@ class OpenEnvEnv(Adapted):
             _shown(answer["observation"]), reward, terminated, truncated, terminated and success
         )
 
+    def interrupt(self) -> None:
+        if self._asked is not None:
+            self._asked.close_socket()
+
     def close(self) -> None:
         session, self._session = self._session, None
         if session is not None:
@@ -157,10 +165,11 @@ class OpenEnvEnv(Adapted):
                 session = self._connect()
             if session is None:
                 raise RuntimeError(f"{self.name}: the session has ended in an earlier call")
+            self._asked = session
             try:
                 with suppress(ConnectionClosed):  # the server's reason can still be read
                     session.send(json.dumps({"type": kind, "data": data}))
-                answer = _read(session.recv(timeout=CALL_S), self._token)
+                answer = _read(session.recv(timeout=seconds_left(CALL_S)), self._token)
                 if answer["type"] == "error":
                     raise RuntimeError(f"{self.name}: {_said(answer['data'])}")
                 found: dict[str, Any] = answer["data"]
@@ -178,7 +187,7 @@ class OpenEnvEnv(Adapted):
         address = f"ws{address_of(self.target).removeprefix('http').rstrip('/')}/ws"
         return connect(
             address,
-            open_timeout=CALL_S,
+            open_timeout=seconds_left(CALL_S),
             close_timeout=1,
             max_size=2**26,
             additional_headers=_credentials(self._token),

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from ragen.core.errors import RagenError
 from ragen.core.plugins import load_object
 from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
+from ragen.core.waiting import begin, wait
 from ragen.envs.adapters.adapted import Adapted, Played, version_of
-from ragen.envs.adapters.own_loop import OwnLoop
 from ragen.envs.adapters.randomness import GlobalRandomness
 from ragen.envs.contract import Schema
 from ragen.envs.tools import Call, read_call, tool_schema
@@ -55,6 +55,7 @@ class VerifiersEnv(Adapted):
     Parameters: `success_at`; any other keyword goes to ``load_environment``.
     """
 
+    waits = "workers"  # not threads: it draws from generators that a process has once
     actions_per_turn = 1
 
     def __init__(self, success_at: float = 1.0, **params: Any) -> None:
@@ -120,7 +121,6 @@ class VerifiersEnv(Adapted):
 
     def close(self) -> None:
         self._leave()
-        self._loaded.loop.end_threads()
 
     async def _set_up(self, row: Mapping[str, Any]) -> None:
         environment = self._loaded.environment
@@ -190,7 +190,7 @@ class VerifiersEnv(Adapted):
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """The result of a coroutine of the environment, which draws from its own generators."""
         with self._randomness.placed():
-            return self._loaded.loop.run(coroutine)
+            return wait(begin(coroutine))
 
 
 class _Loaded(NamedTuple):
@@ -198,7 +198,6 @@ class _Loaded(NamedTuple):
 
     environment: Any
     tools: tuple[Schema, ...]
-    loop: OwnLoop
     no_client: Any
     evaluation: Sequence[Mapping[str, Any]]
     training: Sequence[Mapping[str, Any]]
@@ -238,7 +237,7 @@ def _loaded(target: str, versions: tuple[str, ...], params: str) -> _Loaded:
     if not evaluation:
         raise RagenError(f"{name} has no examples")
     tools = _schemas(environment.tool_defs)
-    return _Loaded(environment, tools, OwnLoop(), _no_client(), evaluation, training)
+    return _Loaded(environment, tools, _no_client(), evaluation, training)
 
 
 def _schemas(tools: Sequence[Any] | None) -> tuple[Schema, ...]:

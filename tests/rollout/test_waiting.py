@@ -1,0 +1,180 @@
+"""Environments that wait: the same episodes in every form, side by side, and none stops another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragen.config.reading import merge
+from ragen.core.errors import RagenError
+from ragen.core.types import Episode
+from ragen.core.user_code import UserCodeError
+from ragen.envs.checker import check
+from ragen.envs.isolation import Workers
+from ragen.envs.registry import make
+from ragen.envs.tools import write_call
+from ragen.rollout import place
+from ragen.rollout.groups import at_once, run_groups
+from ragen.rollout.setup import Setup, make_setup
+from tests.scripted_policy import ScriptedPolicy
+
+FILE = Path(__file__).parents[1] / "waiting_envs.py"
+FORMS = ("Asynchronous", "InThreads", "InWorkers")
+ON = ScriptedPolicy(lambda prompt: "t</think><answer>on</answer>")
+
+
+def setup_of(name: str, isolate: bool = False, timeout_s: float = 5.0, **params: Any) -> Setup:
+    values = {f"env.params.{key}": value for key, value in params.items()}
+    own = {"env.name": f"{FILE}:{name}", "env.isolate": isolate, "env.timeout_s": timeout_s}
+    return make_setup(merge(None, own | values), None)
+
+
+async def played(setup: Setup, num_levels: int = 2, size: int = 2) -> list[Episode]:
+    groups = await run_groups(ON, setup, range(num_levels), size, (0, "train", 0), 64)
+    return [episode for group in groups for episode in group.episodes]
+
+
+def play(setup: Setup, *size: int) -> list[Episode]:
+    with closing(setup):
+        return asyncio.run(played(setup, *size))
+
+
+def plain(episode: Episode) -> dict[str, Any]:
+    """An episode without times and processes."""
+    turns = [
+        (each.observation, each.reward, each.state_key, each.snapshot, each.info["success"])
+        for each in episode.turns
+    ]
+    return {"level": episode.level_seed, "turns": turns, "end": episode.stop_reason}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_plays_the_same_episodes(form: str) -> None:
+    expected = [plain(each) for each in play(setup_of("Count"))]
+    episodes = play(setup_of(form))
+    assert [plain(each) for each in episodes] == expected
+    assert len(expected) == 4 and len(expected[0]["turns"]) == 3
+    inside = {turn.info["process"] == os.getpid() for each in episodes for turn in each.turns}
+    assert inside == {form != "InWorkers"}
+
+
+@pytest.mark.parametrize("form", ["Asynchronous", "InThreads"])
+def test_episodes_wait_side_by_side_and_the_loop_goes_on(form: str) -> None:
+    beats: list[float] = []
+
+    async def beat() -> None:
+        while True:
+            beats.append(time.monotonic())
+            await asyncio.sleep(0.002)
+
+    async def both() -> list[Episode]:
+        heart = asyncio.create_task(beat())
+        try:
+            return await played(setup, 16, 4)
+        finally:
+            heart.cancel()
+
+    setup = setup_of(form, delay=0.05)
+    with closing(setup):
+        episodes = asyncio.run(both())
+    assert all(each.success for each in episodes)
+    together = max(turn.info["together"] for each in episodes for turn in each.turns)
+    assert together >= 32, "of 64 episodes most wait together"
+    assert len(beats) > 20, "the loop had its turns meanwhile"
+    assert setup.place.seconds == 0, "none of this is the loop's time"
+
+
+def test_slots_bound_episodes_only_where_none_wait() -> None:
+    assert at_once(3, [setup_of("Count")]) == 3
+    assert at_once(3, [setup_of("Count"), setup_of("Asynchronous")]) == place.SIDE_BY_SIDE
+    assert at_once(500, [setup_of("InThreads")]) == 500
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_limit_ends_its_episode_and_no_other(form: str) -> None:
+    began = time.monotonic()
+    episodes = play(setup_of(form, timeout_s=0.2, deed="hang"), 4, 1)
+    assert [each.stop_reason for each in episodes] == ["solved", "timeout"] * 2
+    assert "longer than 0.2 s in step" in (episodes[1].error or "")
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_exception_fails_its_episode_with_the_traceback(form: str) -> None:
+    episodes = play(setup_of(form, deed="raise"), 4, 1)
+    assert [each.stop_reason for each in episodes] == ["solved", "error"] * 2
+    error = episodes[1].error or ""
+    assert "waiting_envs.py" in error and "no such page" in error
+
+
+@pytest.mark.parametrize("form", ["Asynchronous", "InWorkers"])
+def test_a_run_that_is_stopped_does_not_wait_for_its_environments(form: str) -> None:
+    setup = setup_of(form, timeout_s=30.0, deed="hang")
+
+    async def stopped() -> float:
+        playing = asyncio.create_task(played(setup, 2, 1))
+        await asyncio.sleep(0.3)
+        playing.cancel()
+        began = time.monotonic()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        return time.monotonic() - began
+
+    with closing(setup):
+        assert asyncio.run(stopped()) < 3
+
+
+def test_a_slow_environment_moves_to_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "FEW", 2)
+    monkeypatch.setattr(place, "SLOW_S", 0.003)
+    setup = setup_of("Count", delay=0.001)
+    with closing(setup):
+        first, second = (asyncio.run(played(setup)) for _ in range(2))
+    assert [plain(each) for each in first] == [plain(each) for each in second]
+    here, there = ({turn.info["process"] for turn in each[0].turns} for each in (first, second))
+    assert here == {os.getpid()} and os.getpid() not in there
+    assert "side by side in worker processes" in setup.place.news
+
+    def refuse(_: Workers) -> None:
+        raise UserCodeError("it exists in a notebook only")
+
+    monkeypatch.setattr(Workers, "take", refuse)
+    stays = setup_of("Count", delay=0.001)
+    with closing(stays):
+        assert all(each.success for _ in range(2) for each in asyncio.run(played(stays)))
+    assert "it exists in a notebook only" in stays.place.news and not stays.place.waits
+
+
+def test_asynchronous_environments_keep_the_contract() -> None:
+    """`ragen.make` gives one whose calls return, so the checker and players know both forms."""
+    check(make(f"{FILE}:Asynchronous"), levels=2)
+    env = make(f"{FILE}:Asynchronous")
+    observation, _ = env.reset(seed=7)
+    assert observation == "level 7" and env.step("on")[0] == "1 of 3"
+    env.set_state({"number": 2})
+    assert env.step("on")[2]
+    with pytest.raises(ValueError, match="knows no action 'off'"):
+        env.step("off")
+
+
+def test_asynchronous_tools_are_tools() -> None:
+    check(make(f"{FILE}:Library"), levels=1)
+    env = make(f"{FILE}:Library")
+    (schema,) = env.tools
+    assert schema["function"]["name"] == "search"
+    assert schema["function"]["parameters"]["properties"]["page"]["type"] == "integer"
+    env.reset(seed=0)
+    assert env.step(write_call("search", page=3))[0] == "page 3: owl"
+    assert env.step(write_call("search", page="three"))[0].startswith("Error: page")
+    assert env.step("owl")[1:3] == (1.0, True)
+
+
+def test_an_unknown_form_is_refused() -> None:
+    with pytest.raises(RagenError, match="waits = 'sometimes': expected one of 'no', 'threads'"):
+        make(f"{FILE}:Odd")
