@@ -206,6 +206,7 @@ class IsolatedEnv(Env):
     process dies. After its process has died, `reset` makes the environment again in another one.
     """
 
+    waits = "workers"
     rules: str = ""
     actions: tuple[str, ...] | None = None
     tools: tuple[Schema, ...] = ()

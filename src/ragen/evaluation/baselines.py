@@ -14,7 +14,8 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from ragen.core.seeding import derive
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs import answers
 from ragen.envs.adapters.adapted import Adapted
+from ragen.envs.blocking import blocking
 from ragen.envs.contract import Baselines, Env
 from ragen.envs.registry import closing_env, env_class, make
 from ragen.rollout.players import Player, has_random_play, random_player, solver
@@ -41,6 +43,12 @@ CALL_S = 60.0
 
 DRAWS = 64
 """Episodes of each player on a level whose baselines are sampled."""
+
+DRAWS_WAITING = 8
+"""The same where the environment waits, as for a service that may not be asked too often."""
+
+SIDE_BY_SIDE = 64
+"""Levels that are played at once where the environment waits."""
 
 FEW = 4
 """`_most` gives up when failed calls outnumber successful ones by more than this."""
@@ -72,12 +80,16 @@ def measure_baselines(
     environment fails are left out. `make` takes `name` and `params`, and builds the environment in
     this process; `build` may build it elsewhere, such as in a worker process.
 
+    An environment that waits, or that `build` makes, is played on several levels at once.
+
     Raises:
         RagenError: The environment cannot be made, or mostly fails when it is played.
         ValueError: No levels.
     """
     if not levels:
         raise ValueError("baselines need at least one level")
+    waits = blocking(env_class(name)).waits != "no"
+    draws = DRAWS_WAITING if waits else DRAWS
     key = {
         "version": VERSION,
         "sources": sources(env_class(name)),
@@ -86,7 +98,7 @@ def measure_baselines(
         "files": files_of(params),
         "budget": asdict(budget),
         "levels": list(levels),
-        "draws": DRAWS,
+        "draws": draws,
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=repr).encode()).hexdigest()
     path = cache_folder() / "baselines" / f"{digest[:32]}.json"
@@ -96,8 +108,12 @@ def measure_baselines(
         if known is not None:
             return known
     try:
-        with closing(build()) if build else closing_env(make(name, **params)) as played:
-            baselines = compute_baselines(played, budget, levels)
+        if waits or build:
+            at_once = partial(_together, build or partial(make, name, **params), budget, draws)
+            baselines = at_once(levels)
+        else:
+            with closing_env(make(name, **params)) as played:
+                baselines = compute_baselines(played, budget, levels)
     except UserCodeError as error:
         raise RagenError(
             f"the environment {name!r} failed while it was played for its baselines: "
@@ -134,7 +150,24 @@ def compute_baselines(
     Raises:
         UserCodeError: The environment failed on most levels, or in most episodes.
     """
-    parts = _most(partial(level_baselines, env, budget, level, draws) for level in levels)
+    return _mean(_most(partial(level_baselines, env, budget, level, draws) for level in levels))
+
+
+def _together(
+    build: Callable[[], Env], budget: Budget, draws: int, levels: Sequence[int]
+) -> Baselines:
+    """`compute_baselines`, with an environment and a thread for each level."""
+
+    def play(level: int) -> Baselines:
+        with closing_env(build()) as env:
+            return level_baselines(env, budget, level, draws)
+
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
+        playing = [threads.submit(play, level) for level in levels]
+        return _mean(_most(each.result for each in playing))
+
+
+def _mean(parts: Sequence[Baselines]) -> Baselines:
     return replace(mean_baselines(parts), draws=sum(part.draws or 0 for part in parts) or None)
 
 

@@ -24,7 +24,7 @@ from ragen.evaluation.outcomes import check_sampling, how_sampled
 from ragen.models.names import resolve_model
 from ragen.networks.machine import use_threads
 from ragen.rollout.episode import require_unchanged
-from ragen.rollout.groups import at_once, run_episodes
+from ragen.rollout.groups import run_episodes
 from ragen.rollout.setup import BranchSpec, Setup, at_stage, make_setup
 from ragen.sampling.weighted_policy import WeightedPolicy
 from ragen.settings.saved import run_config
@@ -128,8 +128,7 @@ def branch(
         policy, chat = make_policy(config, model)
         policy.version = version
         setup = replace(setup, chat=chat)
-        slots = at_once(config.rollout.slots, [setup])
-        episodes = run_async(_played(policy, setup, specs, slots))
+        episodes = run_async(_played(policy, setup, specs, config.rollout.slots))
     exact = recorded.exact(turn)
     write_branches(run, request, episodes, exact, chat.text_of)
     return BranchResult(run, request, recorded, exact, tuple(episodes))

@@ -29,7 +29,7 @@ from ragen.evaluation.results import Evaluation, summarize, together
 from ragen.evaluation.targets import load_target, outcome_settings
 from ragen.models.names import resolve_model
 from ragen.rollout.endpoint import Server
-from ragen.rollout.groups import at_once, run_episodes, run_groups
+from ragen.rollout.groups import run_episodes, run_groups
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import Closable, Policy
 from ragen.rollout.setup import EpisodeSpec, Setup, forget_facts, make_setup
@@ -147,8 +147,8 @@ def evaluate_target(
                 kept.add(episode, text_of)
                 add(outcome_of(episode))
 
-            slots = CONCURRENCY if server else at_once(config.rollout.slots, [setup])
-            run_async(play_episodes(policy, setup, missing, concurrency or slots, on_episode))
+            slots = concurrency or (CONCURRENCY if server else config.rollout.slots)
+            run_async(play_episodes(policy, setup, missing, slots, on_episode))
         outcomes = [known[place] for place in specs]
         with closing(make_setup(config, None)) as setup:
             setup = replace(setup, temperature=temperature)
@@ -200,8 +200,7 @@ async def evaluate_envs(
     The evaluation of a mixture covers all episodes together, and its `parts` are the evaluations of
     the environments. The episodes are returned in groups of one, numbered through all environments.
     """
-    parts, groups = list[Evaluation](), list[Group]()
-    gate = asyncio.Semaphore(at_once(levels.slots, setups.values()))
+    parts, groups, gate = list[Evaluation](), list[Group](), asyncio.Semaphore(levels.slots)
     path, seeds = (levels.seed, "eval"), range(EVAL_LEVELS, EVAL_LEVELS + levels.episodes)
     for setup in setups.values():
         start = time.monotonic()

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group
 from ragen.rollout.episode import play_episode
-from ragen.rollout.place import SIDE_BY_SIDE
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import Policy
 from ragen.rollout.setup import EpisodeSpec, Setup
@@ -67,11 +66,6 @@ async def run_episodes(
         return episode
 
     return await together(play(*pair) for pair in zip(setups, specs, strict=True))
-
-
-def at_once(slots: int, setups: Iterable[Setup]) -> int:
-    """Episodes to play at once with so many slots of samplers: more, if environments wait."""
-    return max(slots, SIDE_BY_SIDE) if any(each.place.waits for each in setups) else slots
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

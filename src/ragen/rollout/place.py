@@ -10,8 +10,6 @@ SLOW_S = 0.05
 """Seconds for which a whole episode may stop the run's loop, in the mean."""
 FEW = 8
 """Episodes after which this is looked at."""
-SIDE_BY_SIDE = 128
-"""Episodes that are played at once where they wait, even if a sampler has fewer slots."""
 
 
 class Place(Stopwatch):

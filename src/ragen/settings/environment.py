@@ -37,6 +37,8 @@ TAGS = 8
 """Tokens of a reply's tags, and of what a chat template puts around a message."""
 LONGEST = 8192
 """Greatest number of tokens of a context; an episode that needs more ends there."""
+SIDE_BY_SIDE = 128
+"""Slots where environments wait: all episodes of a usual step then wait together."""
 LEVELS, STEPS = 4, 16
 """Levels whose texts are read, and steps of random play on each of them."""
 
@@ -62,6 +64,8 @@ def brought_by(given: Flat, written: Flat, model: str, recipe: str | Path | None
     """
     with _built(given, recipe) as env:
         brought = _budgets(env)
+        if env.env.waits != "no":
+            brought["rollout.slots"] = SIDE_BY_SIDE
         if "prompt.style" not in written:
             usual = "compact" if is_embedded(model) else "paper"
             brought["prompt.style"] = taught_style(model) or env.prompt_style() or usual

@@ -29,7 +29,7 @@ from ragen.diagnostics.step_metrics import gradients_by_std
 from ragen.engines.engine import Engine
 from ragen.learning.exactness import verify_split, with_fingerprints
 from ragen.rollout.episode_terms import apply_episode_terms
-from ragen.rollout.groups import at_once, run_groups
+from ragen.rollout.groups import run_groups
 from ragen.rollout.judge import Judge
 from ragen.training.ahead import Buffer, Played
 from ragen.training.failures import SMALL_GROUP
@@ -44,8 +44,7 @@ async def play_step(run: Run) -> Played:
     config, state = run.config, run.state
     playing = run.tasks.at(state.stage)
     starts = first_starts(playing, config.rollout, config.env.mix, state.step, state.groups)
-    slots = at_once(config.episodes_at_once, playing.values())
-    return await _play(run, starts, state.step, state.stage, slots)
+    return await _play(run, starts, state.step, state.stage, config.episodes_at_once)
 
 
 async def play_ahead(run: Run, buffer: Buffer) -> Played:

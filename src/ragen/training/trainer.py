@@ -26,7 +26,6 @@ from ragen.engines.judges import check_judge, open_judge
 from ragen.models.memory import plans, refuse_too_large
 from ragen.networks.machine import use_threads
 from ragen.rollout.episode import require_room
-from ragen.rollout.groups import at_once
 from ragen.rollout.setup import forget_facts, open_setups, open_stages
 from ragen.settings.code import load_code, refuse_changed, resolve_paths
 from ragen.settings.first_model import find_first, pin_first
@@ -234,8 +233,7 @@ async def _complete(run: Run) -> None:
     if not (can_interrupt() or config.env.isolate):
         run.watcher.note(CANNOT_INTERRUPT)
     if config.engine.max_staleness:
-        slots = at_once(config.episodes_at_once, run.tasks.full.values())
-        run.ahead = Buffer(config.engine.max_staleness, slots)
+        run.ahead = Buffer(config.engine.max_staleness, config.episodes_at_once)
     async with open_judge(config, run.folder, run.state.attempt) as run.judge:
         await run_to_the_end(run)
 
@@ -299,9 +297,9 @@ def examine(folder: Path) -> dict[str, float]:
             await engine.load(checkpoint, saved["engine"])
             playing, rollout = tasks.at(state.stage), config.rollout
             starts = first_starts(playing, rollout, config.env.mix, state.step, state.groups)
-            slots = at_once(config.episodes_at_once, playing.values())
+            at_once = config.episodes_at_once
             groups = await collect_groups(
-                engine, starts, rollout, config.seed, state.step, slots, judge=judge
+                engine, starts, rollout, config.seed, state.step, at_once, judge=judge
             )
             metrics: Metrics = {}
             if config.prompt.think:
