@@ -26,9 +26,9 @@ from ragen.envs.isolation import Workers
 from ragen.envs.registry import make
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.rollout.groups import run_groups
-from ragen.rollout.place import Place
 from ragen.rollout.players import random_player
 from ragen.rollout.setup import Setup, make_setup
+from ragen.rollout.venue import Venue
 from tests.scripted_policy import ScriptedPolicy
 
 ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
@@ -52,7 +52,7 @@ def start_workers() -> Iterator[Any]:
 
 
 def setup(workers: Workers) -> Setup:
-    return Setup("corridor", workers.make, place=Place("workers", workers))
+    return Setup("corridor", workers.make, venue=Venue("workers", workers))
 
 
 @pytest.mark.parametrize("name", ["frozen-lake", "bandit"])

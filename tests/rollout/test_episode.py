@@ -414,7 +414,7 @@ def test_environment_time_is_counted() -> None:
     hangs = corridor(make=rogue("hang in reset"), timeout_s=0.05)
     started = time.perf_counter()
     assert play([], hangs).stop_reason == "timeout"
-    assert 0.05 <= hangs.place.seconds <= time.perf_counter() - started
+    assert 0.05 <= hangs.venue.seconds <= time.perf_counter() - started
     quick = corridor(turns=1)
     assert play([reply("Right")], quick).turns
-    assert 0 < quick.place.seconds < 0.05
+    assert 0 < quick.venue.seconds < 0.05

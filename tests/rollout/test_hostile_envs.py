@@ -18,8 +18,8 @@ from ragen.core.types import Episode
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs.isolation import Workers
 from ragen.rollout.groups import run_groups
-from ragen.rollout.place import Place
 from ragen.rollout.setup import Setup
+from ragen.rollout.venue import Venue
 from tests.hostile_envs import ANSWERS, HOSTILE, RAISED, TABLE, TAKEN, WORKER, Hostile
 from tests.rogue import Rogue
 from tests.scripted_policy import ScriptedPolicy
@@ -39,7 +39,7 @@ def play_isolated(
 ) -> list[Episode]:
     workers = Workers(HOSTILE, {"deed": deed, "every": every}, timeout_s)
     try:
-        return play(Setup("corridor", workers.make, place=Place("workers", workers)), *levels)
+        return play(Setup("corridor", workers.make, venue=Venue("workers", workers)), *levels)
     finally:
         workers.close()
 

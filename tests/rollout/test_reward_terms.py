@@ -27,7 +27,6 @@ from ragen.envs.isolation import Workers
 from ragen.envs.registry import make
 from ragen.envs.worlds.frozen_lake import FrozenLake
 from ragen.rollout.episode import play_episode
-from ragen.rollout.place import Place
 from ragen.rollout.reward_terms import (
     TERMS,
     apply_reward_terms,
@@ -40,6 +39,7 @@ from ragen.rollout.reward_terms import (
     thought_metrics,
 )
 from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
+from ragen.rollout.venue import Venue
 from ragen.storage.reader import read_metrics
 from tests.scripted_policy import ScriptedPolicy
 
@@ -198,7 +198,7 @@ def test_isolated_environments_read_thoughts_identically() -> None:
     setup, workers = resolve_setup("frozen-lake-still"), Workers("frozen-lake-still", {}, 10.0)
     try:
         isolated = play(
-            *(TRUE, FALSE, PROSE), setup=replace(setup, place=Place("workers", workers))
+            *(TRUE, FALSE, PROSE), setup=replace(setup, venue=Venue("workers", workers))
         )
     finally:
         workers.close()

@@ -13,7 +13,7 @@ import pytest
 
 from ragen.config.reading import merge
 from ragen.core.errors import RagenError
-from ragen.core.types import Episode
+from ragen.core.types import Completion, Episode
 from ragen.core.user_code import UserCodeError
 from ragen.envs.checker import check
 from ragen.envs.contract import Baselines
@@ -21,7 +21,9 @@ from ragen.envs.isolation import Workers
 from ragen.envs.registry import make
 from ragen.envs.tools import write_call
 from ragen.evaluation.baselines import DRAWS_WAITING, Budget, measure_baselines
-from ragen.rollout import place
+from ragen.evaluation.targets import load_target
+from ragen.models.names import base_folder
+from ragen.rollout import venue
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import Setup, make_setup
 from tests.scripted_policy import ScriptedPolicy
@@ -89,7 +91,7 @@ def test_episodes_wait_side_by_side_and_the_loop_goes_on(form: str) -> None:
     together = max(turn.info["together"] for each in episodes for turn in each.turns)
     assert together >= 32, "of 64 episodes most wait together"
     assert len(beats) > 20, "the loop had its turns meanwhile"
-    assert setup.place.seconds == 0, "none of this is the loop's time"
+    assert setup.venue.seconds == 0, "none of this is the loop's time"
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -126,15 +128,15 @@ def test_a_run_that_is_stopped_does_not_wait_for_its_environments(form: str) -> 
 
 
 def test_a_slow_environment_moves_to_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "FEW", 2)
-    monkeypatch.setattr(place, "SLOW_S", 0.003)
+    monkeypatch.setattr(venue, "FEW", 2)
+    monkeypatch.setattr(venue, "SLOW_S", 0.003)
     setup = setup_of("Count", delay=0.001)
     with closing(setup):
         first, second = (asyncio.run(played(setup)) for _ in range(2))
     assert [plain(each) for each in first] == [plain(each) for each in second]
     here, there = ({turn.info["process"] for turn in each[0].turns} for each in (first, second))
     assert here == {os.getpid()} and os.getpid() not in there
-    assert "side by side in worker processes" in setup.place.news
+    assert "side by side in worker processes" in setup.venue.news
 
     def refuse(_: Workers) -> None:
         raise UserCodeError("it exists in a notebook only")
@@ -143,7 +145,7 @@ def test_a_slow_environment_moves_to_workers(monkeypatch: pytest.MonkeyPatch) ->
     stays = setup_of("Count", delay=0.001)
     with closing(stays):
         assert all(each.success for _ in range(2) for each in asyncio.run(played(stays)))
-    assert "it exists in a notebook only" in stays.place.news and not stays.place.waits
+    assert "it exists in a notebook only" in stays.venue.news and not stays.venue.waits
 
 
 def test_asynchronous_environments_keep_the_contract() -> None:
@@ -178,3 +180,31 @@ def test_an_unknown_form_is_refused() -> None:
 def test_baselines_of_waiting_environments_are_played_side_by_side() -> None:
     found = measure_baselines(f"{FILE}:Asynchronous", {"delay": 0.002}, Budget(3, 1, 3), range(4))
     assert found == Baselines(1.0, None, 3.0, None, draws=4 * DRAWS_WAITING)
+
+
+def sampled(form: str, delay: float) -> dict[tuple[int, int], list[Completion]]:
+    """What the embedded model samples where answers take so long."""
+    model = str(base_folder("bandit"))
+    values = {"env.name": f"{FILE}:{form}", "env.params.delay": delay, "rollout.max_tokens": 12}
+    policy, setup = load_target(model, merge(None, values | {"model.path": model}))
+
+    async def rollout() -> list[Episode]:
+        groups = await run_groups(policy, setup, range(4), 2, (0, "train", 0), 8)
+        return [episode for group in groups for episode in group.episodes]
+
+    with closing(setup):
+        return {
+            (each.group, each.member): [turn.completion for turn in each.turns]
+            for each in asyncio.run(rollout())
+        }
+
+
+def test_no_bit_depends_on_how_long_answers_take() -> None:
+    """Between environments that wait; without waits, logprobs are equal up to rounding."""
+    expected = sampled("Asynchronous", 0.0)
+    assert sampled("Asynchronous", 0.004) == expected == sampled("InThreads", 0.002)
+    plain = sampled("Count", 0.0)
+    for place, completions in expected.items():
+        for one, other in zip(completions, plain[place], strict=True):
+            assert one.token_ids == other.token_ids
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)

@@ -222,7 +222,7 @@ def evaluation_of(
     refuse_unplayable(outcomes)
     budget = Budget(setup.turns, setup.actions_per_turn, setup.actions)
     levels = list(dict.fromkeys(outcome.level_seed for outcome in outcomes))
-    build = setup.place.workers.make if setup.place.workers else None
+    build = setup.venue.workers.make if setup.venue.workers else None
     baselines = measure_baselines(setup.env, setup.params, budget, levels, build=build)
     seconds = time.monotonic() - start
     return summarize(outcomes, baselines, target, setup.temperature, seconds)

@@ -50,7 +50,7 @@ async def play_episode(policy: Policy | PlayerPolicy, setup: Setup, spec: Episod
     except UserCodeError as failure:
         playthrough.stop_reason = "timeout" if failure.timed_out else "error"
         playthrough.error, playthrough.success = str(failure), False
-    setup.place.ended()
+    setup.venue.ended()
     return playthrough.episode()
 
 

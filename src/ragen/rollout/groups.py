@@ -10,7 +10,7 @@ from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group
 from ragen.rollout.episode import play_episode
 from ragen.rollout.players import PlayerPolicy
-from ragen.rollout.policies import Policy
+from ragen.rollout.policies import Policy, Seating, seated
 from ragen.rollout.setup import EpisodeSpec, Setup
 
 T = TypeVar("T")
@@ -52,15 +52,23 @@ async def run_episodes(
     concurrency: int | asyncio.Semaphore = 64,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:
-    """Play and return the episodes of `specs`, in order; each may have its own set-up."""
+    """Play and return the episodes of `specs`, in order; each may have its own set-up.
+
+    Where environments wait, requests arrive in any order, and a policy that is `Seating` answers so
+    that no bit depends on it.
+    """
     setups = [setup] * len(specs) if isinstance(setup, Setup) else setup
-    if isinstance(policy, PlayerPolicy) and not any(each.place.waits for each in setups):
+    waits = any(each.venue.waits for each in setups)
+    if isinstance(policy, Seating) and policy.is_idle:
+        policy.ordered = waits
+    if isinstance(policy, PlayerPolicy) and not waits:
         concurrency = 1  # it answers at once: side by side, episodes would only take memory
     gate = asyncio.Semaphore(concurrency) if isinstance(concurrency, int) else concurrency
 
     async def play(setup: Setup, spec: EpisodeSpec) -> Episode:
         async with gate:
-            episode = await play_episode(policy, setup, spec)
+            with seated(policy, (*spec.path, spec.group, spec.member)) as seat:
+                episode = await play_episode(seat, setup, spec)
         if on_episode is not None:
             on_episode(episode)
         return episode

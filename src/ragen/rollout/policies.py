@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ragen.core.types import Completion, Prompt, StopReason
+
+T = TypeVar("T")
 
 Place = tuple[int | str, ...]
 """The path of an episode's seeds, its group and its member."""
@@ -36,10 +38,15 @@ class Seating(Protocol):
     """A policy that can make its completions independent of the order of the requests.
 
     While it is `ordered`, a request's tokens and logprobs depend on its prompt and seed and on the
-    requests of its `seat` before it, but not on when they arrive. Set it while no request is open.
+    requests of its `seat` before it, but not on when they arrive. Set it while it `is_idle`.
     """
 
     ordered: bool
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no seat is taken and no request is open."""
+        ...
 
     def seat(self, place: Place) -> AbstractContextManager[Policy]:
         """The policy for one episode, from before its environment is made to its end.
@@ -50,7 +57,7 @@ class Seating(Protocol):
         ...
 
 
-def seated(policy: Policy, place: Place) -> AbstractContextManager[Policy]:
+def seated(policy: T, place: Place) -> AbstractContextManager[T | Policy]:
     """A policy for one episode, with a seat if it gives any."""
     return policy.seat(place) if isinstance(policy, Seating) else nullcontext(policy)
 

@@ -27,8 +27,8 @@ from ragen.envs.contract import Env, Schema
 from ragen.envs.isolation import Workers
 from ragen.envs.registry import build_env, env_class, env_factory
 from ragen.rollout.guarded import GuardedEnv
-from ragen.rollout.place import Place
 from ragen.rollout.reward_terms import NEED_READING
+from ragen.rollout.venue import Venue
 
 
 class Start(NamedTuple):
@@ -51,7 +51,7 @@ class Setup:
     take messages only. A reply has at most `max_tokens` tokens, prompt and reply together at most
     `max_length`. `format_penalty` is subtracted from the reward of a turn whose reply is not valid;
     `reward_terms` are the weights of the reward terms. One call of the environment may take
-    `timeout_s` seconds; it runs in `place`. `start` shows the first level of training. `stage` is
+    `timeout_s` seconds; it runs in `venue`. `start` shows the first level of training. `stage` is
     the stage of the curriculum, counted from 1; 0 is the full task.
     """
 
@@ -74,23 +74,23 @@ class Setup:
     format_penalty: float = 0.1
     reward_terms: Mapping[str, float] = field(default_factory=dict)
     timeout_s: float = 30.0
-    place: Place = field(default_factory=Place, repr=False, compare=False)
+    venue: Venue = field(default_factory=Venue, repr=False, compare=False)
     start: Start | None = None
     stage: int = 0
     params: Mapping[str, Any] = field(default_factory=dict)
 
     def make_env(self) -> GuardedEnv:
         """A guarded environment."""
-        place = self.place
-        if place.workers is not None:  # which enforce the time limit themselves
-            return GuardedEnv(place.workers.make, None, waits=True)
-        if place.waits:
+        venue = self.venue
+        if venue.workers is not None:  # which enforce the time limit themselves
+            return GuardedEnv(venue.workers.make, None, waits=True)
+        if venue.waits:
             return GuardedEnv(self.make, self.timeout_s, waits=True)
-        return GuardedEnv(self.make, self.timeout_s, place)
+        return GuardedEnv(self.make, self.timeout_s, venue)
 
     async def open_env(self) -> GuardedEnv:
         """A guarded environment, of which the run's loop does not wait until it is made."""
-        return await in_thread(self.make_env) if self.place.waits else self.make_env()
+        return await in_thread(self.make_env) if self.venue.waits else self.make_env()
 
     def has_room(self, token_ids: Sequence[int] | None) -> bool:
         """True if a prompt leaves room for a reply."""
@@ -98,7 +98,7 @@ class Setup:
 
     def close(self) -> None:
         """Stop the worker processes, if there are any."""
-        self.place.close()
+        self.venue.close()
 
     @property
     def prefill(self) -> str:
@@ -259,7 +259,7 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         format_penalty=config.reward.format_penalty,
         reward_terms=config.reward.terms,
         timeout_s=env.timeout_s,
-        place=Place(waits, _workers(env)),
+        venue=Venue(waits, _workers(env)),
     )
 
 

@@ -139,10 +139,15 @@ class Sampler(QueuedPolicy):
     def ordered(self, ordered: bool) -> None:
         if ordered == self._ordered:
             return
-        assert not self._open, "open completions began otherwise"
+        assert self.is_idle, "open completions began otherwise"
         self._ordered = ordered
         self._independent = set_independent(self._decoder, ordered)
         self.forget()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no seat is taken and no request is open."""
+        return not (self._open or self._seats)
 
     @contextmanager
     def seat(self, place: Place) -> Iterator[Seat]:

@@ -70,7 +70,7 @@ class EnvServer:
             await _end(client, "CAPACITY_REACHED", f"all {self._most} sessions are taken")
             return
         self.num_sessions += 1
-        thread = ThreadPoolExecutor(1) if self._setup.place.waits else None
+        thread = ThreadPoolExecutor(1) if self._setup.venue.waits else None
         try:
             await self._play(client, thread)
         finally:
@@ -161,7 +161,7 @@ def serve(
     token = token_here()
     shown = None if token is None else f"${TOKEN}"
     # For each session, one more connection may wait. An environment's process takes three files.
-    _make_room(most * (5 if setup.place.workers else 2) + MOST + RESERVE)
+    _make_room(most * (5 if setup.venue.workers else 2) + MOST + RESERVE)
     try:
         about = describe(setup)
     except UserCodeError as failure:

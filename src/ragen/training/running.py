@@ -153,15 +153,15 @@ class Tasks(NamedTuple):
         """News of where environments run, each once."""
         found = []
         for each in (*self.full.values(), *self.stages):
-            if each.place.news:
-                found.append(f"{each.env}: {each.place.news}")
-                each.place.news = ""
+            if each.venue.news:
+                found.append(f"{each.env}: {each.venue.news}")
+                each.venue.news = ""
         return found
 
     @property
     def env_seconds(self) -> float:
         """Seconds so far that the run's loop spent in environments."""
-        return sum(each.place.seconds for each in (*self.full.values(), *self.stages))
+        return sum(each.venue.seconds for each in (*self.full.values(), *self.stages))
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The place where environments run: the run's loop, threads, or worker processes."""
+"""The venue of environments: the run's loop, threads, or worker processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FEW = 8
 """Episodes after which this is looked at."""
 
 
-class Place(Stopwatch):
+class Venue(Stopwatch):
     """Where the environments of a set-up run, and the seconds that the run's loop spent in them.
 
     In ``"threads"`` and in ``"workers"``, which are processes, episodes wait side by side. With
