@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ragen.config.config import Config
 from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode
@@ -26,6 +27,7 @@ from ragen.models.names import base_folder
 from ragen.rollout import venue
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import Setup, make_setup
+from tests.heart import beating
 from tests.scripted_policy import ScriptedPolicy
 
 FILE = Path(__file__).parents[1] / "waiting_envs.py"
@@ -70,27 +72,13 @@ def test_every_form_plays_the_same_episodes(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["Asynchronous", "InThreads"])
 def test_episodes_wait_side_by_side_and_the_loop_goes_on(form: str) -> None:
-    beats: list[float] = []
-
-    async def beat() -> None:
-        while True:
-            beats.append(time.monotonic())
-            await asyncio.sleep(0.002)
-
-    async def both() -> list[Episode]:
-        heart = asyncio.create_task(beat())
-        try:
-            return await played(setup, 16, 4)
-        finally:
-            heart.cancel()
-
-    setup = setup_of(form, delay=0.05)
+    setup = setup_of(form, delay=0.1)
     with closing(setup):
-        episodes = asyncio.run(both())
+        episodes, gap = asyncio.run(beating(played(setup, 16, 4)))
     assert all(each.success for each in episodes)
     together = max(turn.info["together"] for each in episodes for turn in each.turns)
     assert together >= 32, "of 64 episodes most wait together"
-    assert len(beats) > 20, "the loop had its turns meanwhile"
+    assert gap < 0.1, "no wait stops the loop"
     assert setup.venue.seconds == 0, "none of this is the loop's time"
 
 
@@ -182,29 +170,24 @@ def test_baselines_of_waiting_environments_are_played_side_by_side() -> None:
     assert found == Baselines(1.0, None, 3.0, None, draws=4 * DRAWS_WAITING)
 
 
-def sampled(form: str, delay: float) -> dict[tuple[int, int], list[Completion]]:
-    """What the embedded model samples where answers take so long."""
-    model = str(base_folder("bandit"))
-    values = {"env.name": f"{FILE}:{form}", "env.params.delay": delay, "rollout.max_tokens": 12}
-    policy, setup = load_target(model, merge(None, values | {"model.path": model}))
-
-    async def rollout() -> list[Episode]:
-        groups = await run_groups(policy, setup, range(4), 2, (0, "train", 0), 8)
-        return [episode for group in groups for episode in group.episodes]
-
-    with closing(setup):
-        return {
-            (each.group, each.member): [turn.completion for turn in each.turns]
-            for each in asyncio.run(rollout())
-        }
-
-
 def test_no_bit_depends_on_how_long_answers_take() -> None:
     """Between environments that wait; without waits, logprobs are equal up to rounding."""
+
+    def config_of(form: str, delay: float) -> Config:
+        own = {"env.name": f"{FILE}:{form}", "env.params.delay": delay, "model.path": model}
+        return merge(None, own | {"rollout.max_tokens": 6})
+
+    def sampled(form: str, delay: float) -> list[list[Completion]]:
+        with closing(make_setup(config_of(form, delay), chat)) as setup:
+            groups = asyncio.run(run_groups(policy, setup, range(3), 2, (0, "train", 0), 6))
+        return [[turn.completion for turn in each.turns] for g in groups for each in g.episodes]
+
+    model = str(base_folder("bandit"))
+    policy, setup = load_target(model, config_of("Count", 0.0))
+    chat = setup.chat
     expected = sampled("Asynchronous", 0.0)
     assert sampled("Asynchronous", 0.004) == expected == sampled("InThreads", 0.002)
-    plain = sampled("Count", 0.0)
-    for place, completions in expected.items():
-        for one, other in zip(completions, plain[place], strict=True):
-            assert one.token_ids == other.token_ids
+    for ours, theirs in zip(expected, sampled("Count", 0.0), strict=True):
+        assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
+        for one, other in zip(ours, theirs, strict=True):
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)

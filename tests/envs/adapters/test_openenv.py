@@ -9,13 +9,15 @@ from http import HTTPStatus
 
 import pytest
 
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.envs.adapters import openenv
 from ragen.envs.checker import check
 from ragen.envs.registry import make
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, random_player
-from ragen.rollout.setup import Setup
+from ragen.rollout.setup import Setup, make_setup
+from tests.heart import beating
 
 pytest.importorskip("websockets", reason="needs the extra openenv")
 SCHEMA = {"action": {"properties": {"move": {"enum": ["left", "right"]}, "metadata": {}}}}
@@ -27,7 +29,7 @@ class Server:
     def __init__(self, schema=SCHEMA, port=0):
         from websockets.sync.server import serve
 
-        self.schema, self.slow, self.sessions = schema, False, 0
+        self.schema, self.slow, self.sessions, self.pause = schema, False, 0, 0.0
         self.name, self.shown, self.farewell = "walk", "You are at {}.", None
         self._server = serve(
             self.session, "127.0.0.1", port, process_request=self.describe, close_timeout=0.1
@@ -52,8 +54,7 @@ class Server:
         place = 0
         for message in connection:
             asked = json.loads(message)
-            if self.slow:
-                time.sleep(3)
+            time.sleep(3 if self.slow else self.pause)
             if self.farewell is not None:
                 connection.close(1008, self.farewell)
                 return
@@ -195,3 +196,22 @@ def test_no_server_is_one_line():
         with pytest.raises(RagenError, match=message) as error:
             make(f"openenv:{url}")
         assert "\n" not in str(error.value)
+
+
+def test_episodes_wait_for_the_server_side_by_side_and_the_loop_goes_on(server):
+    server.pause = 0.1
+    setup = make_setup(merge(None, {"env.name": f"openenv:{server.url}", "env.timeout_s": 2}), None)
+    policy = PlayerPolicy(random_player, setup.think, setup.prefill)
+
+    async def play_all():
+        groups = await run_groups(policy, setup, range(1, 9), 1, (0, "eval"))
+        return [each for group in groups for each in group.episodes]
+
+    began = time.monotonic()
+    episodes, gap = asyncio.run(beating(play_all()))
+    num_steps = sum(len(turn.actions_executed) for each in episodes for turn in each.turns)
+    assert all(each.error is None for each in episodes) and num_steps > 24
+    assert time.monotonic() - began < 0.1 * num_steps / 2, "one after the other takes twice that"
+    assert gap < 0.1, "no wait stops the loop"
+    server.slow = True
+    assert {each.stop_reason for each in asyncio.run(play_all())} == {"timeout"}
