@@ -1,6 +1,7 @@
 """Is a run that was killed and resumed the run that was not? Counted over random moments.
 
     python benchmarks/kill.py 30
+    python benchmarks/kill.py --processes 2 30
     python benchmarks/kill.py --ray 10
 
 Each trial trains an embedded model in a process of its own, by turns with each of `CONFIGS`: GRPO
@@ -9,7 +10,7 @@ isolated workers, GSPO with LoRA, and GiGPO in bfloat16.
 The process gets SIGKILL at a random moment and is resumed, and so on, at most three times; then it
 is left to its end. Compared with a run that nobody killed: all rows of the database (those about
 seconds excepted), and every tensor of the last checkpoint, bit for bit.
-Prints a line a trial and at the end one JSON line.
+Prints a line a trial and at the end one JSON line. With ``--processes`` the victim is one of them.
 
 With ``--ray`` one run, of a learner and two samplers on a Ray cluster of three nodes, loses that
 many of `VICTIMS` at random moments. A lost node comes back, and a driver by ``ragen resume``.
@@ -33,7 +34,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("trials", type=int, nargs="?", default=30)
     parser.add_argument("--ray", type=int, default=0, help="kills in one run on Ray")
+    parser.add_argument("--processes", type=int, default=1, help="of the engine")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     args = parser.parse_args()
     if args.ray:
@@ -115,6 +117,7 @@ def main() -> None:
     killed_in: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "detector.py").write_text(DETECTOR)
+        SETTINGS["engine.processes"] = args.processes
         configs = {name: config_of(name, Path(scratch)) for name in CONFIGS}
         whole: dict[str, tuple[dict[str, Any], float]] = {}
         for trial in range(args.trials):
@@ -168,17 +171,29 @@ def in_a_process(work: Callable[[], object]) -> int:
 def kill_and_resume(config: Config, run: Path, seconds: float, chooser: random.Random) -> list[str]:
     """Run to the end through kills at random moments; returns the phases they fell into."""
     places: list[str] = []
+    pid, started = in_a_process(lambda: go_on(config, run)), dict[int, str]()
     while True:
-        pid = in_a_process(lambda: go_on(config, run))
+        place = ""
         if len(places) < MOST_KILLS:
             time.sleep(chooser.uniform(0, seconds))
-            place = PHASES[here[0]]
-            os.kill(pid, signal.SIGKILL)
+            place, started = PHASES[here[0]], below(pid)
+            victim = chooser.choice([pid, *(p for p in started if "child_host" in started[p])])
+            with suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+            if victim != pid:
+                places.append(f"{place} of a child")
+                continue
         status = os.waitpid(pid, 0)[1]
         if status == 0:
             return places
-        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, "the run failed by itself"
-        places.append(place)
+        was_killed = os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+        assert was_killed or places[-1] == "between of a child", "the run failed by itself"
+        places += [place] if was_killed else []  # else a child was killed before the run began
+        for _ in range(100):
+            left = below(0).keys() & started
+            time.sleep(0.1 if left else 0)
+        assert not left, f"processes are left: {[started[each] for each in left]}"
+        pid = in_a_process(lambda: go_on(config, run))
 
 
 def go_on(config: Config, run: Path) -> None:
@@ -231,7 +246,9 @@ def kill_on_ray(kills: int, chooser: random.Random, scratch: Path) -> None:
             cluster.remove_node(nodes.pop(chooser.randrange(3)), allow_graceful=False)
             nodes.append(cluster.add_node(num_cpus=1))
         else:
-            os.kill(chooser.choice(hosts(victim)), signal.SIGKILL)
+            title, every = f"ray::{victim.title()}Host", below(os.getpid())
+            hosts = [pid for pid in every if every[pid].startswith(title)]
+            os.kill(chooser.choice(hosts), signal.SIGKILL)
         wait_for_step(run, driver, known + 1)
         seconds, killed[victim] = time.monotonic() - start, killed[victim] + 1
         texts = "; ".join(each["text"] for each in recoveries(run)[known:])
@@ -289,18 +306,15 @@ def last_step(run: Path) -> int:
     return max(found.get("reward/mean", {}), default=0)
 
 
-def hosts(kind: str) -> list[int]:
-    """The processes of learners or samplers below this one."""
+def below(parent: int) -> dict[int, str]:
+    """The processes that a process has started, directly or not, with their commands."""
     listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True)
-    found = {
-        int(line.split()[0]): line.split(maxsplit=2)[1:] for line in listed.stdout.splitlines()
-    }
+    found = {int(line.split()[0]): line.split(maxsplit=2) for line in listed.stdout.splitlines()}
 
     def is_below(pid: int) -> bool:
-        return pid == os.getpid() or (pid in found and is_below(int(found[pid][0])))
+        return pid in found and (int(found[pid][1]) == parent or is_below(int(found[pid][1])))
 
-    title = f"ray::{kind.title()}Host"
-    return [pid for pid in found if found[pid][1].startswith(title) and is_below(pid)]
+    return {pid: found[pid][2] for pid in found if is_below(pid)}
 
 
 def contents(run: Path) -> dict[str, Any]:

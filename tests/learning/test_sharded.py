@@ -24,11 +24,13 @@ from torch import Tensor
 
 from ragen.algorithms.batch import Batch, collate
 from ragen.config.config import Config
+from ragen.config.reading import changed
 from ragen.core.errors import NotFiniteError, RagenError
 from ragen.engines.local import LocalEngine
 from ragen.engines.sharded import Rank
 from ragen.learning import exactness
-from ragen.learning.ranks import Ranks, _pieces, join, leave
+from ragen.learning import ranks as ranks_module
+from ragen.learning.ranks import Ranks, _pieces, join, join_here, leave
 from ragen.models.loading import load_policy
 from ragen.storage.checkpoint import verified_state, write_state
 from tests.bandit_model import bandit_model
@@ -288,6 +290,71 @@ def test_a_checkpoint_of_the_local_engine_goes_on_in_two_processes(tmp_path: Pat
     expected = go_on(config, tmp_path, state)
     found = in_processes(2, lambda rank, at: go_on(config, tmp_path, state, rank, 2, at))
     assert_weights_agree(found[0], expected, {"weight": 1e-5})
+
+
+# Whole weights in every process.
+
+
+def learn_whole(config: Config, size: int, steps: int, **work: int) -> list[Any]:
+    """The outcome and the trained weights of each of several processes."""
+    config = changed(config, {"engine.processes": size})
+
+    def learn(rank: int, address: str) -> tuple[Outcome, dict[str, Tensor]]:
+        one = Rank(config, str(bandit_model()), rank, size, address)
+        found = outcome_of(one, batch_for(one.learner, config, **work), steps)
+        weights = {name: each.clone() for name, each in one.learner.trained_weights()}
+        one.close()
+        return found, weights
+
+    return in_processes(size, learn)
+
+
+def assert_whole(
+    config: Config, size: int, steps: int, bound: dict[str, float], **work: int
+) -> None:
+    """Several processes learn what one does, and all hold the same weights bit for bit."""
+    expected = outcome(config, steps, **work)
+    (first, weights), *others = learn_whole(config, size, steps, **work)
+    assert_agree(first, expected, bound)
+    for _, found in others:
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+
+def test_processes_with_whole_weights_learn_what_one_does() -> None:
+    assert_whole(config_of("grpo"), 2, 1, FLOAT32 | {"gradient": 1e-6})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["ppo", "ppo-shared", "lora"])
+def test_three_processes_with_whole_weights_of_which_one_has_no_episode(recipe: str) -> None:
+    config, bound = config_of(recipe, loss__kl=0.01), FLOAT32 | {"gradient": 1e-6}
+    assert_whole(config, 3, 3, bound, groups=1, members=2)
+
+
+@pytest.mark.slow
+def test_whole_weights_in_bfloat16_have_equal_masters() -> None:
+    assert_whole(config_of("ppo", model__dtype="bfloat16"), 2, 3, BFLOAT16)
+
+
+def test_sums_over_processes_are_whatever_fits_into_one_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Small tensors travel together, and one that is larger than a message alone."""
+    monkeypatch.setattr(ranks_module, "BUCKET", 4)
+    shapes = ((2,), (1, 1), (3, 2), (1,), (2, 2))
+
+    def add_up(rank: int, address: str) -> list[list[float]]:
+        ranks = join_here(rank, 2, address)
+        tensors = [torch.full(shape, 10.0 * place + rank) for place, shape in enumerate(shapes)]
+        ranks.add_up(tensors)
+        leave(ranks)
+        assert tuple(tuple(each.shape) for each in tensors) == shapes
+        return [each.flatten().tolist() for each in tensors]
+
+    numbers = [math.prod(shape) for shape in shapes]
+    wanted = [[20.0 * place + 1] * count for place, count in enumerate(numbers)]
+    assert in_processes(2, add_up) == [wanted, wanted]
 
 
 # The split.

@@ -102,6 +102,15 @@ def test_learners_and_samplers_on_ray_share_this_machine(monkeypatch: pytest.Mon
     refuse_too_large(plans(changed(config, {"engine.samplers": 2})), print)
 
 
+def test_local_processes_have_all_of_a_run_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, planned = plan(make_config()), plan(make_config(engine__processes=3))
+    assert planned.total == 3 * alone.total and planned.certain == 3 * alone.certain
+    assert " for 3 processes on the cpu" in planned.lines()[0]
+    monkeypatch.setattr(memory, "available", lambda _: planned.certain - 1)
+    with pytest.raises(RagenError, match="optimiser of 3 processes take"):
+        refuse_too_large(plans(make_config(engine__processes=3)), print)
+
+
 def test_a_run_on_other_machines_is_told_what_each_process_needs_and_is_not_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,29 @@ def test_products_are_onednns_only_where_mkl_is_slow(
     with bfloat16_products(torch.bfloat16):
         rounds = worst_error() > 1e-5  # as a processor with AMX does
     assert chosen == ("bf16" if library == "oneDNN" and not rounds else "none")
+
+
+def test_processes_share_threads_and_each_has_one_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 8)
+    given = list[int]()
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    counts = [(0, 2), (0, 3), (4, 2), (1, 2), (3, 1)]
+    found = [machine.use_threads(count, processes) for count, processes in counts]
+    assert found == given == [4, 2, 2, 1, 3]
+
+
+@pytest.mark.parametrize(("free", "found"), [(4, 4), (2, 2), (1, 1)])
+def test_free_cores_are_those_that_do_not_slow_each_other(
+    monkeypatch: pytest.MonkeyPatch, free: int, found: int
+) -> None:
+    """More threads than free cores take turns."""
+    threads = [1]
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, count: int) -> None:
+            threads.append(count)
+            super().__init__(count)
+
+    monkeypatch.setattr(machine, "_time", lambda _: max(1.0, threads[-1] / free))
+    monkeypatch.setattr(machine, "ThreadPoolExecutor", Pool)
+    assert machine.free_cores(4) == found

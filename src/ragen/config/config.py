@@ -15,7 +15,8 @@ class Config(Sections):
     @property
     def episodes_at_once(self) -> int:
         """Maximum number of episodes played at once: one for each slot of each sampler."""
-        return self.rollout.slots * self.engine.samplers
+        engine = self.engine
+        return self.rollout.slots * max(engine.samplers, engine.processes)
 
     def by_env(self) -> dict[str, Config]:
         """The config of each environment, as in a run of this environment alone."""

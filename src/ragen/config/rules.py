@@ -112,6 +112,13 @@ RULES: tuple[Rule, ...] = (
         "Ray starts the samplers",
     ),
     Rule(
+        lambda c: (
+            c.engine.processes != 1 and (c.engine.name == "ray" or c.rollout.sampler != "local")
+        ),
+        "engine.processes = {c.engine.processes}: processes are of the local engine, and sample by "
+        'themselves: set it to 1, or engine.name and rollout.sampler to "local"',
+    ),
+    Rule(
         lambda c: c.engine.tensor_parallel > 1 and c.rollout.sampler != "vllm",
         'engine.tensor_parallel = {c.engine.tensor_parallel} needs rollout.sampler = "vllm"',
     ),

@@ -375,7 +375,10 @@ class EngineConfig(Section):
     """
 
     name: Literal["local", "ray"] = "local"
-    """local (this process), or ray: learners and samplers in processes of their own."""
+    """local (this machine), or ray: learners and samplers in processes of their own."""
+    processes: int = Field(1, ge=0, le=64)
+    """Processes of the local engine, on a CPU. Each plays its share of the groups and trains its
+    share of every minibatch. 0 takes as many as there are free cores."""
     learners: int = Field(1, ge=1, le=4096)
     """Processes that train, with the weights split among them (FSDP2)."""
     samplers: int = Field(1, ge=1, le=4096)

@@ -35,15 +35,16 @@ class LocalEngine(Engine):
 
     The local sampler reads the learner's weights in place, so publishing only drops the cache of
     keys and values. vLLM has weights of its own, so publishing pushes the learner's and checks that
-    they arrived (`check_parity`). `path` is the folder or hub id of the policy's first weights.
+    they arrived (`check_parity`). `path` is the folder or hub id of the policy's first weights. As
+    one of several processes (`ragen.cluster.process_engine`) it gets the arguments of its `Rank`.
 
     Raises:
         RagenError: The model cannot be loaded or has no usable chat template, vLLM cannot serve
             it, or the KL reference would not be the policy that the run begins with.
     """
 
-    def __init__(self, config: Config, path: str) -> None:
-        self.rank = Rank(config, path)
+    def __init__(self, config: Config, path: str, *of_rank: Any) -> None:
+        self.rank = Rank(config, path, *of_rank)
         self.model, self.chat = self.rank.model, self.rank.chat
         self.learner = self.rank.learner
         self.version = 0
@@ -120,6 +121,7 @@ class LocalEngine(Engine):
     @override
     async def close(self) -> None:
         await self.policy.close()
+        self.rank.close()
         learner = self.learner
         for module in filter(None, (self.model, learner.critic, learner.reference)):
             nn.Module.to(module, "meta")  # frees the storage

@@ -1,6 +1,7 @@
 """A process that trains: a model and its learner, alone or as one of several.
 
-A `LocalEngine` is a `Rank` that is alone, with a sampler. Torch's FSDP2 joins several.
+A `LocalEngine` is a `Rank` with a sampler. Several ranks split the weights by torch's FSDP2, or, as
+the processes of one machine (`engine.processes`), hold them whole and add up their gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ragen.core.errors import RagenError
 from ragen.engines.factory import TOLERANCES, load_model, prepare_model
 from ragen.learning.learner import Learner, Mismatch
 from ragen.learning.models import Models
-from ragen.learning.ranks import ALONE, join, leave
+from ragen.learning.ranks import ALONE, join, join_here, leave
 from ragen.learning.saving import load_learner, refuse_another_first, save_learner
 from ragen.models.adapter_folder import fingerprint_of_base, hash_tensors
 from ragen.networks import lora
@@ -42,7 +43,8 @@ class Rank:
     raises an error, all raise it. If one dies, the others wait at most for `ranks.TIMEOUT_S`.
 
     `path` is the folder or hub id of the policy's first weights, which each process reads.
-    `store_address` is ``host:port`` on the machine of rank 0, where the processes meet.
+    `store_address` is where the processes meet: ``host:port`` on the machine of rank 0, or for
+    `engine.processes` ``file://`` and the path of a new file.
 
     Raises:
         RagenError: The model cannot be loaded, or the KL reference would not be the policy that the
@@ -57,7 +59,8 @@ class Rank:
         num_ranks: int = 1,
         store_address: str = "",
     ) -> None:
-        self.ranks = join(rank, num_ranks, store_address) if num_ranks > 1 else ALONE
+        meet = join_here if config.engine.processes > 1 else join
+        self.ranks = meet(rank, num_ranks, store_address) if num_ranks > 1 else ALONE
         device = "cpu" if num_ranks > 1 else ""  # a GPU gets its part when the weights are split
         critic, shared = uses_critic(config.advantage.name), config.model.critic == "shared"
 

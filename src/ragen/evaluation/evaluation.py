@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -147,7 +146,8 @@ def evaluate_target(
                 kept.add(episode, text_of)
                 add(outcome_of(episode))
 
-            slots = concurrency or (CONCURRENCY if server else config.rollout.slots)
+            at_once = config.rollout.slots * max(1, config.engine.processes)
+            slots = concurrency or (CONCURRENCY if server else at_once)
             run_async(play_episodes(policy, setup, missing, slots, on_episode))
         outcomes = [known[place] for place in specs]
         with closing(make_setup(config, None)) as setup:
@@ -200,11 +200,11 @@ async def evaluate_envs(
     The evaluation of a mixture covers all episodes together, and its `parts` are the evaluations of
     the environments. The episodes are returned in groups of one, numbered through all environments.
     """
-    parts, groups, gate = list[Evaluation](), list[Group](), asyncio.Semaphore(levels.slots)
+    parts, groups = list[Evaluation](), list[Group]()
     path, seeds = (levels.seed, "eval"), range(EVAL_LEVELS, EVAL_LEVELS + levels.episodes)
     for setup in setups.values():
         start = time.monotonic()
-        played = await run_groups(policy, setup, seeds, 1, path, gate, on_episode)
+        played = await run_groups(policy, setup, seeds, 1, path, levels.slots, on_episode)
         outcomes = [outcome_of(group.episodes[0]) for group in played]
         parts.append(evaluation_of(outcomes, setup, levels.target, start))
         for number, group in enumerate(played, len(groups)):
@@ -232,6 +232,7 @@ def play_target(
     target: str, overrides: Mapping[str, Any] | None = None, *, seed: int = 0
 ) -> Episode:
     """Play one evaluation level, number `seed`, and return the episode."""
-    loaded = load_target(target, config_for(target, overrides or {}))
+    config = changed(config_for(target, overrides or {}), {"engine.processes": 1})
+    loaded = load_target(target, config)
     spec = EpisodeSpec(EVAL_LEVELS + seed, 0, 0, (seed, "play"))
     return run_async(play_episodes(*loaded, [spec]))[0]

@@ -58,12 +58,12 @@ def load_target(
         make = PLAYERS[target]
         return PlayerPolicy(make, setup.think, setup.prefill, write=setup.write), setup
     path = resolve_model(target, config.env.name, TARGETS)
-    from ragen.engines.factory import make_policy
+    from ragen.cluster.process_engine import load_policy, with_processes
     from ragen.networks.machine import use_threads
 
-    use_threads(config.threads)
-    policy, chat = make_policy(config, path)
-    return policy, make_setup(config, chat)
+    config = with_processes(config)
+    use_threads(config.threads, config.engine.processes)
+    return load_policy(config, path)
 
 
 def outcome_settings(

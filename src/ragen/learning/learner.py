@@ -94,9 +94,9 @@ class Learner:
 
     Trained weights that are not float32 get a float32 master (`ragen.networks.precision.Masters`).
 
-    With several ranks (`Models`) each process has its own learner, which keeps a part of every
-    optimiser's state and computes its share of a batch. All processes call the same methods at the
-    same time with the same arguments, and get the same results.
+    With several ranks (`Models`) each process has its own learner, which computes its share of a
+    batch, and keeps a part of every optimiser's state if the weights are split. All processes call
+    the same methods at the same time with the same arguments, and get the same results.
 
     Args:
         steps: The length of the run, over which the learning rate decays, as in `Config.budget`.
@@ -225,8 +225,8 @@ class Learner:
         return metrics
 
     def _term_norms(self, batch: Batch) -> dict[str, float]:
-        if self.models.units:
-            return self._term_norms_if_split(batch)
+        if self.ranks.size > 1:
+            return self._term_norms_of_ranks(batch)
         trained = [p for p in self.models.trained.parameters() if p.requires_grad]
         sums: dict[str, Sequence[Tensor]] = {}
         for rows in self._microbatches(batch):
@@ -239,8 +239,8 @@ class Learner:
                 sums[term] = [a + b for a, b in zip(known, new, strict=True)] if known else new
         return {term: float(nn.utils.get_total_norm(total)) for term, total in sums.items()}
 
-    def _term_norms_if_split(self, batch: Batch) -> dict[str, float]:
-        """The norms of split weights, whose gradients can be read only where they are stored."""
+    def _term_norms_of_ranks(self, batch: Batch) -> dict[str, float]:
+        """The norms with several ranks, whose gradients are added up where they are stored."""
         norms = {}
         own, idle = self._passes(batch)
         masters = self.masters.trained.values()
@@ -249,11 +249,26 @@ class Learner:
                 self.models.units.begin_pass(number == len(passes) - 1)
                 _backward(self._terms(take(batch, rows))[term], float(number < len(own)))
             self.models.units.rest()
+            self._add_up(self.masters)
             gradients = [master.grad for master in masters if master.grad is not None]
             norms[term] = float(whole(nn.utils.get_total_norm(gradients)))
             for master in masters:
                 master.grad = None  # an update begins without gradients
         return norms
+
+    def _add_up(self, masters: Masters) -> None:
+        """Add up the gradients of whole weights over the ranks; split weights do it themselves.
+
+        A weight may have none here, such as that of an expert that no token of this share chose.
+        """
+        if self.ranks.size == 1 or self.ranks.splits_weights or not masters.trained:
+            return
+        weights = list(masters.trained.values())
+        found = self.ranks.sum(torch.tensor([each.grad is not None for each in weights]).int())
+        trained = [each for each, count in zip(weights, found.tolist(), strict=True) if count]
+        for each in trained:
+            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+        self.ranks.add_up([each.grad for each in trained if each.grad is not None])
 
     def _terms(self, part: Batch) -> dict[str, Loss]:
         tokens = flatten(part).to(self.models.device)
@@ -295,11 +310,12 @@ class Learner:
     def _passes(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
         """The rows of each microbatch of this process, and of those that it computes in vain.
 
-        Processes gather weights for each other, so one with fewer computes the shortest row again.
+        Processes gather split weights for each other, so one with fewer computes the shortest row
+        again. With whole weights, only one that has no rows computes it, for gradients of 0.
         """
         splits = self._splits(batch)
         own = splits[self.ranks.rank]
-        most = max(map(len, splits))
+        most = max(map(len, splits)) if self.ranks.splits_weights else 1
         lengths_B = batch.lengths_B.where((batch.weight_BT > 0).any(1), batch.lengths_B.max() + 1)
         return own, [lengths_B.argmin()[None]] * (most - len(own))
 
@@ -381,6 +397,8 @@ class Learner:
                     passed.critic_losses.append(loss.value.detach())
                     passed.metrics.append(loss.metrics)
         self.models.units.rest()
+        self._add_up(self.masters)
+        self._add_up(self.critic_masters)
         return passed
 
     def _verify(self, batch: Batch, microbatches: list[Batch]) -> Metrics:

@@ -38,8 +38,8 @@ class Models:
     critic's, and only the adapters and the value head are trained. The `policy` comes with these
     adapters. `trained` is the part of it that is trained: all of it, or its adapter.
 
-    With several `ranks` each process keeps a part of every weight (`ragen.networks.sharding`), its
-    `units`. All processes call the same methods at the same time.
+    With several `ranks` all processes call the same methods at the same time. If `ranks` split the
+    weights, each process keeps a part of every weight (`ragen.networks.sharding`), its `units`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Models:
 
     def _split(self, modules: Sequence[nn.Module], apart: Sequence[nn.Module] = ()) -> None:
         """Split the weights of modules that compute together; one of another dtype is `apart`."""
-        if self.ranks.size > 1:
+        if self.ranks.splits_weights:
             fast = usable_device() == "cpu" and is_fast(self.policy)
             self.units.add(Unit(modules, apart, in_layers=not fast), *modules)
 

@@ -8,7 +8,10 @@ neighbours, so that few of these prompts are computed in two processes.
 from __future__ import annotations
 
 import heapq
+import os
+import socket
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -16,6 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ragen.algorithms.batch import Batch
 from ragen.core.errors import NotFiniteError, RagenError
@@ -26,21 +30,44 @@ T = TypeVar("T")
 TIMEOUT_S = 600.0
 """Seconds without a change after which a process of an engine counts as lost."""
 
+MEET_S = 60.0
+"""Seconds for which a process waits for the others to meet it, on one machine."""
+
+BUCKET = 2**22
+"""Numbers of small tensors that are added up at once: a message takes a millisecond."""
+
 
 class Ranks:
     """This process's place, `rank`, among `size` processes; a single one needs no communication.
 
-    All processes call `sum`, `gather` and `together` at the same time.
+    With `splits_weights` each process keeps a part of every weight, else each has all weights and
+    takes the same optimiser steps. All processes call `sum`, `add_up`, `gather` and `together` at
+    the same time.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, splits_weights: bool = True) -> None:
         self.rank, self.size = rank, size
+        self.splits_weights = splits_weights and size > 1
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of the processes' tensors, which are on the CPU; `tensor` is changed."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replace float32 tensors by their sums over the processes, which are equal in all."""
+        left = deque(tensors)
+        while left:
+            bucket = [left.popleft()]
+            numbers = bucket[0].numel()
+            while left and numbers + left[0].numel() <= BUCKET:
+                bucket.append(left.popleft())
+                numbers += bucket[-1].numel()
+            summed = self.sum(torch.cat([each.flatten() for each in bucket]))
+            for tensor in bucket:
+                part, summed = summed[: tensor.numel()], summed[tensor.numel() :]
+                tensor.copy_(part.view_as(tensor))
 
     def gather(self, value: T) -> list[T]:
         """The values of all processes, by rank."""
@@ -149,18 +176,34 @@ def join(rank: int, size: int, address: str, timeout_s: float = TIMEOUT_S) -> Ra
     Tensors on a CPU travel by gloo, those on a GPU by NCCL. A process that waits for another for
     longer than `timeout_s` fails.
     """
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    _meet(rank, size, address if "://" in address else f"tcp://{address}", timeout_s)
+    return Ranks(rank, size)
+
+
+def join_here(rank: int, size: int, address: str, timeout_s: float = TIMEOUT_S) -> Ranks:
+    """Meet the other processes of this machine, which all keep whole weights.
+
+    `address` is ``file://`` with the path of a new file. They talk through the loopback interface,
+    which no other machine reaches.
+    """
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    _meet(rank, size, address, MEET_S)
+    _set_pg_timeout(timedelta(seconds=timeout_s))  # one that is lost until here is noticed sooner
+    return Ranks(rank, size, splits_weights=False)
+
+
+def _meet(rank: int, size: int, url: str, timeout_s: float) -> None:
     dist.init_process_group(
-        backend,
-        init_method=address if "://" in address else f"tcp://{address}",
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        init_method=url,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
     )
-    return Ranks(rank, size)
 
 
 def leave(ranks: Ranks) -> None:
     """Part from the other processes."""
-    if ranks.size > 1:
+    if ranks.size > 1 and dist.is_initialized():
         dist.destroy_process_group()

@@ -133,8 +133,8 @@ class Plan:
 def plans(config: Config) -> list[Plan]:
     """The memory of all processes of a run: a plan for each memory, of a machine or a GPU.
 
-    Learners and samplers on Ray share this machine's memory. On GPUs, each has its own, or a
-    learner and a sampler share one. What is free on another machine is not known.
+    Learners and samplers on Ray, and local processes, share this machine's memory. On GPUs, each
+    has its own, or a learner and a sampler share one. What is free on another machine is not known.
 
     Raises:
         RagenError: The model does not exist, or LoRA does not suit it.
@@ -165,7 +165,9 @@ def plans(config: Config) -> list[Plan]:
         return Plan(held, run.device, free, processes)
 
     if engine.name == "local":
-        return [shared("", learner=1, sampler=1, driver=1)]
+        count = max(1, engine.processes)
+        words = f"{count} processes" if count > 1 else ""
+        return [shared(words, learner=count, sampler=count, driver=1)]
     learners, samplers = processes_of(engine)
     if run.device == "cpu" and not is_elsewhere:
         counts = {"learner": engine.learners, "sampler": engine.samplers}

@@ -10,6 +10,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ PROBE_WIDTH = 256
 PROBE_ROUNDS = 12
 CLEARLY_SLOWER = 1.5
 """A probe of several threads is not repeated if it takes this many times as long as one thread."""
+
+CLEARLY_BUSY = 1.3
+"""Cores on which a product takes this many times as long as on one core are not all free."""
 
 DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")))
 """Device files of GPUs that torch can use on Linux: of NVIDIA, of AMD, within Windows."""
@@ -33,16 +37,19 @@ def usable_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def use_threads(count: int) -> int:
+def use_threads(count: int, processes: int = 1) -> int:
     """Set torch's thread count and return it, and choose the library of its float32 products.
 
     NumPy gets one thread: its products are small. Two threads may be slower than one on a busy
     machine. So a count of 0 means all cores of this process, at most 8, if they multiply the
-    embedded model's shapes at least 10 % faster than one core, else one.
+    embedded model's shapes at least 10 % faster than one core, else one. Several `processes` share
+    `count` threads, or all cores.
     """
     import torch
     from threadpoolctl import threadpool_limits
 
+    if processes > 1:
+        count = max(1, (count or usable_cpus()) // processes)
     count = count or _probe()
     torch.set_num_threads(count)
     threadpool_limits(1, "blas")
@@ -94,6 +101,20 @@ def _probe() -> int:
     if together < CLEARLY_SLOWER * alone:
         together = min(together, _time(most), _time(most))
     return most if together < 0.9 * alone else 1
+
+
+def free_cores(most: int) -> int:
+    """The number of cores, at most `most`, that are free: as many threads do not slow each other.
+
+    Threads that multiply at the same time may take up to `CLEARLY_BUSY` times as long as one alone.
+    """
+    alone = min(_time(1) for _ in range(3))
+    for count in range(most, 1, -1):
+        with ThreadPoolExecutor(count) as pool:
+            together = min(max(pool.map(_time, [1] * count)) for _ in range(3))
+        if together < CLEARLY_BUSY * alone:
+            return count
+    return 1
 
 
 def _time(threads: int) -> float:

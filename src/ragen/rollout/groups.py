@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group
@@ -14,6 +14,21 @@ from ragen.rollout.policies import Policy, Seating, seated
 from ragen.rollout.setup import EpisodeSpec, Setup
 
 T = TypeVar("T")
+
+
+@runtime_checkable
+class Spread(Protocol):
+    """A policy that plays episodes in other processes, too; the arguments of `run_episodes`."""
+
+    async def play(
+        self,
+        setups: Sequence[Setup],
+        specs: Sequence[EpisodeSpec],
+        concurrency: int | asyncio.Semaphore,
+        on_episode: Callable[[Episode], None] | None,
+    ) -> list[Episode]:
+        """Play and return the episodes, in order."""
+        ...
 
 
 async def run_groups(
@@ -58,6 +73,8 @@ async def run_episodes(
     that no bit depends on it.
     """
     setups = [setup] * len(specs) if isinstance(setup, Setup) else setup
+    if isinstance(policy, Spread):
+        return await policy.play(setups, specs, concurrency, on_episode)
     waits = any(each.venue.waits for each in setups)
     if isinstance(policy, Seating) and policy.is_idle:
         policy.ordered = waits

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ragen.cluster.process_engine import ProcessEngine
 from ragen.config.config import Config
 from ragen.config.sections import CheckpointConfig, EvalConfig
 from ragen.core.errors import RagenError
@@ -86,7 +87,7 @@ class LoopState:
         best_step: The evaluated step with a regular checkpoint that has the most success.
         best_success: Its success; −1 before the first evaluation.
         seconds: Time of the steps, those that were rolled back included.
-        threads: Threads of torch; a resumed run takes the same number.
+        threads: Threads of torch in each process; a resumed run takes the same number.
         stage: Curriculum stage, from 1.
         stage_success: Success of the stage's last steps.
         groups: Groups so far by environment, without refilled ones.
@@ -262,6 +263,8 @@ def make_engine(config: Config, path: str | None = None, after: Engine | None = 
         from ragen.cluster.ray_engine import RayEngine  # Ray is an extra
 
         return RayEngine(config, path, after)
+    if config.engine.processes > 1:
+        return ProcessEngine(config, path)
     return LocalEngine(config, path)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.estimator import needs_values
+from ragen.cluster.process_engine import with_processes
 from ragen.config.config import Config
 from ragen.config.extensions import JUDGE, load, short_name
 from ragen.config.reading import changed, dump, flatten, unread, with_preset
@@ -95,10 +96,10 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
         StopRequested: SIGINT or SIGTERM came; the run is saved as of its last finished step.
     """
     refuse_existing(out)
-    config = pin_first(load_code(resolve_paths(with_preset(config))))
+    config = with_processes(pin_first(load_code(resolve_paths(with_preset(config)))))
     refuse_lonely(config.advantage.name, config.rollout.group_size)
     changed(config, remedy(config, 1))  # refuse a remedy that cannot work
-    state = LoopState(threads=use_threads(config.threads))
+    state = LoopState(threads=use_threads(config.threads, config.engine.processes))
     watcher = with_trackers(watcher, config.record.trackers)
     if warning := advice(config.prompt.style, config.model.path):
         watcher.note(warning)
@@ -175,7 +176,8 @@ def resume(
             f"ragen train RECIPE --model {folder}"
         )
         return result_of(folder, config.env.name, config.eval.temperature, saved.state)
-    use_threads(saved.state.threads)
+    before, now = saved.own.engine.processes, config.engine.processes
+    saved.state.threads = use_threads(max(1, saved.state.threads * before // now))
     path = find_first(config, saved.checkpoint)
     refuse_too_large(plans(changed(config, {"model.path": path})), watcher.note)
     engine = make_engine(config, path)
@@ -261,7 +263,7 @@ def _with_changes(before: Config, overrides: Mapping[str, Any], folder: Path) ->
                 f"{key} decides what an evaluation of the run measures, and cannot change when it "
                 f"is resumed; evaluate its policy otherwise: ragen eval {run}, or {anew}"
             )
-    config = load_code(resolve_paths(config))
+    config = with_processes(load_code(resolve_paths(config)))
     refuse_lonely(config.advantage.name, config.rollout.group_size)
     names = before.advantage.name, config.advantage.name
     had_critic, has_critic = (needs_values(find_estimator(name)) for name in names)

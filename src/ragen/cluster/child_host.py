@@ -1,0 +1,125 @@
+"""What runs in a child: a local engine or a sampler, and the set-ups that it plays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from ragen.algorithms.batch import Batch
+from ragen.chat.chat import Chat
+from ragen.cluster.child import Host
+from ragen.config.config import Config
+from ragen.core.types import Episode, Role
+from ragen.engines.factory import make_policy
+from ragen.engines.local import LocalEngine
+from ragen.networks.machine import use_threads
+from ragen.rollout.groups import run_episodes
+from ragen.rollout.setup import EpisodeSpec, Setup, open_setups, open_stages
+from ragen.sampling.weighted_policy import Stats, WeightedPolicy
+from ragen.sampling.weights import checksums
+
+OF_PROCESS = ("make", "chat", "venue")
+"""The fields of a `Setup` that each process has for itself."""
+
+
+class ChildHost(Host):
+    """One process of a `ProcessEngine`, or of a `SpreadSampler` without a learner."""
+
+    _policy: WeightedPolicy
+    _chat: Chat
+
+    def __init__(self) -> None:
+        self._stack, self._era = ExitStack(), 0
+        self._setups: dict[tuple[str, int], Setup] | None = None
+
+    @override
+    def close(self) -> None:
+        self._stack.close()
+
+    async def ready(self) -> None:
+        """Answers once all modules are loaded."""
+
+    async def start(self, threads: int, config: Config, path: str, *of_rank: Any) -> None:
+        """Load the model; of an engine, with its learner, whose place the last arguments say.
+
+        Raises:
+            RagenError: The model cannot be loaded.
+        """
+        use_threads(threads)
+        self._config = config
+        if of_rank:
+            self._engine = LocalEngine(config, path, *of_rank)
+            self._policy, self._chat = self._engine.policy, self._engine.chat
+        else:
+            self._policy, self._chat = make_policy(config, path)
+
+    async def play(
+        self,
+        kinds: Sequence[Mapping[str, Any]],
+        which: Sequence[int],
+        specs: Sequence[EpisodeSpec],
+        concurrency: int,
+        era: int,
+    ) -> Stats:
+        """Play episodes, each of which is news when it ends; returns the sampler's counts.
+
+        `kinds` are the fields of the set-ups, and `which` says which of them each episode has. A
+        later era begins without keys and values.
+        """
+        if era > self._era:
+            self._era = era
+            self._policy.forget()
+            self._policy.stats = Stats()
+        setups = [self._own(kind) for kind in kinds]
+        own = [setups[number] for number in which]
+        await run_episodes(self._policy, own, specs, concurrency, self._ended)
+        return self._policy.stats
+
+    def _ended(self, episode: Episode) -> None:
+        self.tell(episode)
+
+    def _own(self, kind: Mapping[str, Any]) -> Setup:
+        """The set-up of this process with these fields."""
+        if self._setups is None:
+            full = open_setups(self._config, self._chat, self._stack)
+            early = open_stages(self._config, self._chat, self._stack)
+            self._setups = {(each.env, each.stage): each for each in (*full.values(), *early)}
+        return replace(self._setups[kind["env"], kind["stage"]], **kind)
+
+    async def score(self, batch: Batch, role: Role) -> None:
+        """Compute this process's share, as all of the following do."""
+        await self._engine.score(batch, role)
+
+    async def update(self, batch: Batch, step: int) -> None:
+        """Take the same step as the first process."""
+        await self._engine.update(batch, step)
+
+    async def cross_scores(
+        self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
+    ) -> None:
+        """Score thoughts under prompts."""
+        await self._engine.cross_scores(prompts, thoughts)
+
+    async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> None:
+        """Measure gradients."""
+        await self._engine.gradient_norms(batch, bucket_B)
+
+    async def save(self, folder: Path) -> None:
+        """Take part in a checkpoint, which the first process writes."""
+        await self._engine.save(folder)
+
+    async def load(self, folder: Path, state: dict[str, Any]) -> dict[str, int]:
+        """Load a checkpoint; returns the checksums of the trained weights."""
+        await self._engine.load(folder, state)
+        return checksums(self._engine.learner.trained_weights())
+
+    async def publish(self) -> dict[str, int]:
+        """Sample with the weights as they are now; returns their checksums."""
+        await self._engine.publish()
+        return checksums(self._engine.learner.trained_weights())
