@@ -38,13 +38,15 @@ from ragen.config.sections import EnvConfig
 from ragen.core.errors import RagenError
 from ragen.core.seeding import BASE_LEVELS
 from ragen.core.types import Episode
+from ragen.envs.blocking import blocking
 from ragen.envs.contract import Env
-from ragen.envs.registry import build_env, env_factory
+from ragen.envs.registry import build_env, env_class, env_factory
 from ragen.models.names import PROMPT_STYLE
 from ragen.networks.machine import use_threads
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import has_random_play
 from ragen.rollout.setup import Setup, knows_no_tools
+from ragen.rollout.venue import Venue
 from ragen.settings.code import parts_of, without_folder
 from ragen.settings.environment import with_budgets
 from ragen.settings.saved import typed
@@ -86,7 +88,14 @@ def prepare_env(
         make = env_factory(env.name, **env.params)
         choose, actions = build_env(partial(find_play, env, make), env.name)
         budgets = env.max_turns, env.actions_per_turn, env.max_actions
-        setup = Setup(env.name, make, *budgets, window=window, timeout_s=env.timeout_s)
+        setup = Setup(
+            env.name,
+            make,
+            *budgets,
+            window=window,
+            timeout_s=env.timeout_s,
+            venue=Venue("threads" if blocking(env_class(env.name)).waits == "threads" else "no"),
+        )
         met = survey(setup, choose, seed)
         screens = [turn.observation for episode in met for turn in episode.turns]
         # What is taught decides the vocabulary and the first weights.
