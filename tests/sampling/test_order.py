@@ -129,9 +129,10 @@ def test_a_live_episode_keeps_its_slot_however_long_its_environment_takes() -> N
     assert sampler.stats.prefilled == 4 + 2  # a resumed turn reads its last token and what is new
 
 
-def test_more_live_episodes_than_slots_wait_for_one_that_ends() -> None:
-    sampler = ordered(tiny(), slots=3)
-    assert play(sampler, range(6), 0) == play(ordered(tiny()), range(6))
+def test_the_number_of_slots_changes_no_bit() -> None:
+    """Fewer than live episodes, which wait for one that ends, and more than there are token ids."""
+    few, many = (ordered(tiny(), slots=slots) for slots in (3, 64))
+    assert many._independent and play(few, range(6), 0) == play(many, range(6))
 
 
 def test_a_round_waits_for_live_episodes_and_goes_on_when_they_end() -> None:

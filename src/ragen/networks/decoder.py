@@ -279,7 +279,7 @@ def _passes(decoder: FlatDecoder | Qwen2Decoder) -> bool:
         lengths = [min(TESTED, max_length - 1), *(1 + slot % FEW for slot in slots[1:])]
         tokens = [[place % vocabulary for place in range(length)] for length in lengths]
         read = decoder.prefill(slots, [0] * count, tokens)
-        decoded = decoder.decode(*map(torch.tensor, (slots, lengths, slots)))
+        decoded = decoder.decode(*map(torch.tensor, (slots, lengths, [0] * count)))
         return torch.cat((read[:1], decoded[:1]))
 
     alone = logits(1)
