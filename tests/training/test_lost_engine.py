@@ -14,7 +14,7 @@ import pytest
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.stopping import StopRequested
 from ragen.engines.local import LocalEngine
-from ragen.sampling.local_sampler import Sampler
+from ragen.sampling.local_sampler import Seat
 from ragen.storage import checkpoint
 from ragen.storage.reader import read_events
 from ragen.training import recovery, running
@@ -116,10 +116,10 @@ def assert_survives(run: Path, losses: list[str], moments: tuple[Moment, ...]) -
 
 MOMENTS = (
     Moment("save"),  # the first one: the run starts again
-    Moment("complete", 3, owner=Sampler),  # in the first evaluation
+    Moment("complete", 3, owner=Seat),  # in the first evaluation
     Moment("update", late=True),  # in step 1
     Moment("load", late=True),  # again, as its successor loads
-    Moment("complete", 15, owner=Sampler),  # in the collection of step 2
+    Moment("complete", 15, owner=Seat),  # in the collection of step 2
     Moment("publish", late=True),
     Moment("save", late=True),  # a checkpoint that is half written
     Moment("write_state", 2, owner=running),  # the last checkpoint, before its state

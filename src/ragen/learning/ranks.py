@@ -19,7 +19,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ragen.algorithms.batch import Batch
 from ragen.core.errors import NotFiniteError, RagenError
@@ -45,14 +44,21 @@ class Ranks:
     the same time.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, splits_weights: bool = True) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        splits_weights: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.rank, self.size = rank, size
         self.splits_weights = splits_weights and size > 1
+        self._group = group
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of the processes' tensors, which are on the CPU; `tensor` is changed."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
@@ -74,7 +80,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[T] = [value] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
     def together(self, work: Callable[[], T]) -> T:
@@ -188,9 +194,9 @@ def join_here(rank: int, size: int, address: str, timeout_s: float = TIMEOUT_S) 
     """
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    _meet(rank, size, address, MEET_S)
-    _set_pg_timeout(timedelta(seconds=timeout_s))  # one that is lost until here is noticed sooner
-    return Ranks(rank, size, splits_weights=False)
+    _meet(rank, size, address, MEET_S)  # one that is lost until here is noticed soon
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    return Ranks(rank, size, splits_weights=False, group=group)
 
 
 def _meet(rank: int, size: int, url: str, timeout_s: float) -> None:
