@@ -16,7 +16,7 @@ from ragen.config.reading import merge
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.stopping import StopRequested
 from ragen.core.types import Completion, Group, Prompt
-from ragen.sampling.local_sampler import Sampler
+from ragen.sampling.local_sampler import Sampler, Seat
 from ragen.storage.reader import read_events, read_metrics
 from ragen.training import collection
 from ragen.training.ahead import Buffer, Played, staleness
@@ -127,16 +127,16 @@ def test_a_lost_engine_takes_its_plays_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, calls = tmp_path / "run", 0
-    complete = Sampler.complete
+    complete = Seat.complete
 
-    async def losing(sampler: Sampler, prompt: Prompt) -> Completion:
+    async def losing(seat: Seat, prompt: Prompt) -> Completion:
         nonlocal calls
         calls += 1
         if calls == 22:  # four of them in the first evaluation
             raise EngineLost("a sampler was killed")
-        return await complete(sampler, prompt)
+        return await complete(seat, prompt)
 
-    monkeypatch.setattr(Sampler, "complete", losing)
+    monkeypatch.setattr(Seat, "complete", losing)
     train(ahead(2, eval__every=0), run)
     assert [each["data"]["what"] for each in read_events(run, "engine")] == ["lost", "restored"]
     assert list(sampled_versions(run)) == [1, 2, 3]

@@ -139,6 +139,10 @@ class SpreadSampler(Policy):
             sum(each.forwards for each in every),
         )
 
+    def metrics(self) -> Metrics:
+        """Metrics of all samplers, of which this process's knows which repeat."""
+        return self.stats.metrics() if self._own.metrics() else {}
+
     def forget(self) -> None:
         """Drop all keys and values, those of the children before they play again."""
         self._own.forget()
@@ -304,7 +308,7 @@ class ProcessEngine(Engine):
 
     @override
     def metrics(self) -> Metrics:
-        return self.policy.stats.metrics()
+        return self.policy.metrics()
 
     @override
     async def save(self, folder: Path) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class LocalEngine(Engine):
 
     @override
     def metrics(self) -> Metrics:
-        return self.policy.stats.metrics() | self._parity
+        return self.policy.metrics() | self._parity
 
     @override
     async def save(self, folder: Path) -> dict[str, Any]:

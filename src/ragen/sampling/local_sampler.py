@@ -23,8 +23,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from ragen.chat.chat import Chat
+from ragen.core.metrics import Metrics
 from ragen.core.types import Completion, Prompt
 from ragen.networks.decoder import PATHS, Decoder, make_decoder, set_independent
 from ragen.networks.device import to_device
@@ -148,6 +150,11 @@ class Sampler(QueuedPolicy):
     def is_idle(self) -> bool:
         """True if no seat is taken and no request is open."""
         return not (self._open or self._seats)
+
+    @override
+    def metrics(self) -> Metrics:
+        # Which independent rows share a beginning depends on when their requests arrive.
+        return {} if self._independent else super().metrics()
 
     @contextmanager
     def seat(self, place: Place) -> Iterator[Seat]:

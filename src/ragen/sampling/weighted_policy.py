@@ -99,6 +99,10 @@ class WeightedPolicy:
         """Drop all keys and values."""
         raise NotImplementedError
 
+    def metrics(self) -> Metrics:
+        """Metrics of the tokens since `stats` was reset; only what repeats with the run."""
+        return self.stats.metrics()
+
     def rest(self) -> None:
         """Free memory that only sampling needs, until the next completion or publication."""
 
