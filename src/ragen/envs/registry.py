@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -203,9 +204,12 @@ def env_class(name: str) -> type[Env]:
 
 
 def modules_of(name: str) -> list[str]:
-    """The modules of RAGEN or of a library that an environment needs; none for a user's own."""
+    """The modules of RAGEN or of a library that an environment needs; none for a user's own.
+
+    Of a library, those that this process has loaded: some load their parts when they are used.
+    """
     if library := library_of(name):
-        return [library.module]
+        return [each for each in sorted(sys.modules) if f"{each}.".startswith(f"{library.module}.")]
     return [ENVS[name].entry.partition(":")[0]] if name in ENVS else []
 
 
