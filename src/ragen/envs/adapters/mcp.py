@@ -34,6 +34,8 @@ CALL_S = 60.0
 """Seconds that a server may take to answer, unless the limit of the call is shorter."""
 CLOSE_S = 5.0
 """Seconds that a session may take to close; the library ends a process after two or four."""
+MOST_TOOLS = 1000
+"""Maximum number of a server's tools, and of the pages of its list."""
 INVALID_PARAMS = -32602
 """JSON-RPC's error for a wrong call; the agent reads it, like an error of the tool."""
 
@@ -171,13 +173,18 @@ class _Session:
 
     async def tools(self) -> list[tuple[str, str, Schema]]:
         """The server's tools: name, description and the JSON schema of the arguments."""
-        found, cursor = [], None
+        found, cursor, cursors = list[tuple[str, str, Schema]](), None, set[str]()
         while True:
             page = await self._client.list_tools(cursor)
             found += [(t.name, t.description or "", t.inputSchema) for t in page.tools]
             cursor = page.nextCursor
+            if cursor in cursors:
+                raise RuntimeError(f"{self._address}: a page of its list of tools comes again")
+            if max(len(found), len(cursors)) > MOST_TOOLS:
+                raise RuntimeError(f"{self._address} lists more than {MOST_TOOLS} tools or pages")
             if not cursor:
                 return found
+            cursors.add(cursor)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """The text that a call returns; a wrong call, or one that failed, raises `ToolError`."""
