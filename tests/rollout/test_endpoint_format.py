@@ -149,6 +149,29 @@ def test_calls_that_a_server_leaves_in_the_text_are_sent_back_as_calls() -> None
     assert server.requests[1]["messages"][2]["tool_calls"][0]["function"]["name"] == "compare"
 
 
+@pytest.mark.parametrize("tag", ["</think>", "<think>", "<tool_call>", "</tool_call>"])
+def test_tags_in_the_json_of_a_call_that_is_left_in_the_text(tag: str) -> None:
+    said = json.dumps({"name": "compare", "arguments": {"first": tag, "second": "B"}})
+    text = f"so</think>\nI {{compare}}.\n<tool_call>\n{said}\n</tool_call>"
+    script = in_order(chat_reply(text), chat_reply("<think>x</think>A B C D"))
+    with FaultyServer(script) as server:
+        episode = played(server, think=True)
+    turn = episode.turns[0]
+    assert turn.valid and turn.thought == "so" and turn.results is not None
+    assert turn.results[0].startswith("Error: first: Input should be")
+    sent = server.requests[1]["messages"][2]
+    assert sent["content"] == "<think>so</think>\nI {compare}."
+    assert json.loads(sent["tool_calls"][0]["function"]["arguments"])["first"] == tag
+
+
+def test_a_thought_that_opens_json_which_a_call_closes_is_no_fault_of_ours() -> None:
+    """The thought and the call together spell a JSON list; apart they are a thought and a call."""
+    text = '<think>["</think><tool_call>", 1]</tool_call>'
+    with FaultyServer(in_order(chat_reply(text), chat_reply("<think>x</think>A B C D"))) as server:
+        episode = played(server, think=True)
+    assert episode.turns[0].results == (BROKEN,) and len(episode.turns) == 2
+
+
 def sorts(_: int, body: dict[str, Any]) -> Answer:
     """Optimal play, from nothing but the conversation."""
     found = re.findall(r"(\w) is (lighter|heavier) than (\w)", json.dumps(body["messages"][2:]))

@@ -187,6 +187,16 @@ def test_an_answer_is_read_also_after_a_thought_in_a_fence_or_with_more_than_was
         assert read_scores(text, 1) == [1.0]
 
 
+@pytest.mark.parametrize(
+    "why", ["</think>", "<think>", "{</think>{", '"</think>["', "```json", "[1"]
+)
+def test_a_judge_may_quote_tags(why: str) -> None:
+    text = json.dumps({"scores": [ROW | {"why": why}]})
+    quoted = f'<think>It says {{"a": "</think>"}} and "[1</think>\n{text}'
+    for whole in (text, f"<think>so: {why[1:]}</think>{text}", quoted, f"```\n{text}\n```"):
+        assert read_scores(whole, 1) == [1.0]
+
+
 @pytest.mark.parametrize("text", UNREADABLE, ids=lambda text: text[:40])
 def test_any_other_answer_is_a_failure(text: str) -> None:
     with pytest.raises(UnreadableAnswer) as raised:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ragen.core.json_text import hide_json
+
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-"""Each appears exactly once in a well-formed reply, the first two only if it has a thought."""
+"""Each appears exactly once in a well-formed reply, the first two only if it has a thought. Strings
+of JSON may quote them."""
 
 SEPARATOR = "||"
 """Separates the actions of one answer."""
@@ -78,18 +81,23 @@ def parse(reply: str, *, think: bool, actions: tuple[str, ...] | None, max_actio
     action. In a well-formed reply, unknown names are dropped and cost the format penalty; legal
     actions beyond `max_actions` are dropped without a penalty.
 
-    `actions` are matched regardless of case; ``None`` takes the whole answer as one action.
+    `actions` are matched regardless of case; ``None`` takes the whole answer as one action. JSON in
+    it may quote a tag.
     """
     thought_chars = find_thought(reply) if think else None
     thought = None if thought_chars is None else reply[slice(*thought_chars)]
     start = 0 if thought_chars is None else thought_chars[1] + len("</think>")
-    found = None if think and thought is None else _ANSWER.fullmatch(reply, start)
+    found = None
+    if thought is not None or not think:
+        found = _ANSWER.fullmatch(reply, start)
+        if found is None and actions is None:
+            found = _ANSWER.fullmatch(hide_json(reply), start)
     if found is None:
         form = "<think>…</think><answer>…</answer>" if think else "<answer>…</answer>"
         wrong = f"The reply must be exactly {form} with nothing else around it."
         return Parsed(thought, thought_chars, (), (), False, wrong)
 
-    answer = found[1]
+    answer = reply[slice(*found.span(1))]
     pieces = [answer] if actions is None else answer.split(SEPARATOR)
     asked = tuple(name for piece in pieces if (name := piece.strip(WHITESPACE)))
     legal, unknown = (list(asked), None) if actions is None else _match(asked, actions)
@@ -101,9 +109,17 @@ def parse(reply: str, *, think: bool, actions: tuple[str, ...] | None, max_actio
 
 
 def find_thought(reply: str) -> tuple[int, int] | None:
-    """Range of the thought that a reply begins with: closed, and without a tag in it."""
+    """Range of the thought that a reply begins with: closed, and outside JSON without a tag."""
     found = _THOUGHT.match(reply)
+    if found is None or any(reply.find(tag, found.end()) >= 0 for tag in TAGS[:2]):
+        found = _THOUGHT.match(hide_json(reply)) or found
     return None if found is None else found.span(1)
+
+
+def after_thought(reply: str) -> int:
+    """Where the text after the thought begins that a reply begins with; 0 if it has none."""
+    thought = find_thought(reply)
+    return 0 if thought is None else thought[1] + len("</think>")
 
 
 def _match(names: tuple[str, ...], actions: tuple[str, ...]) -> tuple[list[str], str | None]:

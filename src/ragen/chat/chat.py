@@ -22,11 +22,13 @@ from itertools import accumulate, takewhile
 from os.path import commonprefix
 from typing import Any, Literal
 
+from ragen.chat.actions import WHITESPACE, after_thought
 from ragen.chat.control_tokens import ControlTokens, ids_after
 from ragen.chat.template import Ids, Template, Tokenizer, extends_exactly, find_bridge, folded
 from ragen.chat.tool_calls import ToolForm, ToolParser
 from ragen.chat.tool_template import call_message, find_form, find_tool_bridge
 from ragen.core.errors import RagenError
+from ragen.core.json_text import hide_json
 from ragen.core.types import Message
 from ragen.envs.contract import Schema
 from ragen.envs.tools import Call, read_call, write_call
@@ -288,12 +290,12 @@ class Chat:
         because JSON has escapes that spell a control token.
         """
         assert self.calls is not None
-        mark, rest = self._controls.mark, without_thought(reply)
+        mark, start = self._controls.mark, after_thought(reply)
         calls = []
-        for text in self.calls.parse(rest):
+        for text in self.calls.parse(reply[start:].strip(WHITESPACE)):
             call = read_call(text) or Call("unknown", {"text": text})
             calls.append(Call(mark(call.name), _marked_texts(call.arguments, mark)))
-        thought = mark(reply.removesuffix(rest).rstrip())
+        thought = mark(reply[:start].rstrip())
         ids = [each["tool_call_id"] for each in results]
         count = len(calls) if self._takes_several_calls else 1
         for at in range(0, len(calls), count):
@@ -303,10 +305,15 @@ class Chat:
 
 
 def without_thought(reply: str) -> str:
-    """A reply without its thought: the text after the last one, or before one that was cut."""
-    if "</think>" in reply:
-        return reply.rpartition("</think>")[2].lstrip("\n")
-    return reply.partition("<think>")[0]
+    """A reply without its thought: the text after the last one, or before one that was cut.
+
+    Tags in strings of JSON belong to the JSON.
+    """
+    shown = hide_json(reply) if "think>" in reply else reply
+    end = shown.rfind("</think>")
+    if end >= 0:
+        return reply[end + len("</think>") :].lstrip("\n")
+    return reply[: len(shown.partition("<think>")[0])]
 
 
 def _after(messages: Sequence[Message], reply: int) -> Sequence[Message]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from ragen.chat.actions import TAGS, WHITESPACE, AskedCall, Parsed, find_thought
 from ragen.config.extensions import TOOL_PARSER
+from ragen.core.json_text import hide_json, read_json
 from ragen.core.types import Message
 from ragen.core.user_code import boundary
 from ragen.envs.tools import read_call
@@ -41,13 +42,15 @@ ENDED = "This call was not carried out: the episode had ended."
 
 def hermes(reply: str) -> list[str]:
     """Hermes and Qwen: JSON between ``<tool_call>`` and ``</tool_call>``, after any other text."""
-    _, *parts = reply.split("<tool_call>")
-    calls = []
+    first, *parts = hide_json(reply).split("<tool_call>")
+    calls, at = [], len(first)
     for part in parts:
         call, end, after = part.partition("</tool_call>")
         if not end or after.strip(WHITESPACE):
             raise ValueError("Each call must be closed, and nothing may follow the last one.")
-        calls.append(call.strip(WHITESPACE))
+        at += len("<tool_call>")
+        calls.append(reply[at : at + len(call)].strip(WHITESPACE))
+        at += len(part)
     return calls
 
 
@@ -55,12 +58,11 @@ def llama3(reply: str) -> list[str]:
     """Llama 3: the reply is one JSON object, or several separated by ``;``."""
     rest, calls = reply.strip(WHITESPACE), []
     while rest.startswith("{"):
-        try:
-            _, end = json.JSONDecoder().raw_decode(rest)
-        except (ValueError, RecursionError):
-            raise ValueError("A call must be a JSON object.") from None
-        calls.append(rest[:end])
-        rest = rest[end:].lstrip(f"{WHITESPACE};")
+        found = read_json(rest)
+        if found is None:
+            raise ValueError("A call must be a JSON object.")
+        calls.append(rest[: found[1]])
+        rest = rest[found[1] :].lstrip(f"{WHITESPACE};")
     if calls and rest:
         raise ValueError("Nothing may follow the last call.")
     return calls
@@ -68,11 +70,11 @@ def llama3(reply: str) -> list[str]:
 
 def mistral(reply: str) -> list[str]:
     """Mistral: ``[TOOL_CALLS]`` and a JSON list of calls, after any other text."""
-    _, mark, calls = reply.partition("[TOOL_CALLS]")
-    if not mark:
+    at = hide_json(reply).find("[TOOL_CALLS]")
+    if at < 0:
         return []
     try:
-        found = json.loads(calls)
+        found = json.loads(reply[at + len("[TOOL_CALLS]") :])
         listed = found if isinstance(found, list) else []
         texts = [json.dumps(call, ensure_ascii=False) for call in listed]
     except (ValueError, RecursionError):
@@ -143,7 +145,7 @@ def parse_tools(reply: str, parser: ToolParser, *, think: bool, max_actions: int
 
     if think and thought is None:
         return malformed("The reply must begin with <think>…</think>.")
-    if any(tag in rest for tag in TAGS[:2]):
+    if any(tag in rest and tag in hide_json(rest) for tag in TAGS[:2]):
         return malformed("The reply may have a thought only where one is asked for.")
     try:
         found = parser(rest)

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from ragen.chat.actions import TAGS
-from ragen.chat.chat import without_thought
+from ragen.chat.actions import TAGS, WHITESPACE, after_thought
 from ragen.chat.tool_calls import hermes, write_hermes
+from ragen.core.json_text import hide_json
 from ragen.core.types import Completion, FinishReason, Message, Usage
 
 EMPTY_THOUGHT = "<think></think>"
@@ -81,12 +81,13 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
             raise WrongAnswer("an answer without a choice that has a message", text)
     reply = _joined(message.get("content")) or _joined(message.get("refusal"))
     reasoning = _joined(message.get("reasoning_content")) or _joined(message.get("reasoning"))
-    if think and "<think>" not in reply:
+    shown = hide_json(reply) if "think>" in reply else reply
+    if think and "<think>" not in shown:
         if reasoning:
             for tag in TAGS:
                 reasoning = reasoning.replace(tag, tag.strip("<>"))
             reply = f"<think>{reasoning}</think>{reply}"
-        elif reply.count("</think>") == 1:
+        elif shown.count("</think>") == 1:
             reply = f"<think>{reply}"
     if tools:
         reply = with_calls(reply, message.get("tool_calls"), think)
@@ -183,10 +184,12 @@ def for_server(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
 
 def _called(reply: str, ids: Sequence[str]) -> Mapping[str, Any]:
     """A reply with calls; a thought stays in the text unless it is empty."""
-    said = reply.partition("<tool_call>")[0].removeprefix(EMPTY_THOUGHT).rstrip()
+    rest = reply[after_thought(reply) :].strip(WHITESPACE)  # as it was parsed
+    start = len(reply.rstrip(WHITESPACE)) - len(rest) + hide_json(rest).find("<tool_call>")
+    said = reply[:start].removeprefix(EMPTY_THOUGHT).rstrip()
     calls = [
         {"id": each, "type": "function", "function": _function(text)}
-        for each, text in zip(ids, hermes(without_thought(reply)), strict=True)
+        for each, text in zip(ids, hermes(rest), strict=True)
     ]
     return {"role": "assistant", "content": said or None, "tool_calls": calls}
 

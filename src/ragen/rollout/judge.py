@@ -26,6 +26,7 @@ from time import perf_counter
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ragen.chat.chat import without_thought
 from ragen.config.sections import JudgeConfig
 from ragen.core.errors import RagenError, UnplayableError
 from ragen.core.metrics import Metrics, total
@@ -247,7 +248,7 @@ def read_scores(text: str, number: int) -> list[float]:
     Raises:
         UnreadableAnswer: It is not the JSON that was asked for, with each id from 1 to `number`.
     """
-    text = text.rpartition("</think>")[2].strip()
+    text = without_thought(text).strip()
     if text.startswith("```"):
         text = text.strip("`").removeprefix("json")
     try:
