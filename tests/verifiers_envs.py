@@ -76,6 +76,14 @@ class Guess(vf.MultiTurnEnv):
         type(self).cleaned += 1
 
 
+class Unending(Guess):
+    """Its last answer, or an error, does not end the episode."""
+
+    @vf.stop
+    async def has_final_env_response(self, state: vf.State) -> bool:
+        return False
+
+
 class Restless(Guess):
     """Its number does not follow from any seed."""
 
@@ -136,6 +144,7 @@ KINDS = {
     "half": vf.SingleTurnEnv,
     "judged": vf.SingleTurnEnv,
     "guess": Guess,
+    "unending": Unending,
     "restless": Restless,
     "tools": with_tools,
     "strict": strict,

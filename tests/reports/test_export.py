@@ -30,11 +30,12 @@ from ragen.engines.factory import load_model
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.evaluation.results import RunEvaluation
 from ragen.models.loading import load_policy
-from ragen.reports.card import Usage, card, until
+from ragen.reports.card import Usage, card, origin, until
 from ragen.reports.export import export, usage_of
 from ragen.reports.facts import Facts, read_facts
 from ragen.rollout.episode import play_episode
 from ragen.rollout.setup import EpisodeSpec, make_setup
+from ragen.settings.saved import run_config
 from ragen.storage.checkpoint import checkpoint_of, newest, read_state, write_state
 from ragen.storage.database import DATABASE
 from ragen.training.trainer import train
@@ -78,6 +79,12 @@ def test_transformers_loads_exactly_the_policy(bandit_run: Path, exported: Path)
     names = {path.name for path in exported.iterdir()}
     assert {"README.md", "config.json", "chat_template.jinja", "tokenizer.json"} <= names
     assert not {name for name in names if "optimizer" in name or "state" in name}
+
+
+def test_a_run_that_took_the_place_of_its_first_model_has_an_origin(own_bandit_run: Path) -> None:
+    first = run_config(own_bandit_run).model.path
+    edit_settings(own_bandit_run, f'path = "{first}"', f'path = "{own_bandit_run}"')
+    assert origin(str(own_bandit_run)) == str(own_bandit_run)
 
 
 def test_card_example_uses_the_prompt_of_the_run(

@@ -93,7 +93,9 @@ def without_paths(config: Config) -> Config:
 
 def origin(model: str) -> str:
     """The model that training began with, traced back through the runs before."""
-    while run := run_of(model):
+    before = set[str]()
+    while (run := run_of(model)) and model not in before:  # a run may have taken another's place
+        before.add(model)
         model = run_config(run).model.path
     return model
 

@@ -216,6 +216,14 @@ def test_a_failure_in_the_environment_is_raised():
         env.step("seven")
 
 
+def test_an_episode_whose_end_no_stop_condition_sees_is_given_up():
+    env = make(NAME, kind="unending")
+    env.reset(seed=123)
+    with pytest.raises(RuntimeError, match="its stop conditions ignore the end of an episode"):
+        for guess in range(1, 8):
+            env.step(str(guess))
+
+
 def test_what_is_unknown_or_cannot_be_played_is_refused_in_one_line():
     for name, params, message in (
         (NAME, {"kind": "mcp"}, "is a MCPEnv, which keeps its MCP servers running in a thread"),

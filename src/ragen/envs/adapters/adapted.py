@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
 from abc import abstractmethod
 from functools import cache
@@ -22,6 +23,8 @@ from ragen.envs.contract import Env, Info, Options, State, fresh_seed
 
 SAID_CHARS = 300
 """Maximum number of characters kept of the reason why a server did not start."""
+SAID_BYTES = 2**16
+"""The number of bytes at the end of a log among which that reason is looked for."""
 
 
 class Played(NamedTuple):
@@ -151,7 +154,7 @@ def error_log() -> IO[str]:
 
 def last_error(log: IO[str]) -> str:
     """The last line of an `error_log`, at most `SAID_CHARS` characters of it."""
-    log.seek(0)
+    log.seek(max(0, log.seek(0, os.SEEK_END) - SAID_BYTES))
     return printable(last_line(log.read())[-SAID_CHARS:])
 
 

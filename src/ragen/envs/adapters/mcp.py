@@ -24,6 +24,7 @@ import httpx
 from anyio import BrokenResourceError, ClosedResourceError
 
 from ragen.core.errors import RagenError, printable
+from ragen.core.streams import bound_async
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.core.waiting import begin, wait
 from ragen.envs.adapters.adapted import Played, Replayed, error_log, last_error, missing
@@ -247,7 +248,9 @@ class _Session:
         address, values = self._address, dict(self._address.values)
         if address.url:
             async with (
-                httpx.AsyncClient(headers=values, timeout=CALL_S) as http,
+                httpx.AsyncClient(
+                    headers=values, timeout=CALL_S, event_hooks={"response": [bound_async]}
+                ) as http,
                 streamable_http_client(address.url, http_client=http) as (reads, writes, _),
             ):
                 yield reads, writes

@@ -18,7 +18,8 @@ import uvicorn
 
 def main(target: str) -> None:
     """Serve the application of ``package.module:app`` or ``path/to/file.py:app``."""
-    port, sys.stdout = sys.stdout, sys.stderr
+    port = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what code in C or another process prints is for the log, which is read
     threading.Thread(target=_end_with_standard_input, daemon=True).start()
     path, _, name = target.rpartition(":")
     if path.endswith(".py"):

@@ -102,7 +102,7 @@ def _serve(target: str) -> Running:
     begun = time.monotonic()
     timer.start()
     try:
-        port = process.stdout.readline().strip()
+        port = process.stdout.readline(16).strip()
         if not port.isdecimal():
             process.wait()
             is_late = time.monotonic() - begun >= READY_S

@@ -27,6 +27,8 @@ from ragen.envs.tools import Call, read_call, tool_schema
 
 MOST_TURNS = 20
 """Turns of an episode where the environment sets no limit."""
+MOST_ROUNDS = 2
+"""An answer of the environment that ends an episode, and the stop condition that sees it."""
 HELD_OUT = 4
 """One example in this many is for evaluation if an environment has only one dataset."""
 RULES = "Answer the message. Your answer is scored as it stands."
@@ -153,7 +155,9 @@ class VerifiersEnv(Adapted):
         from verifiers.utils.message_utils import maybe_normalize_messages
 
         environment, state = self._loaded.environment, self._state
-        while not await environment.is_completed(state):
+        for _ in range(MOST_ROUNDS):
+            if await environment.is_completed(state):
+                break
             try:
                 messages = await environment.get_prompt_messages(state)
             except ToolError as error:  # of a call that has to end the episode (`stop_errors`)
@@ -163,6 +167,8 @@ class VerifiersEnv(Adapted):
             if state.get("final_env_response") is None:
                 self._messages = messages
                 return False
+        else:
+            raise RuntimeError(f"{self.name}: its stop conditions ignore the end of an episode")
         if last := state.get("final_env_response"):
             said = maybe_normalize_messages(last, field_name="final_env_response")
             self._messages = [*self._messages, *said]
