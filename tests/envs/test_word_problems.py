@@ -111,6 +111,8 @@ def test_a_broken_line_is_named_in_one_line(file):
         ('{"question": "", "answer": "#### 7"}', "question: "),
         *((line("Why?", answer), end) for answer in ("42", "#### because", "#### 1/0")),
         (line("Why?", "#### 42 or so"), end),
+        (f'{start[:-1]}, "choices": ["1", "2"]}}', "choices: this key is not understood, so"),
+        (f'{start[:-1]}, "answer": "#### 2"}}', "the key 'answer' comes twice"),
     ):
         path.write_text(f"{start}\n\n{text}\n", encoding="utf-8")
         with pytest.raises(RagenError) as error:

@@ -177,7 +177,7 @@ def test_conversations_are_read_from_a_file(tmp_path: Path) -> None:
     unanswered = [*CONVERSATION, {"role": "user", "content": "_ _ √"}]
     # JSON strings may contain characters that `str.splitlines` takes for line ends.
     odd = '{"messages": [{"role": "user", "content": "a\u2028b"}, {"role": "assistant", '
-    odd += '"content": "c", "weight": 1}], "id": 7}'
+    odd += '"content": "c", "weight": 1}]}'
     path = write_jsonl(tmp_path / "talks.jsonl", CONVERSATION, "", padded, unanswered, odd, "\n")
     path.write_text("\ufeff" + path.read_text("utf-8"), "utf-8")
     first, second, third, fourth = read_transcripts(path)
@@ -210,6 +210,14 @@ USER, REPLY = CONVERSATION[:2]
         ([USER], "the roles are user; "),
         ([USER, {"role": "assistant", "content": " \n"}], "message is empty"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "hex escape"),
+        ([USER, REPLY | {"train": False}], r"messages.1.train: this key is not .*; remove it"),
+        ([USER | {"name": "ann"}, REPLY], "messages.0.name: this key is not understood"),
+        ('{"messages": [], "chat_template_kwargs": {}}', "chat_template_kwargs: this key is not"),
+        ('{"messages": [], "weight": 1, "weight": 1}', "the key 'weight' comes twice"),
+        (
+            '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+            "the key 'content' comes twice",
+        ),
     ],
 )
 def test_invalid_line_is_reported_with_its_number(

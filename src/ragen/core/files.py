@@ -11,9 +11,14 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ragen.core.errors import RagenError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+Line = TypeVar("Line", bound="BaseModel")
 
 OTHER_OUT = "free space there or choose another place with --out"
 """The remedy of commands with an option ``--out``."""
@@ -78,6 +83,44 @@ def read_text(path: Path, most: int = 2**20, is_stream: bool = False) -> str:
         return content.decode("utf-8-sig")  # some editors write a byte-order mark
     except UnicodeDecodeError:
         raise RagenError(f"{path} is not UTF-8 text; save it as UTF-8") from None
+
+
+def read_json_lines(
+    path: Path, kind: type[Line], most: int, expected: str, is_stream: bool = False
+) -> list[tuple[str, Line]]:
+    """The objects of a JSONL file with their file and line; empty lines are skipped.
+
+    `kind` forbids extra keys, and none may come twice: what a user writes is never dropped.
+    `expected` shows the form of a line. The other parameters are those of `read_text`.
+    """
+    from pydantic import ValidationError  # here, because the commands' help needs no pydantic
+
+    assert kind.model_config.get("extra") == "forbid"
+    found = []
+    # `splitlines` would also split at characters that JSON allows inside a string.
+    for number, line in enumerate(read_text(path, most, is_stream).split("\n"), 1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            found.append((where, kind.model_validate_json(line)))
+            json.loads(line, object_pairs_hook=_once)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place, reason = ".".join(map(str, first["loc"])) or "the line", first["msg"]
+            if first["type"] == "extra_forbidden":
+                reason = "this key is not understood, so it would have no effect; remove it"
+            raise RagenError(f"{where}: {place}: {reason}; expected {expected}") from None
+        except (ValueError, RecursionError) as error:
+            raise RagenError(f"{where}: {error}; expected {expected}") from None
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise ValueError(f"the key {twice!r} comes twice")
+    return dict(pairs)
 
 
 @contextmanager

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from ragen.algorithms.samples import Exchange
 from ragen.chat.chat import Chat, without_thought
 from ragen.core.errors import RagenError
-from ragen.core.files import read_text
+from ragen.core.files import read_json_lines
 from ragen.core.types import Message, Prompt
 from ragen.rollout.policies import written_completion
 
@@ -53,41 +53,32 @@ def is_file(player: str) -> bool:
 
 def read_transcripts(path: Path) -> list[Transcript]:
     """A file's conversations, one per line, without a last message of the user: it has no reply."""
-    text = read_text(path, MOST_BYTES, is_stream=True)
-    # `splitlines` would also split at characters that JSON allows inside a string.
-    lines = ((f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), 1))
-    transcripts = [
-        Transcript(where, tuple(_messages(line, where))) for where, line in lines if line.strip()
-    ]
-    if not transcripts:
-        raise RagenError(f'{path} holds no conversation; write one per line, {{"messages": […]}}')
-    return transcripts
+    lines = read_json_lines(path, _Line, MOST_BYTES, FORM, is_stream=True)
+    if not lines:
+        raise RagenError(f"{path} holds no conversation; write one per line, {FORM}")
+    return [Transcript(where, tuple(_messages(found, where))) for where, found in lines]
 
 
 ALTERNATING = ("user", "assistant")
 
 
+FORM = '{"messages": [{"role": text, "content": text}, …]}'
+
+
 class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
     role: Literal["system", "user", "assistant"]
     content: str
     weight: Literal[1] = 1
 
 
 class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid")
     messages: list[_Message]
     weight: Literal[1] = 1
 
 
-def _messages(line: str, where: str) -> list[Message]:
-    try:
-        found = _Line.model_validate_json(line)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the line"
-        raise RagenError(
-            f"{where}: {place}: {first['msg']}; "
-            'expected {"messages": [{"role": text, "content": text}, …]}'
-        ) from None
+def _messages(found: _Line, where: str) -> list[Message]:
     roles = [message.role for message in found.messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if len(turns) < 2 or any(role != ALTERNATING[i % 2] for i, role in enumerate(turns)):

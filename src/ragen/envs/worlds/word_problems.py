@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ragen.core.errors import RagenError
-from ragen.core.files import file_errors, read_text
+from ragen.core.files import file_errors, read_json_lines
 from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
 from ragen.envs.contract import Baselines, Env, Info, Options, State, fresh_seed, pick
 
@@ -33,6 +33,7 @@ LONGEST = 50
 MOST_NUMBERS = 8
 """Maximum number of a question's numbers that random play computes with."""
 MARK = "####"
+FORM = f'{{"question": text, "answer": "… {MARK} 42"}}'
 NUMBER = re.compile(
     r"(?P<sign>[-+−]?)\$?(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?P<rest>\.[0-9]+|/[0-9]+)?[.%]?"
 )
@@ -62,6 +63,7 @@ class Problem(NamedTuple):
 
 
 class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid")
     question: Annotated[str, Field(min_length=1)]
     answer: str
 
@@ -80,29 +82,13 @@ def read_problems(path: Path) -> tuple[Problem, ...]:
 @lru_cache(maxsize=8)
 def _read(path: Path, changed: int, size: int) -> tuple[Problem, ...]:
     """The problems of a file, which is read again after it has changed."""
-    # `splitlines` would also split at characters that JSON allows inside a string.
-    lines = enumerate(read_text(path, MOST_BYTES).split("\n"), 1)
-    problems = tuple(
-        _problem(line, f"{path}, line {number}") for number, line in lines if line.strip()
-    )
-    if not problems:
-        raise RagenError(
-            f"{path} holds no problem; write one per line, "
-            f'{{"question": text, "answer": "… {MARK} 42"}}'
-        )
-    return problems
+    lines = read_json_lines(path, _Line, MOST_BYTES, FORM)
+    if not lines:
+        raise RagenError(f"{path} holds no problem; write one per line, {FORM}")
+    return tuple(_problem(found, where) for where, found in lines)
 
 
-def _problem(line: str, where: str) -> Problem:
-    try:
-        found = _Line.model_validate_json(line)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the line"
-        raise RagenError(
-            f"{where}: {place}: {first['msg']}; "
-            f'expected {{"question": text, "answer": "… {MARK} 42"}}'
-        ) from None
+def _problem(found: _Line, where: str) -> Problem:
     _, mark, end = found.answer.rpartition(MARK)
     answer = read_number(end) if mark else None
     if answer is None:
