@@ -35,10 +35,19 @@ def calling(*calls: Any, content: str | None = None, **message: Any) -> Answer:
     return chat_reply(content, "tool_calls", tool_calls=list(calls), **message)
 
 
-def played(server: FaultyServer, think: bool = False) -> Episode:
+def played(server: FaultyServer, think: bool = False, **settings: Any) -> Episode:
     env = make("sorting")
     setup = Setup(
-        "sorting", Sorting, 4, 2, 6, "paper", think=think, prefilled=False, tools=env.tools
+        "sorting",
+        Sorting,
+        4,
+        2,
+        6,
+        "paper",
+        think=think,
+        prefilled=False,
+        tools=env.tools,
+        **settings,
     )
 
     async def play() -> Episode:
@@ -52,7 +61,8 @@ def played(server: FaultyServer, think: bool = False) -> Episode:
 
 
 def test_calls_and_their_results_in_the_requests() -> None:
-    two = calling(called(), called(arguments=COMPARE.replace("A", "C")), content="I compare.")
+    first, second = called(id_="x1"), called(arguments=COMPARE.replace("A", "C"), id_="x2")
+    two = calling(first, second, content="I compare.")
     with FaultyServer(in_order(two, two, chat_reply("A B C D"))) as server:
         episode = played(server)
     first, second, third = (request["messages"] for request in server.requests)
@@ -65,11 +75,12 @@ def test_calls_and_their_results_in_the_requests() -> None:
         {"first": "A", "second": "B"},
         {"first": "C", "second": "B"},
     ]
-    assert [each["tool_call_id"] for each in results] == [each["id"] for each in said["tool_calls"]]
+    assert [each["tool_call_id"] for each in results] == ["x1", "x2"]
+    assert [each["id"] for each in said["tool_calls"]] == ["x1", "x2"]
     assert re.fullmatch(r"A is (lighter|heavier) than B\.", results[0]["content"])
     assert results[1]["content"].startswith("C is ") and "actions left" in results[1]["content"]
     ids = [call["id"] for each in third for call in each.get("tool_calls", ())]
-    assert len(ids) == len(set(ids)) == 4
+    assert ids == [each["tool_call_id"] for each in third if each["role"] == "tool"]
     assert [turn.penalty for turn in episode.turns] == [0, 0, 0]
     assert episode.turns[0].results == tuple(
         result["content"].partition("\n")[0] for result in results
@@ -92,7 +103,11 @@ def test_thoughts_beside_calls(answer: Answer, thought: str) -> None:
     assert [turn.thought for turn in episode.turns] == [thought, "so"]
     assert all(turn.valid for turn in episode.turns)
     said = server.requests[1]["messages"][2]
-    assert said["content"] == (f"<think>{thought}</think>" if thought else None)
+    sent = answer.body["choices"][0]["message"]
+    assert [said["content"], said.get("reasoning_content")] == [
+        sent["content"],
+        sent.get("reasoning_content"),
+    ]
     assert said["tool_calls"][0]["function"]["name"] == "compare"
 
 
@@ -128,7 +143,12 @@ def test_malformed_calls_are_results_beside_the_others(name: str) -> None:
     assert turn.results is not None and turn.results[0].startswith(result)
     assert turn.results[1].startswith("A is ")
     assert turn.valid == (result != BROKEN) and (turn.penalty < 0) == (result == BROKEN)
-    for each in server.requests[1]["messages"][2]["tool_calls"]:
+    sent = server.requests[1]["messages"]
+    assert len({each["id"] for each in sent[2]["tool_calls"]}) == 2
+    assert [each["id"] for each in sent[2]["tool_calls"]] == [
+        each["tool_call_id"] for each in sent[3:]
+    ]
+    for each in sent[2]["tool_calls"]:
         assert isinstance(json.loads(each["function"]["arguments"]), dict)
         assert re.fullmatch(r"[A-Za-z0-9_-]{1,64}", each["function"]["name"])
     assert episode.stop_reason in ("solved", "failed") and len(episode.turns) == 2
@@ -194,3 +214,84 @@ def test_a_tool_environment_is_evaluated_at_an_endpoint(
         assert main(command.split()) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["success"], result["optimal"], result["valid_fraction"]) == (1.0, 1.0, 1.0)
+
+
+SIGNED = {"extra_content": {"google": {"thought_signature": "s1"}}, "index": 0}
+KEPT: dict[str, dict[str, Any]] = {
+    "a signature in a call": {"tool_calls": [{**called(), **SIGNED}]},
+    "reasoning in a field": {"reasoning_content": "which?", "tool_calls": [called()]},
+    "empty reasoning": {"content": "", "reasoning_content": "", "tool_calls": [called()]},
+    "details of a router": {
+        "reasoning": "x",
+        "reasoning_details": [{"type": "reasoning.encrypted", "data": "x", "index": 0}],
+        "tool_calls": [called()],
+    },
+    "fields that nobody knows": {"x": {"y": [1, None]}, "tool_calls": [called() | {"z": 1.5}]},
+    "content as parts": {
+        "content": [
+            {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}], "signature": "s"},
+            {"type": "text", "text": "I compare."},
+        ],
+        "tool_calls": [called()],
+    },
+    "a spelling of the arguments": {
+        "tool_calls": [called(arguments='{"second" :"B",\n "first": "\\u0041"}')]
+    },
+    "arguments as an object": {"tool_calls": [called(arguments=json.loads(COMPARE))]},
+    "no call": {"content": "no answer: <b", "refusal": "no", "annotations": [], "audio": {"id": 7}},
+    "a cut thought": {"content": "", "reasoning": "so"},
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_message_goes_back_to_its_server_unchanged(name: str) -> None:
+    message = KEPT[name]
+    nulls = {"function_call": None, "refusal": None} | message
+    finish = "tool_calls" if "tool_calls" in message else "length"
+    script = in_order(chat_reply(**({"content": None} | nulls), finish=finish), chat_reply("A B"))
+    with FaultyServer(script) as server:
+        episode = played(server, think=True)
+    sent = server.requests[1]["messages"][2]
+    assert sent == {"role": "assistant", "content": None} | message
+    for result in server.requests[1]["messages"][3:-1] if "tool_calls" in message else ():
+        assert result["tool_call_id"] == "call_of_the_server"
+    if name == "content as parts":
+        assert episode.turns[0].thought == "hm" and episode.turns[0].valid
+
+
+def test_dropped_thoughts_stay_away_and_signatures_do_not() -> None:
+    signed = calling(called() | SIGNED, reasoning_content="which?", content="<think>a</think>I do.")
+    with FaultyServer(in_order(signed, chat_reply("A B C D"))) as server:
+        played(server, think=True, drops_thoughts=True)
+    assert server.requests[1]["messages"][2] == {
+        "role": "assistant",
+        "content": "I do.",
+        "tool_calls": [called() | SIGNED],
+    }
+
+
+ODD: dict[str, dict[str, Any]] = {
+    "a NaN": {"x": float("nan"), "tool_calls": [called()]},
+    "a deep field": {"x": json.loads("[" * 200 + "]" * 200), "tool_calls": [called()]},
+    "calls in the text and beside it": {
+        "content": f'<tool_call>{{"name": "compare", "arguments": {COMPARE}}}</tool_call>',
+        "tool_calls": [called()],
+    },
+    "an unclosed call in the text": {"content": "<tool_call>", "tool_calls": [called()]},
+    "content as a number": {"content": 7, "tool_calls": [called()]},
+    "no id, and an id twice": {"tool_calls": [called(id_=7), called(), called()]},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_message_that_cannot_go_back_is_written_anew(name: str) -> None:
+    """A request is JSON, and each result has the id of a call."""
+    script = in_order(chat_reply(**({"content": None} | ODD[name])), chat_reply("A B C D"))
+    with FaultyServer(script) as server:
+        episode = played(server)
+    assert len(episode.turns) == 2 and episode.stop_reason in ("solved", "failed")
+    _, _, said, *rest = server.requests[1]["messages"]
+    assert [each["id"] for each in said.get("tool_calls", ())] == [
+        each["tool_call_id"] for each in rest if each["role"] == "tool"
+    ]
+    assert isinstance(said["content"], str | None)

@@ -106,6 +106,18 @@ def test_an_episode_cannot_leave_its_place_in_the_question() -> None:
     assert sorted(turns[0]["agent"] for turns in shown(body)) == sorted([attack, "a"])
 
 
+def test_a_message_goes_back_to_the_judge_and_an_agents_message_does_not() -> None:
+    mine, bad = {"reasoning_details": ["mine"]}, {"reasoning_details": ["the judge's"]}
+    one, other = said("a"), said("to")
+    (turn_,) = one.turns
+    one = replace(one, turns=(replace(turn_, completion=replace(turn_.completion, message=mine)),))
+    script = [chat_reply("hm", **bad), answer([0.0, 1.0])]
+    with FaultyServer(lambda number, _: script[number]) as server:
+        ask(server, [one, other])
+    assert "mine" not in json.dumps(server.requests)
+    assert server.requests[1]["messages"][2] == {"role": "assistant", "content": "hm", **bad}
+
+
 def test_answers_are_kept_by_content(tmp_path: Path) -> None:
     group = [said("a"), said("to")]
     with scripted_judge(brevity) as server:

@@ -44,7 +44,8 @@ class Prompt:
     endpoints). Its last `num_prefill` tokens are the pre-filled start of the reply (``<think>``),
     which is never sampled or trained. `seed` determines the completion's random numbers.
     `turns_dropped` is the number of earlier turns that the prompt omits for lack of room, although
-    the context window includes them.
+    the context window includes them. `sent` has replies as the server sent them
+    (`Completion.message`), by their index in `messages`: they go back to it unchanged.
     """
 
     messages: tuple[Message, ...]
@@ -54,6 +55,7 @@ class Prompt:
     temperature: float
     seed: int
     turns_dropped: int = 0
+    sent: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class Completion:
     tokens, both are ``None``, `usage` is its count of them, and no training is possible.
     `fingerprint` is the hash of ids and logprobs at sampling, ``None`` without ids
     (`ragen.rollout.policies.fingerprint`); `ragen.learning.exactness` compares it with the batch.
+    `message` is the whole message of a server, with signatures, ids and fields that only it knows.
+    It is not recorded.
     """
 
     token_ids: tuple[int, ...] | None
@@ -83,6 +87,7 @@ class Completion:
     policy_version: int
     fingerprint: int | None = None
     usage: Usage | None = None
+    message: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

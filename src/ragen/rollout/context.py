@@ -8,12 +8,14 @@ turn, are made from records; no model writes them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ragen.chat.chat import without_thought
 from ragen.chat.prompt import Limits, PromptBuilder, plain_number
 from ragen.core.types import Completion, Message
+from ragen.rollout.endpoint_format import without_reasoning
 from ragen.rollout.setup import Setup
 
 SHORT = 80
@@ -44,7 +46,7 @@ class Conversation:
     running token sequence grows by the sampled ids and the template's bridge and is never rendered
     again. Otherwise a prompt is rendered from the messages in the turn's context. `env_texts` are
     the environment's rules, its goal and its action names. `turns_dropped` is the number of turns
-    in the set-up's window for which the last prompt had no room.
+    in the set-up's window for which the last prompt had no room. `sent` is as in `Prompt`.
     """
 
     def __init__(self, setup: Setup, env_texts: tuple[str, str, tuple[str, ...] | None]) -> None:
@@ -55,8 +57,10 @@ class Conversation:
         tools = bool(setup.tools)
         self._builder = PromptBuilder(setup.style, setup.think, setup.max_tokens, tools)
         self.turns_dropped = 0
+        self.sent: dict[int, Mapping[str, Any]] = {}
         self._views: list[View] = []
         self._replies: list[str] = []
+        self._sent: list[Mapping[str, Any] | None] = []
         self._first = 0  # the oldest turn that is shown; a turn that is dropped stays dropped
         self._summed = 0  # the oldest turn in the summary
         # The tokens so far of the prompts that begin with turn `_first`.
@@ -103,16 +107,23 @@ class Conversation:
     def reply(self, completion: Completion) -> None:
         """Append the policy's completion of the last prompt."""
         reply = self._setup.prefill + completion.text
-        self._replies.append(without_thought(reply) if self._setup.drops_thoughts else reply)
+        sent = completion.message
+        if self._setup.drops_thoughts:
+            reply, sent = without_thought(reply), sent and without_reasoning(sent)
+        self._replies.append(reply)
+        self._sent.append(sent)
         if self._running is not None and completion.token_ids is not None:
             self._running += completion.token_ids
 
     def _messages(self) -> tuple[Message, ...]:
         system = self._builder.system()
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.sent = {}
         for number in range(self._first, len(self._views)):
             messages += self._shown(self._views[number], number == self._first)
             if number < len(self._replies):
+                if (sent := self._sent[number]) is not None:
+                    self.sent[len(messages)] = sent
                 messages.append({"role": "assistant", "content": self._replies[number]})
         return tuple(messages)
 

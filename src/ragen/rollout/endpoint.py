@@ -295,7 +295,7 @@ class ChatEndpoint:
     def _body(self, prompt: Prompt) -> dict[str, Any]:
         return {
             "model": self._model,
-            "messages": list(for_server(prompt.messages)),
+            "messages": list(for_server(prompt.messages, prompt.sent)),
             **({"tools": self._tools} if self._tools else {}),
             self._length_key: prompt.max_tokens,
             "temperature": prompt.temperature,

@@ -2,7 +2,9 @@
 
 A server sends the calls of a reply apart from its text. Here they become a part of the text, in the
 form of `ragen.chat.tool_calls.hermes`, so that replies of a server and of a model on this
-machine are parsed, recorded and shown alike. In the next request they are calls again.
+machine are parsed, recorded and shown alike. The next request has the server's own message again,
+because some servers refuse a history without what they added to it: signatures of calls, or
+thoughts in a field of their own.
 """
 
 from __future__ import annotations
@@ -14,13 +16,18 @@ from itertools import takewhile
 from typing import Any
 
 from ragen.chat.actions import TAGS, WHITESPACE, after_thought
+from ragen.chat.chat import without_thought
 from ragen.chat.tool_calls import hermes, write_hermes
 from ragen.core.json_text import hide_json
 from ragen.core.types import Completion, FinishReason, Message, Usage
+from ragen.envs.answers import is_deeper
+from ragen.envs.tools import MOST_LEVELS
 
 EMPTY_THOUGHT = "<think></think>"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """A name of a tool that servers take in a request."""
+REASONING = ("reasoning_content", "reasoning")
+"""Fields of a message in which servers put a thought."""
 UNKNOWN = "unknown"
 """Replaces, in requests, a name that servers would refuse."""
 MAX_TOKENS = 2**31
@@ -53,8 +60,8 @@ def error_message(data: bytes) -> tuple[str, str]:
 def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
     """The completion in the body of an answer.
 
-    A refusal counts as the reply. If `think` and the text has no thought, a separate one
-    (``reasoning`` or ``reasoning_content``) is put in front, without any tags that it quotes.
+    A refusal counts as the reply. If `think` and the text has no thought, a separate one (a field
+    of `REASONING`, or parts of the content) is put in front, without any tags that it quotes.
     Without one, a ``<think>`` is put in front of a thought that is only closed, because the model's
     own template opened it. With `tools`, calls are appended in the form of
     `ragen.chat.tool_calls.hermes`; otherwise a call without text is an empty reply. Half a
@@ -80,7 +87,7 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
         case _:
             raise WrongAnswer("an answer without a choice that has a message", text)
     reply = _joined(message.get("content")) or _joined(message.get("refusal"))
-    reasoning = _joined(message.get("reasoning_content")) or _joined(message.get("reasoning"))
+    reasoning = _reasoning(message)
     shown = hide_json(reply) if "think>" in reply else reply
     if think and "<think>" not in shown:
         if reasoning:
@@ -94,7 +101,8 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
     reply = reply.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     cut = choice.get("finish_reason") in ("length", "max_tokens")
     finish: FinishReason = "length" if cut else "stop"
-    return Completion(None, None, reply, finish, 0, usage=_usage(answer.get("usage")))
+    usage, kept = _usage(answer.get("usage")), _kept(message)
+    return Completion(None, None, reply, finish, 0, usage=usage, message=kept)
 
 
 def _joined(content: Any) -> str:
@@ -102,6 +110,24 @@ def _joined(content: Any) -> str:
         texts = [part.get("text") for part in content if isinstance(part, dict)]
         return "".join(text for text in texts if isinstance(text, str))
     return content if isinstance(content, str) else ""
+
+
+def _reasoning(message: Mapping[str, Any]) -> str:
+    """The thought that a server sends apart from the text: a field, or parts of the content."""
+    fields = [message.get(name) for name in REASONING]
+    match message.get("content"):
+        case list() as parts:
+            fields += [[{"text": _joined(p.get("thinking"))} for p in parts if isinstance(p, dict)]]
+    return next(filter(None, map(_joined, fields)), "")
+
+
+def _kept(message: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """A message that can be sent back; ``None`` if it has a NaN or is nested too deeply."""
+    try:
+        json.dumps(message, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    return None if is_deeper(message, MOST_LEVELS) else message
 
 
 def _usage(counted: Any) -> Usage | None:
@@ -155,35 +181,70 @@ def _object(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def for_server(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
+def for_server(
+    messages: Sequence[Message], sent: Mapping[int, Mapping[str, Any]]
+) -> Iterator[Mapping[str, Any]]:
     r"""A conversation as a server takes it: replies with calls, and results that refer to them.
 
-    The ids of calls are unique in a conversation, and what a server would refuse in its own calls
-    is replaced: an odd name, and arguments that are not a JSON object.
+    `sent` has the replies that came from this server, as it sent them, by their index. They go back
+    unchanged, but for what a server would refuse in its own calls: a missing id or one that another
+    call of the reply has, an odd name, and arguments that are not a JSON object.
 
     Example:
         >>> called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
         >>> result = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "1"}
-        >>> reply, told = for_server([{"role": "assistant", "content": called}, result])
+        >>> reply, told = for_server([{"role": "assistant", "content": called}, result], {})
         >>> reply["tool_calls"][0]["function"]
         {'name': 'add', 'arguments': '{"a": 1}'}
         >>> told
         {'role': 'tool', 'tool_call_id': 'call00001', 'content': '1'}
     """
+    ids = list[str]()  # of the calls whose results follow
     for number, message in enumerate(messages):
-        after = takewhile(lambda each: each["role"] == "tool", messages[number + 1 :])
-        ids = [f"call{at:05d}" for at, _ in enumerate(after, number + 1)]
         if message["role"] == "tool":
-            id_ = f"call{number:05d}"
-            yield {"role": "tool", "tool_call_id": id_, "content": message["content"]}
-        elif ids:
-            yield _called(message["content"], ids)
+            yield {"role": "tool", "tool_call_id": ids.pop(0), "content": message["content"]}
+        elif message["role"] == "assistant":
+            after = takewhile(lambda each: each["role"] == "tool", messages[number + 1 :])
+            own = [f"call{at:05d}" for at, _ in enumerate(after, number + 1)]
+            reply = _returned(message["content"], sent.get(number, {}), own)
+            ids = [call["id"] for call in reply.get("tool_calls", ())]
+            yield reply
         else:
             yield dict(message)
 
 
-def _called(reply: str, ids: Sequence[str]) -> Mapping[str, Any]:
-    """A reply with calls; a thought stays in the text unless it is empty."""
+def _returned(reply: str, sent: Mapping[str, Any], ids: Sequence[str]) -> dict[str, Any]:
+    """A reply as its server sent it, with a call for each of `ids`; without `sent`, its text."""
+    kept = {name: value for name, value in sent.items() if value is not None}
+    calls = kept.pop("tool_calls", None)
+    calls = calls if isinstance(calls, list) else []
+    if len(calls) != len(ids):  # calls in the text, or calls of which none was carried out
+        kept = {} if calls else without_reasoning(kept)
+        return {**kept, "role": "assistant", **(_called(reply, ids) if ids else {"content": reply})}
+    if calls:
+        given: list[Any] = [call.get("id") if isinstance(call, dict) else None for call in calls]
+        for at, each in enumerate(given):
+            usable = isinstance(each, str) and each and given.index(each) == at
+            given[at] = each if usable else ids[at]
+        kept["tool_calls"] = [_call(call, id_) for call, id_ in zip(calls, given, strict=True)]
+    said = kept.get("content")
+    if not isinstance(said, str | list):
+        said = None if calls else _joined(kept.get("refusal")) if sent else reply
+    return {**kept, "role": "assistant", "content": said}
+
+
+def _call(call: Any, id_: str) -> dict[str, Any]:
+    """A call as its server sent it, in a form that servers take."""
+    call = call if isinstance(call, dict) else {"function": call}
+    function = call["function"] if isinstance(call.get("function"), dict) else {}
+    written, given = _function(_text(call)), function.get("arguments")
+    if isinstance(given, dict) or (isinstance(given, str) and _object(given) is not None):
+        written = {**written, "arguments": given}
+    return {"type": "function", **call, "id": id_, "function": {**function, **written}}
+
+
+def _called(reply: str, ids: Sequence[str]) -> dict[str, Any]:
+    """The content and the calls of a reply; a thought stays in the text unless it is empty."""
     rest = reply[after_thought(reply) :].strip(WHITESPACE)  # as it was parsed
     start = len(reply.rstrip(WHITESPACE)) - len(rest) + hide_json(rest).find("<tool_call>")
     said = reply[:start].removeprefix(EMPTY_THOUGHT).rstrip()
@@ -191,10 +252,21 @@ def _called(reply: str, ids: Sequence[str]) -> Mapping[str, Any]:
         {"id": each, "type": "function", "function": _function(text)}
         for each, text in zip(ids, hermes(rest), strict=True)
     ]
-    return {"role": "assistant", "content": said or None, "tool_calls": calls}
+    return {"content": said or None, "tool_calls": calls}
 
 
-def _function(text: str) -> dict[str, str]:
+def without_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A server's message without its thought; signatures and other fields stay."""
+    kept = {name: value for name, value in message.items() if name not in REASONING}
+    match kept.get("content"):
+        case str(text):
+            kept["content"] = without_thought(text)
+        case list() as parts:
+            kept["content"] = [p for p in parts if not (isinstance(p, dict) and "thinking" in p)]
+    return kept
+
+
+def _function(text: str) -> dict[str, Any]:
     found = _object(text) or {}
     name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
     if not isinstance(name, str) or not NAME.fullmatch(name):

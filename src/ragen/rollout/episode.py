@@ -252,6 +252,7 @@ class _Playthrough:
             setup.temperature,
             self.spec.request_seed(number),
             turns_dropped=conversation.turns_dropped,
+            sent=conversation.sent,
         )
 
     def _act(self, env: GuardedEnv, parsed: Parsed) -> _Acted:

@@ -18,11 +18,12 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -161,8 +162,9 @@ class Judge:
 
     async def _ask(self, question: Question, step: int) -> Judgement:
         read, written, text, messages = 0, 0, "", question.messages
+        sent: dict[int, Mapping[str, Any]] = {}
         for seed in range(first := int(question.key[:15], 16), first + TRIES):
-            prompt = Prompt(messages, None, 0, MAX_TOKENS, 0.0, seed)
+            prompt = Prompt(messages, None, 0, MAX_TOKENS, 0.0, seed, sent=sent)
             try:
                 completion = await self._policy.complete(prompt)
             except RagenError as error:  # the run is saved: resume it once the judge is back
@@ -175,6 +177,8 @@ class Judge:
             except UnreadableAnswer as error:
                 again = f"This cannot be read: {error}. Answer with the JSON object only."
                 reply: Message = {"role": "assistant", "content": text}
+                if completion.message is not None:
+                    sent[len(messages)] = completion.message
                 messages = (*messages, reply, {"role": "user", "content": again})
         return Judgement(self.attempt, step, text, read, written)
 
