@@ -298,6 +298,11 @@ def test_free_memory_of_control_groups(tmp_path: Path) -> None:
     membership = tmp_path / "membership"
     membership.write_text("1:cpu:/c\n0::/a/b\n")
     assert list(container_rooms(membership, tmp_path)) == [1000 - (700 - 200)]
+    # Version 1, with the names of a container that sees only its own group.
+    group("memory", memory__limit_in_bytes="900\n", memory__usage_in_bytes="500\n")
+    group("memory", memory__stat="inactive_file 1\ntotal_inactive_file 300\n")
+    membership.write_text("7:cpu,cpuacct:/c\n5:memory:/docker/0123\n0::/\n")
+    assert list(container_rooms(membership, tmp_path)) == [900 - (500 - 300)]
     membership.write_text("0::/not/to/be/seen\n")
     assert list(container_rooms(membership, tmp_path)) == []
     assert list(container_rooms(tmp_path / "nowhere", tmp_path)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,6 +76,35 @@ def test_processes_share_threads_and_each_has_one_at_least(monkeypatch: pytest.M
     counts = [(0, 2), (0, 3), (4, 2), (1, 2), (3, 1)]
     found = [machine.use_threads(count, processes) for count, processes in counts]
     assert found == given == [4, 2, 2, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "found"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "150000 100000\n"}, 2),
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+        ("4:cpuset:/x\n3:cpu,cpuacct:/docker/0\n", {"cpu,cpuacct/cpu.cfs_quota_us": "300000\n"}, 3),
+        ("1:cpu:/p\n", {"cpu/p/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_quota_us": "-1\n"}, 2),
+        ("0::/../..\n", {}, 64),
+        ("", {}, 64),
+    ],
+)
+def test_a_containers_quota_limits_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    membership: str,
+    files: dict[str, str],
+    found: int,
+) -> None:
+    for place, text in files.items():
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(text)
+        if place.endswith("quota_us"):
+            (tmp_path / place).with_name("cpu.cfs_period_us").write_text("100000\n")
+    (tmp_path / "membership").write_text(membership)
+    monkeypatch.setattr(machine, "CONTROL_GROUPS", (tmp_path / "membership", tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    assert machine.usable_cpus() == found
 
 
 @pytest.mark.parametrize(("free", "found"), [(4, 4), (2, 2), (1, 1)])

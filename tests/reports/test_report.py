@@ -2,6 +2,9 @@
 
 import io
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -284,3 +287,20 @@ def test_mistakes_give_one_line_and_exit_code_2(run: Path, capsys: Capture) -> N
     assert "run.sqlite cannot be read" in error_line(str(run))
     (run / DATABASE).unlink()
     assert "is not a run folder: run.sqlite is missing" in error_line(str(run))
+
+
+@pytest.mark.slow
+def test_plots_need_no_backend() -> None:
+    """matplotlib refuses to be imported if ``MPLBACKEND`` names what is not there."""
+    script = (
+        "from ragen.reports.plots import draw_time; "
+        "draw_time({'rollout': 1.0}).savefig('/dev/null', format='png'); "
+        "import matplotlib, os; "
+        "print(matplotlib.get_backend(auto_select=False), os.environ['MPLBACKEND'])"
+    )
+    for backend, kept in (("of-a-notebook", "None"), ("svg", "svg")):
+        environment = os.environ | {"MPLBACKEND": backend}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+        )
+        assert done.stdout.split() == [kept, backend], done.stderr

@@ -10,8 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.responses import PlainTextResponse
-from starlette.testclient import TestClient
 
 from ragen.core.errors import RagenError
 from ragen.envs.adapters import openenv as client
@@ -20,7 +18,6 @@ from ragen.envs.checker import check
 from ragen.envs.registry import env_factory, make
 from ragen.rollout.setup import Setup
 from ragen.serving.openenv import EnvServer
-from ragen.serving.security import AccessControl
 from ragen.serving.server import Server, listen
 from ragen.serving.sessions import Refused, Session, describe
 from tests.viewer.test_viewer_server import wait_until
@@ -129,14 +126,3 @@ def test_a_session_plays_an_episode_and_refuses_what_it_cannot_follow() -> None:
     assert last["done"] and last["metadata"] == {"success": False, "truncated": False}
     with pytest.raises(Refused, match="reset first"):
         ask("step", text="Dragon")
-
-
-@pytest.mark.parametrize(
-    ("scheme", "port", "status"), [("https", 443, 200), ("http", 80, 200), ("https", 80, 403)]
-)
-def test_the_own_port_of_a_scheme_may_be_left_out(scheme: str, port: int, status: int) -> None:
-    async def answer(scope: Any, receive: Any, send: Any) -> None:
-        await PlainTextResponse("yes")(scope, receive, send)
-
-    client = TestClient(AccessControl(answer, port, None), f"{scheme}://localhost")
-    assert client.get("/").status_code == status

@@ -18,7 +18,15 @@ import pytest
 from ragen.core.errors import RagenError
 from ragen.core.metrics import largest, mean, total
 from ragen.core.types import Episode, Group
-from ragen.storage.database import DATABASE, new_run_folder, read
+from ragen.storage.database import (
+    DATABASE,
+    cannot_write,
+    connect,
+    connect_to_read,
+    new_run_folder,
+    open_database,
+    read,
+)
 from ragen.storage.reader import read_evaluations, read_events, read_metrics, standing
 from ragen.storage.recorder import Recorder, append_event
 from ragen.storage.schema import SAMPLE_ARRAYS, SCHEMA_VERSION, decompress
@@ -314,6 +322,55 @@ def test_run_folders_are_numbered_after_the_last_one(tmp_path: Path) -> None:
     (root / "bandit-7").mkdir()
     (root / "bandit-large-9").mkdir()
     assert new_run_folder(root, "bandit").name == "bandit-8"
+
+
+def test_a_file_system_without_shared_memory_gets_the_older_journal(tmp_path: Path) -> None:
+    """Here the index of the log, of 32 KiB, may not grow; the database stays below the limit.
+
+    A log that was left behind is in the database afterwards.
+    """
+    resource = pytest.importorskip("resource")
+    file = tmp_path / "small.sqlite"
+    with closing(connect(file)) as connection:
+        connection.execute("CREATE TABLE told (number)")
+        connection.execute("INSERT INTO told VALUES (1)")
+        killed = shutil.copytree(tmp_path, tmp_path / "killed") / file.name
+    (killed.with_name(f"{file.name}-shm")).unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(sqlite3.OperationalError) as refused:
+            _with_log(tmp_path)
+        with closing(connect(killed)) as connection, closing(connect(killed)) as other:
+            connection.execute("INSERT INTO told VALUES (2)")
+            other.execute("INSERT INTO told VALUES (3)")
+            with closing(connect_to_read(killed)) as reader:
+                found = reader.execute("SELECT * FROM told").fetchall()
+            assert found == [(1,), (2,), (3,)]
+            assert connection.execute("PRAGMA journal_mode").fetchall() == [("delete",)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(killed.parent) == [file.name]
+    line = str(cannot_write(tmp_path, refused.value))
+    assert line.endswith("lacks locks or shared memory: choose a local disk with --out")
+
+
+def _with_log(folder: Path) -> None:
+    with closing(sqlite3.connect(folder / "other.sqlite", isolation_level=None)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("CREATE TABLE told (number)")
+
+
+def test_a_database_that_another_process_writes_is_one_line(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So says a file system without locks, too."""
+    recorder.close()
+    monkeypatch.setattr("ragen.storage.database.WRITERS_S", 0.01)
+    with closing(sqlite3.connect(recorder.folder / DATABASE, isolation_level=None)) as writer:
+        writer.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(RagenError, match=r"is locked; another process uses it, or .*--out$"):
+            open_database(recorder.folder)
 
 
 def test_a_database_whose_writer_was_killed_as_it_closed_is_read_again(tmp_path: Path) -> None:

@@ -110,12 +110,13 @@ def test_a_bug_is_answered_without_details(
 
 def test_only_hosts_of_this_machine_are_served(client: TestClient) -> None:
     """With DNS rebinding, a foreign name that resolves to this machine has the viewer's origin."""
-    for host in ("localhost", "127.0.0.1", "[::1]", "LOCALHOST", "127.0.0.2"):
-        assert client.get("/api/runs", headers={"host": f"{host}:7246"}).status_code == 200
+    for name in ("localhost", "127.0.0.1", "[::1]", "LOCALHOST", "127.0.0.2"):
+        for host in (f"{name}:7246", f"{name}:9000", name):  # the port may be forwarded
+            assert client.get("/api/runs", headers={"host": host}).status_code == 200
     for host in (
-        *("evil.example:7246", "localhost:80", "localhost", "127.0.0.1.evil.example:7246", ""),
-        *("0.0.0.0", "localhost:7246.evil.example", "evil.example#localhost:7246", "[::1]"),
-        *("2130706433:7246", "localhost:7246@evil.example"),
+        *("evil.example:7246", "evil.example", "127.0.0.1.evil.example:7246", "", ":7246"),
+        *("0.0.0.0", "localhost:7246.evil.example", "evil.example#localhost:7246", "::1"),
+        *("2130706433:7246", "localhost:7246@evil.example", "localhost:x", "localhost.example"),
     ):
         for path in ("/", "/api/runs", "/static/vendor/uplot.js"):
             assert client.get(path, headers={"host": host}).status_code == 403
@@ -140,6 +141,25 @@ def test_requests_of_another_site_are_refused(client: TestClient) -> None:
     assert status(sec_fetch_site="same-origin") == status(sec_fetch_site="none") == 200
     assert status(sec_fetch_site="cross-site") == status(sec_fetch_site="same-site") == 403
     assert status("/", sec_fetch_site="cross-site") == 200  # Links to the viewer work.
+
+
+def test_a_page_behind_a_forwarded_port_is_answered(client: TestClient) -> None:
+    """Some proxies change the Host to this server's own; the browser knows that the page is ours.
+
+    Another page of this machine is not ours, and a foreign name may be rebound to the proxy.
+    """
+
+    def status(host: str, origin: str, site: str) -> int:
+        headers = {"host": host, "origin": origin, "sec-fetch-site": site}
+        return client.get("/api/runs", headers=headers).status_code
+
+    assert status("localhost:9000", "http://localhost:9000", "same-origin") == 200
+    assert status("localhost:7246", "http://localhost:9000", "same-origin") == 200
+    assert status("127.0.0.1:7246", "https://[::1]:9000", "same-origin") == 200
+    assert status("localhost:9000", "http://localhost:9000", "same-site") == 403
+    assert status("localhost:7246", "http://localhost:9000", "none") == 403
+    assert status("localhost:7246", "http://evil.example:9000", "same-origin") == 403
+    assert status("evil.example:9000", "http://evil.example:9000", "same-origin") == 403
 
 
 def test_invalid_and_foreign_posts_are_refused(client: TestClient) -> None:

@@ -5,12 +5,14 @@ Functions that need torch import it themselves, because the import takes seconds
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ CLEARLY_BUSY = 1.3
 
 DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")))
 """Device files of GPUs that torch can use on Linux: of NVIDIA, of AMD, within Windows."""
+
+CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+"""The groups of this process, and where they are mounted on Linux."""
 
 
 def usable_device() -> str:
@@ -86,10 +91,11 @@ def is_amd() -> bool:
 
 
 def usable_cpus() -> int:
-    """Cores that this process may run on."""
+    """Cores that this process may run on, and whose time its container's quota allows."""
+    allowed = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        allowed = len(os.sched_getaffinity(0))
+    return min([allowed, *container_cpus(*CONTROL_GROUPS)])
 
 
 def _probe() -> int:
@@ -140,33 +146,48 @@ def available(device: str) -> int | None:
         return None
     fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    return min([free, *container_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+    return min([free, *container_rooms(*CONTROL_GROUPS)])
+
+
+def container_cpus(membership: Path, root: Path) -> Iterator[int]:
+    """Cores in the quota of each control group around this process; a part counts as one.
+
+    The arguments are as for `container_rooms`.
+    """
+    for group in _groups(membership, root, "cpu"):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            with suppress(OSError, ValueError):  # missing, or "max"
+                texts = [(group / name).read_text() for name in names]
+                quota, period = map(int, " ".join(texts).split())
+                if quota > 0:  # -1: none
+                    yield math.ceil(quota / period)
 
 
 def container_rooms(membership: Path, root: Path) -> Iterator[int]:
-    """Bytes left in each control group (version 2) around this process; cached files are free.
+    """Bytes left in each control group around this process; cached files are free.
 
-    `membership` is a file with a line like ``0::/a/b``, `root` is where the groups are mounted; in
-    a container often only the innermost is visible.
+    `membership` is a file with lines like ``0::/a/b`` (version 2) or ``4:memory:/a/b`` (version 1),
+    `root` is where the groups are mounted; in a container often only the innermost is visible.
     """
+    for group in _groups(membership, root, "memory"):
+        for most, used, cached in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            with suppress(OSError, ValueError):  # missing, or "max"
+                room = int((group / most).read_text()) - int((group / used).read_text())
+                stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+                yield max(0, room + int(stat.get(cached, 0)))
+
+
+def _groups(membership: Path, root: Path, controller: str) -> Iterator[Path]:
+    """The control groups that may limit this process by a controller, the innermost first."""
     lines = membership.read_text().splitlines() if membership.is_file() else []
     for line in lines:
-        if line.startswith("0::"):
-            inner = root / line[3:].strip("/")
-            for group in (inner, *inner.parents):
-                room = _room(group)
-                if room is not None:
-                    yield room
-                if group == root:
-                    break
-
-
-def _room(group: Path) -> int | None:
-    """Bytes left in one group; ``None`` if it has no limit or does not report it."""
-    try:
-        most = int((group / "memory.max").read_text())
-        stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-    except (OSError, ValueError):  # missing, or "max"
-        return None
-    return max(0, most - used)
+        _, names, place = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        # Version 1 mounts a folder for each set of controllers, and links a single name to it.
+        for top in dict.fromkeys((root / names, root / controller) if names else (root,)):
+            inner = top / place.strip("/")
+            yield from (each for each in (inner, *inner.parents) if each.is_relative_to(top))

@@ -7,8 +7,10 @@ state. The colours are those of Okabe and Ito, which people with any colour visi
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -125,6 +127,7 @@ def figure_of(
     heights: Sequence[float], columns: int = 1, same_x: bool = False
 ) -> Iterator[tuple[Figure, Sequence[Sequence[Axes]]]]:
     """A figure of ``axes[row][column]``, drawn by `RULES`; rows have `heights` in inches."""
+    _import_matplotlib()
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -133,6 +136,21 @@ def figure_of(
         shape, ratios = (len(heights), columns), {"height_ratios": heights}
         axes = figure.subplots(*shape, sharex=same_x, squeeze=False, gridspec_kw=ratios)
         yield figure, axes.tolist()
+
+
+def _import_matplotlib() -> None:
+    """Import matplotlib whatever ``MPLBACKEND`` names: the figures need no backend.
+
+    A command that a notebook runs inherits the kernel's, which may not exist here.
+    """
+    if "matplotlib" in sys.modules or (backend := os.environ.pop("MPLBACKEND", None)) is None:
+        return
+    try:
+        import matplotlib
+    finally:
+        os.environ["MPLBACKEND"] = backend
+    with suppress(ValueError):  # as matplotlib does at its import, for others in this process
+        matplotlib.rcParams["backend"] = backend
 
 
 Corner = Literal["outside upper right", "outside lower center"]

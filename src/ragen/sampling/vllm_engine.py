@@ -5,6 +5,7 @@ vLLM is an extra, so it is imported when an engine is made, and nowhere else.
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import warnings
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ragen.core.errors import EngineLost, RagenError
+from ragen.core.files import cannot
 from ragen.core.types import Prompt
 from ragen.models.memory import CPU_CACHE_BYTES
 from ragen.sampling.vllm_private import (
@@ -28,7 +30,7 @@ from ragen.sampling.vllm_private import (
     shut_down,
     take,
 )
-from ragen.sampling.weights import offered
+from ragen.sampling.weights import MEMORY, MORE_MEMORY, offered
 
 CACHE_BLOCK = 32
 """Block size of the prefix cache on a CPU: less than the usual 128 tokens, since a turn of a small
@@ -116,6 +118,10 @@ class Vllm:
                 )
                 self._engine = self._vllm.LLMEngine.from_engine_args(arguments)
         except (ValueError, RuntimeError, OSError) as error:
+            if (
+                isinstance(error, OSError) and error.errno == errno.ENOSPC
+            ):  # of its processes' queues
+                raise cannot("write", MEMORY, error, MORE_MEMORY) from error
             reason = " ".join(str(error).split())[:300]
             raise RagenError(
                 f"vLLM cannot serve the model '{path}': {reason}; use rollout.sampler = "

@@ -83,7 +83,9 @@ def offered(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
     Raises:
         RagenError: There is too little shared memory.
     """
-    with tempfile.TemporaryDirectory(prefix="ragen-weights-", dir=MEMORY) as folder:
+    with file_errors("write", MEMORY, MORE_MEMORY):
+        place = tempfile.TemporaryDirectory(prefix="ragen-weights-", dir=MEMORY)
+    with place as folder:
         path = Path(folder) / "weights.safetensors"
         with file_errors("write", MEMORY, MORE_MEMORY):
             save_file({name: each.detach().cpu().contiguous() for name, each in tensors}, path)

@@ -1,7 +1,8 @@
 """Access control: who may make requests, from this machine or with a token.
 
 Any web site that is open in a browser of this machine can send requests to a server on it. The
-check of Host prevents DNS rebinding. The checks of Origin and Sec-Fetch-Site refuse the pages of
+check of Host prevents DNS rebinding: no site can have a loopback name. The port may be another one,
+as of ``ssh -L 9000:localhost:7246``. The checks of Origin and Sec-Fetch-Site refuse the pages of
 other servers, even those of another port of this machine.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,6 +20,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 METHODS = ("GET", "HEAD", "POST")
+
+PORT = re.compile(r":[0-9]*$", re.ASCII)
+"""The end of a Host with a port; a browser leaves out the scheme's own."""
 
 
 def is_loopback(host: str) -> bool:
@@ -89,22 +94,20 @@ class AccessControl:
         if method not in METHODS:
             return refusal(405, f"the method {method} is not supported")
         if len(headers.getlist("host")) != 1 or not (
-            self.token or self._is_ours(host, request.scope["scheme"])
+            self.token or is_loopback(PORT.sub("", host.lower()))
         ):
-            return refusal(403, "this server answers only to localhost and its own port")
+            return refusal(403, "this server answers only to localhost: use that name")
         # A page of another port of this machine is "same-site", and still a foreign page.
         site = headers.get("sec-fetch-site", "none")
         is_foreign = not self.is_open(request.scope["path"]) and site not in ("same-origin", "none")
         own = f"{request.scope['scheme'].replace('ws', 'http')}://{host}"
-        if is_foreign or headers.get("origin", own) != own:
+        origin = headers.get("origin", own)
+        # A proxy may change the Host; a page of this server then has another address than `own`.
+        name = PORT.sub("", origin.partition("://")[2])
+        is_vouched = site == "same-origin" and (self.token is not None or is_loopback(name))
+        if is_foreign or not (origin == own or is_vouched):
             return refusal(403, "requests from other pages are refused")
         return None
-
-    def _is_ours(self, host: str, scheme: str) -> bool:
-        name, colon, port = host.lower().rpartition(":")
-        if not colon or host.endswith("]"):  # a browser leaves the scheme's own port out
-            name, port = host.lower(), "443" if scheme in ("https", "wss") else "80"
-        return is_loopback(name) and port == str(self.port)
 
 
 def is_equal(said: str, token: str) -> bool:

@@ -1,7 +1,8 @@
 """Run folders and their databases: creation, opening, locking, reading and closing.
 
 ``run.sqlite`` is in WAL mode while a process writes it, so that a viewer can read at any time. Once
-closed it is a single file.
+closed it is a single file. WAL needs shared memory, which some network disks lack. There the
+database stays in SQLite's older mode, in which readers wait while a step is written.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shlex
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +38,34 @@ READERS_S = 0.5
 """Seconds that a closing writer waits for readers; the viewer's queries take a tenth of it."""
 
 UNREAD = (sqlite3.SQLITE_IOERR_READ, sqlite3.SQLITE_IOERR_SHORT_READ)
+UNSHARED = (
+    sqlite3.SQLITE_IOERR_SHMMAP,
+    sqlite3.SQLITE_IOERR_SHMLOCK,
+    sqlite3.SQLITE_IOERR_SHMOPEN,
+    sqlite3.SQLITE_IOERR_SHMSIZE,
+    sqlite3.SQLITE_PROTOCOL,
+)
+"""Codes of SQLite's errors on a file system without the shared memory of WAL."""
+UNLOCKED = (
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_IOERR_LOCK,
+    sqlite3.SQLITE_IOERR_RDLOCK,
+    sqlite3.SQLITE_IOERR_CHECKRESERVEDLOCK,
+)
+"""Codes of SQLite's errors on a file system without locks; another process may also have one."""
 UNWRITTEN = (
     sqlite3.SQLITE_READONLY,
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_PROTOCOL,
 )
 """Codes of SQLite's errors if the system refuses a file. The codes in `UNREAD` mean damage."""
+
+LOCAL = "its file system, perhaps a network disk, lacks locks or shared memory"
+"""The cause of the codes in `UNSHARED` and `UNLOCKED`."""
 
 CLAIM_S = 0.1
 """Seconds that `claim` waits for the lock, which `is_claimed` holds for some microseconds."""
@@ -102,8 +124,9 @@ def create_database(folder: Path, config_text: str) -> sqlite3.Connection:
         if connection is not None:
             connection.close()
         with contextlib.suppress(OSError):  # A folder with other files stays.
-            for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", CONFIG):
-                (folder / name).unlink(missing_ok=True)
+            for end in ("", "-wal", "-shm", "-journal"):
+                (folder / f"{DATABASE}{end}").unlink(missing_ok=True)
+            config.unlink(missing_ok=True)
             folder.rmdir()
         raise cannot_write(folder, error) from None
     return connection
@@ -146,14 +169,32 @@ def close_database(connection: sqlite3.Connection) -> None:
 
 
 def connect(database: Path) -> sqlite3.Connection:
-    """A connection for writing, in WAL mode, with explicit transactions."""
+    """A connection for writing, in WAL mode where that is possible, with explicit transactions."""
     # One thread makes the connection, and another one may use it (in a notebook, or the recorder's
     # writer), but never both at once.
-    connection = sqlite3.connect(
-        database, isolation_level=None, timeout=WRITERS_S, check_same_thread=False
+    make = partial(
+        sqlite3.connect, database, isolation_level=None, timeout=WRITERS_S, check_same_thread=False
     )
-    _journal(connection, "WAL", WRITERS_S)
-    connection.execute("PRAGMA synchronous = FULL")
+    connection = make()
+    try:
+        try:
+            _journal(connection, "WAL", WRITERS_S)
+            _version(connection)  # the first read needs the shared memory
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode not in UNSHARED:
+                raise
+            connection.close()
+            connection = make()
+            # A connection with the database for itself needs no shared memory to leave WAL.
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+            _journal(connection, "DELETE", WRITERS_S)
+            database.with_name(f"{database.name}-shm").unlink(missing_ok=True)
+            connection.execute("PRAGMA locking_mode = NORMAL")
+            _version(connection)  # the next use of the database gives up the lock
+        connection.execute("PRAGMA synchronous = FULL")
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
@@ -307,7 +348,13 @@ def _lock(handle: int, kind: int) -> bool:
 
 def cannot_write(folder: Path, error: sqlite3.Error | OSError, file: str = DATABASE) -> RagenError:
     """The error for a database that cannot be written."""
-    remedy = free_run(folder) if (folder / CHECKPOINTS).is_dir() else OTHER_OUT
+    has_run = (folder / CHECKPOINTS).is_dir()
+    remedy = free_run(folder) if has_run else OTHER_OUT
+    code = getattr(error, "sqlite_errorcode", 0)
+    if code in (*UNSHARED, *UNLOCKED):
+        cause = f"another process uses it, or {LOCAL}" if code == sqlite3.SQLITE_BUSY else LOCAL
+        copy = f"work in a copy on a local disk (cp -r {shlex.quote(str(folder))} COPY)"
+        remedy = f"{cause}: {copy if has_run else 'choose a local disk with --out'}"
     return cannot("write", folder / file, error, remedy)
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from http import HTTPStatus
 
+import httpx
 import pytest
 
 from ragen.config.reading import merge
@@ -196,6 +197,16 @@ def test_no_server_is_one_line():
         with pytest.raises(RagenError, match=message) as error:
             make(f"openenv:{url}")
         assert "\n" not in str(error.value)
+
+
+def test_a_refusal_has_the_servers_reason(monkeypatch):
+    refused = httpx.Response(
+        403, json={"error": "only localhost"}, request=httpx.Request("GET", "/")
+    )
+    monkeypatch.setattr(httpx, "request", lambda *_, **__: refused)
+    with pytest.raises(RagenError, match=r"HTTP 403: .*only localhost") as error:
+        make("openenv:http://localhost:9000")
+    assert "\n" not in str(error.value)
 
 
 def test_episodes_wait_for_the_server_side_by_side_and_the_loop_goes_on(server):

@@ -37,6 +37,8 @@ TOKEN = "OPENENV_TOKEN"
 """The environment variable of the token that a server asks for."""
 CALL_FIELDS = {"type", "tool_name", "arguments"}
 """The fields of an action that is a call of a tool."""
+MOST_SAID = 200
+"""The most characters of a refusal that are shown."""
 MIN_TOKEN = 8
 """The least number of characters of a token."""
 
@@ -248,7 +250,11 @@ def _about(url: str, target: str) -> About:
                 f"openenv:{target}: the server refuses the token; put its token into the "
                 f"environment variable {TOKEN}"
             ) from None
-        said = _masked(str(error), token_here()) or type(error).__name__
+        said = str(error) or type(error).__name__
+        if isinstance(error, httpx.HTTPStatusError):
+            reason = " ".join(error.response.text[:MOST_SAID].split())
+            said = f"HTTP {error.response.status_code}: {reason}"
+        said = _masked(said, token_here())
         raise RagenError(f"openenv:{target}: no OpenEnv server answers there ({said})") from None
 
 
