@@ -1,6 +1,8 @@
 """User code is loaded from files, modules and entry points; a failure gives one clear line."""
 
+import json
 import re
+import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
@@ -128,6 +130,68 @@ def test_source_hash_covers_the_modules_beside_the_file(tmp_path, monkeypatch):
             (tmp_path / changed).write_text((tmp_path / changed).read_text() + "# changed\n")
         hashes.append(load_object(f"{tmp_path / 'mine.py'}:Mine").source)
     assert hashes[0] == hashes[1] and len(set(hashes[1:])) == 3
+
+
+def test_helpers_of_one_name_beside_two_files_do_not_replace_each_other(tmp_path, monkeypatch):
+    """Also helpers of helpers, in functions, in folders, and with a name that Python has."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_rules.py").write_text("raise AssertionError('this is no helper')")
+    found = []
+    for folder in ("one", "two"):
+        for name, text in {
+            "mine.py": "from own_rules import early\nimport own_rules.late, queue\n"
+            "import json as j\n"
+            "early.append(j.__name__ + own_rules.late.NAME + queue.NAME)\n"
+            "def lazy():\n    from own_plain import last\n    import own_rules.late as late\n"
+            "    return last.NAME + late.NAME\n",
+            "own_rules/__init__.py": "from own_rules.late import NAME\nearly = [NAME]\n",
+            "own_rules/late.py": "import queue\nNAME = queue.NAME + '!'\n",
+            "own_plain/last.py": f"NAME = 'last of {folder}'\n",
+            "queue.py": f"NAME = '{folder}'\n",
+        }.items():
+            (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / name).write_text(text)
+        found.append(load_object(f"{tmp_path / folder / 'mine.py'}:lazy").object)
+    first, second = found
+    assert (first(), second()) == ("last of oneone!", "last of twotwo!")
+    assert first.__globals__["early"] == ["one!", "jsonone!one"]
+    assert second.__globals__["early"] == ["two!", "jsontwo!two"]
+    assert not {"own_rules", "own_plain"} & sys.modules.keys() and not [*tmp_path.rglob("*.pyc")]
+    assert load_object(f"{tmp_path / 'one' / 'mine.py'}:lazy").object is first
+    (tmp_path / "one" / "queue.py").write_text("NAME = 'new'\n")
+    assert load_object(f"{tmp_path / 'one' / 'mine.py'}:lazy").object() == "last of onenew!"
+
+
+def test_a_helper_that_pythons_path_finds_is_the_one_of_every_importer(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "on_the_path.py").write_text("")
+    (tmp_path / "json.py").write_text("import json, on_the_path\ndumps = json.dumps\n")
+    loaded = load_object(f"{tmp_path / 'json.py'}:dumps").object
+    assert loaded is json.dumps  # a file may have the name of the library that it imports
+    sys.modules.pop("on_the_path")
+
+
+@pytest.mark.parametrize("reference", ["deep/mine.py:NUMBER", "own_package.mine:NUMBER"])
+def test_the_installed_command_finds_what_python_finds(tmp_path, reference):
+    """Its path begins with its own folder, and not with the working directory."""
+    for folder in ("deep", "own_package"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text("from own_numbers import NUMBER\n")
+    (tmp_path / "own_numbers.py").write_text("NUMBER = 3\n")
+    code = (
+        "import sys; sys.path = [each for each in sys.path if each]; from ragen.core import plugins"
+    )
+    code += f"; print(plugins.load_object({reference!r}).object)"
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert said.stdout == "3\n"
+
+
+def test_a_module_that_is_nowhere_is_told_with_the_remedy(tmp_path):
+    (tmp_path / "mine.py").write_text("import no_such_module\n")
+    with pytest.raises(RagenError, match=r"\(line 1\); install it, or let PYTHONPATH name its"):
+        load_object(f"{tmp_path / 'mine.py'}:loss")
 
 
 def test_a_class_of_a_notebook_is_passed_in_python(monkeypatch):

@@ -55,6 +55,23 @@ def setup(workers: Workers) -> Setup:
     return Setup("corridor", workers.make, venue=Venue("workers", workers))
 
 
+def test_helpers_of_one_name_do_not_replace_each_other_in_workers(
+    start_workers: Any, tmp_path: Path
+) -> None:
+    made = []
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own_rules.py").write_text(f"GOAL = 'Reach {folder}'\n")
+        (tmp_path / folder / "env.py").write_text(
+            "from tests.free_text import Echo as Base\nfrom own_rules import GOAL\n"
+            "class Echo(Base):\n    goal = GOAL\n"
+        )
+        made.append(start_workers(f"{tmp_path / folder / 'env.py'}:Echo").make())
+    assert [each.goal for each in made] == ["Reach one", "Reach two"]
+    for each in made:
+        each.close()
+
+
 @pytest.mark.parametrize("name", ["frozen-lake", "bandit"])
 def test_the_proxy_behaves_as_the_environment(start_workers: Any, name: str) -> None:
     """It returns the same values and restores snapshots."""

@@ -25,6 +25,7 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
+from ragen.core.beside import compiled, package_of, sources_of
 from ragen.core.errors import RagenError, nearest
 from ragen.core.user_code import UserCodeError, boundary
 
@@ -118,7 +119,7 @@ def load_object(
             raise RagenError(f"unknown {kind} {reference!r}{hint}")
         point = points[reference]
     where, _, name = (point.value if point else reference).rpartition(":")
-    module, source = _load_module(where.strip())
+    module, source = load_module(where.strip())
     if point is not None and point.dist is not None:
         source = f"{point.dist.name} {point.dist.version}"
     value = getattr(module, name.strip(), None)
@@ -128,10 +129,18 @@ def load_object(
     return Loaded(value, source)
 
 
-def _load_module(where: str) -> tuple[ModuleType, str]:
-    """The module of a path or a dotted name, and the hash of its code."""
+def load_module(where: str) -> tuple[ModuleType, str]:
+    """The module of a path or a dotted name, and the hash of its code.
+
+    Whatever program runs, modules in the working directory are found as by ``python -m``.
+
+    Raises:
+        RagenError: There is no such file or module, or its code raised or took too long.
+    """
     path = Path(where)
     is_path = where.endswith(".py")
+    if where.partition(".")[0] != "ragen" and not {"", str(Path.cwd())} & {*sys.path}:
+        sys.path.insert(0, str(Path.cwd()))
     if is_path and not path.is_file():
         folder = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise RagenError(f"no file {path}{folder}; your own is named path/to/file.py:name")
@@ -155,14 +164,19 @@ def _load_module(where: str) -> tuple[ModuleType, str]:
             places.append((cause.filename or "", cause.lineno))
         lines = [number for name, number in places if name.endswith(file)]
         line = f" (line {lines[-1]})" if lines else ""
+        if isinstance(cause, ModuleNotFoundError):
+            line += "; install it, or let PYTHONPATH name its folder"
         raise RagenError(f"{where} cannot be loaded: {failure.reason}{line}") from failure
     return module, hash_code(path, content)
 
 
 def _load_file(path: Path, content: bytes) -> ModuleType:
-    # One module for each file and content: an edited file is loaded anew, an unchanged one keeps
-    # its classes.
-    module_name = f"ragen_plugin_{path.stem}_{_hash(str(path.resolve()).encode() + content)}"
+    # One module for each file and content, helpers included: an edited file is loaded anew, an
+    # unchanged one keeps its classes.
+    own = path.resolve()
+    helpers = _hash(str(own.parent).encode() + _code_beside(own, content, elsewhere=False))
+    digest = _hash(f"{own}{helpers}".encode() + content)
+    module_name = f"ragen_plugin_{path.stem}_{digest}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -172,7 +186,8 @@ def _load_file(path: Path, content: bytes) -> ModuleType:
     try:
         # Not the loader's `exec_module`, which trusts compiled code of another version of the file
         # with the same size and time: what runs is what was hashed.
-        exec(compile(content, path, "exec", dont_inherit=True), vars(module))
+        package = package_of(own.parent, helpers)
+        exec(compiled(content, path, package), vars(module))
     except BaseException:
         del sys.modules[module_name]
         raise
@@ -185,22 +200,23 @@ def hash_code(path: Path, content: bytes) -> str:
     These are modules in its folder and modules that were imported from elsewhere, except those of
     installed packages, of Python and of RAGEN. Files that are read as data are not covered.
     """
-    own = path.resolve()
-    if _is_installed(own):
-        return _hash(content)
-    files = {own: content}
-    pending = [own]
+    return _hash(content + _code_beside(path.resolve(), content))
+
+
+def _code_beside(own: Path, content: bytes, elsewhere: bool = True) -> bytes:
+    """The code of the user's modules that a file imports; without `elsewhere`, of its folder."""
+    files, pending = {own: content}, [] if _is_installed(own) else [own]
     while pending:
         file = pending.pop()
-        for found in _imported(file, files[file]) - files.keys():
+        for found in _imported(file, files[file], own.parent, elsewhere) - files.keys():
             files[found] = found.read_bytes()
             pending.append(found)
     del files[own]
-    return _hash(content + b"".join(files[file] for file in sorted(files)))
+    return b"".join(files[file] for file in sorted(files))
 
 
-def _imported(file: Path, content: bytes) -> set[Path]:
-    """The user's own files that a file imports, anywhere in it."""
+def _imported(file: Path, content: bytes, root: Path, elsewhere: bool) -> set[Path]:
+    """The user's own files that a file imports, anywhere in it; `root` is the loaded file's."""
     try:
         nodes = list(ast.walk(ast.parse(content)))
     except (SyntaxError, ValueError, RecursionError):  # a module that is never imported
@@ -215,11 +231,13 @@ def _imported(file: Path, content: bytes) -> set[Path]:
             names = [module, *(f"{module}.{alias.name}".strip(".") for alias in node.names)]
         folder = file.parents[min(max(level, 1), len(file.parents)) - 1]
         for name in filter(None, names):
-            stem = folder / name.replace(".", "/")
-            places = [stem.with_suffix(".py"), stem / "__init__.py"]
-            if not level and (loaded := getattr(sys.modules.get(name), "__file__", None)):
+            places = sources_of(folder, name)
+            if not level:
+                places += sources_of(root, name)
+            loaded = getattr(sys.modules.get(name), "__file__", None)
+            if elsewhere and not level and loaded and Path(loaded).is_file():
                 places.append(Path(loaded))
-            found |= {place.resolve() for place in places if place.is_file()}
+            found |= {place.resolve() for place in places}
     return {each for each in found if each.suffix == ".py" and not _is_installed(each)}
 
 

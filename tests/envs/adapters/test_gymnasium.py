@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+from pathlib import Path
 
 import gymnasium
 import pytest
@@ -161,6 +162,24 @@ def test_parameters_reach_the_library_and_its_rules():
     assert env.step("Right")[0].startswith("SPFF")
     with pytest.raises(RagenError, match="no_such"):
         make("gymnasium:FrozenLake-v1", no_such=1)
+
+
+def test_a_module_before_the_name_registers_the_environment(tmp_path, monkeypatch):
+    """As in `gymnasium.make`; its code is a part of what identifies the environment."""
+    monkeypatch.chdir(tmp_path)
+    text = "import gymnasium\nfrom tests.envs.adapters.test_gymnasium import Words\n"
+    text += "gymnasium.register('Mine-v0', Words)\n"
+    Path("own_registration.py").write_text(text)
+    env = make("gymnasium:own_registration:Mine-v0")
+    check(env, levels=1)
+    assert env.versions[-1].startswith("blake2b:")
+    for name, said in (
+        ("no_such:Mine-v0", "no_such cannot be loaded: ModuleNotFoundError"),
+        ("own_registration:Yours-v0", "gymnasium:Yours-v0: Environment 'Yours' doesn't exist"),
+        ("a:own_registration:Mine-v0", "a:own_registration cannot be loaded"),
+    ):
+        with pytest.raises(RagenError, match=said):
+            make(f"gymnasium:{name}")
 
 
 def test_spaces_and_docstring_describe_an_environment_that_ragen_does_not_know():

@@ -16,6 +16,7 @@ import gymnasium
 from gymnasium import spaces
 
 from ragen.core.errors import RagenError, nearest
+from ragen.core.plugins import load_module
 from ragen.envs.adapters import minigrid, toy_text
 from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
 from ragen.envs.adapters.toy_text import About
@@ -69,6 +70,9 @@ class GymnasiumEnv(Adapted):
 
     @classmethod
     def find(cls, target: str) -> tuple[str, ...]:
+        # As in `gymnasium.make`: a module before the name registers the environment.
+        module, _, target = target.rpartition(":")
+        code = (load_module(module)[1],) if module else ()
         if target.startswith(minigrid.FAMILIES) and not minigrid.register():
             raise missing(f"gymnasium:{target}", "minigrid", "minigrid")
         try:
@@ -79,7 +83,7 @@ class GymnasiumEnv(Adapted):
             raise RagenError(f"gymnasium:{target}: {said}{hint}") from None
         entry = spec.entry_point
         module = entry.partition(":")[0] if isinstance(entry, str) else entry.__module__
-        return tuple(sorted({version_of("gymnasium"), version_of(module)}))
+        return (*sorted({version_of("gymnasium"), version_of(module)}), *code)
 
     def begin(self, level_seed: int, noise_seed: int) -> str:
         observation, _ = self._env.reset(seed=level_seed)
