@@ -14,7 +14,8 @@ import pytest
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Prompt, Usage
 from ragen.rollout import endpoint
-from ragen.rollout.endpoint import ChatEndpoint, Pace, Retry, Server, retry_after
+from ragen.rollout.dialects import retry_after
+from ragen.rollout.endpoint import ChatEndpoint, Pace, Retry, Server
 from ragen.rollout.endpoint_format import error_message, read_reply
 from ragen.rollout.policies import NoCompletion
 from tests.faulty import GOOD, Answer, FaultyServer, api_error, chat_reply

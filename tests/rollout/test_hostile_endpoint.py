@@ -313,7 +313,7 @@ def test_bodies_of_any_depth_are_read_or_refused() -> None:
         ({"object": "list", "data": []}, 'a message: {"object": "list", "data": []}; check its'),
         (
             {"error": {"message": "no such engine", "code": 404}},
-            "an answer: no such engine; check its",
+            "(HTTP 404: no such engine); check the address",
         ),
         (GO * 2, "; check its address"),
     ],

@@ -94,7 +94,7 @@ async def open_judge(
         return
     settings = config.judge
     policy = (
-        ChatEndpoint(server_of(settings), settings.model, think=False)
+        ChatEndpoint(server_of(settings), settings.model, think=False, own_temperature=True)
         if settings.url
         else LocalModel(resolve_model(settings.model, config.env.name), config.model.dtype)
     )

@@ -31,14 +31,15 @@ from ragen.core.errors import RagenError, printable
 from ragen.core.seeding import derive
 from ragen.core.types import Completion, Prompt
 from ragen.envs.contract import Schema
-from ragen.rollout.endpoint_format import WrongAnswer, error_message, for_server, read_reply
+from ragen.rollout.dialects import Dialect, Refusal, read_refusal
+from ragen.rollout.endpoint_format import WrongAnswer, read_reply
 from ragen.rollout.policies import NoCompletion
 
 KEY_ENV = "OPENAI_API_KEY"
 """Default environment variable of the key."""
 CONNECT_S = 4.5
 """Time limit for opening a connection."""
-TEMPORARY = (408, 409, 425, 429)
+TEMPORARY = (408, 409, 424, 425, 429)
 """Status codes below 500 after which the same request may succeed later."""
 MAX_BODY = 2**22
 """Maximum size of an answer in bytes, about a million tokens of text."""
@@ -163,13 +164,18 @@ class ChatEndpoint:
 
     With `think` a reply begins with a thought; a separate `reasoning` of the server becomes that
     thought. Every request offers the `tools`, and the calls of an answer become a part of its text.
+    What the server does not take is learned once (`ragen.rollout.dialects.Dialect`).
     """
 
     def __init__(
-        self, server: Server, model: str, think: bool = True, tools: Sequence[Schema] = ()
+        self,
+        server: Server,
+        model: str,
+        think: bool = True,
+        tools: Sequence[Schema] = (),
+        own_temperature: bool = False,
     ) -> None:
         self._server, self._model, self._think = server, model, think
-        self._tools = [dict(each) for each in tools]
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if server.key:
             headers["Authorization"] = f"Bearer {server.key}"
@@ -188,7 +194,8 @@ class ChatEndpoint:
                 f"SSL_CERT_FILE) cannot be used ({type(error).__name__}): set them anew"
             ) from None  # the reason may repeat a proxy's password
         self._pace = Pace(server.requests_per_minute)
-        self._length_key, self._takes_seed = "max_tokens", True
+        tools = [dict(each) for each in tools]
+        self._dialect = Dialect(model, tools, own_temperature)
         self._answered, self._lost = False, 0
 
     async def close(self) -> None:
@@ -231,7 +238,7 @@ class ChatEndpoint:
         return NoCompletion(f"{url} gave no completion: {reason}")
 
     async def _ask(self, prompt: Prompt) -> Completion:
-        sent = self._body(prompt)
+        sent = self._dialect.body(prompt)
         text = json.dumps(sent)  # in ASCII: an observation may have half a surrogate pair
         await self._pace.turn()
         try:
@@ -240,14 +247,12 @@ class ChatEndpoint:
                 self._client.stream("POST", self._server.url, content=text) as response,
             ):
                 body = await _body_of(response)
-            if response.status_code == 200:
-                return read_reply(body, self._think, bool(self._tools))
+            refusal = read_refusal(response.status_code, response.headers, body)
+            if refusal is None:
+                return read_reply(body, self._think, bool(self._dialect.tools))
         except (TimeoutError, WrongAnswer, httpx.RequestError, ssl.SSLError) as error:
             raise self._failure(error) from None
-        message, code = error_message(body)
-        if response.status_code in (400, 422) and self._adapts(sent, message):
-            return await self._ask(prompt)
-        return self._refused(response, message, code)
+        return await self._refused(sent, prompt, refusal)
 
     def _failure(self, error: Exception) -> _RequestFailed:
         """The failure of a request that got no answer, or no completion.
@@ -265,53 +270,37 @@ class ChatEndpoint:
         repeat_s = RETRY.long_s if self._answered and not is_gone else RETRY.short_s
         return _RequestFailed(reason, repeat_s, is_gone=is_gone)
 
-    def _refused(self, response: httpx.Response, message: str, code: str) -> Completion:
-        """Act on a status other than 200; a reply that was filtered is an empty one."""
-        url, status = self._server.url, response.status_code
-        what = f"HTTP {status}: {self._server.shown(message)}".removesuffix(": ")
-        if code == "insufficient_quota":  # OpenAI's 429 for which waiting does not help
+    async def _refused(
+        self, sent: Mapping[str, Any], prompt: Prompt, refusal: Refusal
+    ) -> Completion:
+        """Act on an error; a reply that was filtered or cut before it began is an empty one."""
+        url, status = self._server.url, refusal.status
+        what = f"HTTP {status}: {self._server.shown(refusal.message)}".removesuffix(": ")
+        if refusal.is_too_long:
+            raise NoCompletion(what, "context")
+        if refusal.has_no_quota:
             raise RagenError(f"{url} has no quota left ({what})")
         if status in TEMPORARY or status >= 500:
-            after_s = retry_after(response.headers.get("Retry-After", ""))
-            if after_s <= RETRY.long_s:
-                self._pace.hold(after_s)
-            raise _RequestFailed(what, RETRY.long_s, after_s, remedy="try again later")
-        if status in (400, 422):
-            if code == "content_filter":
-                return Completion(None, None, "", "stop", 0)
-            if code == "context_length_exceeded" or "context length" in message.lower():
-                raise NoCompletion(what, "context")
-            if self._answered:  # so the server refuses only this prompt
-                raise NoCompletion(f"{url} refused a prompt ({what})")
+            if refusal.after_s <= RETRY.long_s:
+                self._pace.hold(refusal.after_s)
+            raise _RequestFailed(what, RETRY.long_s, refusal.after_s, remedy="try again later")
+        if "content_filter" in refusal.codes:
+            return Completion(None, None, "", "stop", 0)
+        if "output limit was reached" in refusal.words:  # OpenAI: by thoughts alone
+            return Completion(None, None, "", "length", 0)
+        if self._dialect.adapts(sent, prompt, refusal):
+            return await self._ask(prompt)
+        remedy = self._dialect.remedy(prompt, refusal)
+        if status in (400, 422) and remedy is None and self._answered:
+            raise NoCompletion(f"{url} refused a prompt ({what})")  # it refuses this one only
         key_env = self._server.key_env or self._server.default_key_env
         remedies = {
             401: f"put a valid key into {key_env}",
             403: f"the key in {key_env} does not give access to this model",
             404: "check the address (most end in /v1) and the model's name",
         }
-        remedy = remedies.get(status, "it would refuse the same request again")
+        remedy = remedy or remedies.get(status, "it would refuse the same request again")
         raise RagenError(f"{url} refused {self._model!r} ({what}); {remedy}")
-
-    def _body(self, prompt: Prompt) -> dict[str, Any]:
-        return {
-            "model": self._model,
-            "messages": list(for_server(prompt.messages, prompt.sent)),
-            **({"tools": self._tools} if self._tools else {}),
-            self._length_key: prompt.max_tokens,
-            "temperature": prompt.temperature,
-            # Some servers store the seed in 32 bits.
-            **({"seed": prompt.seed % 2**31} if self._takes_seed else {}),
-        }
-
-    def _adapts(self, sent: Mapping[str, Any], message: str) -> bool:
-        """True if the server needs another dialect, which is used from now on."""
-        if "max_tokens" in sent and "max_completion_tokens" in message:
-            self._length_key = "max_completion_tokens"
-            return True
-        if "seed" in sent and "seed" in message.lower():
-            self._takes_seed = False
-            return True
-        return False
 
 
 class Pace:
@@ -364,12 +353,3 @@ async def _body_of(response: httpx.Response) -> bytes:
                 raise WrongAnswer(f"an answer of more than {MAX_BODY >> 20} MB")
             break
     return bytes(body)
-
-
-def retry_after(header: str) -> float:
-    """Seconds of a ``Retry-After`` header (RFC 9110, 10.2.3); 0 for a date or anything else."""
-    try:
-        seconds = float(header)
-    except ValueError:
-        return 0.0
-    return seconds if 0 < seconds < math.inf else 0.0

@@ -30,6 +30,8 @@ REASONING = ("reasoning_content", "reasoning")
 """Fields of a message in which servers put a thought."""
 UNKNOWN = "unknown"
 """Replaces, in requests, a name that servers would refuse."""
+CUT = ("length", "max_tokens", "model_length", "model_context_window_exceeded")
+"""Reasons why a reply ended before its end; the last two are Mistral's and Anthropic's."""
 MAX_TOKENS = 2**31
 """Token counts of a server are ignored if they are this large or larger."""
 
@@ -47,6 +49,7 @@ def error_message(data: bytes) -> tuple[str, str]:
     text = data.decode("utf-8-sig", "replace")
     try:
         body, code = json.loads(text), ""
+        body = body[0] if isinstance(body, list) and body else body  # Gemini's
         for _ in range(3):  # {"error": {"message": …}}, {"detail": {"error": …}}
             if isinstance(body, dict):
                 code = code or next((body[k] for k in ("code", "type") if body.get(k)), "")
@@ -99,7 +102,7 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
     if tools:
         reply = with_calls(reply, message.get("tool_calls"), think)
     reply = reply.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    cut = choice.get("finish_reason") in ("length", "max_tokens")
+    cut = choice.get("finish_reason") in CUT
     finish: FinishReason = "length" if cut else "stop"
     usage, kept = _usage(answer.get("usage")), _kept(message)
     return Completion(None, None, reply, finish, 0, usage=usage, message=kept)
