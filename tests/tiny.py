@@ -122,6 +122,28 @@ TEMPLATES: dict[str, str] = {
     + " + '<|eot_id|>' }}"
     + _END
     + _generate("<|start_header_id|>assistant<|end_header_id|>\\n\\n"),
+    # Like gpt-oss: replies have a channel, which the generation prompt leaves to the model.
+    "channels": _LOOP
+    + "{{ '<|start|>' + m.role + ('<|channel|>final' if m.role == 'assistant' else '')"
+    + " + '<|message|>' + m.content }}"
+    + "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}"
+    + _END
+    + _generate("<|start|>assistant"),
+    # Like Command R7B: a marker opens and ends a reply; the generation prompt opens a thought.
+    "markers": _LOOP
+    + "{{ '<|START|>' + m.role + '<|SAYS|>' }}"
+    + "{% if m.role == 'assistant' %}{{ '<|RESPONSE|>' + m.content + '<|/RESPONSE|>' }}"
+    + "{% else %}{{ m.content }}{% endif %}{{ '<|END|>' }}"
+    + _END
+    + _generate("<|START|>assistant<|SAYS|><|THINKING|>"),
+    # Like DeepSeek V3.2: only the end of an empty thought is left of earlier thoughts.
+    "closed": _LOOP
+    + "{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
+    + "{{ '</think>' + m.content.split('</think>')[-1] + '<|end|>' }}"
+    + "{% else %}{{ m.content }}{% endif %}"
+    + _END
+    + "{% if add_generation_prompt %}{{ '<|assistant|>' }}"
+    + "{{ '</think>' if enable_thinking is false else '<think>' }}{% endif %}",
     # No special tokens at all.
     "plain": _LOOP + "{{ m.role + ': ' + m.content + '\\n' }}" + _END + _generate("assistant: "),
 }
@@ -137,6 +159,12 @@ _SPECIAL = {
     "reasoner": ["<|im_end|>", "<|im_start|>"],
     "hollow": ["<|im_end|>", "<|im_start|>"],
     "dated": ["<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
+    "channels": ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"],
+    "markers": [
+        *("<|START|>", "<|SAYS|>", "<|END|>", "<|THINKING|>", "<|/THINKING|>"),
+        *("<|RESPONSE|>", "<|/RESPONSE|>"),
+    ],
+    "closed": ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<think>", "</think>"],
     "plain": [],
 }
 _CORPUS = (

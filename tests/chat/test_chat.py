@@ -15,15 +15,23 @@ from ragen.chat.template import DAY
 from ragen.core.errors import RagenError
 from tests.chat.test_histories import FEW
 
-KEEPING = ["chatml", "llama3", "gemma", "llama2", "thinker", "glm", "dated"]
-DROPPING = ["qwen3", "reasoner", "hollow"]
+KEEPING = ["chatml", "llama3", "gemma", "llama2", "thinker", "glm", "dated", "channels", "markers"]
+DROPPING = ["qwen3", "reasoner", "hollow", "closed"]
 """Templates that leave out the thoughts of earlier turns."""
 EXACT = KEEPING + DROPPING
 END = {
     **dict.fromkeys(("chatml", "qwen2.5", "qwen3", "thinker", "reasoner", "hollow"), "<|im_end|>"),
     **{"llama3": "<|eot_id|>", "dated": "<|eot_id|>", "gemma": "<end_of_turn>"},
-    **{"llama2": "</s>", "glm": "<|user|>"},
+    **{"llama2": "</s>", "glm": "<|user|>", "channels": "<|end|>", "markers": "<|/RESPONSE|>"},
+    "closed": "<|end|>",
 }
+
+
+HEADERS = {
+    "channels": ("", "<|channel|>final<|message|>"),
+    "markers": ("<|THINKING|>", "<|RESPONSE|>"),
+}
+"""What a generation prompt ends with and replies in the history do not, and the other way round."""
 
 
 @cache
@@ -39,7 +47,8 @@ def render(name: str, messages: list[dict[str, str]]) -> str:
     text = tiny_tokenizer(name).apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True, strftime_now=DAY.strftime
     )
-    return str(text)
+    asked, header = HEADERS.get(name, ("", ""))
+    return str(text).removesuffix(asked) + header
 
 
 def user(content: str) -> dict[str, str]:
@@ -56,7 +65,11 @@ def test_properties_of_known_templates_are_detected(name: str) -> None:
     assert chat.exact
     assert (chat.warning is None) == (name not in DROPPING)
     assert chat.fold == (name in ("gemma", "llama2"))
-    assert chat.opening == ("<think>\n" if name in ("thinker", "hollow") else "")
+    openings = {"thinker": "<think>\n", "hollow": "<think>\n", "closed": "<think>"}
+    assert chat.opening == openings.get(name, "")
+    asked, header = HEADERS.get(name, ("", ""))
+    assert chat.header.endswith(header) and bool(chat.header) == bool(header)
+    assert chat.asked.endswith(asked) and bool(chat.asked) == bool(asked)
     eos = tiny_tokenizer(name).eos_token_id
     assert chat.end_ids == ({eos, end(name)} if name in END else {eos})
 

@@ -166,7 +166,7 @@ def test_a_normaliser_makes_no_control_token_of_another_spelling(text: str) -> N
 
 def test_control_tokens_are_special_ones_or_markup_of_the_template() -> None:
     made = tiny_tokenizer.__wrapped__("chatml")
-    made.chat_template = "<｜User｜>" + made.chat_template + "<tool_call>"
+    made.chat_template = "<｜User｜>" + made.chat_template + "{# <tool_call> #}"
     plain = ["<｜User｜>", "<tool_call>", "<table>", "<|fim|>", "user", "\n", " <"]
     made.add_tokens([AddedToken(text, normalized=False) for text in plain])
     made.add_tokens([AddedToken(text, special=True) for text in ("<think>", "<unused>")])

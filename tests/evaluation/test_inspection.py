@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from ragen.cli.doctor_model import show_model
 from ragen.cli.main import main
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError
@@ -126,6 +129,21 @@ def test_doctor_prints_a_page_that_is_legible_without_colour(capsys: Capture) ->
     assert main([*line, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["config"]["env"]["name"] == "bandit" and record["turns"] == 1
+
+
+@pytest.mark.usefixtures("hurried")
+def test_doctor_shows_what_precedes_a_reply_and_what_is_lost(capsys: Capture) -> None:
+    console = Console(width=100)
+    found = inspect("channels", env="bandit")
+    assert found.header == "<|channel|>final<|message|>" and not found.loses_blanks
+    show_model(console, replace(found, loses_blanks=True))
+    shown = capsys.readouterr().out
+    assert "'<|channel|>final<|message|>', as in the history" in shown
+    assert "assistant<|channel|>final<|message|><think>" in shown
+    assert "a message loses the white space that it begins with" in " ".join(shown.split())
+    show_model(console, chatml())
+    shown = capsys.readouterr().out
+    assert "as in the history" not in shown and "loses" not in shown
 
 
 def test_what_cannot_be_inspected_is_refused_in_one_line(capsys: Capture) -> None:

@@ -16,7 +16,13 @@ from ragen.algorithms.samples import join
 from ragen.chat.chat import Chat
 from ragen.core.errors import RagenError
 from ragen.core.types import Sample
-from ragen.finetuning.transcripts import Transcript, is_file, read_transcripts, to_exchanges
+from ragen.finetuning.transcripts import (
+    Transcript,
+    is_file,
+    lost_blanks,
+    read_transcripts,
+    to_exchanges,
+)
 from tests.tiny import TEMPLATES, tiny_tokenizer
 
 CONVERSATION = (
@@ -227,6 +233,13 @@ def test_invalid_line_is_reported_with_its_number(
     with pytest.raises(RagenError, match=complaint) as caught:
         read_transcripts(path)
     assert str(caught.value).startswith(f"{path}, line 2: ")
+
+
+def test_white_space_that_a_chat_drops_is_told() -> None:
+    indented = [Transcript("", ({"role": "user", "content": "  P\n###"}, CONVERSATION[1]))]
+    assert "begin with white space" in str(lost_blanks(indented, make_chat("llama3")))
+    assert lost_blanks(indented, make_chat("chatml")) is None
+    assert lost_blanks([Transcript("", tuple(CONVERSATION))], make_chat("llama3")) is None
 
 
 def test_invalid_file_is_reported(tmp_path: Path) -> None:

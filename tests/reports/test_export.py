@@ -119,7 +119,9 @@ def test_card_usage_matches_the_run_prompt_with_every_template(
     text = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True, **options
     )
-    ids = tokenizer(text + usage.start, add_special_tokens=False)["input_ids"]
+    asked, header = usage.header
+    text = text.removesuffix(asked) + header + usage.start
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     episode = run_async(
         play_episode(SILENT, make_setup(config, chat), EpisodeSpec(123, 0, 0, (0, "x")))
     )

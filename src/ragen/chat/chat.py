@@ -4,9 +4,10 @@ A chat model sees one flat sequence, and its template writes the text between th
 a reply, rendering the whole conversation again and encoding it gives *other* tokens than those that
 were sampled, with other logprobs. So a `Chat` renders a conversation once, at its start. Then it
 extends the running sequence by the reply's own ids and by the template's text between the end of
-that reply and the start of the next one: the *bridge* (`ragen.chat.template`).
+that reply and the start of the next one: the *bridge* (`ragen.chat.template`). A prompt ends where
+the template puts a reply, after the *header* that some templates write only in the history.
 
-The bridge is found from the tokenizer's own template and verified when the `Chat` is made; nothing
+Both are found from the tokenizer's own template and verified when the `Chat` is made; nothing
 depends on a model's name. A template that drops the thoughts of earlier turns has a bridge too: the
 text between replies without thoughts. The sampled thoughts are kept in the sequence. If there is no
 bridge, or thoughts are dropped (`without_thought`), `Chat.exact` is false: each turn is rendered
@@ -58,6 +59,9 @@ class Chat:
         calls: The form of calls of the tools, ``None`` without tools.
         fold: System text is put at the top of the first user message, because the template has no
             system role, or moves system text (some templates put it into the last user message).
+        asked, header: The text with which the template asks for a reply and that is left out, and
+            the text that takes its place: the header, such as a channel, that it writes before a
+            reply in the history. Both are empty where the template asks as it writes.
         opening: The start of a thought that the template's own generation prompt writes
             (``<think>\n``), or nothing. It counts as pre-filled. An empty thought that the template
             writes where none is asked for is part of the prompt.
@@ -89,7 +93,7 @@ class Chat:
         self._pieces: dict[int, str] = {}
         plain = Template(tokenizer, think)
         start, closing = plain.start, plain.closing()
-        self.opening = plain.opening
+        self.opening, self.asked, self.header = plain.opening, plain.asked, plain.header
         self._prefill_ids = lru_cache(lambda text: ids_after(self.encode, start, text))
         before = start.removesuffix(self.opening)
         self._num_opening = len(ids_after(self.encode, before, self.opening))
@@ -141,6 +145,13 @@ class Chat:
     def end(self) -> int:
         """The token that ends a written reply: the template's, otherwise the tokenizer's."""
         return min(self.end_ids) if self._end is None else self._end
+
+    @property
+    def loses_blanks(self) -> bool:
+        """True if a message loses white space at its beginning: a template or a token drops it."""
+        blanks = "\n  Q"
+        ids, _ = self.open([{"role": "user", "content": blanks}])
+        return blanks not in self.spell(ids)
 
     def open(self, messages: Sequence[Message], prefill: str = "") -> tuple[Ids, int]:
         """Render a conversation up to the start of the next reply.

@@ -1,17 +1,21 @@
 """A tokenizer's chat template: it renders conversations, and its bridge is found.
 
-The *bridge* is the text of a template between the end of a reply and the start of the next one. It
-is found by differencing two renderings, and verified on trial conversations, in text and in tokens.
+The *header* of a reply is the text that a template puts between its generation prompt and the
+reply, such as the channel of gpt-oss. The *bridge* is the text between the end of a reply and the
+start of the next one, its header included. Both are found by differencing two renderings, and
+verified on trial conversations, in text and in tokens.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import product
 from typing import Any, Protocol
 
+from ragen.chat.actions import TAGS
 from ragen.core.errors import RagenError
 from ragen.core.types import Message
 
@@ -61,10 +65,12 @@ class Tokenizer(Protocol):
 class Template:
     """A chat template, tried out on short conversations.
 
-    Every rendering offers the `tools`. `think` says that replies have thoughts; some templates take
-    it as an option. `fold` says that the template has no system role. `start` is the rendering of
-    the user message `USER`. `written` is the start of a thought, or an empty thought, at its end;
-    `opening` is `written` if it is a start, otherwise nothing.
+    Every rendering offers the `tools`, and ends where the template puts a reply: after its header.
+    `think` says that replies have thoughts; some templates take it as an option. `fold` says that
+    the template has no system role. `start` is the rendering of the user message `USER`. `written`
+    is what its end has and the history has not, such as the start of a thought or an empty one;
+    `opening` is the start of a thought in it, or nothing. `header` takes the place of `asked` at
+    the end of what the template itself renders; both are mostly empty.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class Template:
             )
         self._tokenizer, self.think = tokenizer, think
         self._tools = {"tools": list(tools)} if tools else {}
+        self.asked = self.header = ""
         self.fold = self._lacks_system_role()
         self.start = self.render(conversation(USER))
         if USER not in self.start:
@@ -89,17 +96,26 @@ class Template:
         thought = prompt[prompt.rfind("<think>") :] if "<think>" in prompt else ""
         self.written = thought if is_empty_thought(thought) else ""
         self.opening = "" if "</think>" in self.written else self.written
+        self._find_header()
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text of a conversation, with calls as OpenAI writes them, up to the next reply."""
+        text = self._render(messages)
+        if not text.endswith(self.asked):
+            raise RagenError(
+                f"this chat template asks for a reply with {self.asked!r} in some conversations "
+                f"and with {text[-len(self.asked) :]!r} in others: choose another model"
+            )
+        return text.removesuffix(self.asked) + self.header
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], **options: bool) -> str:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
                     [dict(message) for message in messages],
                     tokenize=False,
-                    add_generation_prompt=True,
-                    enable_thinking=self.think,
                     strftime_now=DAY.strftime,
+                    **{"add_generation_prompt": True, "enable_thinking": self.think} | options,
                     **self._tools,
                 )
             )
@@ -113,8 +129,55 @@ class Template:
 
     def closing(self) -> str:
         """The text between an assistant's message and the next user message."""
-        text = self.render(conversation(USER, ANSWERS[0], LAST_USER))
+        text = self.render(_EXCHANGE)
         return text.rpartition(ANSWERS[0])[2].partition(LAST_USER)[0]
+
+    def _find_header(self) -> None:
+        """Find what the template writes before a reply in the history, and not to ask for one.
+
+        If it asks with another text, the one in the history takes its place. If it asks with more,
+        that stays, because it may say that there is no thought. Spaces at the end of a header are
+        left to the reply: many tokens begin with one.
+        """
+        before, answer, _ = self.render(_EXCHANGE).rpartition(ANSWERS[0])
+        _, user, shown = before.rpartition(USER)
+        asked = self.start.removesuffix(self.written).rpartition(USER)[2]
+        if not (answer and user):
+            return
+        if not (shown.startswith(asked) or asked.startswith(shown)):
+            # The template may change the user's last message.
+            asked, shown = self._from_control(asked), self._from_control(shown)
+        if shown.startswith(asked):
+            asked, shown = "", shown.removeprefix(asked)
+        elif asked.startswith(shown):
+            more = asked.removeprefix(shown)
+            self._refuse_open_thought(more)
+            self.written = more + self.written
+            return
+        header = re.split("</?think>", shown)[0].rstrip(" ")
+        if header:
+            self.asked, self.header = asked + self.written, header + self.written
+            self.start = self.render(conversation(USER))
+
+    def _from_control(self, text: str) -> str:
+        """The text from its first control token on."""
+        added = self._tokenizer.get_added_vocab()
+        return text[min((text.find(each) for each in added if each in text), default=len(text)) :]
+
+    def _refuse_open_thought(self, prompt: str) -> None:
+        """Refuse replies inside a thought of control tokens, because such a token ends a reply.
+
+        Where a thought is switched off, they are an empty one.
+        """
+        added = self._tokenizer.get_added_vocab()
+        if any(token in prompt and token not in TAGS for token in added) and (
+            self._render(conversation(USER), enable_thinking=True).endswith(prompt)
+        ):
+            raise RagenError(
+                f"this chat template begins replies with {prompt!r}, a thought that a control "
+                "token ends, and a reply ends with its first control token: save a template "
+                "without it beside the weights (prompt.think = false leaves it out in some)"
+            )
 
     def _check_long_conversation(self) -> None:
         """Refuse a template that leaves out the last message of a long conversation."""
@@ -145,6 +208,9 @@ def conversation(*contents: str) -> tuple[Message, ...]:
     )
 
 
+_EXCHANGE = conversation(USER, ANSWERS[0], LAST_USER)
+
+
 def folded(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """The same conversation with the system text on top of the first user message."""
     if not messages or messages[0]["role"] != "system":
@@ -154,8 +220,8 @@ def folded(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]
 
 
 def is_empty_thought(text: str) -> bool:
-    """True if a text is the start of a thought or an empty one, spaces aside."""
-    return "".join(text.split()) in ("<think>", "<think></think>")
+    """True if a text is the start of a thought, or all or the end of an empty one, spaces aside."""
+    return "".join(text.split()) in ("<think>", "<think></think>", "</think>")
 
 
 def _template_errors() -> tuple[type[Exception], ...]:
@@ -200,10 +266,11 @@ def extends_exactly(
 class Bridge:
     """The bridges of a template between replies of one kind: with thoughts, or without.
 
-    `replies` are two trial replies of that kind. `block` is the empty thought, or its start, that
-    the template writes before a reply in the history. `lead` is the rendering of a user message and
-    the first reply, after which the bridge comes. With `fold` the system text must be part of the
-    first user message. `warning` names a part that stays, and that the template would drop or move.
+    `replies` are two trial replies of that kind. `block` is the empty thought, or a part of it, or
+    the spaces, that the template writes before a reply in the history. `lead` is the rendering of a
+    user message and the first reply, after which the bridge comes. With `fold` the system text must
+    be part of the first user message. `warning` names a part that stays, and that the template
+    would drop or move.
     """
 
     template: Template
@@ -257,7 +324,7 @@ def _bridge_between(
     reply = first.removeprefix(template.opening)
     text = template.render(conversation(USER, first, LAST_USER))
     block = text.removeprefix(head).partition(reply)[0]
-    block = block if is_empty_thought(block) else ""
+    block = block if is_empty_thought(block) or not block.strip(" ") else ""
     lead = head + block + reply
     if not text.startswith(lead):
         return None

@@ -81,8 +81,13 @@ class ToolBridge:
         """The text of a reply with calls, and all that follows it."""
         text = self.template.render([*conversation(USER), calls, *results])
         head = self.template.start.removesuffix(self.template.written)
+        if not text.startswith(head):
+            raise RagenError(
+                "this chat template begins a reply that calls tools in another way than an answer: "
+                "choose a model whose template begins both alike, such as Qwen3"
+            )
         reply, end, rest = text.removeprefix(head).partition(self.end)
-        if not end or not text.startswith(head):
+        if not end:
             raise RagenError(
                 "this chat template does not end a reply that calls tools: choose a model whose "
                 "template takes tool calls"

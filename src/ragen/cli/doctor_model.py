@@ -69,6 +69,9 @@ def _facts(found: Inspection) -> Section:
     config, (together, alone) = found.config, found.tokens_per_s
     prompt = config.prompt
     prefill = f", {prefill_of(prompt.think)} pre-filled" if prompt.prefill else ""
+    if found.loses_blanks:
+        prefill += "; a message loses the white space that it begins with"
+    header = [("before a reply", f"{found.header!r}, as in the history")] if found.header else []
     rows = (
         ("model", f"{found.architecture}, {found.parameters / 1e6:.1f} M parameters"),
         ("dtype", f"stored in {found.stored}, computed in {config.model.dtype} on {found.device}"),
@@ -80,6 +83,7 @@ def _facts(found: Inspection) -> Section:
         ("ends a turn", _named(found.end)),
         ("padding", _named(found.pad) or "none"),
         ("control tokens", f"{len(found.controls)}: {_named(found.controls)}"),
+        *header,
         ("prompts", f"{prompt.style}{prefill}"),
         (
             "lengths",

@@ -111,6 +111,8 @@ class Inspection:
         decoder: The way in which it decodes (`ragen.networks.decoder.PATHS`).
         end, pad, controls: Tokens that end a turn, the padding token if there is one, and all
             tokens that no text becomes, each with its id.
+        header: What the template writes before a reply in the history alone, and every prompt here.
+        loses_blanks: A message loses the white space that it begins with.
         samples, turns: The training samples of a conversation, and its turns.
         why: Why its turns are one sample, or one each.
         memory: A row for each method of training; `free` GiB are free on the device.
@@ -127,6 +129,8 @@ class Inspection:
     end: dict[str, int]
     pad: dict[str, int]
     controls: dict[str, int]
+    header: str
+    loses_blanks: bool
     prompt: list[Piece]
     samples: list[list[Piece]]
     turns: int
@@ -182,6 +186,8 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
         end=tokens_by_text(chat, chat.end_ids),
         pad={} if pad is None else tokens_by_text(chat, [pad]),
         controls=tokens_by_text(chat, chat.control_ids),
+        header=chat.header,
+        loses_blanks=chat.loses_blanks,
         prompt=pieces(chat, prompt.token_ids or ()),
         samples=samples,
         turns=len(turns),

@@ -23,7 +23,7 @@ from ragen.core.errors import NotFiniteError, RagenError
 from ragen.core.seeding import derive
 from ragen.engines.factory import load_model, prepare_model
 from ragen.finetuning.examples import Keep, find_player, played_examples, transcript_examples
-from ragen.finetuning.transcripts import is_file, read_transcripts
+from ragen.finetuning.transcripts import is_file, lost_blanks, read_transcripts
 from ragen.learning.learner import Learner
 from ragen.learning.models import Models
 from ragen.models.loading import save_model
@@ -119,7 +119,9 @@ def sft(
     model, tokenizer = load_model(config.model, path)
     model = prepare_model(model, path, config.lora, config.seed)
     chat = make_chat(config, tokenizer)
-    for warning in filter(None, (advice(config.prompt.style, config.model.path), chat.warning)):
+    advised = advice(config.prompt.style, config.model.path)
+    lost = lost_blanks(transcripts or (), chat)
+    for warning in filter(None, (advised, chat.warning, lost)):
         watch(warning)
 
     if transcripts is None:

@@ -12,6 +12,7 @@ policy would have to sample, and no reply is searched for in rendered text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -38,6 +39,17 @@ class Transcript:
 
     where: str
     messages: tuple[Message, ...]
+
+
+def lost_blanks(transcripts: Sequence[Transcript], chat: Chat) -> str | None:
+    """A warning if messages begin with white space that this chat drops."""
+    starts = (each["content"][:1] for made in transcripts for each in made.messages)
+    if not any(map(str.isspace, starts)) or not chat.loses_blanks:
+        return None
+    return (
+        "some messages begin with white space, which this model's chat template or tokenizer "
+        "drops: begin them with a word where it matters"
+    )
 
 
 OWN_PLAYERS = ("random", "wanderer", "solver", "teacher")

@@ -30,6 +30,7 @@ class Usage:
     Attributes:
         messages: The first prompt of an episode.
         start: The start of the reply, which follows the template's generation prompt.
+        header: The end of that prompt which is left out, and what takes its place (`Chat.header`).
         options: Further arguments of the template: Python expressions by name.
         think: A reply begins with a thought.
         rank: The rank of the adapter, whose base is another model; 0 for a whole model.
@@ -39,6 +40,7 @@ class Usage:
     start: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
     think: bool = True
+    header: tuple[str, str] = ("", "")
     rank: int = 0
 
 
@@ -185,8 +187,12 @@ def how_to_use(base: str | None, usage: Usage) -> str:
     """Examples that prompt the policy with transformers and with vLLM."""
     messages = json.dumps([dict(each) for each in usage.messages], ensure_ascii=False, indent=4)
     prefix, chats = "", "it takes chat requests"
+    asked, header = usage.header
+    if begun := header + usage.start:
+        cut = f"text = text.removesuffix({asked!r}) +" if asked else "text +="
+        prefix = f"{cut} {begun!r}  # as in training\n"
+        chats = "it takes prompts as in training with `/v1/completions`"
     if usage.start:
-        prefix = f"text += {usage.start!r}  # as in training\n"
         chats = (
             f"chat requests end with an assistant's message `{usage.start}`\n"
             'and say `"continue_final_message": true, "add_generation_prompt": false`'

@@ -111,12 +111,13 @@ def usage_of(setup: Setup, chat: Chat, template: str, seed: int) -> Usage:
     messages = chat.taken(prompt.messages)
     begun, _ = chat.open(messages, setup.prefill)
     in_template = begun == chat.open(messages)[0]  # the template writes the prefill itself
+    start = "" if in_template else setup.prefill
     options = {"tools": repr(list(setup.tools))} if setup.tools else {}
     if "enable_thinking" in template and not setup.think:
         options["enable_thinking"] = "False"
     if "strftime_now" in template:
         options["strftime_now"] = f"{DAY!r}.strftime"
-    return Usage(messages, "" if in_template else setup.prefill, options, setup.think)
+    return Usage(messages, start, options, setup.think, (chat.asked, chat.header))
 
 
 def generation_config(
