@@ -23,6 +23,8 @@ from ragen.bases.tokenizer import build
 from ragen.chat.chat import Chat
 from ragen.chat.prompt import Limits
 from ragen.cli.main import main
+from ragen.cluster import process_learner
+from ragen.cluster.child import Child
 from ragen.config.config import Config
 from ragen.config.reading import changed, merge
 from ragen.config.sections import LossConfig, UpdateConfig
@@ -98,6 +100,46 @@ def test_the_same_call_gives_the_same_weights(tmp_path: Path) -> None:
     for name in ("a", "b"):
         sft(tiny_config(), tmp_path / name, episodes=12, epochs=2)
     assert weights(tmp_path / "a") == weights(tmp_path / "b")
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does_and_repeat_bit_for_bit(tmp_path: Path) -> None:
+    config = tiny_config()
+    two = changed(config, {"engine.processes": 2})
+    alone, first, second = (
+        sft(each, tmp_path / str(number), episodes=12, epochs=2)
+        for number, each in enumerate((config, two, two))
+    )
+    assert weights(first.model) == weights(second.model)
+    assert first.nll_before == pytest.approx(alone.nll_before, abs=1e-6)
+    assert first.nll_after == pytest.approx(alone.nll_after, abs=LOGPROB)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_or_has_other_weights_is_one_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(engine__processes=2)
+    begin, children = Child.begin, dict[Child, None]()
+
+    def killing(child: Child, method: str, *arguments: Any, **named: Any) -> Any:
+        children[child] = None
+        call = begin(child, method, *arguments, **named)
+        if method == "update" and arguments[1] == 1:
+            child.kill()
+        return call
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Child, "begin", killing)
+        with pytest.raises(RagenError, match=r"process 2 of 2 has ended \(killed, perhaps"):
+            sft(config, tmp_path / "out", episodes=12)
+    with monkeypatch.context() as patched:
+        patched.setattr(process_learner, "checksums", lambda _: {"policy.weight": 0})
+        with pytest.raises(RagenError, match="process 2 of 2 are not those of the first: after tr"):
+            sft(config, tmp_path / "out", episodes=12)
+    assert not list(tmp_path.iterdir()) and not torch.distributed.is_initialized()
+    assert children and all(each._process.wait(10) for each in children)
 
 
 def test_conversations_teach_their_replies(tmp_path: Path) -> None:

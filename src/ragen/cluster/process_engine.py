@@ -11,9 +11,10 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent import futures
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ from ragen.rollout.policies import Policy
 from ragen.rollout.setup import EpisodeSpec, Setup, make_setup
 from ragen.sampling.weighted_policy import Stats, WeightedPolicy
 from ragen.sampling.weights import checksums, some
+
+T = TypeVar("T")
 
 
 def with_processes(config: Config) -> Config:
@@ -180,8 +183,8 @@ def load_policy(config: Config, path: str) -> tuple[SpreadSampler | WeightedPoli
     return (SpreadSampler(policy, children) if children else policy), setup
 
 
-def start_children(size: int) -> list[Child]:
-    """The processes beside this one, with all modules loaded.
+def start_children(size: int, module: str = ChildHost.__module__) -> list[Child]:
+    """The processes beside this one, with all modules loaded; `module` has their `ChildHost`.
 
     Raises:
         EngineLost: One has ended before.
@@ -192,9 +195,7 @@ def start_children(size: int) -> list[Child]:
             f"engine.processes = {size}: a GPU is used by one process; set it to 1, or hide the "
             "GPU (CUDA_VISIBLE_DEVICES=)"
         )
-    children = [
-        Child(f"process {rank} of {size}", ChildHost.__module__) for rank in range(2, size + 1)
-    ]
+    children = [Child(f"process {rank} of {size}", module) for rank in range(2, size + 1)]
     try:
         for call in [each.begin("ready") for each in children]:
             call.answer.result()
@@ -203,6 +204,56 @@ def start_children(size: int) -> list[Child]:
             each.kill()
         raise
     return children
+
+
+def started(children: Sequence[Child], arguments: Sequence[Any], own: Callable[..., T]) -> T:
+    """This process's part of several that meet; the children's ``start`` makes theirs.
+
+    Both get their place, as `ragen.learning.ranks.join_here` takes it, a child after `arguments`.
+
+    Raises:
+        EngineLost: A child has ended.
+        RagenError: A part cannot be made.
+    """
+    size = 1 + len(children)
+    try:
+        with TemporaryDirectory(prefix="ragen-") as folder:
+            store = f"file://{folder}/store"
+            begun = [
+                each.begin("start", *arguments, rank, size, store)
+                for rank, each in enumerate(children, 1)
+            ]
+            try:
+                made = own(0, size, store)
+            except RuntimeError:  # perhaps since another is lost, which then says more
+                futures.wait([call.answer for call in begun], GRACE_S)
+                for call in begun:
+                    if call.answer.done():
+                        call.answer.result()
+                raise
+            for call in begun:
+                call.answer.result()
+            return made
+    except BaseException:
+        for each in children:
+            each.kill()
+        leave(Ranks(0, size))
+        raise
+
+
+def refuse_other_weights(
+    children: Sequence[Child], found: Sequence[dict[str, int]], own: dict[str, int], when: str
+) -> None:
+    """Raise `RagenError` if the checksums of the children's weights are not those of this process.
+
+    `when` completes the message.
+    """
+    for child, held in zip(children, found, strict=True):
+        if others := [name for name in own if held.get(name) != own[name]]:
+            raise RagenError(
+                f"the weights of {child.name} are not those of the first: {when} they differ in "
+                f"{some(others)}; suspect this machine's memory"
+            )
 
 
 class ProcessEngine(Engine):
@@ -224,27 +275,8 @@ class ProcessEngine(Engine):
         self._error: Exception | None = None
         self.version = 0
         self._children = start_children(size)
-        try:
-            with TemporaryDirectory(prefix="ragen-") as folder:
-                store = f"file://{folder}/store"
-                begun = [
-                    each.begin("start", threads, config, path, rank, size, store)
-                    for rank, each in enumerate(self._children, 1)
-                ]
-                try:
-                    self._own = LocalEngine(config, path, 0, size, store)
-                except RuntimeError:  # perhaps since another is lost, which then says more
-                    futures.wait([call.answer for call in begun], GRACE_S)
-                    for call in begun:
-                        if call.answer.done():
-                            call.answer.result()
-                    raise
-                for call in begun:
-                    call.answer.result()
-        except BaseException:
-            self._kill()
-            leave(Ranks(0, size))
-            raise
+        own = partial(LocalEngine, config, path)
+        self._own = started(self._children, (threads, config, path), own)
         self.chat = self._own.chat
         self.policy = SpreadSampler(self._own.policy, self._children)
 
@@ -295,12 +327,7 @@ class ProcessEngine(Engine):
         """Take over the version, and refuse weights of other processes that are not this one's."""
         self.version = self._own.version
         own = checksums(self._own.learner.trained_weights())
-        for child, held in zip(self._children, found, strict=True):
-            if others := [name for name in own if held.get(name) != own[name]]:
-                raise RagenError(
-                    f"the weights of {child.name} are not those of the first: after publication "
-                    f"{self.version} they differ in {some(others)}; suspect this machine's memory"
-                )
+        refuse_other_weights(self._children, found, own, f"after publication {self.version}")
 
     @override
     def forget(self) -> None:

@@ -11,12 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from ragen.algorithms.batch import Batch, minibatches, num_minibatches
 from ragen.bases.base import learn
+from ragen.cluster.process_engine import with_processes
+from ragen.cluster.process_learner import learner_in
 from ragen.config.config import Config
 from ragen.config.sections import LossConfig
 from ragen.core.errors import NotFiniteError, RagenError
@@ -25,7 +30,6 @@ from ragen.engines.factory import load_model, prepare_model
 from ragen.finetuning.examples import Keep, find_player, played_examples, transcript_examples
 from ragen.finetuning.transcripts import is_file, lost_blanks, read_transcripts
 from ragen.learning.learner import Learner
-from ragen.learning.models import Models
 from ragen.models.loading import save_model
 from ragen.models.names import resolve_model
 from ragen.networks.machine import use_threads
@@ -41,6 +45,7 @@ embedded models use 3e-3 in preparation and 2.5e-4 to 1e-3 in the recipes."""
 KEYS = (
     "seed",
     "threads",
+    "engine.processes",
     "env.",
     "prompt.",
     "lora.",
@@ -114,10 +119,10 @@ def sft(
     if not 0 < lr <= 1:
         raise RagenError(f"lr = {lr:g}: expected a number > 0 and ≤ 1; set --lr")
     transcripts = read_transcripts(Path(player)) if is_file(player) else None
-    use_threads(config.threads)
+    config = with_processes(config)
+    use_threads(config.threads, config.engine.processes)
     path = resolve_model(config.model.path, config.env.name)
-    model, tokenizer = load_model(config.model, path)
-    model = prepare_model(model, path, config.lora, config.seed)
+    model, tokenizer = _load(config, path)
     chat = make_chat(config, tokenizer)
     advised = advice(config.prompt.style, config.model.path)
     lost = lost_blanks(transcripts or (), chat)
@@ -136,17 +141,19 @@ def sft(
     update = config.update.model_copy(update={"lr": lr})
     size = update.minibatch_episodes
     num_steps = epochs * num_minibatches(len(training), size)
-    learner = Learner(Models(model), update, LossConfig(name="nll"), steps=num_steps)
+    settings = {"update": update, "loss": LossConfig(name="nll"), "steps": num_steps}
+    load = partial(_load_model, config, path)
     watch(f"{examples}, {len(held_out)} of them held out; {num_steps} steps at lr {lr:g}")
     with new_folder(out) as folder:
-        before = mean_nll(learner, test)
-        learn(learner, epoch_minibatches(batch, size, epochs, seed), num_steps, watch)
-        try:
-            after = mean_nll(learner, test)
-        except NotFiniteError as failure:
-            raise RagenError(
-                f"{failure.numbers} are not finite after {num_steps} steps: set a lower --lr"
-            ) from failure
+        with learner_in(config.engine.processes, model, load, **settings) as learner:
+            before = mean_nll(learner, test)
+            learn(learner, epoch_minibatches(batch, size, epochs, seed), num_steps, watch)
+            try:
+                after = mean_nll(learner, test)
+            except NotFiniteError as failure:
+                raise RagenError(
+                    f"{failure.numbers} are not finite after {num_steps} steps: set a lower --lr"
+                ) from failure
         save_model(model, tokenizer, folder)
         about = (
             f"# Fine-tuned from {Path(config.model.path).name}\n\n"
@@ -166,6 +173,16 @@ def sft(
         nll_after=after,
         seconds=time.monotonic() - began,
     )
+
+
+def _load(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model that is trained, which is the same in all processes, and its tokenizer."""
+    model, tokenizer = load_model(config.model, path)
+    return prepare_model(model, path, config.lora, config.seed), tokenizer
+
+
+def _load_model(config: Config, path: str) -> PreTrainedModel:
+    return _load(config, path)[0]
 
 
 def epoch_minibatches(
