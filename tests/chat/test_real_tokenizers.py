@@ -22,6 +22,7 @@ import pytest
 from ragen.algorithms.batch import collate
 from ragen.algorithms.samples import to_samples
 from ragen.chat.chat import Chat
+from ragen.chat.reply_form import Said
 from ragen.chat.template import Template
 from ragen.chat.tool_calls import ToolParser, hermes, mistral
 from ragen.config.reading import merge
@@ -102,6 +103,14 @@ def load(name: str, folders: Path) -> Any:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of the suite may be fetching it
         folder = fetched(name, folders)
     return load_tokenizer(folder, name)
+
+
+def test_qwen3_writes_thoughts_and_calls_beside_the_content(folders: Path) -> None:
+    chat = Chat(load("qwen3", folders), tools=make("sorting").tools)
+    call = '{"name": "compare", "arguments": {"first": "A", "second": "B"}}'
+    assert chat.write(Said("I weigh.", "reasoning", "A or B?", (call,))) == (
+        f"<think>\nA or B?\n</think>\n\nI weigh.\n<tool_call>\n{call}\n</tool_call>"
+    )
 
 
 def hostile(chat: Chat, known: Sequence[str], chooser: random.Random) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from functools import cache
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 
 from ragen.algorithms.samples import join
 from ragen.chat.chat import Chat
+from ragen.chat.reply_form import Said
 from ragen.core.errors import RagenError
 from ragen.core.types import Sample
+from ragen.envs.registry import make
 from ragen.finetuning.transcripts import (
     Transcript,
     is_file,
@@ -24,6 +27,7 @@ from ragen.finetuning.transcripts import (
     to_exchanges,
 )
 from tests.tiny import TEMPLATES, tiny_tokenizer
+from tests.tool_templates import tool_tokenizer
 
 CONVERSATION = (
     {"role": "user", "content": "P _ G"},
@@ -169,6 +173,133 @@ def test_replies_that_the_model_could_not_generate_are_refused() -> None:
             samples(messages, "chatml")
 
 
+# Thoughts and calls beside the content.
+
+
+CALLS = [
+    {"id": name, "type": "function", "function": {"name": "compare", "arguments": arguments}}
+    for name, arguments in (("a", {"first": "A", "second": "B"}), ("b", '{"first": "</think>"}'))
+]
+CALLED = "<tool_call>\n{}\n</tool_call>"
+WRITTEN = (
+    CALLED.format('{"name": "compare", "arguments": {"first": "A", "second": "B"}}'),
+    CALLED.format('{"name": "compare", "arguments": {"first": "</think>"}}'),
+)
+WEIGHED = [
+    {"role": "user", "content": "Which is heavier?", "name": None},
+    {
+        "role": "assistant",
+        "content": "I weigh.",
+        "reasoning_content": "A or B?",
+        "tool_calls": CALLS,
+    },
+    {"role": "tool", "content": "A is heavier.", "tool_call_id": "a"},
+    {"role": "tool", "content": "Equal."},
+    {"role": "assistant", "content": "A", "tool_calls": None, "reasoning": " It is A.\n"},
+]
+
+
+def weighing_chat(think: bool = True, knows: bool = True) -> Chat:
+    """The chat of a template in Qwen's form, which `knows` a thought beside the content."""
+    tokenizer = copy.deepcopy(tool_tokenizer("hermes"))
+    thought = "{% if m.thinking %}{{ '<think>\\n' + m.thinking + '\\n</think>\\n\\n' }}{% endif %}"
+    if knows:
+        written = "{{ m.content }}" + "{% for c in m.tool_calls %}"
+        assert written in tokenizer.chat_template
+        tokenizer.chat_template = tokenizer.chat_template.replace(written, thought + written)
+    return Chat(tokenizer, think, tools=make("sorting").tools)
+
+
+def marked(sample: Sample, chat: Chat) -> str:
+    """A sample's text with brackets around each run of trained tokens."""
+    text, trained = "", False
+    for token, on in zip(sample.token_ids, sample.loss_mask, strict=True):
+        text += ("[" if on else "]") * (on != trained) + chat.spell((token,))
+        trained = on
+    return text + "]" * trained
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_a_thought_beside_the_content_is_trained_as_the_template_writes_it(
+    tmp_path: Path, key: str
+) -> None:
+    said = {"role": "assistant", "content": "<answer>Right</answer>", key: "\ngo <b>"}
+    (talk,) = read_transcripts(write_jsonl(tmp_path / "talks.jsonl", [USER, said]))
+    assert talk.messages[1]["content"] == "<think>go <b></think><answer>Right</answer>"
+    (sample,) = join(to_exchanges(talk, make_chat("reasoner"), "<think>"), 0, 0)
+    assert mark_trained(sample, "reasoner") == (
+        f"{CHATML_OPENING}<think>[\ngo <b>\n</think>\n\n<answer>Right</answer><|im_end|>]"
+    )
+
+
+def test_calls_and_their_results_are_placed_as_in_a_rollout(tmp_path: Path) -> None:
+    chat = weighing_chat()
+    path = write_jsonl(
+        tmp_path / "talks.jsonl", json.dumps({"messages": WEIGHED, "tools": [*chat.tools]})
+    )
+    (sample,) = join(to_exchanges(read_transcripts(path)[0], chat, ""), 0, 0)
+    _, _, shown = marked(sample, chat).partition("<|im_start|>user\n")
+    assert shown == (
+        "Which is heavier?<|im_end|>\n<|im_start|>assistant\n"
+        f"[<think>\nA or B?\n</think>\n\nI weigh.\n{WRITTEN[0]}\n{WRITTEN[1]}<|im_end|>]\n"
+        "<|im_start|>user\n<tool_response>\nA is heavier.\n</tool_response>\n<tool_response>\n"
+        "Equal.\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        "[<think>\nIt is A.\n</think>\n\nA<|im_end|>]"
+    )
+
+
+def test_what_a_template_does_not_write_is_refused_with_the_key(tmp_path: Path) -> None:
+    thought = [USER, REPLY | {"content": "Up", "thinking": "go"}]
+    quoting = [USER, REPLY | {"content": "Up", "thinking": "go </think> on"}]
+    call = [USER, {"role": "assistant", "tool_calls": CALLS[:1]}]
+    cases: list[tuple[Any, Chat, str]] = [
+        (
+            thought,
+            make_chat("chatml"),
+            "template leaves out thinking: write it into the content, as",
+        ),
+        (thought, make_chat("hollow"), "template leaves out thinking"),
+        (thought, weighing_chat(knows=False), "template leaves out thinking"),
+        (
+            thought,
+            weighing_chat(think=False),
+            "thinking holds a thought, and prompt.think is false",
+        ),
+        (
+            quoting,
+            weighing_chat(),
+            "thinking: this model's chat template writes .* no such thought",
+        ),
+        (call, make_chat("chatml"), "there are tool_calls, and the environment has no tools"),
+        (
+            [USER, call[1] | {"content": WRITTEN[0]}],
+            weighing_chat(),
+            "tool_calls: .* reads other calls: the content has a call, too",
+        ),
+        (
+            json.dumps({"messages": call, "tools": []}),
+            weighing_chat(),
+            "tools: these are not the tools of the environment",
+        ),
+    ]
+    for line, chat, said in cases:
+        path = write_jsonl(tmp_path / "talks.jsonl", line)
+        with pytest.raises(RagenError, match=f"line 1: .*{said}") as error:
+            to_exchanges(read_transcripts(path)[0], chat, "")
+        assert "\n" not in str(error.value)
+    tokenizer = copy.deepcopy(tool_tokenizer("hermes"))
+    start = "{{ '<|im_start|>' + m.role + '\\n' }}"
+    assert start in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        start, "{% if m.thinking %}{{ '[' + m.thinking + ']' }}{% endif %}" + start
+    )
+    with pytest.raises(RagenError, match="begins a reply with thinking in another way"):
+        Chat(tokenizer, tools=make("sorting").tools).write(Said("A", "thinking", "go"))
+    mistral = Chat(tool_tokenizer("mistral"), False, tools=make("sorting").tools)
+    with pytest.raises(RagenError, match="leaves out the content beside tool_calls: leave it out"):
+        mistral.write(Said("I look.", calls=('{"name": "compare", "arguments": {}}',)))
+
+
 # The file.
 
 
@@ -211,13 +342,28 @@ USER, REPLY = CONVERSATION[:2]
         ([USER, {"role": "assistant"}], "messages.1.content: Field required; expected"),
         ([REPLY], "the roles are assistant; user and assistant must alternate"),
         ([{"role": "system", "content": ""}, USER, USER], "the roles are system, user, user;"),
-        ([{"role": "tool", "content": ""}], "messages.0.role: Input should be 'system', 'user' or"),
+        (
+            [{"role": "developer", "content": ""}],
+            "messages.0.role: Input should be 'system', 'user', ",
+        ),
         ([USER, REPLY | {"weight": 0}], "messages.1.weight: Input should be 1"),
         ([USER], "the roles are user; "),
         ([USER, {"role": "assistant", "content": " \n"}], "message is empty"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "hex escape"),
+        ([USER, REPLY | {"thinking": "a", "reasoning": "b"}], "reasoning and thinking hold diff"),
+        ([USER | {"tool_calls": CALLS}, REPLY], "messages.0: tool_calls has no effect in the role"),
+        ([*WEIGHED[:2], REPLY], "each call of tool_calls has a result in the role tool"),
+        ([*WEIGHED[:2], WEIGHED[2] | {"tool_call_id": "b"}], "tool_call_id 'b': expected 'a'; res"),
+        (
+            [USER, REPLY | {"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+            "messages.1.tool_calls.0.function.arguments: Input should be an object",
+        ),
+        (
+            [USER, REPLY | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "messages.1.tool_calls.0.function.arguments: Expecting property name",
+        ),
         ([USER, REPLY | {"train": False}], r"messages.1.train: this key is not .*; remove it"),
-        ([USER | {"name": "ann"}, REPLY], "messages.0.name: this key is not understood"),
+        ([USER | {"name": "ann"}, REPLY], "messages.0: name has no effect in the role user; re"),
         ('{"messages": [], "chat_template_kwargs": {}}', "chat_template_kwargs: this key is not"),
         ('{"messages": [], "weight": 1, "weight": 1}', "the key 'weight' comes twice"),
         (

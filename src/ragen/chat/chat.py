@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from ragen.chat.actions import WHITESPACE, after_thought
 from ragen.chat.control_tokens import ControlTokens, ids_after
+from ragen.chat.reply_form import Said, write_reply
 from ragen.chat.template import Ids, Template, Tokenizer, extends_exactly, find_bridge, folded
 from ragen.chat.tool_calls import ToolForm, ToolParser
 from ragen.chat.tool_template import call_message, find_form, find_tool_bridge
@@ -57,6 +58,7 @@ class Chat:
             the first one that is sampled. With tools, the tokens that mark a call are left out
             here: replies may contain them, but no other message may.
         calls: The form of calls of the tools, ``None`` without tools.
+        tools: The schemas of the tools that every prompt shows.
         fold: System text is put at the top of the first user message, because the template has no
             system role, or moves system text (some templates put it into the last user message).
         asked, header: The text with which the template asks for a reply and that is left out, and
@@ -118,6 +120,7 @@ class Chat:
         bridge = None if drops_thoughts else find_bridge(self._template, plain, self.encode)
         self.fold = self._template.fold or (bridge is not None and bridge.fold)
         self.calls: ToolForm | None = None
+        self.tools = tuple(tools)
         if tools:
             name, end = tools[0]["function"]["name"], self.text_of(self.end)
             around = find_tool_bridge(self._template, plain, end, name, self.fold)
@@ -140,6 +143,14 @@ class Chat:
             self.warning, text = bridge.warning, bridge.text
             self._splices = bridge.warning is not None or bool(tools)
             self._bridge = lru_cache(maxsize=1024)(lambda content: text(controls.mark(content)))
+
+    def write(self, said: Said) -> str:
+        """The text of a reply whose thought and calls stand beside its content.
+
+        Raises:
+            RagenError: The template leaves a part out, or RAGEN would not read the reply as `said`.
+        """
+        return write_reply(said, self._template, self.text_of(self.end), self.calls)
 
     @property
     def end(self) -> int:

@@ -158,14 +158,14 @@ def parse_tools(reply: str, parser: ToolParser, *, think: bool, max_actions: int
             return malformed("The call is not in the form of this model's calls.")
         left = (rest,)[: max(0, max_actions)]
         return Parsed(thought, thought_chars, (rest,), left, True, None)
-    calls = _calls(found, max_actions)
+    calls = asked_calls(found, max_actions)
     asked = tuple(call.text for call in calls)
     carried_out = tuple(call.text for call in calls if call.refusal is None)
     problem = NO_CALL if any(call.refusal == NO_CALL for call in calls) else None
     return Parsed(thought, thought_chars, asked, carried_out, problem is None, problem, calls)
 
 
-def _calls(found: Sequence[str], max_actions: int) -> tuple[AskedCall, ...]:
+def asked_calls(found: Sequence[str], max_actions: int) -> tuple[AskedCall, ...]:
     """The calls of a reply, of which at most `max_actions` are carried out."""
     calls, left = list[AskedCall](), max_actions
     for at, text in enumerate(found):

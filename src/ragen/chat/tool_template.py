@@ -63,13 +63,15 @@ class ToolBridge:
         assert len(made) == len(calls), "a player's actions are all calls or one answer"
         ids = [f"call{at:05d}" for at in range(len(made))]
         parts = [(made, ids)] if self.several else [([call], ids[:1]) for call in made]
-        texts = (self._parts(call_message(*part), _results(part[1], "Qq"))[0] for part in parts)
-        return "; ".join(_without_empty_thought(text) for text in texts)
+        texts = (
+            self._parts(call_message(*part), trial_results(part[1], "Qq"))[0] for part in parts
+        )
+        return "; ".join(without_empty_thought(text) for text in texts)
 
     def exchanges(self, content: str) -> Iterator[Exchange]:
         """The exchanges of a trial conversation (`extends_exactly`)."""
         for number, shown in enumerate((content, LAST_USER)):
-            results = _results([f"call{number:05d}"], shown)
+            results = trial_results([f"call{number:05d}"], shown)
             call = self._trial(results)
             yield [call, *results], *self._parts(call, results)
 
@@ -112,7 +114,7 @@ def find_tool_bridge(
     try:
         several = ToolBridge(template, end, name, True, fold)
         written = several.write([json.dumps({"name": name, "arguments": ARGUMENTS})] * 2)
-        several.text([result for each in ids for result in _results([each], "Qq")])
+        several.text([result for each in ids for result in trial_results([each], "Qq")])
         if written.count(ARGUMENTS["Qkeyq"]) == 2:
             return several
     except RagenError:
@@ -139,13 +141,14 @@ def find_form(bridge: ToolBridge, parser: ToolParser | None) -> ToolForm:
     )
 
 
-def _results(ids: Sequence[str], content: str) -> list[Message]:
+def trial_results(ids: Sequence[str], content: str) -> list[Message]:
+    """Messages with equal results of calls that have these ids."""
     return [
         {"role": "tool", "name": "Qtoolq", "tool_call_id": each, "content": content} for each in ids
     ]
 
 
-def _without_empty_thought(text: str) -> str:
+def without_empty_thought(text: str) -> str:
     """A reply without the empty thought that some templates write before it."""
     thought, end, rest = text.partition("</think>")
     return rest.lstrip("\n") if end and is_empty_thought(thought + end) else text

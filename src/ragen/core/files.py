@@ -107,7 +107,10 @@ def read_json_lines(
             json.loads(line, object_pairs_hook=_once)
         except ValidationError as error:
             first = error.errors()[0]
-            place, reason = ".".join(map(str, first["loc"])) or "the line", first["msg"]
+            place, reason = (
+                ".".join(map(str, first["loc"])) or "the line",
+                first["msg"].removeprefix("Value error, "),
+            )
             if first["type"] == "extra_forbidden":
                 reason = "this key is not understood, so it would have no effect; remove it"
             raise RagenError(f"{where}: {place}: {reason}; expected {expected}") from None
