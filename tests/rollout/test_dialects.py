@@ -83,14 +83,19 @@ def only(value: float) -> Callable[[int, dict[str, Any]], Answer]:
 @pytest.mark.parametrize(
     ("script", "temperature", "words"),
     [
-        (no_temperature, 0.0, "it does not take temperature 0: set --temperature 1"),
-        (no_temperature, 0.7, "it does not take temperature 0.7: set --temperature 1"),
-        (only(1), 0.0, "set --temperature 1"),
-        (only(0.6), 1.0, "it does not take temperature 1: set --temperature 0.6"),
+        (no_temperature, 0.0, "it does not take temperature 0: set --temperature to 1"),
+        (no_temperature, 0.7, "it does not take temperature 0.7: set --temperature to 1"),
+        (only(1), 0.0, "set --temperature to 1"),
+        (only(0.6), 1.0, "it does not take temperature 1: set --temperature to 0.6"),
         (
             in_order(Answer({"error": "`temperature` must be strictly positive"}, 422)),
             0.0,
-            "it does not take temperature 0",
+            "it does not take temperature 0: set --temperature to 1",
+        ),
+        (
+            in_order(openai(400, "temperature must be in the range (0, 1)")),
+            1.0,
+            "it does not take temperature 1: set --temperature to another value",
         ),
     ],
 )
@@ -145,9 +150,9 @@ REFUSED = openai(400, "Unknown parameter: 'x'.", param="x", code="unknown_parame
     [
         (openai(400, "max_tokens is too large: 64. This model supports at most 16 completion "
                 "tokens.", param="max_tokens", code="invalid_value"),
-         "set rollout.max_tokens to a number that it takes, not 64"),
+         "it takes no reply of up to 64 tokens: lower rollout.max_tokens"),
         (Answer({"error": "max_tokens: 64 > 16, which is the maximum allowed number of output "
-                 "tokens"}, 400), "set rollout.max_tokens"),
+                 "tokens"}, 400), "lower rollout.max_tokens"),
         (REFUSED, "it would refuse the same request again"),
         (openai(402, "Insufficient Balance"), "has no quota left"),
         (openai(400, "Your credit balance is too low to access the API."), "has no quota left"),
@@ -202,6 +207,7 @@ LONG = [
     Answer({"error": "The number of tokens to keep from the initial prompt is greater than the "
             "context length (n_keep: 13055>= n_ctx: 4096)."}, 400),
     Answer({"error": "Context size has been exceeded."}, 400),
+    older(400, "max_tokens must be at least 1, got -186."),
     Answer({"error": "`inputs` must have less than 1024 tokens. Given: 1872"}, 422),
 ]  # fmt: skip
 
@@ -253,6 +259,43 @@ def test_a_field_that_a_server_refuses_in_its_own_reply_stays_away() -> None:
     assert isinstance(first, Completion) and isinstance(second, Completion)
     assert len(server.requests) == 3
     assert turns(server.requests[-1]) == [{"role": "assistant", "content": "a", "other": 1}]
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        openai(400, "messages.1: all messages must have non-empty content"),
+        older(400, "Assistant message must have either content or tool_calls, but not none."),
+        openai(400, "no", param="messages[1].content", code="invalid_type"),
+    ],
+)
+def test_a_server_that_takes_no_empty_reply_gets_words_for_it(refusal: Answer) -> None:
+    said = ({"role": "user", "content": "go"}, {"role": "assistant", "content": ""})
+    prompt = replace(AT_ONE, messages=(*said, said[0]))
+
+    def script(_: int, body: dict[str, Any]) -> Answer:
+        return chat_reply() if all(each["content"] for each in turns(body)) else refusal
+
+    with FaultyServer(script) as server:
+        replies = request(server, [prompt, prompt])
+    assert all(isinstance(each, Completion) for each in replies) and len(server.requests) == 3
+    assert turns(server.requests[-1])[0]["content"] == "(no text)"
+
+
+def test_a_model_without_tools_is_one_line() -> None:
+    refusal = openai(400, "registry.ollama.ai/library/gemma:2b does not support tools")
+    with FaultyServer(in_order(refusal)) as server:
+        with pytest.raises(RagenError, match="the environment needs tools: choose a model"):
+            played(server)
+        assert len(server.requests) == 1
+
+
+def test_once_a_server_has_answered_a_refusal_ends_one_episode() -> None:
+    about = [openai(400, f"odd {name} here") for name in ("max_tokens", "tools")]
+    with FaultyServer(in_order(chat_reply(), *about, chat_reply())) as server:
+        *_, third, last = request(server, [AT_ONE] * 4)
+    assert isinstance(third, NoCompletion) and third.stop_reason == "request"
+    assert isinstance(last, Completion)
 
 
 def test_a_reply_that_thoughts_filled_is_cut_and_not_refused() -> None:

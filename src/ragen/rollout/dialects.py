@@ -23,48 +23,28 @@ from ragen.rollout.endpoint_format import error_message, for_server
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
 """Names of the maximum length of a reply, in the order in which they are tried."""
 
-TOO_LONG_CODES = frozenset(
-    {
-        "context_length_exceeded",  # OpenAI, Azure, Groq, Cerebras
-        "string_above_max_length",  # OpenAI
-        "exceed_context_size_error",  # llama.cpp, and Ollama, which repeats it
-        "request_too_large",  # Anthropic
-        "model_max_prompt_tokens_exceeded",  # GitHub
-    }
-)
-"""Codes and types of a prompt that is too long."""
-
 TOO_LONG = re.compile(
-    # OpenAI, DeepSeek, vLLM, SGLang, Mistral, llama.cpp, LM Studio, OpenRouter, MiniMax
+    # OpenAI, Groq, DeepSeek, vLLM, SGLang, Mistral, llama.cpp, Ollama, LM Studio, OpenRouter
     r"context.?(?:length|size|window|limit)"
-    # Anthropic, Amazon Bedrock, Ollama; OpenAI and Groq beyond the tokens of a minute
-    r"|(?:prompt|input|request|messages?)(?: is| are)? too (?:long|large)"
+    # Anthropic, Amazon Bedrock; OpenAI and Groq beyond the tokens of a minute
+    r"|(?:prompt|input|request|messages?)(?: is| are)?[ _]too[ _](?:long|large)"
     # Gemini, Z.ai, GitHub
-    r"|(?:prompt|input)\b.{0,40}\bexceeds?\b"
-    # TGI
-    r"|`inputs` (?:must have less than|tokens \+)"
-    # xAI, Moonshot, DashScope, Cohere
-    r"|maximum prompt length|model token limit|range of input length|too many tokens"
+    r"|(?:prompt|input)\b.{0,40}\bexceeds?\b|prompt_tokens_exceeded"
+    # TGI, older vLLM
+    r"|`inputs` (?:must have less than|tokens \+)|at least 1, got -"
+    # OpenAI, xAI, Moonshot, DashScope, Cohere
+    r"|above_max_length|maximum prompt length|model token limit|range of input length"
+    r"|too many tokens"
 )
-"""Words of servers that give such a refusal no code of its own."""
+"""Codes, types and words of a prompt that is too long."""
 
 PER_TIME = re.compile(r"rate.?limit|quota|per (?:min|hour|day)|\btpm\b")
 """Words of a limit that passes with time, whose tokens are no matter of the context."""
 
-CODES = ("code", "type", "status", "reason", "error_type")
-"""Keys of codes in an error."""
-PARAMETERS = ("param", "loc", "field")
-"""Keys under which an error names parameters."""
-
-NO_QUOTA = frozenset(
-    {
-        "insufficient_quota",  # OpenAI
-        "billing_hard_limit_reached",  # OpenAI
-        "billing_not_active",  # OpenAI
-        "exceeded_current_quota_error",  # Moonshot
-    }
+NO_QUOTA = re.compile(  # OpenAI, Moonshot, Anthropic
+    r"insufficient_quota|billing_(?:hard|not)|exceeded_current_quota|credit balance is too low"
 )
-"""Codes of a 429 for which waiting does not help."""
+"""Codes and words of a refusal for which waiting does not help."""
 
 REFUSES = re.compile(
     r"unsupported|n[o']t\b.{0,20}\b(?:support|permit|allow|enabled)|deprecated|\bextra\b|forbidden"
@@ -73,11 +53,25 @@ REFUSES = re.compile(
 """Words and codes that refuse a parameter or a field, and not its value."""
 WANTS = re.compile(r"missing|required|must be (?:passed|provided|set)")
 """Words that ask for a field."""
-SYSTEM = re.compile(r"system (?:role|message|instruction)|'system'|developer (?:role|instruction)")
-ONLY = re.compile(r"\bonly\b\D*?(\d+(?:\.\d+)?)")
-"""The one value that a server takes: "only the default (1) value", "only 0.6 is allowed"."""
+NO_SYSTEM = re.compile(
+    r"system (?:role|message|instruction)|'system'|developer (?:role|instruction)"
+)
+VALUE = re.compile(
+    r"\bonly\b[^.\d]*(?<![-\w])(\d+(?:\.\d+)?)|range|between|(?:less|greater) than|positive|[<>]=?"
+)
+"""Words that refuse a value, with the one that is taken: "only the default (1)", "only 0.6 is"."""
 DELAY = re.compile(r"(?:try again|retry) (?:in|after) ((?:\d+(?:\.\d+)? ?(?:ms|[smh])[a-z]* ?)+)")
+CODES = ("code", "type", "status", "reason", "error_type")
+"""Keys of codes in an error."""
+PARAMETERS = ("param", "loc", "field")
+"""Keys under which an error names parameters."""
 UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+USUAL = frozenset({"role", "content", "tool_calls", "id", "type", "function"})
+"""Fields of replies and calls that every server takes."""
+SYSTEM, EMPTY = "the role system", "a reply without text"
+"""What a server may refuse besides parameters and fields."""
+NO_TEXT = "(no text)"
+"""Stands for a reply without text where a server takes none: Anthropic, Mistral, older Ollama."""
 MOST_LEVELS = 12
 """Maximum depth in which an error is looked at; some servers wrap the error of another."""
 MOST_WORDS = 5000
@@ -104,6 +98,11 @@ class Refusal:
         """The message in lower case."""
         return self.message.lower()
 
+    @property
+    def said(self) -> str:
+        """The codes and the words."""
+        return " ".join((*self.codes, self.words))
+
     def names(self, parameter: str) -> bool:
         """True if it is about this parameter: by name, else by its words."""
         text = self.where or self.message
@@ -112,13 +111,12 @@ class Refusal:
     @property
     def refuses(self) -> bool:
         """True if it does not take what it names, whatever the value."""
-        said = " ".join((self.words, *self.codes))
-        return REFUSES.search(said) is not None and WANTS.search(self.words) is None
+        return REFUSES.search(self.said) is not None and WANTS.search(self.words) is None
 
     @property
     def is_too_long(self) -> bool:
         """True if the prompt has no room in the model's context."""
-        if self.status == 413 or self.codes & TOO_LONG_CODES:
+        if self.status == 413 or TOO_LONG.search(" ".join(self.codes)):
             return True
         if self.status in (401, 402, 403, 404):
             return False
@@ -129,8 +127,7 @@ class Refusal:
     @property
     def has_no_quota(self) -> bool:
         """True if somebody has to pay first."""
-        low = "credit balance is too low" in self.words  # Anthropic's 400
-        return self.status == 402 or low or bool(self.codes & NO_QUOTA)
+        return self.status == 402 or NO_QUOTA.search(self.said) is not None
 
 
 def read_refusal(status: int, headers: Mapping[str, str], data: bytes) -> Refusal | None:
@@ -143,8 +140,8 @@ def read_refusal(status: int, headers: Mapping[str, str], data: bytes) -> Refusa
     if status == 200:
         if not isinstance(body, dict) or not body.get("error"):
             return None
-        numbers = [value for key, value in leaves if key == "code" and type(value) is int]
-        status = next((each for each in numbers if 400 <= each < 600), 200)
+        codes = (str(value) for key, value in leaves if key == "code")
+        status = next((int(each) for each in codes if re.fullmatch(r"[45]\d\d", each)), 200)
     message = error_message(data)[0][:MOST_WORDS]
     refusal = Refusal(
         status,
@@ -200,7 +197,8 @@ def retry_after(header: str) -> float:
 class Dialect:
     """What one server takes for one model, as far as its refusals have shown.
 
-    With `own_temperature` the server's own temperature will do where it takes no other.
+    `length` is its name for the maximum length of a reply. With `own_temperature` the server's own
+    temperature will do where it takes no other.
     """
 
     model: str
@@ -221,85 +219,71 @@ class Dialect:
             refused = refused - {"temperature"}  # omitted, it would be another one
         messages: Sequence[Message] = prompt.messages
         sent = prompt.sent
-        if "system" in self.refused and messages and messages[0]["role"] == "system":
+        if SYSTEM in self.refused and messages[0]["role"] == "system":
             system, first, *rest = messages
             messages = [{**first, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
             sent = {number - 1: each for number, each in sent.items()}
         return {
             "model": self.model,
-            "messages": [_without(each, self.refused) for each in for_server(messages, sent)],
+            "messages": [self._message(each) for each in for_server(messages, sent)],
             **({"tools": self.tools} if self.tools else {}),
             **{name: value for name, value in given.items() if name not in refused},
         }
 
-    def adapts(self, body: Mapping[str, Any], prompt: Prompt, refusal: Refusal) -> bool:
-        """Learn from the refusal of a body; true if the prompt can be asked for in another form."""
+    def learn(self, body: Mapping[str, Any], prompt: Prompt, refusal: Refusal) -> bool | str:
+        """What the refusal of a body means for the next request.
+
+        Returns:
+            True if the prompt can be asked for in another form, which is used from now on; in
+            words, what to do where every prompt will be refused; false if it may be this one alone.
+        """
         if refusal.status not in (400, 422):
             return False
         if body != self.body(prompt):  # another request has learned meanwhile
             return True
-        if not self._learns(body, prompt, refusal):
-            return False
-        return body != self.body(prompt)
-
-    def _learns(self, body: Mapping[str, Any], prompt: Prompt, refusal: Refusal) -> bool:
         lengths = [name for name in LENGTHS if refusal.names(name) or name in refusal.message]
-        if lengths and refusal.refuses:
-            self.refused.add(self.length)
+        if lengths:
+            self.refused |= {self.length} if refusal.refuses else set()
             left = [name for name in (*lengths, *LENGTHS) if name not in self.refused]
-            self.length = left[0] if left else self.length
-            return bool(left)
-        if "seed" in body and refusal.names("seed"):
-            self.refused.add("seed")
-            return True
-        if "temperature" in body and refusal.names("temperature"):
-            only = ONLY.search(refusal.words)
-            takes_one = only is None or float(only[1]) == 1
-            if self.own_temperature or (prompt.temperature == 1 and takes_one):
-                self.refused.add("temperature")
+            if refusal.refuses and left:
+                self.length = left[0]
                 return True
-            return False
-        fields = _fields(body["messages"])
-        if refusal.refuses and (named := {name for name in fields if refusal.names(name)}):
-            self.refused |= named
-            return True
-        said = f"{refusal.words} {refusal.where}"
-        if refusal.refuses and SYSTEM.search(said) and body["messages"][0]["role"] == "system":
-            self.refused.add("system")
-            return True
-        return False
-
-    def remedy(self, prompt: Prompt, refusal: Refusal) -> str | None:
-        """What to do where the server will refuse every prompt with these settings."""
-        if refusal.status not in (400, 422):
-            return None
-        if refusal.names("temperature"):
-            only = ONLY.search(refusal.words)
-            value = only[1] if only else "1"
-            return f"it does not take temperature {prompt.temperature:g}: set --temperature {value}"
-        if any(refusal.names(name) for name in LENGTHS):
-            return f"set rollout.max_tokens to a number that it takes, not {prompt.max_tokens}"
-        if self.tools and refusal.refuses and re.search(r"\btools?\b", refusal.words):
+            most = f"it takes no reply of up to {prompt.max_tokens} tokens"
+            return f"{most}: lower rollout.max_tokens, or choose another model"
+        if "temperature" in body and refusal.names("temperature"):
+            value = VALUE.search(refusal.words)
+            one = value is None or value[1] in ("1", "1.0")
+            if not (self.own_temperature or (prompt.temperature == 1 and one)):
+                other = (value and value[1]) or (
+                    "1" if prompt.temperature != 1 else "another value"
+                )
+                said = f"it does not take temperature {prompt.temperature:g}"
+                return f"{said}: set --temperature to {other}"
+        refused = self._refused(body["messages"], refusal) - self.refused
+        self.refused |= refused
+        if not refused and refusal.refuses and self.tools and "tool" in refusal.words:
             return "the environment needs tools: choose a model and a server that take them"
-        return None
+        return bool(refused)
 
+    def _refused(self, messages: Sequence[Mapping[str, Any]], refusal: Refusal) -> set[str]:
+        """What a refusal names of all that can be left out or written otherwise."""
+        replies = [each for each in messages if each["role"] == "assistant"]
+        calls = [call for reply in replies for call in reply.get("tool_calls", ())]
+        fields = {name for each in (*replies, *calls) for name in each} - USUAL
+        named = {name for name in ("temperature", "seed") if refusal.names(name)}
+        if refusal.refuses or (refusal.where and not WANTS.search(refusal.words)):
+            named |= {name for name in fields if refusal.names(name)}
+        if refusal.refuses and NO_SYSTEM.search(f"{refusal.words} {refusal.where}"):
+            named.add(SYSTEM)
+        if refusal.names("content") and not all(reply["content"] for reply in replies):
+            named.add(EMPTY)
+        return named
 
-def _fields(messages: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The names of fields in replies that only their server knows."""
-    replies = [each for each in messages if each["role"] == "assistant"]
-    calls = [call for reply in replies for call in reply.get("tool_calls", ())]
-    names = {name for each in (*replies, *calls) for name in each}
-    return names - {"role", "content", "tool_calls", "id", "type", "function"}
-
-
-def _without(message: Mapping[str, Any], refused: set[str]) -> Mapping[str, Any]:
-    """A message without refused fields."""
-    if message["role"] != "assistant" or not refused:
-        return message
-    kept = {name: value for name, value in message.items() if name not in refused}
-    if "tool_calls" in kept:
-        kept["tool_calls"] = [
-            {name: value for name, value in call.items() if name not in refused}
-            for call in kept["tool_calls"]
-        ]
-    return kept
+    def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message, or a call in it, without what is refused."""
+        kept = {name: value for name, value in message.items() if name not in self.refused}
+        if "tool_calls" in kept:
+            kept["tool_calls"] = [self._message(call) for call in kept["tool_calls"]]
+        if EMPTY in self.refused and "content" in kept and not kept["content"]:
+            kept["content"] = NO_TEXT
+        return kept

@@ -288,10 +288,10 @@ class ChatEndpoint:
             return Completion(None, None, "", "stop", 0)
         if "output limit was reached" in refusal.words:  # OpenAI: by thoughts alone
             return Completion(None, None, "", "length", 0)
-        if self._dialect.adapts(sent, prompt, refusal):
+        learned = self._dialect.learn(sent, prompt, refusal)
+        if learned is True:
             return await self._ask(prompt)
-        remedy = self._dialect.remedy(prompt, refusal)
-        if status in (400, 422) and remedy is None and self._answered:
+        if status in (400, 422) and self._answered:
             raise NoCompletion(f"{url} refused a prompt ({what})")  # it refuses this one only
         key_env = self._server.key_env or self._server.default_key_env
         remedies = {
@@ -299,7 +299,7 @@ class ChatEndpoint:
             403: f"the key in {key_env} does not give access to this model",
             404: "check the address (most end in /v1) and the model's name",
         }
-        remedy = remedy or remedies.get(status, "it would refuse the same request again")
+        remedy = learned or remedies.get(status, "it would refuse the same request again")
         raise RagenError(f"{url} refused {self._model!r} ({what}); {remedy}")
 
 

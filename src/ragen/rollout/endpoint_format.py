@@ -79,9 +79,7 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
     except (ValueError, RecursionError):  # RecursionError: thousands of brackets
         raise WrongAnswer("an answer that is not JSON", text) from None
     if not isinstance(answer, dict) or answer.get("error"):
-        words, code = error_message(data)
-        is_temporary = re.fullmatch(r"5\d\d|408|409|425|429", code) is not None
-        raise WrongAnswer("an error in place of an answer", words, is_temporary)
+        raise WrongAnswer("an error in place of an answer", error_message(data)[0])
     match answer.get("choices"):
         case [{"finish_reason": "error"}, *_]:  # the model behind the server failed
             raise WrongAnswer("a reply that broke off", is_temporary=True)
