@@ -8,10 +8,16 @@ import os
 import sys
 import time
 
-from mcp.server.fastmcp import FastMCP
-from mcp.server.fastmcp.exceptions import ToolError
+import uvicorn
 
-server = FastMCP("shop", port=int(sys.argv[1]) if sys.argv[1:] else 8000, log_level="ERROR")
+try:
+    from mcp.server.mcpserver import MCPServer
+    from mcp.server.mcpserver.exceptions import ToolError
+except ImportError:  # mcp 1
+    from mcp.server.fastmcp import FastMCP as MCPServer
+    from mcp.server.fastmcp.exceptions import ToolError
+
+server = MCPServer("shop", log_level="ERROR")
 asked = itertools.count(1)
 
 
@@ -50,4 +56,7 @@ def die() -> str:
 
 
 if __name__ == "__main__":
-    server.run("streamable-http" if sys.argv[1:] else "stdio")
+    if sys.argv[1:]:
+        uvicorn.run(server.streamable_http_app(), port=int(sys.argv[1]), log_level="error")
+    else:
+        server.run("stdio")

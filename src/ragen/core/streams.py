@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import cache
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ MOST_BYTES = 2**26
 """Maximum number of bytes of an answer, before it is decompressed."""
 
 
-class BoundedStream(httpx.SyncByteStream, httpx.AsyncByteStream):
+class BoundedStream:
     """The body of an answer, which raises `httpx.ReadError` where it is too long.
 
     It may have `MOST_BYTES` bytes, and take `seconds`: the time limit of httpx is for one part.
@@ -48,9 +49,15 @@ class BoundedStream(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 def bound(response: httpx.Response, seconds: float = float("inf")) -> None:
     """Bound what is read of an answer; an event hook for the responses of an `httpx.Client`."""
-    response.stream = BoundedStream(response.stream, seconds)
+    response.stream = _bounded(type(response.stream))(response.stream, seconds)
 
 
 async def bound_async(response: httpx.Response) -> None:
-    """`bound` as an event hook of an `httpx.AsyncClient`."""
+    """`bound` as an event hook of an `httpx.AsyncClient`, or of one of httpx2."""
     bound(response)
+
+
+@cache
+def _bounded(kind: type) -> Any:
+    """Bounded streams of a kind that the client accepts."""
+    return type("BoundedStream", (BoundedStream, kind), {})

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,8 @@ def test_the_documented_environment_is_solved_and_keeps_the_contract(
     section = PAGE.partition("#### Tools of MCP servers")[2]
     server, env = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:2]
     monkeypatch.chdir(tmp_path)
+    if find_spec("mcp.server.mcpserver") is None:  # mcp 1
+        server = server.replace("server import MCPServer", "server import FastMCP as MCPServer")
     Path("shop_server.py").write_text(server, "utf-8")
     Path("orders.py").write_text(env.replace("python shop", f"{sys.executable} shop"), "utf-8")
     orders = make("orders.py:Orders")

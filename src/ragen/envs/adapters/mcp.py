@@ -20,7 +20,6 @@ from functools import cached_property, lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, ClassVar, TextIO, cast
 
-import httpx
 from anyio import BrokenResourceError, ClosedResourceError
 
 from ragen.core.errors import RagenError, printable
@@ -174,11 +173,14 @@ class _Session:
 
     async def tools(self) -> list[tuple[str, str, Schema]]:
         """The server's tools: name, description and the JSON schema of the arguments."""
+        from mcp.types import PaginatedRequestParams
+
         found, cursor, cursors = list[tuple[str, str, Schema]](), None, set[str]()
         while True:
-            page = await self._client.list_tools(cursor)
-            found += [(t.name, t.description or "", t.inputSchema) for t in page.tools]
-            cursor = page.nextCursor
+            page = await self._client.list_tools(params=PaginatedRequestParams(cursor=cursor))
+            said = page.model_dump(by_alias=True)  # the protocol's names, in mcp 1 and 2
+            found += [(t["name"], t["description"] or "", t["inputSchema"]) for t in said["tools"]]
+            cursor = said["nextCursor"]
             if cursor in cursors:
                 raise RuntimeError(f"{self._address}: a page of its list of tools comes again")
             if max(len(found), len(cursors)) > MOST_TOOLS:
@@ -189,17 +191,16 @@ class _Session:
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """The text that a call returns; a wrong call, or one that failed, raises `ToolError`."""
-        from mcp import McpError
-
+        refused, _ = _names()
         try:
             answer = await self._client.call_tool(name, arguments)
-        except McpError as error:
+        except refused as error:
             if error.error.code == INVALID_PARAMS:
                 raise ToolError(error.error.message) from None
             raise RuntimeError(f"{self._address}: {error.error.message}") from None
-        content = [part.model_dump() for part in answer.content]
-        text = text_of(content, answer.structuredContent)
-        if answer.isError:
+        said = answer.model_dump(by_alias=True)
+        text = text_of(said["content"], said["structuredContent"])
+        if said["isError"]:
             raise ToolError(text)
         return text
 
@@ -247,11 +248,12 @@ class _Session:
 
         address, values = self._address, dict(self._address.values)
         if address.url:
+            _, http_client = _names()
             async with (
-                httpx.AsyncClient(
+                http_client(
                     headers=values, timeout=CALL_S, event_hooks={"response": [bound_async]}
                 ) as http,
-                streamable_http_client(address.url, http_client=http) as (reads, writes, _),
+                streamable_http_client(address.url, http_client=http) as (reads, writes, *_),
             ):
                 yield reads, writes
         else:
@@ -279,6 +281,19 @@ class _Session:
             said = "the session has ended" if error is None else f"{type(error).__name__}: {error}"
         last = last_error(self._log)
         return printable(" ".join((f"{said} ({last})" if last else said).split()))
+
+
+def _names() -> tuple[Any, Any]:
+    """The error of a request and the HTTP client, which mcp 1 and 2 name differently."""
+    import mcp
+
+    if hasattr(mcp, "MCPError"):
+        import httpx2
+
+        return mcp.MCPError, httpx2.AsyncClient
+    import httpx
+
+    return mcp.McpError, httpx.AsyncClient
 
 
 @lru_cache(maxsize=16)
