@@ -24,7 +24,7 @@ from ragen.models.loading import save_model
 from ragen.networks.lora import attach
 from ragen.sampling.vllm import VllmSampler
 from ragen.sampling.vllm_engine import Vllm
-from ragen.sampling.vllm_private import TESTED
+from ragen.sampling.vllm_private import RELEASES, is_known
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import examine, train
 from tests.records import edit_settings
@@ -163,7 +163,7 @@ def test_missing_vllm_is_refused_with_a_hint(monkeypatch: pytest.MonkeyPatch, fo
         Vllm(folder, **SIZES)
 
 
-@pytest.mark.parametrize("version", ["0.11.2", "1.0", "dev"])
+@pytest.mark.parametrize("version", ["0.11.2", "0.3", "0.34.0", "1.0", "dev"])
 def test_another_release_of_vllm_is_refused(
     monkeypatch: pytest.MonkeyPatch, folder: str, version: str
 ) -> None:
@@ -171,8 +171,9 @@ def test_another_release_of_vllm_is_refused(
     for name in ("vllm", "vllm.sampling_params", *(f"vllm.{part}" for part in parts)):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["vllm"].__version__ = version
-    with pytest.raises(RagenError, match=f"vLLM {version} is installed, .* tested with {TESTED}"):
+    with pytest.raises(RagenError, match=f"vLLM {version} is installed, .* knows {RELEASES[0]}"):
         Vllm(folder, **SIZES)
+    assert all(is_known(f"{each}.0") for each in RELEASES)
 
 
 # The engine's choice.

@@ -39,7 +39,7 @@ def completion(**changes: Any) -> dict[str, Any]:
 def answers(**changes: Answer) -> dict[str, Any]:
     """The answers of a suitable server by path; `changes` replace some."""
     suitable: dict[str, Any] = {
-        "/version": (200, {"version": "0.32.0"}),
+        "/version": (200, {"version": "0.33.0"}),
         "/v1/models": (200, {"data": [{"id": "ragen", "parent": "m"}, MODEL]}),
         "/collective_rpc": (200, {"results": [None]}),
         "/v1/load_lora_adapter": (200, b"Success"),
@@ -135,7 +135,7 @@ def test_an_adapter_is_published_under_its_own_name() -> None:
 
 
 UNSUITABLE: list[tuple[str, Answer, str]] = [
-    ("/version", (200, {"version": "0.10.2"}), "runs vLLM 0.10.2, and RAGEN was tested with"),
+    ("/version", (200, {"version": "0.10.2"}), "runs vLLM 0.10.2, and RAGEN knows 0.32"),
     ("/version", (200, b"<html>"), "not a vLLM server .HTTP 200 and no JSON object"),
     ("/version", (404, {"detail": "Not Found"}), "refuses: .*Not Found"),
     ("/v1/models", (200, []), "not a vLLM server .HTTP 200 and no JSON object"),

@@ -34,7 +34,7 @@ from ragen.networks.lora import has_adapters
 from ragen.rollout.endpoint import MAX_SHOWN, check_address
 from ragen.rollout.endpoint_format import error_message
 from ragen.sampling.vllm_engine import ADAPTER
-from ragen.sampling.vllm_private import TESTED
+from ragen.sampling.vllm_private import RELEASES, is_known
 from ragen.sampling.weighted_policy import WeightedPolicy
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
@@ -182,10 +182,10 @@ class VllmServer(WeightedPolicy):
             name, length = str(base["id"]), int(base["max_model_len"])
         except (LookupError, TypeError, ValueError, ArithmeticError, StopIteration) as error:
             raise self._strange("no list of models") from error
-        if not str(version).startswith(f"{TESTED}."):
+        if not is_known(str(version)):
             raise RagenError(
-                f"the server at {self.url} runs vLLM {version}, and RAGEN was tested with "
-                f"{TESTED}: start one of that release"
+                f"the server at {self.url} runs vLLM {version}, and RAGEN knows "
+                f"{' and '.join(RELEASES)}: start one of these releases"
             )
         if length < self.max_length:
             raise RagenError(

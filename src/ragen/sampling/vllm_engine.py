@@ -24,9 +24,10 @@ from ragen.core.types import Prompt
 from ragen.models.memory import CPU_CACHE_BYTES
 from ragen.sampling.vllm_private import (
     ADAPTER_ID,
-    TESTED,
+    RELEASES,
     differing_adapter,
     has_failed,
+    is_known,
     shut_down,
     take,
 )
@@ -63,7 +64,7 @@ class Vllm:
     weights, or 0.
 
     Raises:
-        RagenError: vLLM is missing, is of an untested release, or refuses the model.
+        RagenError: vLLM is missing, is of an unknown release, or refuses the model.
     """
 
     def __init__(
@@ -290,9 +291,9 @@ def _import() -> Any:
             f'rollout.sampler = "vllm" needs vLLM ({error}): '
             "pip install 'ragen-rl[vllm]', or use \"local\""
         ) from error
-    if not vllm.__version__.startswith(f"{TESTED}."):
+    if not is_known(vllm.__version__):
         raise RagenError(
-            f"vLLM {vllm.__version__} is installed, and RAGEN was tested with {TESTED}: "
+            f"vLLM {vllm.__version__} is installed, and RAGEN knows {' and '.join(RELEASES)}: "
             "pip install 'ragen-rl[vllm]', or use rollout.sampler = \"local\""
         )
     return vllm

@@ -1,4 +1,4 @@
-"""The private parts of vLLM that RAGEN uses; they change between releases, so one is pinned.
+"""The private parts of vLLM that RAGEN uses; they change between releases, so these are pinned.
 
 They are an engine's processes, and the workers' models with their layers and adapters. A worker
 runs in the process of its engine, or with tensor parallelism in one of several processes, each with
@@ -18,14 +18,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-TESTED = "0.32"
-"""The releases of vLLM that RAGEN was tested with, as in ``pyproject.toml``."""
+RELEASES = ("0.32", "0.33")
+"""The releases of vLLM that RAGEN knows, as in ``pyproject.toml``. The tests run with 0.32, the
+last that is built for CPUs; what RAGEN uses is the same in the source of 0.33."""
 
 ADAPTER_ID = 1
 """The number of the policy's adapter in vLLM."""
 
 Weights = Sequence[tuple[str, Tensor]] | Path
 """Weights as in a checkpoint, or the file in which another process reads them."""
+
+
+def is_known(version: str) -> bool:
+    """True if a version of vLLM is of one of `RELEASES`."""
+    return version.startswith(tuple(f"{each}." for each in RELEASES))
 
 
 def take(worker: Any, weights: Weights, packs: bool) -> list[str]:
