@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny import TEMPLATES, tiny_tokenizer
 
 from ragen.chat.chat import Chat
-from ragen.chat.template import DAY
+from ragen.chat.template import dated
 from ragen.core.errors import RagenError
 from tests.chat.test_histories import FEW
 
@@ -45,7 +45,7 @@ def end(name: str) -> int:
 
 def render(name: str, messages: list[dict[str, str]]) -> str:
     text = tiny_tokenizer(name).apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, strftime_now=DAY.strftime
+        messages, tokenize=False, add_generation_prompt=True, chat_template=dated(TEMPLATES[name])
     )
     asked, header = HEADERS.get(name, ("", ""))
     return str(text).removesuffix(asked) + header
@@ -107,6 +107,8 @@ def test_an_empty_thought_is_part_of_the_prompt() -> None:
 def test_a_prompt_does_not_depend_on_the_day() -> None:
     text = tiny_tokenizer("dated").decode(make_chat("dated").open([user("a")])[0])
     assert "Today: 01 Jan 2025" in text
+    with pytest.raises(RagenError, match="writes today's date in a form that it computes"):
+        dated("{% set form = '%Y' %}{{ strftime_now(form) }}")
 
 
 def test_open_does_not_repeat_a_thought_that_the_template_opens() -> None:

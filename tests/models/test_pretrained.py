@@ -14,7 +14,6 @@ import pytest
 import torch
 from huggingface_hub import constants
 from transformers import (
-    AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
@@ -173,13 +172,12 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(tmp_path: Path) ->
 
 
 def test_a_tokenizer_that_names_another_class_is_read_from_its_own_file(tmp_path: Path) -> None:
-    """transformers would build a Llama tokenizer from the vocabulary alone, as for DeepSeek."""
+    """transformers before 5.24 builds a Llama tokenizer from the vocabulary alone."""
     WORDS.save_pretrained(tmp_path)
     set_field(tmp_path, "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
-    built, text = AutoTokenizer.from_pretrained(tmp_path), "Go up, P _ G\n"
+    text = "Go up, P _ G\n"
     loaded = load_tokenizer(tmp_path, "a model")
     expected = WORDS.encode(text, add_special_tokens=False)
-    assert built.encode(text, add_special_tokens=False) != expected
     assert loaded.encode(text, add_special_tokens=False) == expected
     assert loaded.eos_token_id == WORDS.eos_token_id
 

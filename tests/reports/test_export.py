@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ragen.chat.chat import Chat
+from ragen.chat.template import dated
 from ragen.cli.main import main
 from ragen.config.reading import merge
 from ragen.core.errors import RagenError
@@ -115,9 +115,10 @@ def test_card_usage_matches_the_run_prompt_with_every_template(
     chat = Chat(tokenizer, think)
     usage = usage_of(make_setup(config, None), chat, tokenizer.chat_template, config.seed)
     messages = [dict(message) for message in usage.messages]
-    options = {name: eval(value, {"datetime": datetime}) for name, value in usage.options.items()}
+    options = {name: eval(value) for name, value in usage.options.items()}
+    exported = dated(tokenizer.chat_template)
     text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, **options
+        messages, chat_template=exported, tokenize=False, add_generation_prompt=True, **options
     )
     asked, header = usage.header
     text = text.removesuffix(asked) + header + usage.start

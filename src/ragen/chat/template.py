@@ -52,6 +52,9 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
         """Render a conversation."""
 
+    def get_chat_template(self, chat_template: None = None, tools: Any = None) -> str:
+        """The template that it uses, one of several if they depend on tools."""
+
     def encode(self, text: str, **options: Any) -> list[int]:
         """Text to ids."""
 
@@ -82,7 +85,9 @@ class Template:
                 "tokenizer.chat_template and save the tokenizer beside the weights"
             )
         self._tokenizer, self.think = tokenizer, think
-        self._tools = {"tools": list(tools)} if tools else {}
+        self._options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        if "strftime_now" in str(tokenizer.chat_template):
+            self._options["chat_template"] = dated(tokenizer.get_chat_template(tools=tools or None))
         self.asked = self.header = ""
         self.fold = self._lacks_system_role()
         self.start = self.render(conversation(USER))
@@ -114,9 +119,8 @@ class Template:
                 self._tokenizer.apply_chat_template(
                     [dict(message) for message in messages],
                     tokenize=False,
-                    strftime_now=DAY.strftime,
                     **{"add_generation_prompt": True, "enable_thinking": self.think} | options,
-                    **self._tools,
+                    **self._options,
                 )
             )
         except _template_errors() as error:
@@ -209,6 +213,26 @@ def conversation(*contents: str) -> tuple[Message, ...]:
 
 
 _EXCHANGE = conversation(USER, ANSWERS[0], LAST_USER)
+
+
+def dated(template: str) -> str:
+    """The template with the date `DAY` wherever it writes today's.
+
+    Example:
+        >>> dated("Today is {{ strftime_now('%d %b %Y') }}.")
+        "Today is {{ '01 Jan 2025' }}."
+
+    Raises:
+        RagenError: The template computes the form of the date.
+    """
+    called = r"strftime_now\s*\("
+    found = re.sub(called + r"\s*(['\"])(.*?)\1\s*\)", lambda c: repr(DAY.strftime(c[2])), template)
+    if re.search(called, found):
+        raise RagenError(
+            "this chat template writes today's date in a form that it computes, so a run would "
+            "depend on its day: save a template with a fixed date beside the weights"
+        )
+    return found
 
 
 def folded(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

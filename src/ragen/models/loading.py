@@ -298,7 +298,7 @@ def recompute_layers(model: PreTrainedModel) -> None:
             "set model.gradient_checkpointing = false"
         )
     for layer in layers:
-        layer.gradient_checkpointing = True  # `is_gradient_checkpointing` reads it
+        layer.gradient_checkpointing = True  # `is_fast` reads it
         layer.forward = partial(
             checkpoint,
             layer.forward,

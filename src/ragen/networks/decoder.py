@@ -152,19 +152,23 @@ class HFDecoder:
     """
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
-        if "past_key_values" not in signature(model.get_decoder().forward).parameters:
+        config = model.config.get_text_config()
+        accepted = signature(model.get_decoder().forward).parameters
+        # `past_key_values` until transformers 5.23
+        names = [name for name in ("cache", "past_key_values") if name in accepted]
+        if not names or set(getattr(config, "layer_types", None) or ()) == {"linear_attention"}:
             raise RagenError(
                 f"models of the type {model.config.model_type} have no cache of keys and values, "
                 "which is not supported; use a transformer"
             )
-        window = window_of(model.config.get_text_config())
+        window = window_of(config)
         if window < max_length:
             raise RagenError(
                 f"layers of this model attend to {window or 'their own choice of'} tokens only; "
                 f"model.max_length, here {max_length}, must not be above its sliding window"
             )
         self.model = model
-        self.cache = _SlotCache(num_slots, max_length)
+        self.cache, self._cache_name = _SlotCache(num_slots, max_length), names[0]
 
     @torch.no_grad()
     def prefill(
@@ -239,8 +243,8 @@ class HFDecoder:
                 input_ids=tokens_NT,
                 attention_mask=mask_NTW[:, None],
                 position_ids=positions_NT,
-                past_key_values=self.cache,
                 use_cache=True,
+                **{self._cache_name: self.cache},
             ).last_hidden_state
         return states_NTD
 

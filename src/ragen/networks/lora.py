@@ -160,7 +160,6 @@ def merge(model: PreTrainedModel) -> PreTrainedModel:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer.get_base_layer())
     del model.peft_config
-    model._hf_peft_config_loaded = False
     return model.requires_grad_(True)
 
 
@@ -171,11 +170,13 @@ def is_adapter_weight(name: str) -> bool:
 
 def _inject(model: PreTrainedModel, role: Role, config: Any, base: str) -> None:
     """Let peft add its layers, but none to the output layer, which is read as a matrix."""
+    from peft import inject_adapter_in_model
+
     # peft's linear layers begin with random weights, which are replaced: draw none of the run's.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a second role
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # Conv1D, handled
-        model.add_adapter(config, role)
+        inject_adapter_in_model(config, model, role)
     config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
     head = model.get_output_embeddings()
     for name, layer in _adapted_layers(model).items():

@@ -48,7 +48,8 @@ def hidden_states(
 
 def is_fast(model: PreTrainedModel) -> bool:
     """True if `hidden_states` uses the code for a plain Qwen2 on a CPU."""
-    recomputes = model.is_gradient_checkpointing  # which that code does not support
+    # Recomputed layers, which that code does not support; transformers renames its own property.
+    recomputes = any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
     return model.device.type == "cpu" and not recomputes and fast_qwen2.supports(model)
 
 

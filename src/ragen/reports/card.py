@@ -199,7 +199,6 @@ def how_to_use(base: str | None, usage: Usage) -> str:
         )
     form = "<think>…</think><answer>…</answer>" if usage.think else "<answer>…</answer>"
     options = "".join(f", {name}={value}" for name, value in usage.options.items())
-    imports_first = "import datetime\n\n" if "datetime" in options else ""
     if "enable_thinking" in usage.options:
         chats += ' and say `"chat_template_kwargs": {"enable_thinking": false}`'
     libraries, classes, own = "transformers", "AutoModelForCausalLM, AutoTokenizer", ""
@@ -222,7 +221,7 @@ answer is the next user message. `generation_config.json` holds the temperature 
 (no top-k, no top-p) and the tokens that end a turn. With {libraries}, in this folder:
 
 ```python
-{imports_first}from transformers import {classes}
+from transformers import {classes}
 
 folder = "."
 tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -17,7 +17,7 @@ from pathlib import Path
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ragen.chat.chat import Chat
-from ragen.chat.template import DAY
+from ragen.chat.template import dated
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.user_code import UserCodeError
@@ -75,6 +75,7 @@ def export(
         )
     tokenizer = load_tokenizer(checkpoint, checkpoint)
     chat = make_chat(config, tokenizer)
+    tokenizer.chat_template = dated(tokenizer.chat_template)  # others prompt it as it was trained
     alone, *_ = config.by_env().values()  # a mixture shows the prompt of its first environment
     with closing(make_setup(alone, None)) as setup:
         usage = usage_of(setup, chat, tokenizer.chat_template, config.seed)
@@ -115,8 +116,6 @@ def usage_of(setup: Setup, chat: Chat, template: str, seed: int) -> Usage:
     options = {"tools": repr(list(setup.tools))} if setup.tools else {}
     if "enable_thinking" in template and not setup.think:
         options["enable_thinking"] = "False"
-    if "strftime_now" in template:
-        options["strftime_now"] = f"{DAY!r}.strftime"
     return Usage(messages, start, options, setup.think, (chat.asked, chat.header))
 
 
