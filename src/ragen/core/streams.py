@@ -49,7 +49,8 @@ class BoundedStream:
 
 def bound(response: httpx.Response, seconds: float = float("inf")) -> None:
     """Bound what is read of an answer; an event hook for the responses of an `httpx.Client`."""
-    response.stream = _bounded(type(response.stream))(response.stream, seconds)
+    kind: Any = type(response.stream)
+    response.stream = _bounded(kind)(response.stream, seconds)
 
 
 async def bound_async(response: httpx.Response) -> None:
@@ -58,6 +59,6 @@ async def bound_async(response: httpx.Response) -> None:
 
 
 @cache
-def _bounded(kind: type) -> Any:
+def _bounded(kind: Any) -> Any:
     """Bounded streams of a kind that the client accepts."""
     return type("BoundedStream", (BoundedStream, kind), {})
