@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -138,6 +139,32 @@ def test_a_config_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> No
         tmp_path / "q", quantization_config={"quant_method": "gptq", "bits": 4}
     )
     assert "are quantised" in refusal(quantised)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_saved_config_ties_the_output_layer_as_its_weights_do(
+    tmp_path: Path, is_own: bool
+) -> None:
+    """Programs that go by the config would leave out a layer that the files hold."""
+    folder = save_with_config(tmp_path / "given", tie_word_embeddings=True)
+    held = load_file(folder / "model.safetensors")
+    embedding = held["model.embed_tokens.weight"]
+    held["lm_head.weight"] = torch.randn_like(embedding) if is_own else embedding.clone()
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    model, tokenizer = load_policy(folder, "cpu", "bfloat16")
+    assert model.config.tie_word_embeddings is not is_own
+    save_model(model, tokenizer, tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text("utf-8"))
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert config["tie_word_embeddings"] is not is_own and ("lm_head.weight" in saved) == is_own
+    assert config["dtype"] == "bfloat16" and saved["model.embed_tokens.weight"].dtype.itemsize == 2
+    assert config["vocab_size"] == len(saved["model.embed_tokens.weight"])
+    if is_own:
+        assert torch.equal(saved["lm_head.weight"], held["lm_head.weight"].bfloat16())
+    again, _ = load_policy(tmp_path / "saved", "cpu", "bfloat16")
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
 def test_weights_that_the_layers_of_the_config_leave_unused_are_refused(tmp_path: Path) -> None:

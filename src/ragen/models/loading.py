@@ -72,6 +72,7 @@ def load_policy(
     files = weight_files(folder, name)
     _check_size(config, files, name, getattr(torch, dtype).itemsize, free)
     model = _load_weights(folder, name, config, dtype)
+    _tell_own_head(model)
     tokenizer = _read_tokenizer(folder, name)
     _check_fit(tokenizer, model, name)
     for weight_name, weight in model.named_parameters():
@@ -157,6 +158,19 @@ def _load_weights(folder: Path, name: str, config: PreTrainedConfig, dtype: str)
                 f"{key[:80]}: copy or download the model again"
             )
     return model
+
+
+def _tell_own_head(model: PreTrainedModel) -> None:
+    """Let the config say so if the files hold an output layer other than the embedding.
+
+    transformers takes that layer even where the config ties the two. Programs that go by the config
+    would read a saved model as another one.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        for config in (model.config, model.config.get_text_config()):
+            if getattr(config, "tie_word_embeddings", False):
+                config.tie_word_embeddings = False
 
 
 def _belongs_to_layer(key: str, model: PreTrainedModel) -> bool:
