@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from ragen.bases.curriculum import FAMILIES, WARMUP_STEPS, Lesson, Stage
 from ragen.bases.demonstrations import Demonstrator, mask_untrained, unfailing
 from ragen.bases.tokenizer import build
 from ragen.chat.chat import Chat
+from ragen.cluster.process_learner import learner_in
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, merge
@@ -37,7 +39,6 @@ from ragen.core.seeding import derive
 from ragen.core.stopping import run_async
 from ragen.core.types import Sample
 from ragen.learning.learner import Learner
-from ragen.learning.models import Models
 from ragen.models.loading import save_model
 from ragen.networks.machine import use_threads
 from ragen.rollout.groups import run_groups
@@ -54,11 +55,13 @@ def prepare(
     seed: int = 0,
     steps: int | None = None,
     watch: Callable[[str], None] = lambda line: None,
+    processes: int = 1,
 ) -> Path:
     """Prepare the embedded model of a family and save it in Hugging Face's layout.
 
     `out` is a folder that does not exist yet. `seed` decides weights and demonstrations. `steps` is
-    the maximum per stage, for a trial. `watch` receives lines of progress.
+    the maximum per stage, for a trial. `watch` receives lines of progress. Each of several
+    `processes` trains its share of every step.
     """
     if family not in FAMILIES:
         raise RagenError(f"unknown family {family!r}; choose one of {', '.join(FAMILIES)}")
@@ -68,7 +71,7 @@ def prepare(
     player = LessonPlayer(Chat(tokenizer), seed)
     with new_folder(out) as whole:
         for number, stage in enumerate(stages):
-            teach(model, player, stage, number, steps, watch)
+            teach(model, player, stage, number, steps, watch, processes)
         save(model, tokenizer, whole)
     return out
 
@@ -110,23 +113,19 @@ def teach(
     number: int,
     steps: int | None,
     watch: Callable[[str], None],
+    processes: int = 1,
 ) -> None:
     """Take the training steps of a stage, at most `steps`; it has this `number` in its family."""
     num_steps = min(stage.steps, steps or stage.steps)
     update = UpdateConfig(lr=stage.lr, lr_end=stage.lr_end, warmup_steps=WARMUP_STEPS, beta2=0.99)
-    learner = Learner(
-        Models(model),
-        update,
-        LossConfig(name="nll"),
-        steps=num_steps,
-        muon_lr=stage.muon_lr,
-        weight_decay=0.0,
-    )
+    settings = {"update": update, "loss": LossConfig(name="nll"), "steps": num_steps}
+    settings |= {"muon_lr": stage.muon_lr, "weight_decay": 0.0}
     batches = (
         collate(player.samples(stage, number, step), stage.context_weight)
         for step in range(num_steps)
     )
-    learn(learner, batches, num_steps, lambda line: watch(f"{stage.name}: {line}"))
+    with learner_in(processes, model, partial(copy.copy, model), **settings) as learner:
+        learn(learner, batches, num_steps, lambda line: watch(f"{stage.name}: {line}"))
 
 
 def learn(

@@ -68,12 +68,14 @@ def prepare_env(
     seed: int = 0,
     steps: int | None = None,
     watch: Callable[[str], None] = lambda line: None,
+    processes: int = 1,
 ) -> Path:
     """Make a base model for an environment and save it in Hugging Face's layout.
 
     `given` are settings by key: ``env.name``, others of the section ``env``, and ``prompt.window``.
-    `seed` decides weights and demonstrations. `steps` is the maximum per stage, for a trial. The
-    model's config says that it reads compact prompts.
+    `seed` decides weights and demonstrations. `steps` is the maximum per stage, for a trial. Each
+    of several `processes` trains its share of every step. The model's config says that it reads
+    compact prompts.
 
     Raises:
         RagenError: `out` exists or cannot be written; or the environment does not exist, fails, has
@@ -114,7 +116,7 @@ def prepare_env(
         stages = stages_of(teacher, setup, episodes_of(met, chat))
         player = LessonPlayer(chat, seed, LONGEST)
         for number, stage in enumerate(stages):
-            teach(model, player, stage, number, steps, watch)
+            teach(model, player, stage, number, steps, watch, processes)
         save(model, tokenizer, folder)
         size = f"{model.num_parameters() / 1e6:.2f} million parameters"
         count = sum(min(stage.steps, steps or stage.steps) * stage.episodes for stage in stages)

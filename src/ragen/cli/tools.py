@@ -17,6 +17,9 @@ from ragen.cli.command import Command, Overrides, Parser, complain, number, prog
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
 
+PROCESSES = "engine.processes"
+"""The key of `engine` that `ragen base` reads."""
+
 
 def _sft_options(parser: Parser) -> None:
     parser.take("recipe", "RECIPE", "a recipe's name, or a path to a .toml")
@@ -88,7 +91,8 @@ def _base_options(parser: Parser) -> None:
         "With --env, any environment that can be played at random or by its solver gets a small\n"
         "model of its own, in minutes: it reads the screen and replies in form, and has no plan.\n"
         "Keys of the section env may be set, such as --env.params.NAME and --env.max_turns, and\n"
-        "--prompt.window, the number of turns in a prompt."
+        "--prompt.window, the number of turns in a prompt. With --engine.processes N, N processes\n"
+        "train it, each its share of every step."
     )
 
 
@@ -97,18 +101,24 @@ def _base(options: Namespace, overrides: Overrides) -> int:
     if (env is None) == (options.family is None):
         raise RagenError("name a family (ragen base --help), or an environment with --env")
     keys = () if env is None else ("env.", "prompt.window")
-    other = [key for key in overrides if not key.startswith(keys) or key == "env.isolate"]
+    given = {key: value for key, value in overrides.items() if key != PROCESSES}
+    other = [key for key in given if not key.startswith(keys) or key == "env.isolate"]
     if other:
         raise RagenError(f"{other[0]} has no effect on this base; leave it out")
+    from ragen.cluster.process_engine import with_processes
+    from ragen.config.reading import merge
+
+    of_engine = {key: value for key, value in overrides.items() if key == PROCESSES}
+    processes = with_processes(merge(None, of_engine)).engine.processes
     if env is None:
         from ragen.bases.base import prepare
 
-        prepare(options.family, options.out, options.seed, options.steps, print)
+        prepare(options.family, options.out, options.seed, options.steps, print, processes)
         print(f"the base model of {options.family} is in {options.out}")
         return 0
     from ragen.bases.env_base import prepare_env
 
-    prepare_env(overrides, options.out, options.seed, options.steps, print)
+    prepare_env(given, options.out, options.seed, options.steps, print, processes)
     typed = _typed(overrides, keys, ("env.name",))
     env, model = shlex.quote(env), shlex.quote(str(options.out))
     print(f"train it further:  {program()} train --env {env} --model {model}{typed}")
