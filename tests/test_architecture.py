@@ -45,6 +45,7 @@ FOLDERS = {  # Top to bottom, with the use of torch that each folder may make.
     "models": "torch",
     "networks": "torch",
     "envs": "no torch",
+    "web": "no torch",
     "storage": "no torch",
     "config": "no torch",
     "core": "no torch",

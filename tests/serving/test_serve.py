@@ -18,8 +18,8 @@ from ragen.envs.checker import check
 from ragen.envs.registry import env_factory, make
 from ragen.rollout.setup import Setup
 from ragen.serving.openenv import EnvServer
-from ragen.serving.server import Server, listen
 from ragen.serving.sessions import Refused, Session, describe
+from ragen.web.server import Server, listen
 from tests.viewer.test_viewer_server import wait_until
 
 TOKEN = "a-token-of-the-tests"

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from ragen.core.errors import RagenError
-from ragen.serving.server import Server, listen, tls_of
 from ragen.viewer.server import Viewer
+from ragen.web.server import Server, listen, tls_of
 from tests.viewer.test_viewer_server import Capture, serve, wait_until
 
 

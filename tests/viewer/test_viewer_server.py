@@ -24,12 +24,12 @@ from viewer_run import log_step, make_run
 from ragen.cli.main import main
 from ragen.config.reading import dump, merge
 from ragen.core.errors import RagenError
-from ragen.serving.server import listen
 from ragen.storage.recorder import Recorder
 from ragen.viewer import live
 from ragen.viewer.security import POLICY
 from ragen.viewer.server import Viewer
 from ragen.viewer.server import serve as serve_viewer
+from ragen.web.server import listen
 from tests.cli.test_cli import evaluation
 
 Capture = pytest.CaptureFixture[str]

@@ -27,7 +27,7 @@ def _listening_options(parser: Parser, port: int, token: str) -> None:
 
 
 def _tls(options: Namespace) -> ssl.SSLContext | None:
-    from ragen.serving.server import tls_of
+    from ragen.web.server import tls_of
 
     if options.tls_key is not None and options.tls_cert is None:
         raise RagenError("--tls-key belongs to a certificate: name it with --tls-cert")

@@ -28,9 +28,9 @@ from ragen.core.user_code import UserCodeError
 from ragen.envs.adapters.adapted import missing
 from ragen.envs.adapters.openenv import TOKEN, token_here
 from ragen.rollout.setup import Setup
-from ragen.serving.security import AccessControl, is_loopback
-from ragen.serving.server import MOST, Server, listen, url_of
 from ragen.serving.sessions import Answer, Description, Refused, Session, describe
+from ragen.web.security import AccessControl, is_loopback
+from ragen.web.server import MOST, Server, listen, url_of
 
 Result = TypeVar("Result")
 

@@ -12,7 +12,7 @@ from starlette.requests import HTTPConnection
 from starlette.responses import RedirectResponse, Response
 from typing_extensions import override
 
-from ragen.serving.security import AccessControl, is_equal, refusal
+from ragen.web.security import AccessControl, is_equal, refusal
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "

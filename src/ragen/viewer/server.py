@@ -25,8 +25,6 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from ragen.core.errors import RagenError
-from ragen.serving.security import is_loopback, refusal
-from ragen.serving.server import Server, listen, url_of
 from ragen.viewer import (
     collapse,
     comparison,
@@ -41,6 +39,8 @@ from ragen.viewer.bundle import STATIC
 from ragen.viewer.live import folder_news, run_news, stream
 from ragen.viewer.reading import Answer, Question, Runs, Unanswered
 from ragen.viewer.security import PageAccess
+from ragen.web.security import is_loopback, refusal
+from ragen.web.server import Server, listen, url_of
 
 ROUTES: Mapping[str, Callable[[Question], Answer]] = {
     "/api/runs": run_list.runs,
