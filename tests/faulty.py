@@ -61,12 +61,14 @@ class FaultyServer:
     Attributes:
         requests: Request bodies in order of arrival.
         headers: Request headers in the same order.
+        paths: The paths of the requests in the same order.
         max_concurrent: Largest number of requests handled at the same time.
     """
 
     def __init__(self, script: Callable[[int, dict[str, Any]], Answer]) -> None:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
         self.max_concurrent = 0
         self._inside = 0
         self._lock = threading.Lock()
@@ -84,6 +86,7 @@ class FaultyServer:
                     number = len(outer.requests)
                     outer.requests.append(body)
                     outer.headers.append(dict(self.headers))
+                    outer.paths.append(self.path)
                     outer._inside += 1
                     outer.max_concurrent = max(outer.max_concurrent, outer._inside)
                 try:

@@ -12,8 +12,16 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ragen.algorithms.samples import to_samples
-from ragen.core.types import Completion, Episode, Group, Prompt, Sample, StopReason, Turn
-from ragen.rollout.policies import fingerprint
+from ragen.core.types import (
+    Completion,
+    Episode,
+    Group,
+    Prompt,
+    Sample,
+    StopReason,
+    Turn,
+    fingerprint,
+)
 from ragen.storage.database import CONFIG, DATABASE
 
 

@@ -40,6 +40,7 @@ FOLDERS = {  # Top to bottom, with the use of torch that each folder may make.
     "sampling": "torch",
     "settings": "no torch",
     "rollout": "no torch",
+    "gateway": "no torch",
     "chat": "no torch",
     "algorithms": "torch",
     "models": "torch",

@@ -9,8 +9,7 @@ from fill import evaluation
 
 from ragen.config.reading import dump, merge
 from ragen.core.metrics import mean
-from ragen.core.types import Completion, Episode, Group, Prompt, Turn
-from ragen.rollout.policies import fingerprint
+from ragen.core.types import Completion, Episode, Group, Prompt, Turn, fingerprint
 from ragen.storage.recorder import Recorder
 
 ELSEWHERE = "http://attacker.invalid"

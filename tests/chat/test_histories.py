@@ -25,12 +25,11 @@ from ragen.algorithms.batch import (
 from ragen.algorithms.samples import to_samples
 from ragen.chat.chat import Chat
 from ragen.config.sections import LossConfig, UpdateConfig
-from ragen.core.types import Completion, Episode, Group, Prompt, Sample
+from ragen.core.types import Completion, Episode, Group, Prompt, Sample, fingerprint
 from ragen.learning.exactness import verify, with_fingerprints
 from ragen.learning.learner import Learner
 from ragen.learning.models import Models
 from ragen.rollout.groups import run_groups
-from ragen.rollout.policies import fingerprint
 from ragen.rollout.setup import Setup
 from ragen.sampling.local_sampler import Sampler
 from tests.rogue import Rogue

@@ -20,12 +20,11 @@ from hypothesis import strategies as st
 from ragen.chat.chat import Chat
 from ragen.cli.main import main
 from ragen.core.errors import RagenError
-from ragen.core.types import Completion, Episode, FinishReason, Group, Prompt, Turn
+from ragen.core.types import Completion, Episode, FinishReason, Group, Prompt, Turn, fingerprint
 from ragen.evaluation import branch as branching
 from ragen.evaluation.branch import branch, branch_specs
 from ragen.models.loading import save_model
 from ragen.rollout.episode import play_episode, require_unchanged
-from ragen.rollout.policies import fingerprint
 from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
 from ragen.storage.branches import FILE, Request
 from ragen.storage.database import DATABASE

@@ -20,11 +20,10 @@ from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
 from ragen.config.reading import merge
 from ragen.core.errors import RagenError
-from ragen.core.types import Group, Sample
+from ragen.core.types import Group, Sample, fingerprint
 from ragen.engines.local import LocalEngine
 from ragen.learning.exactness import verify, verify_num_rows, verify_share, with_fingerprints
 from ragen.rollout.groups import run_groups
-from ragen.rollout.policies import fingerprint
 from ragen.rollout.setup import make_setup
 from ragen.storage.checkpoint import folders
 from ragen.storage.database import DATABASE

@@ -1,7 +1,10 @@
 """From episodes to samples: the flat token sequences that are trained on.
 
-A turn whose prompt extends the episode's last sample joins it; any other turn, as with a window,
-opens a new sample. Every sampled token is trained exactly once.
+The turns of an episode are a tree: a turn follows the one whose prompt and completion its prompt
+extends. If that turn is the last of its sample, the turn joins the sample. If the sample has gone
+on already, as where an agent forks, the turn opens a new sample, which repeats the tokens so far as
+context. A turn that extends none, as with a window, opens a new sample, too. So every sampled token
+is trained exactly once.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ def to_samples(groups: Iterable[Group]) -> tuple[list[Sample], list[Episode]]:
 def join(exchanges: Iterable[Exchange], episode: int, group: int) -> list[Sample]:
     """The samples of one episode, from the prompts and completions of its turns."""
     samples, empty = list[Sample](), Sample((), (), (), (), (), episode, group)
+    ends: list[tuple[tuple[int, ...], int]] = []  # of each turn, with the number of its sample
     for number, (prompt, completion) in enumerate(exchanges):
         ids, sampled, logprobs = prompt.token_ids, completion.token_ids, completion.logprobs
         if ids is None or sampled is None or logprobs is None:
@@ -47,7 +51,13 @@ def join(exchanges: Iterable[Exchange], episode: int, group: int) -> list[Sample
             )
         assert sampled, "a completion has at least its end-of-turn token"
         assert len(sampled) == len(logprobs)
-        last = samples.pop() if samples and _extends(ids, samples[-1].token_ids) else empty
+        before, place = max(
+            (end for end in ends if _extends(ids, end[0])),
+            key=lambda end: len(end[0]),
+            default=((), -1),
+        )
+        joins = place >= 0 and samples[place].token_ids == before
+        last = samples[place] if joins else empty
         context, spoken = len(ids) - len(last.token_ids), len(sampled)
         longer = Sample(
             ids + sampled,
@@ -58,9 +68,16 @@ def join(exchanges: Iterable[Exchange], episode: int, group: int) -> list[Sample
             episode,
             group,
         )
-        samples.append(longer)
+        if joins:
+            samples[place] = longer
+        else:
+            place = len(samples)
+            samples.append(longer)
+        ends.append((longer.token_ids, place))
     return samples
 
 
 def _extends(ids: tuple[int, ...], earlier: tuple[int, ...]) -> bool:
-    return len(ids) > len(earlier) and ids[: len(earlier)] == earlier
+    length = len(earlier)
+    # The last token is compared first, because most sequences that begin alike differ there.
+    return len(ids) > length and ids[length - 1] == earlier[-1] and ids[:length] == earlier

@@ -16,6 +16,7 @@ from its messages and is a separate sample.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -31,7 +32,7 @@ from ragen.chat.tool_calls import ToolForm, ToolParser
 from ragen.chat.tool_template import call_message, find_form, find_tool_bridge
 from ragen.core.errors import RagenError
 from ragen.core.json_text import hide_json
-from ragen.core.types import Message
+from ragen.core.types import Completion, Message
 from ragen.envs.contract import Schema
 from ragen.envs.tools import Call, read_call, write_call
 
@@ -89,6 +90,9 @@ class Chat:
                 tools, or calls in its form cannot be read.
         """
         self._tokenizer = tokenizer
+        self._offering = lru_cache(maxsize=64)(
+            lambda tools: Chat(tokenizer, think, history_thoughts, json.loads(tools), tool_parser)
+        )
         # The Rust tokenizer behind the Python one encodes in two thirds of the time.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._cached_ids = lru_cache(maxsize=1024)(self._ids)
@@ -180,8 +184,9 @@ class Chat:
         `ids` end with the sampled ids of the last reply, including its end-of-turn token. A reply
         that was cut at its length limit, or by another control token, has none: then the template's
         closing is appended, as tokens that were not sampled. `messages` is the whole conversation,
-        the new messages included. Returns `ids` with the appended ids, and how many of the last
-        ones are pre-filled (`open`).
+        the new messages included: one of the user, or results of tools, after which one of the user
+        may follow. Returns `ids` with the appended ids, and how many of the last ones are
+        pre-filled (`open`).
         """
         assert self.exact, "no exact extension exists for this template: open each turn afresh"
         replies = (n for n, message in enumerate(messages) if message["role"] == "assistant")
@@ -189,6 +194,15 @@ class Chat:
         if ids[-1] in self.end_ids and self._end is not None:
             bridge = bridge[bridge.index(self._end) + 1 :]
         return self._prefilled((*ids, *bridge), prefill)
+
+    def offering(self, tools: Sequence[Schema]) -> Chat:
+        """A chat with the same template that offers these tools; it is made once for equal ones.
+
+        Raises:
+            RagenError: The template renders no tools, or calls in its form cannot be read.
+        """
+        chat: Chat = self._offering(json.dumps(tools))
+        return chat
 
     def taken(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """The conversation as the template accepts it: without a system message if `fold`."""
@@ -230,6 +244,21 @@ class Chat:
         first = bisect_left(range(len(ids) + 1), start, key=reach)
         last = bisect_left(range(len(ids) + 1), end, lo=first, key=reach)
         return first - (reach(first) > start), last
+
+    def thought_span(
+        self, completion: Completion, chars: tuple[int, int] | None, prefill: str
+    ) -> tuple[int, int] | None:
+        """The half-open range of a completion's tokens that spell its thought, `prefill` excluded.
+
+        `chars` is the thought's place in the whole reply; ``None`` without a thought or ids.
+        """
+        if chars is None or completion.token_ids is None:
+            return None
+        start, end = (max(0, at - len(prefill)) for at in chars)
+        if start >= end:  # an empty thought is after the tokens that opened it
+            _, place = self.token_span(completion.token_ids, completion.text, 0, start)
+            return place, place
+        return self.token_span(completion.token_ids, completion.text, start, end)
 
     def _ids(self, text: str) -> Ids:
         if self._backend is not None:
@@ -290,7 +319,7 @@ class Chat:
         }
 
     def _between(self, after: Sequence[Message]) -> str:
-        if after[-1]["role"] == "user":
+        if after[0]["role"] != "tool":
             return self._bridge(after[-1]["content"])
         return self._tool_bridge(tuple(tuple(message.items()) for message in after))
 
@@ -298,8 +327,8 @@ class Chat:
         """The marked messages in the template's form, for a rendering of the whole history."""
         made: list[Mapping[str, Any]] = []
         for number, message in enumerate(messages):
-            results = _after(messages, number)
-            if message["role"] == "assistant" and results[0]["role"] == "tool":
+            results = [*takewhile(lambda each: each["role"] == "tool", messages[number + 1 :])]
+            if message["role"] == "assistant" and results:
                 made += self._called(message["content"], results)
             elif message["role"] != "tool":
                 made.append(self._marked(message))

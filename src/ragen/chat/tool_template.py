@@ -54,8 +54,16 @@ class ToolBridge:
     fold: bool
 
     def text(self, results: Sequence[Message]) -> str:
-        """The bridge around the results of a reply's calls, from the end of the reply on."""
-        return self._parts(self._trial(results), results)[1]
+        """The bridge around the results of a reply's calls, from the end of the reply on.
+
+        A message of the user may follow the results.
+        """
+        text = self._parts(self._trial(results), results)[1]
+        if results[-1]["role"] == "user" and results[-1]["content"] not in text:
+            raise RagenError(
+                "this chat template leaves out what the user says after the results of tools"
+            )
+        return text
 
     def write(self, calls: Sequence[str]) -> str:
         """The reply with these calls as the template writes it."""
@@ -76,7 +84,8 @@ class ToolBridge:
             yield [call, *results], *self._parts(call, results)
 
     def _trial(self, results: Sequence[Message]) -> dict[str, Any]:
-        ids = [each["tool_call_id"] for each in results][: None if self.several else 1]
+        ids = [each["tool_call_id"] for each in results if each["role"] == "tool"]
+        ids = ids[: None if self.several else 1]
         return call_message([Call(self.name, ARGUMENTS)] * len(ids), ids)
 
     def _parts(self, calls: Mapping[str, Any], results: Sequence[Message]) -> tuple[str, str]:

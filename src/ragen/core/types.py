@@ -8,9 +8,13 @@ field is written when its value becomes known, and never inferred later.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 Message = Mapping[str, str]
 """One chat message: ``{"role": "user", "content": "…"}``. One in the role ``tool`` has the ``name``
@@ -75,9 +79,8 @@ class Completion:
     `text`; another control token is the last, too, and `text` spells it. If a server gives no
     tokens, both are ``None``, `usage` is its count of them, and no training is possible.
     `fingerprint` is the hash of ids and logprobs at sampling, ``None`` without ids
-    (`ragen.rollout.policies.fingerprint`); `ragen.learning.exactness` compares it with the batch.
-    `message` is the whole message of a server, with signatures, ids and fields that only it knows.
-    It is not recorded.
+    (`fingerprint`); `ragen.learning.exactness` compares it with the batch. `message` is the whole
+    message of a server, with signatures, ids and fields that only it knows. It is not recorded.
     """
 
     token_ids: tuple[int, ...] | None
@@ -88,6 +91,38 @@ class Completion:
     fingerprint: int | None = None
     usage: Usage | None = None
     message: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+
+
+def fingerprint(token_ids: ArrayLike, logprobs: ArrayLike) -> int:
+    """A hash of sampled ids and their logprobs, below 2⁶³, so that it fits into a tensor.
+
+    Ids are hashed as 64 bits, logprobs as float32, their precision in a batch.
+    """
+    ids, floats = np.asarray(token_ids, dtype="<i8"), np.asarray(logprobs, dtype="<f4")
+    assert ids.shape == floats.shape, "every sampled token has one logprob"
+    digest = hashlib.blake2b(ids.tobytes() + floats.tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+CallRole = Literal["agent", "auxiliary", "discarded", "budget"]
+"""The role of an agent's call. Only calls in the role ``agent`` are trained on. ``auxiliary``: the
+agent says so, or the call offers no tools where others do and nothing continues it. ``discarded``:
+the reply was never used. ``budget``: the fixed reply after the last call that an episode may
+make."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How an agent's call of the gateway belongs to its episode (`ragen.gateway`).
+
+    `parent` is the index of the turn whose reply the call's history ends with, −1 for none; in an
+    episode, `others` are numbered after `turns`. `link` says how the history matched that reply, or
+    why it matched none.
+    """
+
+    parent: int
+    link: str
+    role: CallRole = "agent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +140,7 @@ class Turn:
     if it has one. `results` are what the calls of tools in the reply returned, one for each of
     `actions_asked`; ``None`` without calls. `completion_s` are the seconds from the prompt to its
     completion, with the wait for a free slot or server; ``None`` for players, which are no model.
+    `call` is how an agent made the turn; ``None`` in environments, where a turn follows the last.
     """
 
     observation: str
@@ -124,11 +160,12 @@ class Turn:
     problem: str | None = None
     results: tuple[str, ...] | None = None
     completion_s: float | None = field(default=None, compare=False)
+    call: Call | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One environment played once.
+    """One environment played once, or one task of an agent.
 
     Turns and actions are budgets of the task, so an episode that exhausts them gets no bootstrap
     value. Failed episodes are not trained on. `error` is the traceback of a failed environment, or
@@ -149,6 +186,7 @@ class Episode:
     error: str | None = None
     final_observation: str | None = None
     final_picture: tuple[str, ...] | None = None
+    others: tuple[Turn, ...] = ()
 
     @property
     def reward(self) -> float:

@@ -50,22 +50,27 @@ def write_call(name: str, /, **arguments: Any) -> str:
 def read_call(action: str) -> Call | None:
     """The call in an action; ``None`` for any other text, which is an answer.
 
-    The key may be ``parameters`` in place of ``arguments``, because some models write that. Numbers
-    must be finite, and at most `MOST_LEVELS` lists and objects may be nested.
+    The key may be ``parameters`` in place of ``arguments``, because some models write that.
     """
-    try:
-        found = json.loads(action, parse_constant=_no_number)
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # refuses lone surrogates
-    except (ValueError, RecursionError):
-        return None
-    if is_deeper(found, MOST_LEVELS):
-        return None
-    match found:
+    match read_object(action):
         case {"name": str(name), "arguments": dict(arguments)}:
             return Call(name, arguments)
         case {"name": str(name), "parameters": dict(arguments)}:
             return Call(name, arguments)
     return None
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    """The JSON object of a text, ``None`` for any other text.
+
+    Numbers must be finite, and at most `MOST_LEVELS` lists and objects may be nested.
+    """
+    try:
+        found = json.loads(text, parse_constant=_no_number)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # refuses lone surrogates
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and not is_deeper(found, MOST_LEVELS) else None
 
 
 def _no_number(name: str) -> float:

@@ -20,8 +20,7 @@ import torch
 from ragen.algorithms.batch import Batch
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, total
-from ragen.core.types import Episode
-from ragen.rollout.policies import fingerprint
+from ragen.core.types import Episode, fingerprint
 
 NO_TURN = -1
 """Padding of `Batch.born_BK` after an episode's last turn; no fingerprint is negative."""
@@ -49,7 +48,7 @@ def with_fingerprints(batch: Batch, episodes: Sequence[Episode]) -> Batch:
                 raise RagenError(
                     "this policy's completions carry no fingerprint, so the trained tokens cannot "
                     "be compared with the sampled ones; let it set Completion.fingerprint to "
-                    "ragen.rollout.policies.fingerprint(token_ids, logprobs)"
+                    "ragen.core.types.fingerprint(token_ids, logprobs)"
                 )
             born_EK[row, number] = turn.completion.fingerprint
     batch = replace(batch, born_BK=born_EK[batch.episode_B])

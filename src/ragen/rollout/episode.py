@@ -285,13 +285,15 @@ class _Playthrough:
         acted: _Acted,
     ) -> Turn:
         """The record of a turn, whose completion took `completion_s` seconds."""
-        setup = self.setup
+        setup, chat = self.setup, self.setup.chat
+        chars = parsed.thought_chars
+        span = chat.thought_span(completion, chars, setup.prefill) if chat is not None else None
         return Turn(
             observation,
             prompt,
             completion,
             parsed.thought,
-            _thought_span(setup, completion, parsed),
+            span,
             parsed.actions_asked,
             acted.executed,
             acted.reward,
@@ -339,15 +341,3 @@ def _require_same(
         f"the prompt of turn {number} cannot be rebuilt: its tokens differ from those that the "
         "model saw; the tokenizer, its chat template, the environment or RAGEN has changed since"
     )
-
-
-def _thought_span(setup: Setup, completion: Completion, parsed: Parsed) -> tuple[int, int] | None:
-    """The half-open range of the completion's tokens that spell the thought, prefill excluded."""
-    if parsed.thought_chars is None or completion.token_ids is None or setup.chat is None:
-        return None
-    shift = len(setup.prefill)
-    start, end = (max(0, at - shift) for at in parsed.thought_chars)
-    if start >= end:  # an empty thought is after the tokens that opened it
-        _, place = setup.chat.token_span(completion.token_ids, completion.text, 0, start)
-        return place, place
-    return setup.chat.token_span(completion.token_ids, completion.text, start, end)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar, runtime_checkable
 
-import numpy as np
-from numpy.typing import ArrayLike
-
-from ragen.core.types import Completion, Prompt, StopReason
+from ragen.core.types import Completion, Prompt, StopReason, fingerprint
 
 T = TypeVar("T")
 
@@ -46,6 +42,11 @@ class Seating(Protocol):
     @property
     def is_idle(self) -> bool:
         """True if no seat is taken and no request is open."""
+        ...
+
+    @property
+    def in_rounds(self) -> bool:
+        """True if it waits for a request of each seat before it answers one."""
         ...
 
     def seat(self, place: Place) -> AbstractContextManager[Policy]:
@@ -91,14 +92,3 @@ def written_completion(
     ids = encode(text)
     logprobs = (0.0,) * len(ids)
     return Completion(ids, logprobs, text, "stop", 0, fingerprint(ids, logprobs))
-
-
-def fingerprint(token_ids: ArrayLike, logprobs: ArrayLike) -> int:
-    """A hash of sampled ids and their logprobs, below 2⁶³, so that it fits into a tensor.
-
-    Ids are hashed as 64 bits, logprobs as float32, their precision in a batch.
-    """
-    ids, floats = np.asarray(token_ids, dtype="<i8"), np.asarray(logprobs, dtype="<f4")
-    assert ids.shape == floats.shape, "every sampled token has one logprob"
-    digest = hashlib.blake2b(ids.tobytes() + floats.tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

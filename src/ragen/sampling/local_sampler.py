@@ -196,12 +196,13 @@ class Sampler(QueuedPolicy):
                 quiet = 0
 
     @property
-    def _in_lockstep(self) -> bool:
+    def in_rounds(self) -> bool:
+        """True if it waits for a request of each seat before it answers one."""
         return self._ordered and not self._independent
 
     def _is_incomplete(self) -> bool:
         """True if the next round of a sampler in lockstep has requests, but not of all seats."""
-        if not self._in_lockstep or self._running or self._waiting or not self._arrived:
+        if not self.in_rounds or self._running or self._waiting or not self._arrived:
             return False
         return len(self._seats.difference(request.seat for request in self._arrived)) > 0
 
@@ -229,7 +230,7 @@ class Sampler(QueuedPolicy):
 
     def _admit(self) -> None:
         """Give waiting requests their slots, read their prompts and draw their first tokens."""
-        if not self._in_lockstep:
+        if not self.in_rounds:
             self._waiting += self._arrived
             self._arrived = []
         elif not self._running and not self._waiting:  # a new round

@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from ragen.core.errors import NotFiniteError
 from ragen.core.metrics import Metrics, mean
-from ragen.core.types import Completion, FinishReason, Prompt
-from ragen.rollout.policies import fingerprint
+from ragen.core.types import Completion, FinishReason, Prompt, fingerprint
 
 if TYPE_CHECKING:  # players do without torch
     from transformers import PreTrainedModel

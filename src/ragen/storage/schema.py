@@ -21,7 +21,7 @@ from ragen.core.files import parse_json
 Row = dict[str, Any]
 """A row: column name to value."""
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """`PRAGMA user_version` of the database; other versions are refused."""
 
 _FLOATS = ("sampled_logprobs", "old_logprobs", "entropies", "values", "advantages", "returns")
@@ -125,13 +125,14 @@ TURN = _table("""
     num_tokens int32?, finish_reason text, policy_version int32, state_key text, snapshot json?,
     prompt_ids int32s?, prompt_joins bool?, completion_ids int32s?, logprobs float32s?,
     thought_start int32?, thought_end int32?, problem text?, completion_s float64?, messages json?,
-    results texts?
+    results texts?, parent int32?, link text?, role text?
 """)
 """The columns of a turn, apart from its ids.
 
 If `prompt_joins` is false, `prompt_ids` are the whole prompt. If it is true, the prompt starts with
 the prompt and completion of the previous turn, and `prompt_ids` are the rest. Prompts without ids
-have `messages`: the whole prompt, or the rest after the messages of the previous prompt."""
+have `messages`: the whole prompt, or the rest after the messages of the previous prompt. `parent`,
+`link` and `role` are the fields of `core.types.Call`; rows that are not trained on come last."""
 
 
 def kind_of(column: str) -> Kind:

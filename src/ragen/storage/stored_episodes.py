@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.core.files import parse_json
-from ragen.core.types import Completion, Episode, Prompt, Turn
+from ragen.core.types import Call, Completion, Episode, Prompt, Turn
 from ragen.storage.database import DATABASE, reading_database
 from ragen.storage.schema import (
     EPISODE,
@@ -31,6 +31,7 @@ from ragen.storage.schema import (
 
 _OF_EPISODE = [field.name for field in fields(Episode) if field.name in EPISODE]
 _OF_TURN = [field.name for field in fields(Turn) if field.name in TURN]
+_OF_CALL = [field.name for field in fields(Call)]
 """The fields of the records that are columns of the same name."""
 
 
@@ -76,8 +77,9 @@ def episode_rows(
         "entropy": -fmean(logprobs) if logprobs else None,
         "group_score": group_score,
     }
+    turns = (*turns, *episode.others)
     ids = {token for turn in turns for token in turn.prompt.token_ids or ()}
-    ids.update(token for each in sampled for token in each or ())
+    ids.update(token for turn in turns for token in turn.completion.token_ids or ())
     return EpisodeRows(encode(EPISODE, row), tuple(_turn_rows(turns, timed)), frozenset(ids))
 
 
@@ -112,6 +114,7 @@ def _turn_rows(turns: Sequence[Turn], timed: bool) -> Iterator[Row]:
             "thought_end": end,
             "messages": None if has_ids else rest,
             "completion_s": turn.completion_s if timed else None,
+            **(dict.fromkeys(_OF_CALL) if turn.call is None else asdict(turn.call)),
         }
         yield encode(TURN, row)
 
@@ -235,9 +238,11 @@ def _parsed(messages: str) -> list[Any]:
 
 def _recorded(record: Row) -> Recorded:
     played = {name: _frozen(record[name]) for name in _OF_EPISODE}
+    turns = tuple(map(_turn, record["turns"]))
+    count = record["num_turns"]
     return Recorded(
         **{name: record[name] for name in ("id", "attempt", "step", "phase")},
-        episode=Episode(**played, turns=tuple(map(_turn, record["turns"]))),
+        episode=Episode(**played, turns=turns[:count], others=turns[count:]),
     )
 
 
@@ -253,6 +258,7 @@ def _turn(record: Row) -> Turn:
             "completion": Completion(ids, logprobs, values["reply"], end, version),
             "thought_span": None if None in span else span,
             "snapshot": None if snapshot is None else json.loads(snapshot),
+            "call": None if values["role"] is None else Call(*(values[n] for n in _OF_CALL)),
         }
     )
 

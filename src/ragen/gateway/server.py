@@ -1,0 +1,209 @@
+"""The server of the gateway: an agent's requests by their keys, in every dialect.
+
+It runs beside the run's own loop, in the process's loop for asynchronous code (`core.waiting`), on
+a loopback address. So requests are read and answers written while the policy samples; what changes
+an episode happens in the run's loop. A key belongs to one episode. A request after its end is
+refused with a status that no library tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ragen.core.waiting import begin
+from ragen.gateway.dialects import DIALECTS, Dialect
+from ragen.gateway.messages import ChatMessage, Refused, Reply
+from ragen.gateway.session import Session, ended
+from ragen.web.server import Server, listen
+
+T = TypeVar("T")
+
+MODEL = "policy"
+"""The name of the model. Libraries treat names such as ``o3`` or ``gpt-5`` as special cases."""
+ROLE = "x-ragen-role"
+"""The header by which an agent says that a call is ``auxiliary``."""
+BODY_BYTES = 2**24
+"""Maximum number of bytes in a request."""
+MOST = 4096
+"""Connections at the same time: agents of some hundred episodes, each with several clients."""
+QUIET_S = 10.0
+"""Seconds after which a client that asked for events gets a comment, so that it goes on waiting."""
+END_S = 5.0
+"""Seconds that the server may take to end."""
+
+
+class _Open:
+    """An episode that is being played, and the loop of its run."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the run's loop and wait for it in this one."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    def known(self, reply_id: str) -> tuple[ChatMessage, ...]:
+        """`Session.known`, which only reads what does not change any more."""
+        return self.session.known(reply_id)
+
+    def lost(self, body: bytes) -> None:
+        """Tell the session that the client of a request has left."""
+        self._loop.call_soon_threadsafe(self.session.lost, body)
+
+
+class Gateway:
+    """The server for the episodes of a run. It has its address at once, and serves when needed."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._listening = listen(host, port)
+        address, port = self._listening.getsockname()[:2]
+        self.base_url = f"http://{address}:{port}/v1"
+        self._secret = secrets.token_bytes(32)
+        self._count = 0
+        self._open: dict[str, _Open] = {}
+        self._server: Server | None = None
+        self._serving: Future[None] | None = None
+
+    @contextmanager
+    def session(self, session: Session) -> Iterator[str]:
+        """Answer the requests of an episode; gives its key."""
+        if self._server is None:
+            self._server = Server(self._application(), most=MOST)
+            self._serving = begin(self._server.serve(sockets=[self._listening]))
+        self._count += 1
+        number = str(self._count)
+        key = f"{number}-{self._sign(number)}"
+        self._open[key] = _Open(session)
+        try:
+            yield key
+        finally:
+            del self._open[key]
+            session.close()
+
+    def close(self) -> None:
+        """End the server and free its address."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            self._serving.result(END_S)
+        self._listening.close()
+
+    def _sign(self, number: str) -> str:
+        return hmac.new(self._secret, number.encode(), "blake2b").hexdigest()[:32]
+
+    def _application(self) -> Starlette:
+        routes = [Route(f"/v1{path}", self._reply, methods=["POST"]) for path in DIALECTS]
+        count = Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"])
+        return Starlette(routes=[*routes, count, Route("/v1/models", self._models)])
+
+    def _of(self, http: HttpRequest) -> _Open:
+        """The episode of a request's key."""
+        bearer = http.headers.get("authorization", "").partition(" ")[2]
+        key = http.headers.get("x-api-key") or bearer.strip()
+        found = self._open.get(key)
+        if found is not None:
+            return found
+        number, _, signature = key.partition("-")
+        if hmac.compare_digest(signature.encode(), self._sign(number).encode()):
+            raise ended()
+        raise Refused(401, "invalid_api_key", "this key belongs to no episode")
+
+    async def _models(self, http: HttpRequest) -> Response:
+        about = {"id": MODEL, "object": "model", "created": 0, "owned_by": "ragen"}
+        return JSONResponse({"object": "list", "data": [about]})
+
+    async def _count_tokens(self, http: HttpRequest) -> Response:
+        dialect = DIALECTS["/messages"]
+        try:
+            episode = self._of(http)
+            _, body = await _body_of(http)
+            request = dialect.read(body, episode.known)
+            count = await episode.run(episode.session.count_tokens(request))
+        except Refused as refused:
+            return JSONResponse(dialect.error(refused), refused.status)
+        return JSONResponse({"input_tokens": count})
+
+    async def _reply(self, http: HttpRequest) -> Response:
+        dialect = DIALECTS[http.url.path.removeprefix("/v1")]
+        try:
+            episode = self._of(http)
+            content, body = await _body_of(http)
+            request = dialect.read(body, episode.known)
+            answer = asyncio.ensure_future(
+                episode.run(
+                    episode.session.reply(
+                        content,
+                        request,
+                        is_retry=http.headers.get("x-stainless-retry-count", "0") != "0",
+                        is_auxiliary=http.headers.get(ROLE) == "auxiliary",
+                    )
+                )
+            )
+            model = str(body.get("model") or MODEL)
+            if request.stream:
+                await asyncio.wait({answer}, timeout=QUIET_S)
+                if not answer.done():
+                    slow = _slowly(episode, content, answer, dialect, model, body)
+                    return StreamingResponse(slow, media_type="text/event-stream")
+            reply = await answer
+        except Refused as refused:
+            return JSONResponse(dialect.error(refused), refused.status)
+        if await http.is_disconnected():
+            episode.lost(content)
+        if request.stream:
+            events = "".join(dialect.events(reply, model, body))
+            return Response(events, media_type="text/event-stream")
+        return JSONResponse(dialect.write(reply, model, body))
+
+
+async def _body_of(http: HttpRequest) -> tuple[bytes, Mapping[str, Any]]:
+    """The body of a request, as it is and as JSON."""
+    content = b""
+    async for part in http.stream():
+        content += part
+        if len(content) > BODY_BYTES:
+            raise Refused(413, "too_large", f"a request may have {BODY_BYTES} bytes")
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise Refused(400, "invalid_request", "the body of a request is a JSON object")
+    return content, body
+
+
+async def _slowly(
+    episode: _Open,
+    content: bytes,
+    answer: asyncio.Future[Reply],
+    dialect: Dialect,
+    model: str,
+    body: Mapping[str, Any],
+) -> AsyncIterator[str]:
+    """The events of a reply that is not there yet, with comments meanwhile."""
+    sent = False
+    try:
+        while not answer.done():
+            yield ": wait\n\n"
+            await asyncio.wait({answer}, timeout=QUIET_S)
+        try:
+            for event in dialect.events(await answer, model, body):
+                yield event
+        except Refused as refused:
+            yield f"data: {json.dumps(dialect.error(refused))}\n\n"
+        sent = True
+    finally:
+        if not sent:
+            episode.lost(content)

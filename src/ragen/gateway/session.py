@@ -1,0 +1,547 @@
+"""One episode of an agent: its calls as a tree, in the tokens that were sampled.
+
+An agent sends its whole history with every call, in its own words: libraries respell JSON, drop
+fields and rewrite texts. So a history is matched by what was returned before. The replies in it are
+looked up among those that were sampled at the same place, by a tolerant comparison
+(`ragen.gateway.grades`). The prompt is then the exact ids up to the last of them, and the
+template's text around the messages after it (`Chat.extend`). If a history ends otherwise, it is
+rendered as text, and begins another conversation of the episode. No sampled token is encoded again,
+realigned or left out to make a history fit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from ragen.chat.actions import Parsed
+from ragen.chat.chat import Chat
+from ragen.chat.tool_calls import parse_tools
+from ragen.core.errors import RagenError
+from ragen.core.types import Call, CallRole, Completion, Message, Prompt, Turn, fingerprint
+from ragen.envs.tools import read_call
+from ragen.gateway.grades import GRADES, grade, signature
+from ragen.gateway.messages import ChatMessage, Finish, Refused, Reply, Request, ToolCall
+
+STOP_TEXT = "The budget of this episode is used up. Give your final answer now."
+"""The reply to calls beyond the budget. It is not sampled, and never trained on."""
+FIRST_CALL = "first call"
+"""The link of an episode's first call."""
+MOST_STOPS = 3
+"""Calls that get `STOP_TEXT`; further ones are refused."""
+MOST_CALLS = 1000
+"""Calls of tools that are read in one reply."""
+SHOWN = 60
+"""Characters of a message in the reason for a new root."""
+
+Complete = Callable[[Prompt, int], Awaitable[Completion]]
+"""Samples the completion of a prompt. The number is that of the call that it continues, or −1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The limits of an episode and of its calls, and how they are sampled.
+
+    An episode has at most `calls` calls, a reply at most `max_tokens` tokens, a prompt and its
+    reply at most `max_length`. With `think`, replies begin with a thought; `prefilled` writes its
+    tag. `penalty` is the reward of a reply that is not valid.
+    """
+
+    calls: int
+    max_tokens: int
+    max_length: int
+    temperature: float = 1.0
+    think: bool = False
+    prefilled: bool = True
+    penalty: float = 0.0
+
+
+@dataclass(slots=True)
+class Made:
+    """A call that was answered."""
+
+    number: int
+    request: Request
+    parent: int
+    link: str
+    observation: str
+    prompt: Prompt
+    completion: Completion
+    parsed: Parsed
+    reply: Reply
+    seconds: float
+    body: bytes
+    is_auxiliary: bool = False
+    num_children: int = 0
+    results: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a request belongs: the key of its history, and the call whose reply it continues."""
+
+    key: bytes
+    parent: Made | None
+    link: str
+    fresh: tuple[ChatMessage, ...]
+
+
+class Session:
+    """The calls of one episode.
+
+    `chat` is the policy's, without tools. `seed` gives the seed of a call from its prompt's ids and
+    how often these were asked before, so that neither the order in which calls arrive nor a retry
+    changes a reply. `is_full` says that a prompt had no room for a reply, and `failure` is what
+    ended the episode from our side.
+    """
+
+    def __init__(
+        self,
+        chat: Chat,
+        budget: Budget,
+        complete: Complete,
+        seed: Callable[[Sequence[int], int], int],
+    ) -> None:
+        self._chat, self._budget, self._complete, self._seed = chat, budget, complete, seed
+        self.made: list[Made] = []
+        self.stops: list[tuple[Request, Reply]] = []
+        self.is_full = False
+        self.failure: Exception | None = None
+        self.num_retries = 0
+        self._begun = 0
+        self._asked: dict[bytes, list[Made]] = {}  # by the key of the history before the reply
+        self._times: Counter[tuple[int, ...]] = Counter()
+        self._tasks: dict[bytes, asyncio.Task[Reply]] = {}  # the last one of each body, by its hash
+        self._lost: set[bytes] = set()  # the bodies of requests whose clients have left
+        self._by_reply: dict[str, Made] = {}
+        self._is_closed = False
+
+    async def reply(
+        self, body: bytes, request: Request, *, is_retry: bool, is_auxiliary: bool = False
+    ) -> Reply:
+        """The reply to a request; to a retry, the one of the same `body`.
+
+        A retry says so, or sends the body of a reply whose client had left.
+
+        Raises:
+            Refused: The request cannot be answered, or the episode has ended.
+        """
+        if self._is_closed:
+            raise ended()
+        key = _digest(b"", body)
+        task = self._tasks.get(key)
+        if task is not None and (is_retry or key in self._lost):
+            self.num_retries += 1
+            self._lost.discard(key)
+        else:
+            task = self._tasks[key] = asyncio.create_task(self._answer(key, request, is_auxiliary))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+            raise ended() from None
+        except Refused:
+            raise
+        except Exception as error:
+            self.failure = error  # a bug or a broken policy: it is the run's, not the agent's
+            raise Refused(400, "internal_error", f"the run has failed: {error}") from error
+
+    def lost(self, body: bytes) -> None:
+        """Record that the client of a request has left before its reply was sent."""
+        self._lost.add(_digest(b"", body))
+
+    async def count_tokens(self, request: Request) -> int:
+        """The number of tokens of the prompt of a request."""
+        chat, messages = self._chat_of(request), merged(request.messages)
+        return len(self._ids(chat, messages, self._place(messages, request))[1])
+
+    def known(self, reply_id: str) -> tuple[ChatMessage, ...]:
+        """The conversation up to and with a reply; a `KeyError` if there is none of this id."""
+        made = self._by_reply[reply_id]
+        return (*made.request.messages, made.reply.message)
+
+    def close(self) -> None:
+        """End the episode: open calls are cancelled, and further ones are refused."""
+        self._is_closed = True
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _answer(self, key: bytes, request: Request, is_auxiliary: bool) -> Reply:
+        if self._begun >= self._budget.calls:
+            return self._stop(request)
+        chat = self._chat_of(request)
+        messages = merged(request.messages)
+        place = self._place(messages, request)
+        prompt = self._prompt(chat, messages, place, request)
+        self._begun += 1
+        parent = -1 if place.parent is None else place.parent.number
+        began = time.monotonic()
+        completion = await self._complete(prompt, parent)
+        seconds = time.monotonic() - began
+        number = len(self.made)
+        completion, text = _cut(chat, completion, request.stop)
+        text = self._prefill(chat) + text
+        parsed = self._parse(chat, text, completion)
+        reply = _reply(number, prompt, completion, parsed, text)
+        shown = "\n\n".join(each.text or "" for each in place.fresh)
+        made = Made(
+            number,
+            request,
+            parent,
+            place.link,
+            shown,
+            prompt,
+            completion,
+            parsed,
+            reply,
+            seconds,
+            key,
+            is_auxiliary,
+        )
+        self.made.append(made)
+        self._by_reply[reply.id] = made
+        self._asked.setdefault(place.key, []).append(made)
+        if place.parent is not None:
+            place.parent.num_children += 1
+            results = tuple(each.text or "" for each in place.fresh if each.role == "tool")
+            place.parent.results = place.parent.results or results
+        return reply
+
+    def _stop(self, request: Request) -> Reply:
+        if len(self.stops) >= MOST_STOPS:
+            raise Refused(410, "budget", f"this episode had its {self._budget.calls} calls")
+        reply = Reply(f"stop{len(self.stops)}", STOP_TEXT, (), "length", 0, 0)
+        self.stops.append((request, reply))
+        return reply
+
+    def _chat_of(self, request: Request) -> Chat:
+        if not request.tools:
+            return self._chat
+        with _refusing():
+            return self._chat.offering(request.tools)
+
+    def _prefill(self, chat: Chat) -> str:
+        budget = self._budget
+        return "<think>" if budget.think and budget.prefilled else chat.opening
+
+    # Where a request belongs.
+
+    def _place(self, messages: Sequence[ChatMessage], request: Request) -> _Place:
+        key = _digest(b"", json.dumps(request.tools))
+        parent: Made | None = None
+        link, begin, own = "", 0, -1
+        for index, message in enumerate(messages):
+            if message.role == "assistant":
+                found = self._sampled(key, message)
+                if found is not None:
+                    (how, parent), begin, own = found, index + 1, -1
+                    link = GRADES[how]
+                    key = _digest(b"reply", str(parent.number))
+                    continue
+                own = index if own < 0 else own
+            said = [message.role, message.text, *map(signature, message.calls)]
+            key = _digest(key, json.dumps(said))
+        if parent is None or own >= 0:
+            return _Place(key, None, self._why_root(messages), tuple(messages))
+        return _Place(key, parent, link, tuple(messages[begin:]))
+
+    def _sampled(self, key: bytes, message: ChatMessage) -> tuple[int, Made] | None:
+        """The reply that was sampled after a history and that a message repeats, with its grade."""
+        asked = self._asked.get(key, ())
+        graded = [(grade(message, made.reply, made.request.stop), made) for made in asked]
+        fits = [(how, made) for how, made in graded if how is not None]
+        return min(fits, key=lambda fit: (fit[0], fit[1].number), default=None)
+
+    def _why_root(self, messages: Sequence[ChatMessage]) -> str:
+        """Why a history continues no reply: the first message that differs from an earlier call."""
+        if not self.made:
+            return FIRST_CALL
+        count = max(_common(messages, _spoken(made)) for made in self.made)
+        if count == len(messages):
+            return "the same prompt once more"
+        text = " ".join((messages[count].text or "").split())
+        shown = text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
+        return f"message {count + 1} ({messages[count].role}) is new: {shown}"
+
+    # Its prompt.
+
+    def _prompt(
+        self, chat: Chat, messages: Sequence[ChatMessage], place: _Place, request: Request
+    ) -> Prompt:
+        budget = self._budget
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise Refused(400, "invalid_request", "max_tokens must be at least 1")
+        written, ids, num_prefill = self._ids(chat, messages, place)
+        if len(ids) + budget.max_tokens > budget.max_length:
+            self.is_full = True
+            raise Refused(
+                400,
+                "context_length_exceeded",
+                f"this model's maximum context length is {budget.max_length} tokens: the prompt "
+                f"has {len(ids)}, and a reply may have {budget.max_tokens}",
+            )
+        most = min(request.max_tokens or budget.max_tokens, budget.max_tokens)
+        times = self._times[ids]
+        self._times[ids] += 1
+        seed = self._seed(ids, times)
+        return Prompt(written, ids, num_prefill, most, budget.temperature, seed)
+
+    def _ids(
+        self, chat: Chat, messages: Sequence[ChatMessage], place: _Place
+    ) -> tuple[tuple[Message, ...], tuple[int, ...], int]:
+        """The messages as a chat takes them, their ids, and how many of these are pre-filled."""
+        parent, prefill = place.parent, self._prefill(chat)
+        written = _written(chat, messages, parent)
+        with _refusing():
+            if parent is None or not chat.exact:
+                return written, *chat.open(written, prefill)
+            assert parent.prompt.token_ids is not None and parent.completion.token_ids is not None
+            before = parent.prompt.token_ids + parent.completion.token_ids
+            return written, *chat.extend(before, written, prefill)
+
+    def _parse(self, chat: Chat, text: str, completion: Completion) -> Parsed:
+        parser = chat.calls.parse if chat.calls is not None else lambda _: []
+        think = self._budget.think or self._prefill(chat) != ""
+        parsed = parse_tools(text, parser, think=think, max_actions=MOST_CALLS)
+        if completion.finish_reason == "length":
+            problem = "It was cut off at its limit of tokens."
+            return replace(parsed, actions=(), valid=False, problem=problem, calls=())
+        return parsed
+
+    # The episode's turns.
+
+    def turns(self) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
+        """The calls that are trained on, and the others with their roles, in order of arrival."""
+        roles = [self._role(made) for made in self.made]
+        trained_first = sorted(range(len(roles)), key=lambda number: roles[number] != "agent")
+        places = {number: place for place, number in enumerate(trained_first)}
+        turns, others = list[Turn](), list[Turn]()
+        for made, role in zip(self.made, roles, strict=True):
+            turn = self._turn(made, Call(places.get(made.parent, -1), made.link, role))
+            (turns if role == "agent" else others).append(turn)
+        return tuple(turns), (*others, *(_stopped(*each) for each in self.stops))
+
+    def _role(self, made: Made) -> CallRole:
+        if made.is_auxiliary:
+            return "auxiliary"
+        if made.num_children:
+            return "agent"
+        if made.body in self._lost:
+            return "discarded"
+        is_last = made is self.made[-1]
+        if not made.request.tools and not is_last and any(m.request.tools for m in self.made):
+            return "auxiliary"
+        return "agent"
+
+    def _turn(self, made: Made, call: Call) -> Turn:
+        parsed, chat = made.parsed, self._chat_of(made.request)
+        return Turn(
+            made.observation,
+            made.prompt,
+            made.completion,
+            parsed.thought,
+            chat.thought_span(made.completion, parsed.thought_chars, self._prefill(chat)),
+            parsed.actions_asked,
+            parsed.actions,
+            0.0,
+            0.0 if parsed.valid else -self._budget.penalty,
+            parsed.valid,
+            _digest(b"", str(made.prompt.token_ids)).hex(),
+            problem=parsed.problem,
+            results=made.results or None,
+            completion_s=made.seconds,
+            call=call,
+        )
+
+
+def merged(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """A conversation as chat templates take it.
+
+    Messages of the system come first, as one. Later ones are part of the next message of the user,
+    and messages of the user that follow each other are one. The results of a reply's calls are in
+    the order of the calls.
+
+    Raises:
+        Refused: The conversation has no message of the user before its first reply, ends with a
+            reply, or a call has no result.
+    """
+    made: list[ChatMessage] = []
+    for message in messages:
+        if message.role == "system" and any(each.role != "system" for each in made):
+            message = replace(message, role="user")
+        if made and message.role in ("system", "user") and made[-1].role == message.role:
+            text = f"{made[-1].text or ''}\n\n{message.text or ''}"
+            made[-1] = replace(made[-1], text=text)
+        else:
+            made.append(message)
+    opening = [message.role for message in made[:2]]
+    if "user" not in opening:
+        raise _refused("a conversation begins with a message of the user")
+    if made[-1].role == "assistant":
+        raise _refused("the conversation ends with a reply: send the message to reply to")
+    for index, message in enumerate(made):
+        if message.role == "assistant" and message.calls:
+            _sort_results(made, index)
+        elif message.role == "tool" and made[index - 1].role not in ("tool", "assistant"):
+            raise _refused(f"the result of the call {message.call_id!r} follows no call")
+    return tuple(made)
+
+
+def _sort_results(messages: list[ChatMessage], index: int) -> None:
+    """Put the results of a message's calls in the order of the calls."""
+    calls = messages[index].calls
+    end = index + 1
+    while end < len(messages) and messages[end].role == "tool":
+        end += 1
+    found = {message.call_id: message for message in messages[index + 1 : end]}
+    if len(found) != len(calls) or end - index - 1 != len(calls):
+        raise _refused(f"a reply with {len(calls)} calls has {end - index - 1} results")
+    missing = [call.id for call in calls if call.id not in found]
+    if missing:
+        raise _refused(f"the call {missing[0]!r} has no result")
+    for at, call in enumerate(calls, index + 1):
+        messages[at] = replace(found[call.id], name=call.name)
+
+
+def _written(
+    chat: Chat, messages: Sequence[ChatMessage], parent: Made | None
+) -> tuple[Message, ...]:
+    """The messages as a `Chat` takes them: a reply is one text, with its calls in it.
+
+    The results after the last reply refer to the ids that `parent` gave its calls, if it did.
+    """
+    made: list[Message] = []
+    own = [call.id for call in parent.parsed.calls] if parent is not None else []
+    last = max((n for n, each in enumerate(messages) if each.role == "assistant"), default=0)
+    for index, message in enumerate(messages):
+        text = message.text or ""
+        if message.role == "assistant" and message.calls:
+            asked = [_as_text(call) for call in message.calls]
+            text += chat.calls.write(asked) if chat.calls else "\n".join(asked)
+        if message.role == "assistant":
+            since, ids = index + 1, [f"call{n:05d}" for n in range(len(message.calls))]
+            ids = own if own and index == last else ids
+        if message.role != "tool":
+            made.append({"role": message.role, "content": text})
+        elif chat.calls is None:  # an earlier call had tools, and this one offers none
+            _add_to_user(made, f"Result of {message.name}: {text}")
+        else:
+            about = {"name": message.name, "tool_call_id": ids[index - since]}
+            made.append({"role": "tool", **about, "content": text})
+    return tuple(made)
+
+
+def _add_to_user(made: list[Message], text: str) -> None:
+    if made[-1]["role"] == "user":
+        text = f"{made.pop()['content']}\n\n{text}"
+    made.append({"role": "user", "content": text})
+
+
+def _as_text(call: ToolCall) -> str:
+    try:
+        arguments = json.loads(call.arguments)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        arguments = {"text": call.arguments}
+    return json.dumps({"name": call.name, "arguments": arguments}, ensure_ascii=False)
+
+
+def _cut(chat: Chat, completion: Completion, stops: Sequence[str]) -> tuple[Completion, str]:
+    """A completion that ends with the first of the stop texts, and its text before that.
+
+    It ends at the token that completes the stop text, as if sampling had stopped there.
+    """
+    text = completion.text
+    found = [(text.find(stop) + len(stop), stop) for stop in stops if stop and stop in text]
+    if not found:
+        return completion, text
+    end, stop = min(found)
+    ids, logprobs = completion.token_ids, completion.logprobs
+    assert ids is not None and logprobs is not None
+    _, count = chat.token_span(ids, text, 0, end)
+    ids, logprobs = ids[:count], logprobs[:count]
+    cut = replace(
+        completion,
+        token_ids=ids,
+        logprobs=logprobs,
+        text=chat.decode(ids),
+        finish_reason="stop",
+        fingerprint=fingerprint(ids, logprobs),
+    )
+    return cut, text[: end - len(stop)]
+
+
+def _reply(number: int, prompt: Prompt, completion: Completion, parsed: Parsed, text: str) -> Reply:
+    calls = tuple(
+        ToolCall(f"call{number:03d}{index:02d}", *_name_and_arguments(call.text))
+        for index, call in enumerate(parsed.calls)
+        if parsed.valid
+    )
+    if calls:
+        thought = parsed.thought_chars
+        said: str | None = text[: thought[1] + len("</think>")] if thought is not None else None
+    else:
+        said = text
+    assert prompt.token_ids is not None and completion.token_ids is not None
+    finish: Finish = "calls" if calls else "stop"
+    if completion.finish_reason == "length":
+        finish = "length"
+    name = _digest(b"reply", f"{number} {prompt.token_ids}").hex()[:16]
+    counts = len(prompt.token_ids), len(completion.token_ids)
+    return Reply(name, said, calls, finish, *counts)
+
+
+def _name_and_arguments(text: str) -> tuple[str, str]:
+    call = read_call(text)
+    assert call is not None, "a valid reply has calls that can be read"
+    return call.name, json.dumps(call.arguments, ensure_ascii=False)
+
+
+def _stopped(request: Request, reply: Reply) -> Turn:
+    text = reply.text or ""
+    prompt = Prompt((), None, 0, 0, 0.0, 0)
+    completion = Completion(None, None, text, "length", 0)
+    call = Call(-1, "the budget is used up", "budget")
+    said = request.messages[-1].text or ""
+    return Turn(said, prompt, completion, None, None, (), (), 0.0, 0.0, True, "", call=call)
+
+
+def _spoken(made: Made) -> tuple[ChatMessage, ...]:
+    return (*merged(made.request.messages), made.reply.message)
+
+
+def _common(one: Sequence[ChatMessage], other: Sequence[ChatMessage]) -> int:
+    pairs = zip(one, other, strict=False)
+    alike = (n for n, (a, b) in enumerate(pairs) if (a.role, a.text) != (b.role, b.text))
+    return next(alike, min(len(one), len(other)))
+
+
+def _digest(before: bytes, text: str | bytes) -> bytes:
+    content = text if isinstance(text, bytes) else text.encode("utf-8", "replace")
+    return hashlib.blake2b(before + content, digest_size=16).digest()
+
+
+def ended() -> Refused:
+    """The refusal of a request after the end of its episode."""
+    return Refused(410, "episode_ended", "this episode has ended")
+
+
+def _refused(text: str) -> Refused:
+    return Refused(400, "invalid_request", text)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """A template that cannot write a conversation refuses the request."""
+    try:
+        yield
+    except RagenError as error:
+        raise _refused(str(error)) from error
