@@ -6,19 +6,22 @@ Each episode has three steps of `--delay` seconds. The ideal is the longest chai
 generation, which is the time of the same rollout without waits, in the run's loop. A reply is
 sampled by the embedded model of Bandit and then replaced by the one that plays on. The first
 rollout starts workers, sessions and servers; the table has its seconds and the median of three
-more, over the ideal. With `--tail` one step in fifty takes 3 s. The forms openenv, verifiers and
-mcp need the extras of these names.
+more, over the ideal. With `--tail` one step in fifty takes 3 s. The form agent is an agent that
+waits after each of its calls. The forms openenv, verifiers and mcp need the extras of these names.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -31,7 +34,7 @@ TURNS = 3
 REPEATS = 3
 GROUP = 8
 HERE = Path(__file__)
-FORMS = ("asynchronous", "blocking", "isolated", "openenv", "verifiers", "mcp")
+FORMS = ("asynchronous", "blocking", "isolated", "agent", "openenv", "verifiers", "mcp")
 Step = tuple[str, float, bool, bool, Info]
 
 
@@ -81,6 +84,21 @@ class Asynchronous(Plain):
     async def step(self, action: str) -> Step:
         await asyncio.sleep(self._wait())
         return self._next()
+
+
+async def agent(task: Any, base_url: str, api_key: str) -> float:
+    def ask(messages: list[Any]) -> Any:
+        body = json.dumps({"model": "policy", "messages": messages}).encode()
+        headers = {"Authorization": f"Bearer {api_key}"}
+        request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)["choices"][0]["message"]
+
+    messages = [{"role": "user", "content": "Bandit"}]
+    for _ in range(TURNS):
+        messages += [await asyncio.to_thread(ask, messages), {"role": "user", "content": "on"}]
+        await asyncio.sleep(task["delay"])
+    return 1.0
 
 
 def __getattr__(name: str) -> type[Env]:
@@ -168,6 +186,10 @@ def environment(form: str, delay: float, tail: bool, stack: ExitStack) -> dict[s
         command = [str(HERE), "--serve", str(port), "--delay", str(delay)]
         stack.enter_context(serving([sys.executable, *command], port))
         return {"env.name": f"{HERE}:Tools", "env.params.url": f"http://127.0.0.1:{port}/mcp"}
+    if form == "agent":
+        tasks = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tasks.jsonl"
+        tasks.write_text("".join(f'{{"delay": {delay}, "n": {n}}}\n' for n in range(20)))
+        return {"env.name": f"agent:{HERE}:agent", "env.params.tasks": str(tasks)}
     if form == "verifiers":
         return {"env.name": f"verifiers:{HERE}", "env.params.delay": delay}
     kind = {"asynchronous": "Asynchronous", "blocking": "Blocking"}.get(form, "Plain")
@@ -187,7 +209,8 @@ def measure(form: str, delay: float, tail: bool, episodes: int) -> tuple[float, 
 
     bandit = merge("bandit", {})
     model, tokenizer = load_model(bandit.model, resolve_model(bandit.model.path, "bandit"), "")
-    sampler = Sampler(model, make_chat(bandit, tokenizer), slots=64)
+    chat = make_chat(bandit, tokenizer)
+    sampler = Sampler(model, chat, slots=64)
 
     class Plays:
         """Samples a reply to a prompt of Bandit's size, and returns the one that plays on."""
@@ -201,8 +224,9 @@ def measure(form: str, delay: float, tail: bool, episodes: int) -> tuple[float, 
         seconds = []
         for number in range(1 + REPEATS):
             began = time.perf_counter()
+            policy = Plays() if setup.agent is None else sampler
             groups = await run_groups(
-                Plays(), setup, range(episodes // GROUP), GROUP, (number, "train", 0), episodes
+                policy, setup, range(episodes // GROUP), GROUP, (number, "train", 0), episodes
             )
             seconds.append(time.perf_counter() - began)
             errors = {each.error for group in groups for each in group.episodes if each.error}
@@ -211,7 +235,9 @@ def measure(form: str, delay: float, tail: bool, episodes: int) -> tuple[float, 
 
     with ExitStack() as stack:
         values = environment(form, delay, tail, stack) | {"env.max_turns": TURNS}
-        setup = stack.enter_context(closing(make_setup(merge(None, values), None)))
+        values |= {"rollout.max_tokens": 24} if form == "agent" else {}
+        made = make_setup(merge(None, values), chat if form == "agent" else None)
+        setup = stack.enter_context(closing(made))
         action = write_call("wait") if setup.tools else "on"
         reply = f"t</think>{setup.write([action])}"
         first, *others = asyncio.run(rollouts(setup))

@@ -16,7 +16,7 @@ SCRIPTS = sorted(FOLDER.glob("*.py"))
 
 def test_benchmarks_stay_few_and_short() -> None:
     assert len(SCRIPTS) == 13
-    assert sum(len(script.read_text("utf-8").splitlines()) for script in SCRIPTS) <= 3250
+    assert sum(len(script.read_text("utf-8").splitlines()) for script in SCRIPTS) <= 3275
 
 
 def test_every_script_prints_help(

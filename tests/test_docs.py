@@ -23,6 +23,7 @@ from ragen.models.names import base_folder
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXTEND = (ROOT / "docs" / "extend.md").read_text("utf-8")
+AGENTS = (ROOT / "docs" / "agents.md").read_text("utf-8")
 NAMES = [page.name for page in PAGES]
 
 
@@ -72,6 +73,9 @@ def test_commands_in_pages_are_accepted(
     monkeypatch.chdir(tmp_path)
     (example,) = re.findall(r"into `mine.py`.*?```python\n(.*?)```", EXTEND, re.DOTALL)
     Path("mine.py").write_text(example, "utf-8")
+    for name, language in {"my_agent.py": "python", "tasks.jsonl": "json"}.items():
+        (example,) = re.findall(rf"```{language}\n(.*?)```", AGENTS, re.DOTALL)
+        Path(name).write_text(example, "utf-8")
     shutil.copytree(base_folder("bandit"), "models/bandit")  # as `ragen sft` would make it
     for name, *rest in commands(page):
         assert name in COMMANDS

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragen.cli.agent import agent_options, with_agent
 from ragen.cli.command import Command, Overrides, Parser, complain, number, terminal, whole
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors, whole_file
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 def _eval_options(parser: Parser) -> None:
     parser.take("target", "TARGET", "a run, a checkpoint, base, random, solver, or a model")
+    agent_options(parser)
     _playing_options(parser)
     parser.take("--price-in", "P", "price of a million input tokens", number(0, 1e9), 0.0)
     parser.take("--price-out", "P", "price of a million output tokens", number(0, 1e9), 0.0)
@@ -36,7 +38,9 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
 
     server = _server(options)
     prices = options.price_in, options.price_out
-    names = _named_envs(options) or envs_of(options.target, server)
+    overrides = with_agent(options, overrides)
+    named = [overrides["env.name"]] if options.agent else _named_envs(options)
+    names = named or envs_of(options.target, server)
     by_env = [overrides | {"env": name} for name in names] or [overrides]
     envs = [config_for(options.target, values, server, complain).env for values in by_env]
     style = "paper" if server or options.target in PLAYERS else overrides.get("prompt.style")

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragen.cli.agent import agent_options, with_agent
 from ragen.cli.command import Command, Overrides, Parser, complain, program, terminal, whole
 from ragen.cli.help import train_epilog
 from ragen.cli.process import STARTED
@@ -46,6 +47,7 @@ def load_for_good(name: str) -> None:
 def _train_options(parser: Parser) -> None:
     recipe = "a recipe's name, or a path to a .toml; without one, name an environment with --env"
     parser.take("recipe", "RECIPE", recipe, nargs="?")
+    agent_options(parser)
     parser.take("--out", "DIR", "the run's folder; it must not exist [runs/RECIPE-N]", Path)
     parser.flag("--dry-run", "print the resolved config and do nothing")
     parser.output_flags()
@@ -57,7 +59,7 @@ def _train(options: Namespace, overrides: Overrides) -> int:
     from ragen.settings.model import advice
     from ragen.settings.resolve import resolve
 
-    config = resolve(options.recipe, overrides, complain)
+    config = resolve(options.recipe, with_agent(options, overrides), complain)
     for alone in config.by_env().values():
         facts_of(alone.env)  # refuses wrong parameters, and is read again by the run
     for stage in range(1, len(config.curriculum.stages) + 1):
@@ -242,13 +244,15 @@ def _export_options(parser: Parser) -> None:
     parser.flag("--merge", "merge a LoRA adapter into its base")
     episodes = "write all recorded episodes instead, one per row: FILE.jsonl or FILE.parquet"
     parser.take("--episodes", "FILE", episodes, Path)
+    traces = "write all recorded episodes' tokens as OpenEnv's TrainingTrace, one JSON per line"
+    parser.take("--trace", "FILE", traces, Path)
 
 
 def _export(options: Namespace, _: Overrides) -> int:
     from ragen.storage.database import check_run_folder
 
     check_run_folder(options.run)
-    if options.episodes is None:
+    if options.episodes is None and options.trace is None:
         from ragen.reports.export import export
 
         policy = {name: getattr(options, name) for name in ("out", "step", "best", "merge")}
@@ -256,11 +260,14 @@ def _export(options: Namespace, _: Overrides) -> int:
         print(f"the policy is in {folder}; its README.md shows its results and how to use it")
         return 0
     if options.out or options.step is not None or options.best or options.merge:
-        raise RagenError("--episodes writes no policy: leave --out, --step, --best and --merge out")
-    from ragen.storage.export_episodes import export_episodes
+        raise RagenError(
+            "--episodes and --trace write no policy: leave --out, --step, --best and --merge out"
+        )
+    from ragen.storage.export_episodes import export_episodes, export_traces
 
-    count = export_episodes(options.run, options.episodes)
-    print(f"{count} episodes are in {options.episodes}")
+    for out, write in ((options.episodes, export_episodes), (options.trace, export_traces)):
+        if out is not None:
+            print(f"{write(options.run, out)} episodes are in {out}")
     return 0
 
 

@@ -101,6 +101,9 @@ LIBRARIES: Mapping[str, Library] = MappingProxyType(
         "openenv": Library(
             "ragen.envs.adapters.openenv:OpenEnvEnv", "websockets", "URL-OR-APPLICATION"
         ),
+        "agent": Library(
+            "ragen.envs.adapters.agent:AgentEnv", "ragen.gateway.agent_host", "FILE.py:FUNCTION"
+        ),
         "verifiers": Library("ragen.envs.adapters.verifiers:VerifiersEnv", "verifiers", "ID"),
     }
 )
@@ -123,8 +126,12 @@ def short_name(name: str) -> str:
         ('openenv-host', 'math-python')
         >>> short_name("maze.v2"), short_name("python:my_env.Maze"), short_name("verifiers:a/b.py")
         ('maze.v2', 'Maze', 'b')
+        >>> short_name("agent:/home/me/my_agent.py:main"), short_name("agent:node solve.js")
+        ('my_agent', 'solve.js')
     """
     library, _, target = name.partition(":")
+    if library == "agent":
+        return target.partition(".py:")[0].split()[-1].rpartition("/")[2]
     if "://" in target:
         return f"{library}-{urlsplit(target).hostname}"
     if target.endswith(".py"):

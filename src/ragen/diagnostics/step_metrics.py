@@ -20,8 +20,10 @@ from ragen.algorithms.losses import k3
 from ragen.config.extensions import short_names
 from ragen.core.metrics import OF_ENV, Metrics, largest, last, mean, total
 from ragen.core.statistics import all_equal
-from ragen.core.types import Group
+from ragen.core.types import Call, Episode, Group, Turn
 from ragen.engines.engine import Engine
+from ragen.gateway.grades import GRADES
+from ragen.gateway.session import FIRST_CALL
 from ragen.rollout.reward_terms import repeated_ngrams, reward_term_metrics, thought_metrics
 
 EMA_WEIGHT = 0.1
@@ -76,7 +78,52 @@ def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
         "episodes/played": total(len(played)),
         "tokens/sampled": total(sum(map(len, replies))),
     }
-    return {**metrics, **counts, **reward_term_metrics(played), **thought_metrics(turns)}
+    more = reward_term_metrics(played), thought_metrics(turns), agent_metrics(played)
+    return {**metrics, **counts, **{name: each for part in more for name, each in part.items()}}
+
+
+def agent_metrics(played: Sequence[Episode]) -> Metrics:
+    """How the calls of existing agents became samples; nothing for environments.
+
+    A root begins a conversation, and a fork continues a reply that another call continues already.
+    """
+    calls = [turn.call for episode in played for turn in episode.turns if turn.call is not None]
+    if not calls:
+        return {}
+    parents = [[turn.call.parent for turn in each.turns if turn.call] for each in played]
+    roots = [sum(parent < 0 for parent in each) for each in parents]
+    continued = [[parent for parent in each if parent >= 0] for each in parents]
+    forks = sum(len(each) - len({*each}) for each in continued)
+    share, sampled = untrained(played)
+    return {
+        "agent/calls": total(len(calls) + sum(len(each.others) for each in played)),
+        "agent/roots_per_episode": mean(fmean(roots), len(roots)),
+        "agent/fork_fraction": mean(forks / len(calls), len(calls)),
+        "agent/verbatim_fraction": mean(fmean(is_verbatim(each) for each in calls), len(calls)),
+        "agent/untrained_fraction": mean(share, sampled),
+    }
+
+
+def untrained(episodes: Iterable[Episode]) -> tuple[float, int]:
+    """The share of sampled tokens whose calls are not trained on, and the number of sampled ones.
+
+    Such calls are those in other roles than ``agent``.
+    """
+    trained = left = 0
+    for episode in episodes:
+        trained += sum(map(_num_sampled, episode.turns))
+        left += sum(map(_num_sampled, episode.others))
+    sampled = trained + left
+    return (left / sampled if sampled else 0.0), sampled
+
+
+def _num_sampled(turn: Turn) -> int:
+    return len(turn.completion.token_ids or ())
+
+
+def is_verbatim(call: Call) -> bool:
+    """True if a call's history repeats the policy's reply as it was sent, or has none."""
+    return call.link in (FIRST_CALL, GRADES[0])
 
 
 def summarize_envs(groups: Sequence[Group], kept: Sequence[int], mix: Iterable[str]) -> Metrics:

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Episode, Group
+from ragen.rollout.agent import play_task
 from ragen.rollout.episode import play_episode
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import Policy, Seating, seated
@@ -75,9 +76,11 @@ async def run_episodes(
     setups = [setup] * len(specs) if isinstance(setup, Setup) else setup
     if isinstance(policy, Spread):
         return await policy.play(setups, specs, concurrency, on_episode)
-    waits = any(each.venue.waits for each in setups)
+    waits = any(each.waits for each in setups)
     if isinstance(policy, Seating) and policy.is_idle:
         policy.ordered = waits
+        if policy.in_rounds and any(each.agent is not None for each in setups):
+            policy.ordered = False  # an agent may make several calls at once, or none for long
     if isinstance(policy, PlayerPolicy) and not waits:
         concurrency = 1  # it answers at once: side by side, episodes would only take memory
     gate = asyncio.Semaphore(concurrency) if isinstance(concurrency, int) else concurrency
@@ -85,7 +88,10 @@ async def run_episodes(
     async def play(setup: Setup, spec: EpisodeSpec) -> Episode:
         async with gate:
             with seated(policy, (*spec.path, spec.group, spec.member)) as seat:
-                episode = await play_episode(seat, setup, spec)
+                if setup.agent is None:
+                    episode = await play_episode(seat, setup, spec)
+                else:
+                    episode = await play_task(policy, seat, setup, spec)
         if on_episode is not None:
             on_episode(episode)
         return episode

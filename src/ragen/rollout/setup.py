@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -22,10 +23,12 @@ from ragen.core.seeding import derive, train_level
 from ragen.core.types import Turn
 from ragen.core.user_code import UserCodeError
 from ragen.core.waiting import in_thread
+from ragen.envs.adapters.agent import AgentEnv
 from ragen.envs.blocking import blocking
 from ragen.envs.contract import Env, Schema
 from ragen.envs.isolation import Workers
 from ragen.envs.registry import build_env, env_class, env_factory
+from ragen.gateway.agent import Agent
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.reward_terms import NEED_READING
 from ragen.rollout.venue import Venue
@@ -52,7 +55,8 @@ class Setup:
     `max_length`. `format_penalty` is subtracted from the reward of a turn whose reply is not valid;
     `reward_terms` are the weights of the reward terms. One call of the environment may take
     `timeout_s` seconds; it runs in `venue`. `start` shows the first level of training. `stage` is
-    the stage of the curriculum, counted from 1; 0 is the full task.
+    the stage of the curriculum, counted from 1; 0 is the full task. An `agent` that is given plays
+    the episodes; it may take `timeout_s` for each.
     """
 
     env: str
@@ -77,6 +81,7 @@ class Setup:
     venue: Venue = field(default_factory=Venue, repr=False, compare=False)
     start: Start | None = None
     stage: int = 0
+    agent: Agent | None = field(default=None, repr=False, compare=False)
     params: Mapping[str, Any] = field(default_factory=dict)
 
     def make_env(self) -> GuardedEnv:
@@ -96,9 +101,16 @@ class Setup:
         """True if a prompt leaves room for a reply."""
         return token_ids is None or len(token_ids) + self.max_tokens <= self.max_length
 
+    @property
+    def waits(self) -> bool:
+        """True if episodes wait for something else than the policy."""
+        return self.agent is not None or self.venue.waits
+
     def close(self) -> None:
-        """Stop the worker processes, if there are any."""
+        """Stop the worker processes and the agent, if there are any."""
         self.venue.close()
+        if self.agent is not None:
+            self.agent.close()
 
     @property
     def prefill(self) -> str:
@@ -260,7 +272,16 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         reward_terms=config.reward.terms,
         timeout_s=env.timeout_s,
         venue=Venue(waits, _workers(env)),
+        agent=_agent(env),
     )
+
+
+def _agent(env: EnvConfig) -> Agent | None:
+    """The agent that plays an environment, if it is one of an agent."""
+    cls = env_class(env.name)
+    if not issubclass(cls, AgentEnv):
+        return None
+    return Agent(cls.target, env.params.get("python", ""), env.params.get("processes", 0))
 
 
 def _workers(env: EnvConfig) -> Workers:
@@ -307,6 +328,11 @@ class EpisodeSpec:
     def request_seed(self, turn: int) -> int:
         """Seed of one completion's sampling."""
         return self._derive("sample", self.group, self.member, turn)
+
+    def call_seed(self, token_ids: Sequence[int], times: int) -> int:
+        """Seed of the completion of an agent's call, whose prompt was asked `times` before."""
+        ids = hashlib.blake2b(str(token_ids).encode(), digest_size=16).hexdigest()
+        return self._derive("call", self.group, self.member, ids, times)
 
     def _derive(self, *rest: int | str) -> int:
         run_seed, *above = self.path

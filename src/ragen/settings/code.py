@@ -91,7 +91,7 @@ def absolute(name: str) -> str:
 def parts_of(name: str) -> tuple[str, str, str]:
     """The library with its colon, the file and the attribute; empty where a name has none."""
     library = f"{name.partition(':')[0]}:" if library_of(name) else ""
-    if library and name.endswith(".py") and "://" not in name:
+    if library not in ("", "agent:") and name.endswith(".py") and "://" not in name:
         return library, name.removeprefix(library), ""
     file, _, attribute = name.removeprefix(library).rpartition(":")
     return (

@@ -22,6 +22,7 @@ from ragen.config.sections import EnvConfig, PromptConfig
 from ragen.core.errors import RagenError
 from ragen.core.seeding import BASE_LEVELS
 from ragen.core.user_code import UserCodeError
+from ragen.envs.adapters.agent import AgentEnv
 from ragen.models.names import is_embedded, taught_style
 from ragen.rollout.context import SHORT
 from ragen.rollout.guarded import GuardedEnv
@@ -64,7 +65,7 @@ def brought_by(given: Flat, written: Flat, model: str, recipe: str | Path | None
     """
     with _built(given, recipe) as env:
         brought = _budgets(env)
-        if env.env.waits != "no":
+        if env.env.waits != "no" or isinstance(env.env, AgentEnv):
             brought["rollout.slots"] = SIDE_BY_SIDE
         if "prompt.style" not in written:
             usual = "compact" if is_embedded(model) else "paper"

@@ -1,6 +1,7 @@
-"""`ragen export --episodes`: all episodes of a run as JSON lines or Parquet, one row each.
+"""`ragen export --episodes` and `--trace`: all episodes of a run in one file, one row each.
 
-Rows are written as they are read, so memory does not grow with the run, which may be in progress.
+The former writes JSON lines or Parquet, and the latter the lines of another contract. Rows are
+written as they are read, so memory does not grow with the run, which may be in progress.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors, whole_file
+from ragen.core.types import FAILED
 from ragen.storage.schema import EPISODE, TURN, Row
 from ragen.storage.stored_episodes import records
 
@@ -24,15 +26,68 @@ COLUMNS = {"id": "int64", **EPISODE}
 TURN_COLUMNS = {name: kind for name, kind in TURN.items() if name != "prompt_joins"}
 """The columns of a turn; its prompt is whole."""
 
+TOKENS = ("prompt_ids", "completion_ids", "logprobs")
+OF_EPISODE = ("id", "phase", "step", "group", "member", "reward", "stop_reason")
+OF_TURN = ("turn", "parent", "link", "policy_version", "reward", "penalty")
+"""The columns of an episode and of a turn in the metadata of a trace, which is free in form."""
+
+Writer = Callable[[Iterator[Row], Path], int]
+"""Writes rows to a file and returns their number."""
+
 
 def export_episodes(run: Path, out: Path) -> int:
     """Write all episodes of a run to a new ``.jsonl`` or ``.parquet`` file; return their number."""
     if out.suffix not in _WRITERS:
         raise RagenError(f"{out}: expected a name that ends in {' or '.join(_WRITERS)}")
+    return _write(records(run), out, _WRITERS[out.suffix])
+
+
+def export_traces(run: Path, out: Path) -> int:
+    """Write all episodes of a run to a new file of JSON lines; return their number.
+
+    Each line is a ``TrainingTrace`` of OpenEnv (``schema_version`` 1): each turn's exact ids of
+    prompt and completion, the logprobs at sampling, and a mask over both, which is 1 on sampled
+    tokens. In an episode that failed it is 0, because no reward says what these are worth. Calls
+    of an agent in other roles than ``agent`` are left out.
+
+    Raises:
+        RagenError: An episode has no token ids, as from a chat endpoint.
+    """
+    return _write(map(_trace, records(run)), out, _write_json_lines)
+
+
+def _trace(episode: Row) -> Row:
+    is_trained = episode["stop_reason"] not in FAILED
+    turns = episode["turns"][: episode["num_turns"]]
+    return {"schema_version": 1, "turns": [_traced(episode, turn, is_trained) for turn in turns]}
+
+
+def _traced(episode: Row, turn: Row, is_trained: bool) -> Row:
+    prompt, completion, logprobs = (turn[name] for name in TOKENS)
+    if prompt is None or completion is None or logprobs is None:
+        raise RagenError(
+            f"episode {episode['id']} has no token ids, which a trace consists of: its policy "
+            "returned only text; export the text with --episodes"
+        )
+    message = {"role": "assistant", "content": turn["reply"]}
+    choice = {"message": message, "finish_reason": turn["finish_reason"]}
+    return {
+        "node_id": f"{episode['id']}/{turn['turn']}",
+        "prompt_token_ids": prompt,
+        "completion_token_ids": completion,
+        "per_token_logps": logprobs,
+        "loss_mask": [0] * len(prompt) + [int(is_trained)] * len(completion),
+        "response": {"choices": [choice]},
+        "metadata": {f"episode_{name}": episode[name] for name in OF_EPISODE}
+        | {name: turn[name] for name in OF_TURN},
+    }
+
+
+def _write(rows: Iterator[Row], out: Path, writer: Writer) -> int:
     if out.exists():
         raise RagenError(f"{out} exists already; name a file that does not")
     with file_errors("write", out), whole_file(out) as temporary:
-        return _WRITERS[out.suffix](records(run), temporary)
+        return writer(rows, temporary)
 
 
 def _write_json_lines(rows: Iterator[Row], path: Path) -> int:
@@ -71,7 +126,7 @@ def _write_parquet(rows: Iterator[Row], path: Path) -> int:
     return count
 
 
-_WRITERS: dict[str, Callable[[Iterator[Row], Path], int]] = {
+_WRITERS: dict[str, Writer] = {
     ".jsonl": _write_json_lines,
     ".parquet": _write_parquet,
 }

@@ -60,6 +60,22 @@ class FailedEpisodes:
 
 
 @dataclass(frozen=True, slots=True)
+class UntrainedCalls:
+    """A step raises an alarm if more than this share of an agent's tokens is not trained on."""
+
+    alarm_fraction: float = 0.2
+
+    def complaint(self, share: float) -> str:
+        """One line with the share; empty if it is small."""
+        if share <= self.alarm_fraction:
+            return ""
+        return (
+            f"{share:.0%} of the tokens that were sampled for the agent are not trained on: their "
+            "calls offer no tools, were lost, or say that they are auxiliary (docs/agents.md)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Rollback:
     """A run in trouble may go back `most` times; if another rollback is due, it stops.
 
@@ -104,6 +120,7 @@ class Stall:
 
 SMALL_GROUP = SmallGroup()
 FAILED_EPISODES = FailedEpisodes()
+UNTRAINED_CALLS = UntrainedCalls()
 ROLLBACK = Rollback()
 LOST_ENGINE = LostEngine()
 STALL = Stall()

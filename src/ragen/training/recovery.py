@@ -32,6 +32,7 @@ from ragen.diagnostics.guard import (
     read_history,
     remedy,
 )
+from ragen.diagnostics.step_metrics import untrained
 from ragen.settings.first_model import find_first
 from ragen.storage.checkpoint import (
     drop_after,
@@ -45,19 +46,27 @@ from ragen.storage.checkpoint import (
     verified_state,
 )
 from ragen.storage.recorder import Recorder
-from ragen.training.failures import FAILED_EPISODES, LOST_ENGINE, ROLLBACK
+from ragen.training.failures import FAILED_EPISODES, LOST_ENGINE, ROLLBACK, UNTRAINED_CALLS
 from ragen.training.progress import Watcher
 from ragen.training.running import LoopState, Run, make_engine, save
 
 
 def check_episodes(run: Run, groups: Sequence[Group]) -> None:
-    """Raise an alarm if many episodes of the next step failed, `UnplayableError` if all did."""
+    """Raise an alarm if many episodes of the next step failed, `UnplayableError` if all did.
+
+    Another one if much of what was sampled for an agent is not trained on.
+    """
     episodes = [episode for group in groups for episode in group.episodes]
-    if complaint := FAILED_EPISODES.complaint(episodes):
-        step = run.state.step + 1
-        share = sum(episode.failed for episode in episodes) / len(episodes)
-        alarm = Alarm("failed_episodes", step, step, share, 0.0)
-        run.report("alarm", f"step {step}, failed_episodes: {complaint}", asdict(alarm), step)
+    failed = sum(episode.failed for episode in episodes) / len(episodes)
+    left, _ = untrained(episodes)
+    for name, share, complaint in (
+        ("failed_episodes", failed, FAILED_EPISODES.complaint(episodes)),
+        ("untrained_calls", left, UNTRAINED_CALLS.complaint(left)),
+    ):
+        if complaint:
+            step = run.state.step + 1
+            alarm = Alarm(name, step, step, share, 0.0)
+            run.report("alarm", f"step {step}, {name}: {complaint}", asdict(alarm), step)
 
 
 async def run_guard(run: Run) -> bool:

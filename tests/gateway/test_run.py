@@ -1,0 +1,199 @@
+"""Whole episodes of existing agents: processes, the server, the policy, and the run around them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.error
+import urllib.request
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragen.chat.chat import Chat
+from ragen.config.reading import merge
+from ragen.core.errors import RagenError
+from ragen.core.types import Completion, Group, Prompt
+from ragen.envs.adapters.agent import AgentEnv, read_tasks, read_verdict
+from ragen.envs.registry import make
+from ragen.gateway.server import Gateway
+from ragen.gateway.session import Budget, Session
+from ragen.rollout.groups import run_groups
+from ragen.rollout.policies import NoCompletion
+from ragen.rollout.setup import Setup, make_setup
+from ragen.storage.stored_episodes import episode_rows
+from tests.gateway.agents_at_work import TASKS
+from tests.scripted_policy import ScriptedPolicy
+from tests.tiny import tiny_tokenizer
+
+AGENT = Path(__file__).with_name("agents_at_work.py")
+
+
+@pytest.fixture(scope="module")
+def chat() -> Chat:
+    return Chat(tiny_tokenizer("chatml"), think=False)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("agent") / "tasks.jsonl"
+    path.write_text("\n".join(json.dumps(task) for task in TASKS))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def setup(chat: Chat, tasks: str) -> Any:
+    given = {
+        "env.name": f"agent:{AGENT}:main",
+        "env.params": {"tasks": tasks, "processes": 1},
+        "env.max_turns": 3,
+        "env.timeout_s": 1.0,
+        "rollout.max_tokens": 40,
+        "prompt.think": False,
+    }
+    with closing(make_setup(merge(None, given), chat)) as made:
+        yield made
+
+
+def policy_of(chat: Chat) -> ScriptedPolicy:
+    def reply(prompt: Prompt) -> str:
+        asked = str(prompt.messages[-1]["content"])
+        if asked == "Fail.":
+            raise NoCompletion("the server is gone")
+        return f"You said: {asked}"
+
+    return ScriptedPolicy(reply, lambda text: (*chat.encode_text(text), chat.end))
+
+
+def play(setup: Setup, chat: Chat, names: list[str]) -> dict[str, Group]:
+    """One episode of each task that is named, all at once."""
+    wanted = range(10_000, 10_000 + len(TASKS))
+    env = make(setup.env, **setup.params)
+    levels = {json.loads(env.reset(seed=level)[0])["do"]: level for level in wanted}
+    groups = asyncio.run(
+        run_groups(policy_of(chat), setup, [levels[name] for name in names], 1, (0, "t"))
+    )
+    return dict(zip(names, groups, strict=True))
+
+
+def test_agents_work_at_once_and_each_ends_as_its_page_says(setup: Setup, chat: Chat) -> None:
+    names = ["talk", "raise late", "raise early", "silent", "hang", "too many", "no completion"]
+    played = {name: group.episodes[0] for name, group in play(setup, chat, names).items()}
+    ends = {name: (each.stop_reason, each.reward) for name, each in played.items()}
+    assert ends == {
+        "talk": ("solved", 1.0),
+        "raise late": ("failed", 0.0),
+        "raise early": ("error", 0.0),
+        "silent": ("error", 0.0),
+        "hang": ("timeout", 0.0),
+        "too many": ("solved", 1.0),
+        "no completion": ("request", 0.0),
+    }
+    talk = played["talk"]
+    assert [turn.completion.text for turn in talk.turns] == ["You said: Hello.", "You said: And?"]
+    assert [turn.call.parent for turn in talk.turns if turn.call] == [-1, 0]
+    assert "lost its way" in (played["raise late"].error or "")
+    assert [turn.call.role for turn in played["too many"].others if turn.call] == ["budget"]
+    assert len(played["too many"].turns) == 3
+    rows = episode_rows(played["too many"], "train")
+    assert [row["role"] for row in rows.turns] == ["agent"] * 3 + ["budget"]
+    assert rows.episode["num_turns"] == 3
+
+
+def test_the_same_seed_gives_the_same_seeds_of_calls_in_any_order(setup: Setup, chat: Chat) -> None:
+    def seeds() -> list[int]:
+        group = play(setup, chat, ["parallel"])["parallel"]
+        return sorted(turn.prompt.seed for turn in group.episodes[0].turns)
+
+    assert seeds() == seeds()
+
+
+def test_a_verifier_rewards_the_answers(chat: Chat, tasks: str) -> None:
+    with closing(make(f"agent:{AGENT}:main", tasks=tasks, verifier=f"{AGENT}:verify")) as env:
+        env.reset(seed=10_000)
+        assert env.step(json.dumps({"answer": "right"}))[1:4] == (1.0, True, False)
+        env.reset(seed=10_000)
+        assert env.step(json.dumps("wrong"))[1:4] == (0.0, True, False)
+        env.reset(seed=10_000)
+        assert env.step(json.dumps({"reward": 0.5, "success": True}))[4]["success"]
+
+
+def test_tasks_are_held_out_for_evaluation(tasks: str) -> None:
+    env = make(f"agent:{AGENT}:main", tasks=tasks)
+    assert isinstance(env, AgentEnv)
+    training = {env.reset(seed=10_000 + n)[0] for n in range(100)}
+    evaluation = {env.reset(seed=123 + n)[0] for n in range(100)}
+    assert training.isdisjoint(evaluation)
+    assert len(training) + len(evaluation) == len(TASKS)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("", "has no task"), ("{}\n[1]\n", "line 2: a task is a JSON object"), ("{", "line 1")],
+)
+def test_a_file_of_tasks_that_cannot_be_read_is_refused(
+    text: str, complaint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(text)
+    with pytest.raises(RagenError, match=complaint):
+        read_tasks(str(path))
+
+
+def test_an_answer_without_a_verifier_is_no_reward() -> None:
+    assert read_verdict("42") is None and read_verdict(None) is None
+    assert read_verdict(0.25) == (0.25, False)
+
+
+@pytest.mark.slow
+def test_the_gateway_costs_little_beside_sampling(
+    chat: Chat, setup: Setup, record_property: Any
+) -> None:
+    """128 agents at once with two calls each: the CPU of the run's process, not of the agents."""
+    env = make(setup.env, **setup.params)
+    talk = next(n for n in range(10_000, 10_099) if '"talk"' in env.reset(seed=n)[0])
+    policy = policy_of(chat)
+    asyncio.run(run_groups(policy, setup, [talk], 1, (0, "first")))
+    began = time.process_time()
+    groups = asyncio.run(run_groups(policy, setup, [talk] * 16, 8, (0, "t"), 128))
+    cost_s = (time.process_time() - began) / 256
+    record_property("milliseconds", 1000 * cost_s)
+    assert all(each.success for group in groups for each in group.episodes)
+    assert cost_s < 0.01  # about 3 ms where nothing else runs
+
+
+def ask(base_url: str, key: str, path: str = "/chat/completions", **body: object) -> Any:
+    given = {"model": "policy", "messages": [{"role": "user", "content": "Hi."}], **body}
+    headers = {"Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(base_url + path, json.dumps(given).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_a_key_opens_its_own_episode_while_it_is_played(chat: Chat) -> None:
+    async def complete(prompt: Prompt, parent: int) -> Completion:
+        return await policy_of(chat).complete(prompt)
+
+    async def script() -> None:
+        with closing(Gateway()) as gateway:
+            session = Session(chat, Budget(9, 40, 999), complete, lambda ids, times: 0)
+            with gateway.session(session) as key:
+                status, text = await asyncio.to_thread(ask, gateway.base_url, key)
+                assert status == 200 and "You said: Hi." in text
+                status, text = await asyncio.to_thread(
+                    lambda: ask(gateway.base_url, key, stream=True)
+                )
+                assert status == 200 and text.endswith("data: [DONE]\n\n")
+                path = "/messages/count_tokens"
+                status, text = await asyncio.to_thread(ask, gateway.base_url, key, path)
+                assert status == 200 and json.loads(text)["input_tokens"] > 3
+                assert (await asyncio.to_thread(ask, gateway.base_url, "1-forged"))[0] == 401
+            assert (await asyncio.to_thread(ask, gateway.base_url, key))[0] == 410
+
+    asyncio.run(script())
