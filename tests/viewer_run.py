@@ -13,7 +13,7 @@ from records import turn
 
 from ragen.config.reading import dump, merge
 from ragen.core.metrics import last
-from ragen.core.types import Episode, Group
+from ragen.core.types import Call, CallRole, Completion, Episode, Group, Prompt, Turn
 from ragen.storage.recorder import Recorder
 from tests.cli.test_cli import evaluation
 from tests.shared import once
@@ -149,3 +149,66 @@ def _write_run(folder: Path, finish: bool) -> None:
         for step in steps(recorder):
             if not finish and (recorder.attempt, step) == (1, 4):
                 break
+
+
+def call(
+    parent: int, link: str, prompt: tuple[int, ...], sampled: tuple[int, ...], role: CallRole
+) -> Turn:
+    """A call of an agent, as `ragen.gateway.session` makes it."""
+    made = turn(0.0, prompt=prompt, sampled=sampled, state=str(prompt))
+    said = f"reply {sampled}"
+    return replace(
+        made,
+        observation=f"request {prompt}",
+        completion=replace(made.completion, text=said),
+        actions_asked=(said,),
+        actions_executed=(said,),
+        call=Call(parent, link, role),
+    )
+
+
+def agent_episode(member: int = 0) -> Episode:
+    """An agent's calls: a fork, a sub-agent's conversation, and four that are not trained on."""
+    turns = (
+        call(-1, "first call", (1, 2), (7,), "agent"),
+        call(0, "verbatim", (1, 2, 7, 3), (8,), "agent"),
+        call(0, "JSON written anew", (1, 2, 7, 4), (9, 9), "agent"),
+        call(-1, "message 1 (system) is new: <b>You help.</b>", (5,), (6,), "agent"),
+        replace(call(1, "verbatim", (1, 2, 7, 3, 8, 3), (8, 9), "agent"), reward=1.0),
+    )
+    stop = replace(
+        call(-1, "the budget is used up", (1,), (1,), "budget"),
+        prompt=Prompt((), None, 0, 0, 0.0, 0),
+        completion=Completion(None, None, "Give your final answer now.", "length", 0),
+    )
+    title = replace(call(-1, "another beginning", (11,), (12,), "auxiliary"), penalty=-0.5)
+    others = (
+        title,
+        call(5, "other white space", (11, 12, 13), (14,), "auxiliary"),
+        call(1, "verbatim", (1, 2, 7, 3, 8, 5), (15,), "discarded"),
+        stop,
+    )
+    return Episode(
+        env="agent:agent.py:main",
+        level_seed=3,
+        noise_seed=4,
+        group=0,
+        member=member,
+        turns=turns,
+        stop_reason="solved",
+        terminated=True,
+        truncated=False,
+        success=True,
+        others=others,
+    )
+
+
+def make_agent_run(folder: Path) -> Path:
+    """Write a run with a group of two episodes of an agent; only the first one forks."""
+    folder.mkdir(parents=True)
+    config = dump(merge("bandit", {"steps": 1}))
+    whole = agent_episode()
+    straight = replace(agent_episode(1), turns=whole.turns[:2], others=())
+    with Recorder.create(folder, config, text_of=lambda token: f"<{token}>") as recorder:
+        recorder.episodes(1, [Group((whole, straight))], [True])
+    return folder

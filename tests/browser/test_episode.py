@@ -11,12 +11,14 @@ from urllib.parse import urlencode
 import pytest
 from playwright.sync_api import expect
 from records import turn as make_turn
+from viewer_run import make_agent_run
 
 from ragen.config.reading import dump, merge
 from ragen.core.types import Completion, Episode, Group, Prompt, Turn, Usage
 from ragen.envs.worlds.grid import observe
 from ragen.storage.recorder import Recorder
-from tests.browser.visitor import Visitor
+from ragen.viewer.share import share
+from tests.browser.visitor import PHONE, Visitor
 
 
 @pytest.fixture
@@ -262,3 +264,79 @@ def test_a_group_explains_why_its_episodes_are_not_compared(
                 expect(ruling).to_contain_text(explanation)
             else:
                 expect(ruling).not_to_contain_text(line)
+
+
+def test_an_agents_calls_are_drawn_as_a_tree_that_leads_to_each_turn(
+    newcomer: Path, visitor: Visitor, visitors: Any, tmp_path: Path
+) -> None:
+    make_agent_run(newcomer)
+    page = visitor.visit("#/episode/newcomer/1")
+    tree = page.get_by_role("navigation", name="Calls of the agent")
+    nodes = tree.get_by_role("button")
+    expect(nodes).to_have_count(9)
+    labels = nodes.evaluate_all("all => all.map((each) => each.getAttribute('aria-label'))")
+    assert labels[:4] == [
+        "turn 1 begins a conversation",
+        "turn 2 continues turn 1",
+        "turn 3 continues turn 1",
+        "turn 4 begins a conversation",
+    ]
+    assert labels[7] == "turn 8 continues turn 2, not trained on"
+    rows = nodes.evaluate_all("all => all.map((each) => each.getBoundingClientRect().y)")
+    lanes = [sorted({*rows}).index(row) for row in rows]
+    assert lanes == [0, 0, 1, 1, 0, 0, 0, 2, 0]
+    cards = page.get_by_test_id("turn")
+    for number, words in (
+        (0, "begins a conversation: first call"),
+        (2, "continues turn 1, JSON written anew"),
+        (3, "begins a conversation: message 1 (system) is new: <b>You help.</b>"),
+        (5, "auxiliary"),
+        (8, "the budget is used up"),
+    ):
+        expect(cards.nth(number)).to_contain_text(words)
+    expect(cards.nth(5)).not_to_contain_text("reward")  # It earns nothing and costs nothing.
+    assert cards.nth(7).get_by_text("discarded").get_attribute("title").startswith("not trained on")
+
+    nodes.nth(2).focus()
+    page.keyboard.press("Enter")
+    expect(cards.nth(2)).to_have_attribute("aria-current", "true")
+    expect(nodes.nth(2)).to_have_attribute("aria-current", "true")
+    nodes.nth(7).click()  # A call that is not trained on: the player stays at the end.
+    expect(page).to_have_url(re.compile("turn=8$"))
+    expect(cards.nth(7)).to_be_in_viewport()
+    expect(page.locator(".caption")).to_have_text("Before turn 8, which is not trained on")
+    expect(page.get_by_role("slider", name="turn")).to_have_value("5")
+    expect(page.locator(".returns")).to_contain_text("Return so far 1 of 1")
+    page.get_by_role("button", name="Raw prompt").click()
+    expect(page.get_by_test_id("prompt")).to_have_text("<1><2><7><3><8><5>")
+    nodes.nth(4).click()
+    expect(page.get_by_test_id("prompt")).to_have_text("<1><2><7><3><8><3>")
+    assert page.locator(".prompt .sampled").all_text_contents() == ["<7>", "<8>"]
+    nodes.nth(8).click()
+    expect(page.get_by_role("main")).to_contain_text("The model was not asked")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".caption")).to_contain_text("After the last turn")
+
+    page = visitor.visit("#/group/newcomer?attempt=0&step=1&phase=train&group=0")
+    expect(page.locator(".beside tbody th")).to_have_count(5)
+    expect(page.get_by_test_id("parting")).to_contain_text("the agent went on in 2 different ways")
+
+    file = share(newcomer, tmp_path / "episode.html", episode=1)
+    reader = visitors(address=file.as_uri(), size=PHONE)
+    reader.page.goto(file.as_uri())
+    reader.wait()
+    nodes = reader.page.get_by_role("navigation", name="Calls of the agent").get_by_role("button")
+    nodes.nth(8).click()
+    expect(reader.page.get_by_test_id("turn").nth(8)).to_be_in_viewport()
+    assert reader.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    sizes = nodes.evaluate_all("all => all.map((each) => each.getBoundingClientRect().height)")
+    assert min(sizes) >= 24  # A finger hits it.
+
+
+def test_an_episode_of_an_environment_has_no_drawing_of_calls(
+    visitor: Visitor, episode: dict[str, Any]
+) -> None:
+    page = visitor.visit(f"#/episode/lake/{episode['id']}")
+    expect(page.get_by_test_id("turn").first).to_be_visible()
+    expect(page.get_by_role("navigation", name="Calls of the agent")).to_have_count(0)
+    expect(page.get_by_role("main")).not_to_contain_text("conversation")

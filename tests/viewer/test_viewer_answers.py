@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sqlite3
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from viewer_run import THOUGHTS, log_step, make_engine_run, make_run
+from viewer_run import THOUGHTS, agent_episode, log_step, make_agent_run, make_engine_run, make_run
 
+from ragen.algorithms.samples import to_samples
 from ragen.config.reading import dump, merge
+from ragen.core.types import Group
 from ragen.reports.facts import read_facts
 from ragen.storage.branches import FILE
 from ragen.storage.database import CONFIG, DATABASE, is_claimed
 from ragen.storage.recorder import Recorder
+from ragen.storage.schema import SCHEMA_VERSION
 from ragen.viewer import reading as viewer_reading
+from ragen.viewer.branching import Branching
 from ragen.viewer.reading import NotFound, Question, Runs, Unanswered, Unreadable
 from ragen.viewer.server import ROUTES, Json
 from tests.cli.test_cli import evaluation
@@ -113,7 +118,8 @@ def test_an_unreadable_run_reports_its_problem_in_one_line(root: Path, tmp_path:
     assert runs["good"]["state"] == "finished"
     for name, message in {
         "deep": "config.toml is damaged",
-        "schema": "run.sqlite has schema 99, this RAGEN reads 1; use the version that wrote it",
+        "schema": f"run.sqlite has schema 99, this RAGEN reads {SCHEMA_VERSION}; "
+        "use the version that wrote it",
         "junk": "run.sqlite cannot be read: file is not a database",
         "half": "run.sqlite cannot be read: database disk image is malformed",
         "config": "config.toml is damaged",
@@ -412,6 +418,66 @@ def test_a_prompt_that_does_not_extend_the_last_turn_starts_a_sequence(tmp_path:
         connection.execute("UPDATE turns SET prompt_joins = 0")
     samples = ask(tmp_path, "tokens", run="a", episode=1)["samples"]
     assert [sample["ids"] for sample in samples] == [[1, 2, 7, 8], [3, 9]]
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of an agent, ``a``."""
+    return make_agent_run(tmp_path_factory.mktemp("agents") / "a").parent
+
+
+def test_calls_of_an_agent_have_their_origin_and_those_that_do_not_train_are_apart(
+    agents: Path, root: Path
+) -> None:
+    answer, whole = ask(agents, "episode", run="a", episode=1), agent_episode()
+    for found, turns in ((answer["turns"], whole.turns), (answer["others"], whole.others)):
+        calls = [turn.call for turn in turns if turn.call]
+        assert [(each["parent"], each["link"], each["role"]) for each in found] == [
+            (call.parent, call.link, call.role) for call in calls
+        ]
+    assert [each["turn"] for each in answer["others"]] == [5, 6, 7, 8]
+    (first, second) = ask(agents, "group", run="a", attempt=0, step=1, phase="train", group=0)[
+        "episodes"
+    ]
+    assert first["turns"] == answer["turns"] and len(second["turns"]) == 2
+    played = ask(root, "episode", run="lake", episode=1)
+    assert played["others"] == [] and {turn["link"] for turn in played["turns"]} == {None}
+
+
+def test_tokens_of_a_forking_agent_are_those_of_its_samples_and_of_the_calls_beside_them(
+    agents: Path, tmp_path: Path
+) -> None:
+    joined = to_samples([Group((agent_episode(),))])[0]
+    samples = ask(agents, "tokens", run="a", episode=1)["samples"]
+    assert [sample["ids"] for sample in samples] == [
+        *(list(sample.token_ids) for sample in joined),
+        [11, 12, 13, 14],
+        [1, 2, 7, 3, 8, 5, 15],  # The budget's fixed text has no tokens.
+    ]
+    assert [sample["turn"] for sample in samples[: len(joined)]] == [
+        list(sample.turn_index) for sample in joined
+    ]
+    assert [sum(sample["mask"]) for sample in samples] == [4, 2, 1, 2, 1]
+    # Beside the optimiser's samples, only the calls that it did not train on are added.
+    shutil.copytree(agents / "a", tmp_path / "a")
+    with Recorder.open(tmp_path / "a") as recorder:
+        rows = [
+            {"group": 0, "member": 0}
+            | {name: getattr(sample, name) for name in ("token_ids", "loss_mask", "turn_index")}
+            | {"sampled_logprobs": sample.sampled_logprobs}
+            for sample in joined
+        ]
+        recorder.samples(1, rows)
+    answer = ask(tmp_path, "tokens", run="a", episode=1)
+    assert answer["source"] == "trained"
+    assert [each["ids"] for each in answer["samples"]] == [each["ids"] for each in samples]
+    assert [sum(sample["mask"]) for sample in answer["samples"]] == [4, 2, 1, 0, 0]
+    assert answer["samples"][3]["turn"] == [-1, 5, -1, 6]
+
+
+def test_an_agents_episode_says_why_it_has_no_branches(agents: Path) -> None:
+    reason = Branching().branches(agents / "a", 1)["reason"]
+    assert reason == "the state of an agent is not kept, so its episodes have no branches"
 
 
 # Two runs

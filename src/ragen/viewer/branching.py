@@ -219,6 +219,8 @@ def _obstacle(folder: Path, episode: int) -> str | None:
     with reading(folder) as run:
         if not run.value("SELECT 1 FROM episodes WHERE id = ?", episode):
             raise NotFound(f"there is no episode {episode} in this run")
+        if any(called for (called,) in run.turns("link IS NOT NULL", episode)):
+            return "the state of an agent is not kept, so its episodes have no branches"
         if not any(kept for (kept,) in run.turns("snapshot IS NOT NULL", episode)):
             return "the episode ended before its first turn, or its snapshots are not kept"
     try:

@@ -18,7 +18,7 @@ FULL = f"{NAMED}, final_observation, final_picture"
 TURN = (
     "turn, observation, picture, reply, thought, actions_asked, actions_executed, reward, penalty,"
     " valid, problem, num_tokens, completion_s, finish_reason, policy_version, state_key,"
-    " prompt_joins, messages, results"
+    " prompt_joins, messages, results, parent, link, role"
 )
 """The columns of a turn without its tokens."""
 
@@ -41,13 +41,18 @@ def episode(asked: Question) -> Answer:
 
 
 def detail(run: RunReader, number: int) -> Answer:
-    """An episode with its turns, its neighbours, and whether its tokens are recorded."""
+    """An episode with its turns, its neighbours, and whether its tokens are recorded.
+
+    The calls of an agent that are not trained on are ``others``, and numbered after the turns.
+    """
     row = _row(run, number)
-    turns = run.turns(f"{TURN}, completion_ids IS NOT NULL AS has_ids", number)
-    has_ids = any(turn["has_ids"] for turn in turns)
+    rows = run.turns(f"{TURN}, completion_ids IS NOT NULL AS has_ids", number)
+    has_ids = any(turn["has_ids"] for turn in rows)
+    turns, count = [_turn(turn) for turn in rows], row["num_turns"]
     return as_json(row) | {
         "final_picture": loaded(row["final_picture"]),
-        "turns": [_turn(turn) for turn in turns],
+        "turns": turns[:count],
+        "others": turns[count:],
         "previous": run.value("SELECT max(id) FROM episodes WHERE id < ?", number),
         "next": run.value("SELECT min(id) FROM episodes WHERE id > ?", number),
         "has_tokens": has_ids or bool(_samples(run, row, "1")),
@@ -126,14 +131,16 @@ def _settings_at(run: RunReader, attempt: int, step: int) -> Flat:
 def tokens(asked: Question) -> Answer:
     """``/api/tokens``: flat token sequences, in the order of the turns.
 
-    The ``source`` is ``trained`` for the samples of the optimiser, with its numbers for each token.
-    If a step has no recorded samples, it is ``turns``: the tokens that each turn recorded.
+    The ``source`` is ``trained`` for the samples of the optimiser, with its numbers for each token;
+    calls that are not trained on follow, with a mask of zeros. If a step has no recorded samples,
+    it is ``turns``: the tokens that each turn recorded.
     """
     number = asked.whole_number("episode")
     with asked.reading() as run:
-        samples = [_trained(sample) for sample in _samples(run, _row(run, number), "*")]
+        row = _row(run, number)
+        samples = [_trained(sample) for sample in _samples(run, row, "*")]
         source = "trained" if samples else "turns"
-        samples = samples or _of_turns(run, number)
+        samples += _of_turns(run, number, row["num_turns"] if samples else None)
         ids = sorted({each for sample in samples for each in sample["ids"]})
         query = "SELECT id, text FROM tokens WHERE id IN (SELECT value FROM json_each(?))"
         texts = {row["id"]: row["text"] for row in run.rows(query, json.dumps(ids))}
@@ -155,24 +162,34 @@ def _trained(sample: sqlite3.Row) -> Answer:
     return found
 
 
-def _of_turns(run: RunReader, episode: int) -> list[Answer]:
-    """Sequences from the turns; a turn whose prompt extends the tokens so far joins them."""
+def _of_turns(run: RunReader, episode: int, num_trained: int | None) -> list[Answer]:
+    """Sequences from the turns; a turn whose prompt extends a whole sequence joins it.
+
+    If `num_trained` is given, they begin with that turn, and their mask is 0.
+    """
     found: list[Answer] = []
+    before: list[int] = []
     columns = "turn, prompt_ids, prompt_joins, completion_ids, logprobs"
     for row in run.turns(columns, episode):
         if row["prompt_ids"] is None or row["completion_ids"] is None:
             continue
         prompt = array_of("prompt_ids", row["prompt_ids"]).tolist()
+        prompt = before * bool(row["prompt_joins"]) + prompt
         completion = array_of("completion_ids", row["completion_ids"]).tolist()
+        before = prompt + completion
+        if row["turn"] < (num_trained or 0):
+            continue
         known: list[float | None] = [None] * len(completion)
         if row["logprobs"] is not None:
             known = array_of("logprobs", row["logprobs"]).tolist()
-        if not (row["prompt_joins"] and found):
+        fits = [each for each in found if each["ids"] == prompt[: len(each["ids"])]]
+        if not fits:
             untrained = dict.fromkeys(TRAINED)
             found.append({"ids": [], "mask": [], "turn": [], "sampled_logprob": [], **untrained})
-        last = found[-1]
-        last["ids"] += prompt + completion
-        last["mask"] += [0] * len(prompt) + [1] * len(completion)
-        last["turn"] += [-1] * len(prompt) + [row["turn"]] * len(completion)
-        last["sampled_logprob"] += [None] * len(prompt) + known
+        last = max(fits, key=lambda each: len(each["ids"]), default=found[-1])
+        rest = prompt[len(last["ids"]) :]
+        last["ids"] += rest + completion
+        last["mask"] += [0] * len(rest) + [int(num_trained is None)] * len(completion)
+        last["turn"] += [-1] * len(rest) + [row["turn"]] * len(completion)
+        last["sampled_logprob"] += [None] * len(rest) + known
     return found

@@ -187,8 +187,10 @@ function step(event) {
 function sampleOf(sample, index, samples, scales) {
   const section = element("div", sample.ids.length > LONG ? "sample long" : "sample");
   section.dataset.sample = index;
+  const whole = samples.filter(({ mask }) => mask.includes(1)).length;
   if (samples.length > 1) {
-    section.append(element("h3", "", `Sample ${index + 1} of ${samples.length}`));
+    const name = index < whole ? `Sample ${index + 1} of ${whole}` : "Not trained on";
+    section.append(element("h3", "", name));
   }
   const shades = Object.entries(scales).flatMap(([name, scale]) => {
     const series = seriesOf(sample, COLOURS[name]);

@@ -3,6 +3,7 @@
 
 import { link } from "./addresses.js";
 import { Board } from "./board.js";
+import { Origin, Role } from "./calls.js";
 import { clock, known, number, plural } from "./numbers.js";
 import { Chip, Text } from "./parts.js";
 import { html, useEffect, useRef } from "./vendor/preact-htm.js";
@@ -113,7 +114,7 @@ export const ENDS = {
   request: "the server gave no completion",
 };
 
-/** One whole turn: thought, actions, rewards. */
+/** One whole turn: thought, actions, rewards. One that is not trained on has no `sum`. */
 export function TurnCard({ turn, sum, current, onChoose }) {
   const card = useRef(null);
   const still = useRef(turn.turn === 0); // A page that opens at the first turn is not scrolled.
@@ -127,17 +128,19 @@ export function TurnCard({ turn, sum, current, onChoose }) {
       <button class="quiet" onClick=${onChoose}>turn ${turn.turn + 1}</button>
       <${Actions} ...${turn} />
       ${!turn.valid && html`<${Chip} kind="bad" title="the reply was not valid">invalid<//>`}
-      ${turn.finish_reason === "length" && html`<${Chip} kind="warn"
+      ${turn.finish_reason === "length" && turn.role !== "budget" && html`<${Chip} kind="warn"
         title="the reply reached rollout.max_tokens">cut off<//>`}
       ${turn.finish_reason === "control" && html`<${Chip} kind="bad"
         title="the reply ended with a control token that does not end a turn">control token<//>`}
+      <${Role} ...${turn} />
       <span class="grow"></span>
       ${turn.num_tokens !== null && html`<span class="muted small"
         title=${`sampled by policy version ${turn.policy_version}`}>${
         plural(turn.num_tokens, "token")}${
         known(turn.completion_s) && ` in ${clock(turn.completion_s)}`}</span>`}
-      <${Balance} ...${turn} sum=${sum} />
+      ${known(sum) && html`<${Balance} ...${turn} sum=${sum} />`}
     </header>
+    <${Origin} turn=${turn} />
     ${turn.problem && html`<p class="bad"><${Text} text=${turn.problem} /></p>`}
     <${Thought} turn=${turn} />
     <${Results} turn=${turn} />
@@ -204,6 +207,7 @@ function SmallTurn({ turn, env, board }) {
     ${board && turn.picture && html`<${Board} picture=${turn.picture} env=${env} turn=${turn} />`}
     <div>
       <div><${Actions} ...${turn} /> <${Balance} ...${turn} /></div>
+      ${turn.parent !== turn.turn - 1 && html`<${Origin} turn=${turn} />`}
       ${turn.problem && html`<p class="bad small"><${Text} text=${turn.problem} /></p>`}
       ${!turn.picture && turn.turn > 0 && html`<p class="muted"><${Text} text=${turn.observation}
         limit=${SHORT} /></p>`}
@@ -221,19 +225,25 @@ function smallBoards(episodes) {
 
 /**
  * The first turn at which episodes of one level diverge, and why: different states after the same
- * actions (`by` is "env") or different actions (`by` is "actions"): `{turn, by, counts}`.
+ * actions (`by` is "env", or "agent" for its calls after the same replies) or different actions (`by`
+ * is "actions"): `{turn, by, counts}`.
  */
 export function partingOf(episodes) {
   const last = Math.max(0, ...episodes.map(({ turns }) => turns.length));
   for (let turn = 0; turn < last; turn += 1) {
     const here = episodes.map(({ turns }) => turns[turn]);
     const states = tally(here.map((each) => each?.state_key ?? "over"));
-    if (states.length > 1) return { turn, by: "env", counts: states };
-    const acts = tally(here.map((each) => each.actions_executed.join(", ") || "nothing"));
+    const by = here.some((each) => known(each?.role)) ? "agent" : "env";
+    if (states.length > 1) return { turn, by, counts: states };
+    const acts = tally(here.map(deedOf));
     if (acts.length > 1) return { turn, by: "actions", counts: acts };
   }
   return null;
 }
+
+/** What was done in a turn. An agent acts on the whole reply, thoughts included. */
+const deedOf = ({ role, reply, actions_executed: acts }) =>
+  known(role) ? reply.trim() : acts.join(", ") || "nothing";
 
 /** How often each word occurs, most frequent first. */
 function tally(words) {
@@ -244,6 +254,9 @@ function tally(words) {
 function describe({ by, counts }) {
   if (by === "env") {
     return `They diverge here: the same actions led to ${plural(counts.length, "different state")}.`;
+  }
+  if (by === "agent") {
+    return `They diverge here: the agent went on in ${plural(counts.length, "different way")}.`;
   }
   const ways = counts.slice(0, MOST_WAYS).map(([acts, count], i) => html`${i ? " · " : " "}
     <b>${count}</b> did${" "}<${Text} text=${acts} limit=${80} />`);

@@ -5,6 +5,7 @@
 import { link, visit } from "../addresses.js";
 import { useApi } from "../api.js";
 import { Board } from "../board.js";
+import { Calls, callsOf } from "../calls.js";
 import { useKeys } from "../keys.js";
 import { clamp, known, number, plural } from "../numbers.js";
 import { Notation } from "../notation.js";
@@ -37,7 +38,10 @@ export function Page({ params, query, setQuery }) {
 function Episode({ run, episode, query, setQuery }) {
   const last = episode.turns.length;
   const view = picked(VIEWS, query.view);
-  const at = clamp(Number.parseInt(query.turn, 10) || 0, 0, last);
+  // The address counts the turns, the end, and then the calls that are not trained on.
+  const at = clamp(Number.parseInt(query.turn, 10) || 0, 0, last + episode.others.length);
+  const call = at < last ? at : at > last ? at - 1 : null;
+  const choose = (number) => setQuery({ turn: number < last ? number : number + 1 });
   const go = useCallback((turn) => setQuery({ turn: clamp(turn, 0, last) }), [setQuery, last]);
   const play = usePlay(at, last, go);
   useKeys(
@@ -57,15 +61,16 @@ function Episode({ run, episode, query, setQuery }) {
     <div class="columns episode">
       <aside class="stage panel">
         <${Stage} episode=${episode} at=${at} />
-        <${Player} at=${at} last=${last} go=${go} play=${play} />
+        <${Player} at=${Math.min(at, last)} last=${last} go=${go} play=${play} />
         <${Returns} episode=${episode} at=${at} go=${go} />
       </aside>
       <div class="telling">
         <${Tabs} options=${VIEWS} value=${view} onChange=${(key) => setQuery({ view: key })}
           label="view" />
-        ${view === "turns" ? html`<${Turns} episode=${episode} at=${at} go=${go} />`
-          : html`<${TokenViews} run=${run} episode=${episode} turn=${Math.min(at, last - 1)}
-              view=${view}
+        ${callsOf(episode).length > 1 && callsOf(episode).some(({ role }) => role) && html`<${Calls}
+          episode=${episode} at=${call} onChoose=${choose} />`}
+        ${view === "turns" ? html`<${Turns} episode=${episode} call=${call} choose=${choose} />`
+          : html`<${TokenViews} run=${run} episode=${episode} turn=${call ?? last - 1} view=${view}
               colour=${query.colour} onColour=${(colour) => setQuery({ colour })} />`}
         <${WhatIf} run=${run} episode=${episode} turn=${at} />
       </div>
@@ -107,16 +112,17 @@ function Headline({ run, episode, view }) {
     <pre><${Text} text=${episode.error} /></pre></details>`}`;
 }
 
-/** The board before turn `at`, or after the last one. */
+/** The board before turn `at`, or after the last one; or what a call that is not trained on was asked. */
 function Stage({ episode, at }) {
-  const { turns, env, final_observation: words, final_picture: final } = episode;
+  const { turns, others, env, final_observation: words, final_picture: final } = episode;
   const over = at === turns.length;
-  const turn = (over ? turns.at(-1) : turns[at]) ?? null;
+  const other = others[at - turns.length - 1];
+  const turn = other ?? (over ? turns.at(-1) : turns[at]) ?? null;
   // An environment that failed has no final picture: the last one stays.
   const picture = over && words !== null ? final : turn?.picture;
   return html`<${Board} picture=${picture} env=${env} turn=${turn}
       after=${over ? { observation: words ?? "" } : null} />
-    <p class="caption">${over ? html`After the last turn: <${Outcome} episode=${episode} />`
+    <p class="caption">${other ? `Before turn ${other.turn + 1}, which is not trained on` : over ? html`After the last turn: <${Outcome} episode=${episode} />`
       : html`Before turn ${at + 1} of ${turns.length}`}</p>`;
 }
 
@@ -158,7 +164,7 @@ function Player({ at, last, go, play }) {
 /** The return so far: one bar a turn, up for gains and down for losses. */
 function Returns({ episode, at, go }) {
   const sums = useMemo(() => returnsOf(episode), [episode]);
-  const shown = at > 0 ? sums[at - 1] : 0;
+  const shown = at > 0 ? sums[Math.min(at, sums.length) - 1] ?? 0 : 0;
   const each = episode.turns.map(({ reward, penalty }) => reward + penalty);
   const most = Math.max(...each.map(Math.abs)) || 1;
   return html`<div class="returns">
@@ -173,16 +179,20 @@ function Returns({ episode, at, go }) {
   </div>`;
 }
 
-function Turns({ episode, at, go }) {
+function Turns({ episode, call, choose }) {
   const sums = returnsOf(episode);
-  if (!episode.turns.length) return html`<p class="muted">The episode ended before its first turn.</p>`;
+  const { turns, others } = episode;
+  const cards = (some) => some.map((turn) => html`<${TurnCard} key=${turn.turn} turn=${turn}
+    sum=${sums[turn.turn]} current=${turn.turn === call} onChoose=${() => choose(turn.turn)} />`);
   return html`<div class="turns">
     <${Notation} episodes=${[episode]} />
-    ${episode.turns.map((turn, k) => html`<${TurnCard} key=${k} turn=${turn} sum=${sums[k]}
-      current=${k === at} onChoose=${() => go(k)} />`)}
-    <p class="muted">End: <${Outcome} episode=${episode} /></p>
-    ${!episode.final_picture && episode.final_observation && html`<p class="muted">The environment's last
-      words: <span class="mono"><${Text} text=${episode.final_observation} /></span></p>`}
+    ${cards(turns)}
+    ${!turns.length ? html`<p class="muted">The episode ended before its first turn.</p>`
+      : html`<p class="muted">End: <${Outcome} episode=${episode} /></p>`}
+    ${turns.length > 0 && !episode.final_picture && episode.final_observation && html`<p class="muted">The
+      environment's last words: <span class="mono"><${Text} text=${episode.final_observation} /></span></p>`}
+    ${others.length > 0 && html`<h3>Not trained on</h3>`}
+    ${cards(others)}
   </div>`;
 }
 
@@ -203,8 +213,12 @@ function TokenViews({ run, episode, turn, view, colour, onColour }) {
   const path = episode.has_tokens ? "/api/tokens" : null;
   const answer = useApi(path, { run, episode: episode.id });
   const { data, error } = answer;
-  if (view === "prompt" && episode.turns[turn]?.messages) {
-    return html`<${Messages} turns=${episode.turns} turn=${turn} />`;
+  const calls = callsOf(episode);
+  if (view === "prompt" && calls[turn]?.role === "budget") {
+    return html`<p class="muted">The model was not asked: a fixed text was the reply.</p>`;
+  }
+  if (view === "prompt" && calls[turn]?.messages) {
+    return html`<${Messages} turns=${calls} turn=${turn} />`;
   }
   if (!path) {
     return html`<p class="muted">This episode has no tokens: its endpoint returned only text.</p>`;
