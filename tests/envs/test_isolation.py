@@ -137,7 +137,7 @@ def test_baselines_after_a_worker_s_crash_equal_those_after_an_exception() -> No
     assert (isolated.random_return, isolated.failed) == (in_process.random_return, 3)
 
 
-@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("isolate", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_hang_in_close_costs_one_time_limit(
     monkeypatch: pytest.MonkeyPatch, isolate: bool
 ) -> None:

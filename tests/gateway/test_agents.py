@@ -196,6 +196,7 @@ def test_an_episode_that_the_run_cancels_is_cancelled(tasks: Played) -> None:
     assert tasks.pid() == before
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_answer_gets_no_new_episodes() -> None:
     played = Played(f"{SCRIPTED}:main", processes=2)
     play = played.agents.run
@@ -217,6 +218,7 @@ def test_a_process_that_does_not_answer_gets_no_new_episodes() -> None:
     assert [outcome.value for outcome in outcomes] == [0.5, 0.5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stubborn", "busy"])
 def test_a_coroutine_that_cannot_be_cancelled_costs_its_process(
     tasks: Played, name: str, monkeypatch: pytest.MonkeyPatch
@@ -229,6 +231,7 @@ def test_a_coroutine_that_cannot_be_cancelled_costs_its_process(
     assert tasks.pid() != before
 
 
+@pytest.mark.slow
 def test_a_thread_that_takes_too_long_costs_its_process_once_the_others_end(
     threads: Played,
 ) -> None:
@@ -257,6 +260,7 @@ def test_what_an_agent_starts_ends_with_its_process(threads: Played) -> None:
     wait_for_end(child)
 
 
+@pytest.mark.slow
 def test_a_forked_process_that_returns_answers_nothing(functions: Played) -> None:
     before = functions.pid()
     assert functions.value(do="fork and return") == before
@@ -444,6 +448,7 @@ def test_sets_have_the_same_order_in_each_process() -> None:
     assert first.value[1] != second.value[1]
 
 
+@pytest.mark.slow
 def test_episodes_are_spread_and_nothing_is_left() -> None:
     before = (set(os.listdir("/proc/self/fd")), threading.enumerate())
     played = Played(f"{SCRIPTED}:main", processes=2)
@@ -466,6 +471,7 @@ def test_episodes_are_spread_and_nothing_is_left() -> None:
     assert (set(os.listdir("/proc/self/fd")), threading.enumerate()) == before
 
 
+@pytest.mark.slow
 def test_a_second_loop_gets_processes_of_its_own() -> None:
     agents = Agents(f"{SCRIPTED}:main", processes=1)
     pids = []

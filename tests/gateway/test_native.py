@@ -87,8 +87,16 @@ async def both(policy: Sampler, setup: Setup, tasks: Setup, spec: EpisodeSpec) -
     return [native, through]
 
 
-@pytest.mark.parametrize("template", ["chatml", "llama3"])
-@pytest.mark.parametrize("env", ["bandit", "countdown"])
+@pytest.mark.parametrize(
+    ("env", "template"),
+    [
+        ("countdown", "chatml"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("bandit", "chatml"), ("bandit", "llama3"), ("countdown", "llama3"))
+        ),
+    ],
+)
 def test_the_gateway_gives_the_tokens_of_native_play(
     env: str, template: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def first_learner(config: Config, monkeypatch: pytest.MonkeyPatch, learners: int
         return plans(changed(config, changes))[0]
 
 
+@pytest.mark.slow
 def test_the_plan_of_the_first_of_two_learners_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_critic_and_reference()
     planned = first_learner(config, monkeypatch, 2)

@@ -29,6 +29,9 @@ pytestmark = pytest.mark.usefixtures("short_waits")
 
 AT_ONE = replace(PROMPT, temperature=1.0)
 
+QUICK = ("OpenAI, reasoning", "Anthropic", "vLLM")
+"""The servers of the default tests."""
+
 
 def played(server: FaultyServer, episodes: int = 2) -> list[Episode]:
     """Episodes of one endpoint, one after the other."""
@@ -48,7 +51,10 @@ def played(server: FaultyServer, episodes: int = 2) -> list[Episode]:
     return asyncio.run(play())
 
 
-@pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SERVERS],
+)
 def test_every_server_is_played_to_the_end_of_its_context(name: str) -> None:
     """Its refusals are learned once, its own messages go back, and a long prompt is no failure."""
     known = SERVERS[name]
