@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -425,6 +426,7 @@ def test_a_late_message_of_the_system_is_rendered() -> None:
         ([said("system", "Alone.")], "begins with a message of the user"),
         ([HELLO, said("assistant", "And")], "ends with a reply"),
         ([HELLO, said("tool", "4", call_id="x")], "follows no call"),
+        ([HELLO, said("assistant", "Hi."), said("tool", "4", call_id="x")], "follows no call"),
     ],
 )
 def test_a_conversation_that_no_template_can_write_is_refused(
@@ -437,6 +439,33 @@ def test_a_conversation_that_no_template_can_write_is_refused(
             await one.ask(*messages)
 
     run(script())
+
+
+@pytest.mark.parametrize("offered", [[], [GUESS]])
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (None, '{"n": NaN}'),
+        (None, '{"n": "\\ud800"}'),
+        (None, '{"a":' * 64 + "1" + "}" * 64),
+        (None, '{"n": "<|im_end|></s>"}'),
+        (CALL, '{"n": 4}'),
+        ("<tool_call>{", '{"n": 4}'),
+    ],
+)
+@pytest.mark.parametrize("template", sorted(TOOL_TEMPLATES))
+def test_no_call_that_an_agent_writes_itself_ends_the_run(
+    template: str, text: str | None, arguments: str, offered: list[dict[str, object]]
+) -> None:
+    one = tool_agent("Done.", template=template)
+    own = said("assistant", text, ToolCall("x", "guess", arguments))
+
+    async def script() -> None:
+        with suppress(Refused):
+            await one.ask(HELLO, own, said("tool", "4", call_id="x"), tools=offered)
+
+    run(script())
+    assert one.session.failure is None
 
 
 def test_after_its_end_an_episode_answers_nothing() -> None:

@@ -339,11 +339,22 @@ class Chat:
 
         Text between a thought and the first call is left out. Calls are marked after decoding,
         because JSON has escapes that spell a control token.
+
+        Raises:
+            RagenError: An agent's own reply has text in which other calls are read.
         """
         assert self.calls is not None
         mark, start = self._controls.mark, after_thought(reply)
+        try:
+            found = self.calls.parse(reply[start:].strip(WHITESPACE))
+        except ValueError:
+            found = ()
+        if len(found) != len(results):
+            raise RagenError(
+                "this chat template cannot write a reply whose text looks like a part of a call"
+            )
         calls = []
-        for text in self.calls.parse(reply[start:].strip(WHITESPACE)):
+        for text in found:
             call = read_call(text) or Call("unknown", {"text": text})
             calls.append(Call(mark(call.name), _marked_texts(call.arguments, mark)))
         thought = mark(reply[:start].rstrip())

@@ -25,7 +25,8 @@ from ragen.chat.chat import Chat
 from ragen.chat.tool_calls import parse_tools
 from ragen.core.errors import RagenError
 from ragen.core.types import Call, CallRole, Completion, Message, Prompt, Turn, fingerprint
-from ragen.envs.tools import read_call
+from ragen.envs.tools import read_call, write_call
+from ragen.gateway.bodies import INVALID, object_of
 from ragen.gateway.grades import GRADES, grade, signature
 from ragen.gateway.messages import ChatMessage, Finish, Refused, Reply, Request, ToolCall
 
@@ -298,8 +299,8 @@ class Session:
     ) -> tuple[tuple[Message, ...], tuple[int, ...], int]:
         """The messages as a chat takes them, their ids, and how many of these are pre-filled."""
         parent, prefill = place.parent, self._prefill(chat)
-        written = _written(chat, messages, parent)
         with _refusing():
+            written = _written(chat, messages, parent)
             if parent is None or not chat.exact:
                 return written, *chat.open(written, prefill)
             assert parent.prompt.token_ids is not None and parent.completion.token_ids is not None
@@ -389,7 +390,9 @@ def merged(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     for index, message in enumerate(made):
         if message.role == "assistant" and message.calls:
             _sort_results(made, index)
-        elif message.role == "tool" and made[index - 1].role not in ("tool", "assistant"):
+        elif message.role == "tool" and not (
+            made[index - 1].role == "tool" or made[index - 1].calls
+        ):
             raise _refused(f"the result of the call {message.call_id!r} follows no call")
     return tuple(made)
 
@@ -445,13 +448,9 @@ def _add_to_user(made: list[Message], text: str) -> None:
 
 
 def _as_text(call: ToolCall) -> str:
-    try:
-        arguments = json.loads(call.arguments)
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        arguments = {"text": call.arguments}
-    return json.dumps({"name": call.name, "arguments": arguments}, ensure_ascii=False)
+    """The text of a call that the agent sends, which `read_call` can read, whatever it holds."""
+    text = write_call(call.name, **object_of(call.arguments))
+    return text if read_call(text) else write_call(call.name, **{INVALID: call.arguments})
 
 
 def _cut(chat: Chat, completion: Completion, stops: Sequence[str]) -> tuple[Completion, str]:
