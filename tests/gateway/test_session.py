@@ -218,12 +218,13 @@ def test_a_retry_gets_the_same_reply_and_no_second_call() -> None:
             one.ask(HELLO, body=b"x"), one.ask(HELLO, body=b"x", is_retry=True)
         )
         assert first == again
-        one.session.lost(b"x")  # its client leaves, and asks again without saying so
+        for _ in range(2):  # both clients leave, and one asks again without saying so
+            one.session.lost(first)
         assert await one.ask(HELLO, body=b"x") == first
         assert await one.ask(HELLO, body=b"x") != first  # the same question once more
 
     run(script())
-    assert len(one.turns) == 2 and one.session.num_retries == 2
+    assert len(one.turns) == 2
     assert [times for _, times in one.seeds] == [0, 1]
 
 
@@ -231,14 +232,42 @@ def test_a_reply_whose_client_left_is_not_trained_on() -> None:
     one = agent("Lost.", "Kept.")
 
     async def script() -> None:
-        await one.ask(HELLO, body=b"x")
-        one.session.lost(b"x")
+        one.session.lost(await one.ask(HELLO, body=b"x"))
         await one.ask(HELLO, AGAIN)
 
     run(script())
     turns, others = one.session.turns()
     assert [turn.completion.text for turn in turns] == ["Kept."]
     assert [turn.call.role for turn in others if turn.call] == ["discarded"]
+
+
+def test_a_reply_that_a_retry_has_got_is_trained_on_although_the_first_client_left() -> None:
+    one = agent("Once.")
+
+    async def script() -> None:
+        first, _ = await asyncio.gather(
+            one.ask(HELLO, body=b"x"), one.ask(HELLO, body=b"x", is_retry=True)
+        )
+        one.session.lost(first)  # as the server notices late
+
+    run(script())
+    assert [turn.completion.text for turn in one.turns] == ["Once."]
+
+
+def test_of_equal_questions_the_one_whose_client_left_is_asked_again() -> None:
+    one = agent("A.", "B.")
+
+    async def script() -> None:
+        waiting = asyncio.ensure_future(one.ask(HELLO, body=b"x"))
+        await asyncio.sleep(0)
+        second = asyncio.ensure_future(one.ask(HELLO, body=b"x"))
+        await asyncio.sleep(0)
+        waiting.cancel()  # its client leaves while it waits
+        assert (await second).text == "B."
+        assert (await one.ask(HELLO, body=b"x")).text == "A."
+
+    run(script())
+    assert sorted(turn.completion.text for turn in one.turns) == ["A.", "B."]
 
 
 def test_equal_questions_at_once_are_different_samples() -> None:

@@ -59,9 +59,9 @@ class _Open:
         """`Session.known`, which only reads what does not change any more."""
         return self.session.known(reply_id)
 
-    def lost(self, body: bytes) -> None:
-        """Tell the session that the client of a request has left."""
-        self._loop.call_soon_threadsafe(self.session.lost, body)
+    def lost(self, reply: Reply) -> None:
+        """Tell the session that a client has left before a reply was sent to it."""
+        self._loop.call_soon_threadsafe(self.session.lost, reply)
 
 
 class Gateway:
@@ -155,13 +155,13 @@ class Gateway:
             if request.stream:
                 await asyncio.wait({answer}, timeout=QUIET_S)
                 if not answer.done():
-                    slow = _slowly(episode, content, answer, dialect, model, body)
+                    slow = _slowly(episode, answer, dialect, model, body)
                     return StreamingResponse(slow, media_type="text/event-stream")
             reply = await answer
         except Refused as refused:
             return JSONResponse(dialect.error(refused), refused.status)
         if await http.is_disconnected():
-            episode.lost(content)
+            episode.lost(reply)
         if request.stream:
             events = "".join(dialect.events(reply, model, body))
             return Response(events, media_type="text/event-stream")
@@ -186,7 +186,6 @@ async def _body_of(http: HttpRequest) -> tuple[bytes, Mapping[str, Any]]:
 
 async def _slowly(
     episode: _Open,
-    content: bytes,
     answer: asyncio.Future[Reply],
     dialect: Dialect,
     model: str,
@@ -205,5 +204,5 @@ async def _slowly(
             yield f"data: {json.dumps(dialect.error(refused))}\n\n"
         sent = True
     finally:
-        if not sent:
-            episode.lost(content)
+        if not sent and not answer.cancel() and not answer.exception():
+            episode.lost(answer.result())

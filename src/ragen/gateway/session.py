@@ -18,7 +18,8 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from ragen.chat.actions import Parsed
 from ragen.chat.chat import Chat
@@ -63,6 +64,14 @@ class Budget:
     penalty: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
+class _Question:
+    """A request and its retries, and how many clients wait for the reply or have got it."""
+
+    clients: int = 0
+    task: asyncio.Task[Reply] = field(init=False)
+
+
 @dataclass(slots=True)
 class Made:
     """A call that was answered."""
@@ -77,7 +86,7 @@ class Made:
     parsed: Parsed
     reply: Reply
     seconds: float
-    body: bytes
+    question: _Question
     is_auxiliary: bool = False
     num_children: int = 0
     results: tuple[str, ...] = ()
@@ -114,12 +123,10 @@ class Session:
         self.stops: list[tuple[Request, Reply]] = []
         self.is_full = False
         self.failure: Exception | None = None
-        self.num_retries = 0
         self._begun = 0
         self._asked: dict[bytes, list[Made]] = {}  # by the key of the history before the reply
         self._times: Counter[tuple[int, ...]] = Counter()
-        self._tasks: dict[bytes, asyncio.Task[Reply]] = {}  # the last one of each body, by its hash
-        self._lost: set[bytes] = set()  # the bodies of requests whose clients have left
+        self._questions: dict[bytes, list[_Question]] = {}  # by the hash of their body
         self._by_reply: dict[str, Made] = {}
         self._is_closed = False
 
@@ -128,24 +135,27 @@ class Session:
     ) -> Reply:
         """The reply to a request; to a retry, the one of the same `body`.
 
-        A retry says so, or sends the body of a reply whose client had left.
+        A retry says so, or sends the body of a request whose clients have all left. A client that
+        leaves while it waits cancels this call.
 
         Raises:
             Refused: The request cannot be answered, or the episode has ended.
         """
         if self._is_closed:
             raise ended()
-        key = _digest(b"", body)
-        task = self._tasks.get(key)
-        if task is not None and (is_retry or key in self._lost):
-            self.num_retries += 1
-            self._lost.discard(key)
-        else:
-            task = self._tasks[key] = asyncio.create_task(self._answer(key, request, is_auxiliary))
+        same = self._questions.setdefault(_digest(b"", body), [])
+        left = (each for each in same if not each.clients)
+        question = next(left, same[-1] if same and is_retry else None)
+        if question is None:
+            question = _Question()
+            question.task = asyncio.create_task(self._answer(question, request, is_auxiliary))
+            same.append(question)
+        question.clients += 1
         try:
-            return await asyncio.shield(task)
+            return await asyncio.shield(question.task)
         except asyncio.CancelledError:
-            if not task.cancelled():
+            if not question.task.cancelled():
+                question.clients -= 1
                 raise
             raise ended() from None
         except Refused:
@@ -154,9 +164,10 @@ class Session:
             self.failure = error  # a bug or a broken policy: it is the run's, not the agent's
             raise Refused(400, "internal_error", f"the run has failed: {error}") from error
 
-    def lost(self, body: bytes) -> None:
-        """Record that the client of a request has left before its reply was sent."""
-        self._lost.add(_digest(b"", body))
+    def lost(self, reply: Reply) -> None:
+        """Record that a client has left before the reply was sent to it."""
+        if made := self._by_reply.get(reply.id):
+            made.question.clients -= 1
 
     async def count_tokens(self, request: Request) -> int:
         """The number of tokens of the prompt of a request."""
@@ -171,10 +182,10 @@ class Session:
     def close(self) -> None:
         """End the episode: open calls are cancelled, and further ones are refused."""
         self._is_closed = True
-        for task in self._tasks.values():
-            task.cancel()
+        for question in chain.from_iterable(self._questions.values()):
+            question.task.cancel()
 
-    async def _answer(self, key: bytes, request: Request, is_auxiliary: bool) -> Reply:
+    async def _answer(self, question: _Question, request: Request, is_auxiliary: bool) -> Reply:
         if self._begun >= self._budget.calls:
             return self._stop(request)
         chat = self._chat_of(request)
@@ -203,7 +214,7 @@ class Session:
             parsed,
             reply,
             seconds,
-            key,
+            question,
             is_auxiliary,
         )
         self.made.append(made)
@@ -334,7 +345,7 @@ class Session:
             return "auxiliary"
         if made.num_children:
             return "agent"
-        if made.body in self._lost:
+        if not made.question.clients:
             return "discarded"
         is_last = made is self.made[-1]
         if not made.request.tools and not is_last and any(m.request.tools for m in self.made):
