@@ -173,6 +173,32 @@ def test_a_rewritten_system_prompt_begins_another_conversation() -> None:
     one.check()
 
 
+def test_the_reason_for_a_new_root_is_the_first_part_that_is_new() -> None:
+    """A reply that came back with other white space, or an added message, is not the reason."""
+    one = tool_agent("Yes  it is. ", CALL, "No.", "Done.", "Done.")
+
+    async def script() -> None:
+        await one.ask(HELLO, tools=[GUESS])
+        yes = said("assistant", "Yes it is.")
+        second = await one.ask(HELLO, yes, AGAIN, tools=[GUESS])
+        changed = said("assistant", None, replace(second.calls[0], arguments='{"n": 5}'))
+        result = said("tool", "no", call_id=changed.calls[0].id)
+        await one.ask(HELLO, yes, AGAIN, changed, result, tools=[GUESS])
+        await one.ask(HELLO, yes, AGAIN)
+        await one.ask(HELLO, tools=[GUESS])
+
+    run(script())
+    turns, others = one.session.turns()
+    links = [turn.call.link for turn in (*turns, *others) if turn.call]
+    assert links == [
+        FIRST_CALL,
+        "other white space",
+        'message 4 (assistant) is new: guess {"n": 5}',
+        "the same prompt once more",
+        "no earlier call offers these tools",
+    ]
+
+
 def test_a_fork_trains_each_token_once() -> None:
     one = agent("Root.", "Left.", "Right.", "Left again.")
 

@@ -94,9 +94,12 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a request belongs: the key of its history, and the call whose reply it continues."""
+    """Where a request belongs: the call whose reply it continues, and the keys of its history.
 
-    key: bytes
+    There is a key for the tools, one for the history up to each message, and one for all of it.
+    """
+
+    keys: tuple[bytes, ...]
     parent: Made | None
     link: str
     fresh: tuple[ChatMessage, ...]
@@ -125,6 +128,7 @@ class Session:
         self.failure: Exception | None = None
         self._begun = 0
         self._asked: dict[bytes, list[Made]] = {}  # by the key of the history before the reply
+        self._known: set[bytes] = set()  # the keys of the histories up to each message
         self._times: Counter[tuple[int, ...]] = Counter()
         self._questions: dict[bytes, list[_Question]] = {}  # by the hash of their body
         self._by_reply: dict[str, Made] = {}
@@ -219,7 +223,8 @@ class Session:
         )
         self.made.append(made)
         self._by_reply[reply.id] = made
-        self._asked.setdefault(place.key, []).append(made)
+        self._asked.setdefault(place.keys[-1], []).append(made)
+        self._known.update(place.keys, [_digest(b"reply", str(number))])
         if place.parent is not None:
             place.parent.num_children += 1
             results = tuple(each.text or "" for each in place.fresh if each.role == "tool")
@@ -246,23 +251,23 @@ class Session:
     # Where a request belongs.
 
     def _place(self, messages: Sequence[ChatMessage], request: Request) -> _Place:
-        key = _digest(b"", json.dumps(request.tools))
+        keys = [_digest(b"", json.dumps(request.tools))]
         parent: Made | None = None
         link, begin, own = "", 0, -1
         for index, message in enumerate(messages):
             if message.role == "assistant":
-                found = self._sampled(key, message)
+                found = self._sampled(keys[-1], message)
                 if found is not None:
                     (how, parent), begin, own = found, index + 1, -1
                     link = GRADES[how]
-                    key = _digest(b"reply", str(parent.number))
+                    keys.append(_digest(b"reply", str(parent.number)))
                     continue
                 own = index if own < 0 else own
             said = [message.role, message.text, *map(signature, message.calls)]
-            key = _digest(key, json.dumps(said))
+            keys.append(_digest(keys[-1], json.dumps(said)))
         if parent is None or own >= 0:
-            return _Place(key, None, self._why_root(messages), tuple(messages))
-        return _Place(key, parent, link, tuple(messages[begin:]))
+            return _Place(tuple(keys), None, self._why_root(keys, messages), tuple(messages))
+        return _Place(tuple(keys), parent, link, tuple(messages[begin:]))
 
     def _sampled(self, key: bytes, message: ChatMessage) -> tuple[int, Made] | None:
         """The reply that was sampled after a history and that a message repeats, with its grade."""
@@ -271,16 +276,20 @@ class Session:
         fits = [(how, made) for how, made in graded if how is not None]
         return min(fits, key=lambda fit: (fit[0], fit[1].number), default=None)
 
-    def _why_root(self, messages: Sequence[ChatMessage]) -> str:
-        """Why a history continues no reply: the first message that differs from an earlier call."""
+    def _why_root(self, keys: Sequence[bytes], messages: Sequence[ChatMessage]) -> str:
+        """Why a history continues no reply: the first part that no earlier call had there."""
         if not self.made:
             return FIRST_CALL
-        count = max(_common(messages, _spoken(made)) for made in self.made)
-        if count == len(messages):
+        new = next((n for n, key in enumerate(keys) if key not in self._known), len(keys))
+        if new == 0:
+            return "no earlier call offers these tools"
+        if new == len(keys):
             return "the same prompt once more"
-        text = " ".join((messages[count].text or "").split())
+        message = messages[new - 1]
+        said = [message.text or "", *(f"{call.name} {call.arguments}" for call in message.calls)]
+        text = " ".join(" ".join(said).split())
         shown = text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
-        return f"message {count + 1} ({messages[count].role}) is new: {shown}"
+        return f"message {new} ({message.role}) is new: {shown}"
 
     # Its prompt.
 
@@ -522,16 +531,6 @@ def _stopped(request: Request, reply: Reply) -> Turn:
     call = Call(-1, "the budget is used up", "budget")
     said = request.messages[-1].text or ""
     return Turn(said, prompt, completion, None, None, (), (), 0.0, 0.0, True, "", call=call)
-
-
-def _spoken(made: Made) -> tuple[ChatMessage, ...]:
-    return (*merged(made.request.messages), made.reply.message)
-
-
-def _common(one: Sequence[ChatMessage], other: Sequence[ChatMessage]) -> int:
-    pairs = zip(one, other, strict=False)
-    alike = (n for n, (a, b) in enumerate(pairs) if (a.role, a.text) != (b.role, b.text))
-    return next(alike, min(len(one), len(other)))
 
 
 def _digest(before: bytes, text: str | bytes) -> bytes:
