@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from ragen.chat.chat import Chat
+from ragen.cluster.process_engine import _fields
 from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Group, Prompt
@@ -109,6 +111,13 @@ def test_the_same_seed_gives_the_same_seeds_of_calls_in_any_order(setup: Setup, 
         return sorted(turn.prompt.seed for turn in group.episodes[0].turns)
 
     assert seeds() == seeds()
+
+
+def test_an_agent_at_work_stays_in_its_process(setup: Setup, chat: Chat) -> None:
+    """Other processes that play get the rest of the set-up, and have an agent of their own."""
+    play(setup, chat, ["talk"])
+    sent = pickle.loads(pickle.dumps(_fields(setup)))
+    assert sent["env"] == setup.env and "agent" not in sent
 
 
 def test_a_verifier_rewards_the_answers(chat: Chat, tasks: str) -> None:

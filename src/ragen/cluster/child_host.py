@@ -24,7 +24,7 @@ from ragen.rollout.setup import EpisodeSpec, Setup, open_setups, open_stages
 from ragen.sampling.weighted_policy import Stats, WeightedPolicy
 from ragen.sampling.weights import checksums
 
-OF_PROCESS = ("make", "chat", "venue")
+OF_PROCESS = ("make", "chat", "venue", "agent")
 """The fields of a `Setup` that each process has for itself."""
 
 
