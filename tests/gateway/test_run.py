@@ -21,15 +21,18 @@ from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Group, Prompt
 from ragen.envs.adapters.agent import AgentEnv, read_tasks, read_verdict
 from ragen.envs.registry import make
+from ragen.envs.tools import tool_schema, write_call
 from ragen.gateway.server import Gateway
 from ragen.gateway.session import Budget, Session
 from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import NoCompletion
-from ragen.rollout.setup import Setup, make_setup
+from ragen.rollout.setup import Setup, make_chat, make_setup
+from ragen.sampling.weighted_policy import WeightedPolicy
 from ragen.storage.stored_episodes import episode_rows
 from tests.gateway.agents_at_work import TASKS
 from tests.scripted_policy import ScriptedPolicy
 from tests.tiny import tiny_tokenizer
+from tests.tool_templates import TOOL_TEMPLATES, tool_tokenizer
 
 AGENT = Path(__file__).with_name("agents_at_work.py")
 
@@ -118,6 +121,21 @@ def test_an_agent_at_work_stays_in_its_process(setup: Setup, chat: Chat) -> None
     play(setup, chat, ["talk"])
     sent = pickle.loads(pickle.dumps(_fields(setup)))
     assert sent["env"] == setup.env and "agent" not in sent
+
+
+@pytest.mark.parametrize("template", sorted(TOOL_TEMPLATES))
+def test_a_policy_does_not_end_a_reply_at_the_token_that_begins_a_call(
+    template: str, tasks: str
+) -> None:
+    """The tools come with the requests, and the policy's own chat has none."""
+    config = merge(None, {"env.name": "agent:true", "env.params": {"tasks": tasks}})
+    chat = make_chat(config, tool_tokenizer(template))
+    offering = chat.offering([tool_schema("guess", "Guess.", {"type": "object"})])
+    assert offering.calls is not None
+    reply = offering.calls.write([write_call("guess", n=4)])
+    ids = (*offering.encode_text(reply), offering.end)
+    completion = WeightedPolicy(chat, 999)._completion(ids, (0.0,) * len(ids))
+    assert (completion.token_ids, completion.finish_reason) == (ids, "stop")
 
 
 def test_a_verifier_rewards_the_answers(chat: Chat, tasks: str) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate, takewhile
 from os.path import commonprefix
@@ -29,7 +30,7 @@ from ragen.chat.control_tokens import ControlTokens, ids_after
 from ragen.chat.reply_form import Said, write_reply
 from ragen.chat.template import Ids, Template, Tokenizer, extends_exactly, find_bridge, folded
 from ragen.chat.tool_calls import ToolForm, ToolParser
-from ragen.chat.tool_template import call_message, find_form, find_tool_bridge
+from ragen.chat.tool_template import TRIAL_TOOL, call_message, find_form, find_tool_bridge
 from ragen.core.errors import RagenError
 from ragen.core.json_text import hide_json
 from ragen.core.types import Completion, Message
@@ -203,6 +204,15 @@ class Chat:
         """
         chat: Chat = self._offering(json.dumps(tools))
         return chat
+
+    def expect_tools(self) -> None:
+        """Leave the tokens that mark a call out of `control_ids`: tools come with the requests.
+
+        A policy has one chat, and would end each reply at such a token. If the template takes no
+        tools, `offering` says so.
+        """
+        with suppress(RagenError):
+            self.control_ids = self.offering([TRIAL_TOOL]).control_ids
 
     def taken(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """The conversation as the template accepts it: without a system message if `fold`."""

@@ -24,10 +24,12 @@ from ragen.chat.tool_calls import TOOL_PARSERS, ToolForm, ToolParser
 from ragen.core.errors import RagenError
 from ragen.core.types import Message
 from ragen.core.user_code import UserCodeError
-from ragen.envs.tools import Call, read_call
+from ragen.envs.tools import Call, read_call, tool_schema
 
 ARGUMENTS: Mapping[str, Any] = {"Qkeyq": "Qvalueq"}
 """The arguments of trial calls."""
+TRIAL_TOOL = tool_schema("Qtoolq", "Qq", {"type": "object", "properties": {}})
+"""A tool for trials where none is known."""
 
 
 def call_message(calls: Sequence[Call], ids: Sequence[str], content: str = "") -> dict[str, Any]:

@@ -219,7 +219,10 @@ def make_chat(config: Config, tokenizer: Tokenizer) -> Chat:
             "the environment alone"
         )
     parser = None if prompt.tool_parser == "auto" else find_tool_parser(prompt.tool_parser)
-    return Chat(tokenizer, prompt.think, prompt.history_thoughts, tools, parser)
+    chat = Chat(tokenizer, prompt.think, prompt.history_thoughts, tools, parser)
+    if any(issubclass(env_class(each.env.name), AgentEnv) for each in config.by_env().values()):
+        chat.expect_tools()
+    return chat
 
 
 def at_stage(config: Config, stage: int) -> Config:
