@@ -78,6 +78,7 @@ class Made:
 
     number: int
     request: Request
+    chat: Chat
     parent: int
     link: str
     observation: str
@@ -210,6 +211,7 @@ class Session:
         made = Made(
             number,
             request,
+            chat,
             parent,
             place.link,
             shown,
@@ -362,13 +364,13 @@ class Session:
         return "agent"
 
     def _turn(self, made: Made, call: Call) -> Turn:
-        parsed, chat = made.parsed, self._chat_of(made.request)
+        parsed = made.parsed
         return Turn(
             made.observation,
             made.prompt,
             made.completion,
             parsed.thought,
-            chat.thought_span(made.completion, parsed.thought_chars, self._prefill(chat)),
+            made.chat.thought_span(made.completion, parsed.thought_chars, self._prefill(made.chat)),
             parsed.actions_asked,
             parsed.actions,
             0.0,
