@@ -478,7 +478,7 @@ def test_a_late_message_of_the_system_is_rendered() -> None:
 @pytest.mark.parametrize(
     ("messages", "text"),
     [
-        ([said("system", "Alone.")], "begins with a message of the user"),
+        ([said("system", "Alone.")], "has a message of the user"),
         ([HELLO, said("assistant", "And")], "ends with a reply"),
         ([HELLO, said("tool", "4", call_id="x")], "follows no call"),
         ([HELLO, said("assistant", "Hi."), said("tool", "4", call_id="x")], "follows no call"),
@@ -494,6 +494,24 @@ def test_a_conversation_that_no_template_can_write_is_refused(
             await one.ask(*messages)
 
     run(script())
+
+
+@pytest.mark.parametrize("offered", [[], [GUESS]])
+@pytest.mark.parametrize("template", sorted({*TOOL_TEMPLATES} - {"mistral"}))  # refuses it
+def test_a_greeting_by_the_agent_is_in_the_prompt_once(
+    template: str, offered: list[dict[str, object]]
+) -> None:
+    one = tool_agent("Yes.", template=template)
+    system = said("system", "Be short.")
+
+    async def script() -> None:
+        await one.ask(system, said("assistant", "I greet you."), HELLO, tools=offered)
+
+    run(script())
+    ids = one.prompts[0].token_ids
+    assert ids is not None
+    text = one.chat.spell(ids)
+    assert [text.count(part) for part in ("Be short.", "I greet you.", "Hello.")] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("offered", [[], [GUESS]])

@@ -313,7 +313,7 @@ class Chat:
         marked = [self._marked(message) for message in messages]
         opened = 1 + next(n for n, message in enumerate(messages) if message["role"] == "user")
         text = self._template.render(self.taken(marked[:opened]))
-        for number, reply in enumerate(marked):
+        for number, reply in enumerate(marked[opened:], opened):
             if reply["role"] == "assistant":
                 # The text so far ends with the start of the thought, if the template writes one.
                 rest = reply["content"].removeprefix(self.opening.strip())

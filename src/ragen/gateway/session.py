@@ -392,8 +392,8 @@ def merged(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     the order of the calls.
 
     Raises:
-        Refused: The conversation has no message of the user before its first reply, ends with a
-            reply, or a call has no result.
+        Refused: The conversation has no message of the user, ends with a reply, or a call has no
+            result.
     """
     made: list[ChatMessage] = []
     for message in messages:
@@ -404,9 +404,8 @@ def merged(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
             made[-1] = replace(made[-1], text=text)
         else:
             made.append(message)
-    opening = [message.role for message in made[:2]]
-    if "user" not in opening:
-        raise _refused("a conversation begins with a message of the user")
+    if all(message.role != "user" for message in made):
+        raise _refused("a conversation has a message of the user")
     if made[-1].role == "assistant":
         raise _refused("the conversation ends with a reply: send the message to reply to")
     for index, message in enumerate(made):
