@@ -217,6 +217,10 @@ def test_a_key_opens_its_own_episode_while_it_is_played(chat: Chat) -> None:
                     lambda: ask(gateway.base_url, key, stream=True)
                 )
                 assert status == 200 and text.endswith("data: [DONE]\n\n")
+                status, _ = await asyncio.to_thread(
+                    lambda: ask(gateway.base_url, key, model="half a pair: \ud800")
+                )
+                assert status == 200
                 path = "/messages/count_tokens"
                 status, text = await asyncio.to_thread(ask, gateway.base_url, key, path)
                 assert status == 200 and json.loads(text)["input_tokens"] > 3

@@ -165,7 +165,9 @@ class Gateway:
         if request.stream:
             events = "".join(dialect.events(reply, model, body))
             return Response(events, media_type="text/event-stream")
-        return JSONResponse(dialect.write(reply, model, body))
+        # In ASCII, because an answer repeats parts of the request, which may be no valid text.
+        answered = json.dumps(dialect.write(reply, model, body))
+        return Response(answered, media_type="application/json")
 
 
 async def _body_of(http: HttpRequest) -> tuple[bytes, Mapping[str, Any]]:
