@@ -332,6 +332,8 @@ UNREAD = {  # for each key, a value other than the default and settings that lea
     "eval.every": (5, {"eval.episodes": 0}),
     "eval.temperature": (0.5, {"eval.episodes": 0}),
     "diagnose.information_every": (1, {"prompt.think": False}),
+    "prompt.window": (2, {"env.name": "agent:true"}),
+    "prompt.summary": ("actions", {"env.name": "agent:true"}),
     "guard.remedy": ("kl", {}),
 }
 JUDGED = {

@@ -170,6 +170,20 @@ def test_a_file_of_tasks_that_cannot_be_read_is_refused(
         read_tasks(str(path))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("prompt.window", 3),
+        ("prompt.summary", "actions"),
+        ("prompt.history_thoughts", "drop"),
+    ],
+)
+def test_keys_of_prompts_that_the_agent_writes_are_refused(key: str, value: object) -> None:
+    with pytest.raises(RagenError, match=f"{key} = .* has no effect"):
+        merge(None, {"env.name": "agent:true", key: value})
+    merge(None, {"env.name": "bandit", "prompt.window": 2, key: value})
+
+
 def test_an_answer_without_a_verifier_is_no_reward() -> None:
     assert read_verdict("42") is None and read_verdict(None) is None
     assert read_verdict(0.25) == (0.25, False)

@@ -43,6 +43,11 @@ class Rule(NamedTuple):
     message: str
 
 
+def _writes_prompts(c: Sections) -> bool:
+    """True if RAGEN writes the prompts, and not an agent of the user."""
+    return not c.env.name.startswith("agent:")
+
+
 def _estimator_in(c: Sections, *names: str) -> bool:
     """True for an estimator of these names, or from outside, where it may work like them."""
     return c.advantage.name in names or c.advantage.name not in ESTIMATOR.names
@@ -269,9 +274,12 @@ _USES: Mapping[tuple[str, ...], Use] = {
         lambda c: not c.env.mix, "one environment; in env.mix, its own table has it"
     ),
     ("curriculum.success",): Use(lambda c: len(c.curriculum.stages) > 0, "curriculum.stages"),
+    ("prompt.window", "prompt.summary"): Use(
+        _writes_prompts, "an environment: an agent of your own writes its prompts"
+    ),
     ("prompt.history_thoughts",): Use(
-        lambda c: c.prompt.think and c.prompt.window != 1,
-        "prompt.think = true and prompts that show earlier turns (prompt.window)",
+        lambda c: c.prompt.think and c.prompt.window != 1 and _writes_prompts(c),
+        "prompt.think = true and prompts of RAGEN that show earlier turns (prompt.window)",
     ),
     ("model.critic", "advantage.gae_lambda", "update.critic_lr"): Use(
         lambda c: _estimator_in(c, *CRITIC),
