@@ -280,6 +280,19 @@ def test_a_reply_that_a_retry_has_got_is_trained_on_although_the_first_client_le
     assert [turn.completion.text for turn in one.turns] == ["Once."]
 
 
+def test_a_policy_that_fails_is_noted_although_the_client_has_left() -> None:
+    one = agent()  # has no reply
+
+    async def script() -> None:
+        waiting = asyncio.ensure_future(one.ask(HELLO))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.sleep(0.01)
+
+    run(script())
+    assert one.session.failure is not None
+
+
 def test_of_equal_questions_the_one_whose_client_left_is_asked_again() -> None:
     one = agent("A.", "B.")
 

@@ -126,7 +126,7 @@ class Session:
         self.made: list[Made] = []
         self.stops: list[tuple[Request, Reply]] = []
         self.is_full = False
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self._begun = 0
         self._asked: dict[bytes, list[Made]] = {}  # by the key of the history before the reply
         self._known: set[bytes] = set()  # the keys of the histories up to each message
@@ -154,6 +154,7 @@ class Session:
         if question is None:
             question = _Question()
             question.task = asyncio.create_task(self._answer(question, request, is_auxiliary))
+            question.task.add_done_callback(self._answered)
             same.append(question)
         question.clients += 1
         try:
@@ -166,8 +167,12 @@ class Session:
         except Refused:
             raise
         except Exception as error:
-            self.failure = error  # a bug or a broken policy: it is the run's, not the agent's
             raise Refused(400, "internal_error", f"the run has failed: {error}") from error
+
+    def _answered(self, task: asyncio.Task[Reply]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, Refused):
+            self.failure = error  # a bug or a broken policy: it is the run's, not the agent's
 
     def lost(self, reply: Reply) -> None:
         """Record that a client has left before the reply was sent to it."""
