@@ -88,13 +88,13 @@ def agent_metrics(played: Sequence[Episode]) -> Metrics:
     A root begins a conversation, and a fork continues a reply that another call continues already.
     """
     calls = [turn.call for episode in played for turn in episode.turns if turn.call is not None]
+    share, sampled = untrained(played)
     if not calls:
-        return {}
+        return {"agent/untrained_fraction": mean(share, sampled)} if share else {}
     parents = [[turn.call.parent for turn in each.turns if turn.call] for each in played]
     roots = [sum(parent < 0 for parent in each) for each in parents]
     continued = [[parent for parent in each if parent >= 0] for each in parents]
     forks = sum(len(each) - len({*each}) for each in continued)
-    share, sampled = untrained(played)
     return {
         "agent/calls": total(len(calls) + sum(len(each.others) for each in played)),
         "agent/roots_per_episode": mean(fmean(roots), len(roots)),

@@ -65,8 +65,11 @@ def brought_by(given: Flat, written: Flat, model: str, recipe: str | Path | None
     """
     with _built(given, recipe) as env:
         brought = _budgets(env)
-        if env.env.waits != "no" or isinstance(env.env, AgentEnv):
+        is_agent = isinstance(env.env, AgentEnv)
+        if env.env.waits != "no" or is_agent:
             brought["rollout.slots"] = SIDE_BY_SIDE
+        if is_agent and "prompt.think" not in written:
+            brought["prompt.think"] = False  # it reads replies as it always did
         if "prompt.style" not in written:
             usual = "compact" if is_embedded(model) else "paper"
             brought["prompt.style"] = taught_style(model) or env.prompt_style() or usual
