@@ -1,14 +1,14 @@
 """Modules beside a user's file: `import helper` finds the one in the file's own folder.
 
 Python has one module of a name, and files of two folders may have helpers of the same name. So the
-helpers of a loaded file belong to a package of their own, whose folder is the file's. Imports of
-helpers are compiled as imports from that package, also inside functions, and in every process.
-An import stays as it is where Python's own path leads to the same file.
+helpers of a loaded file belong to a package of their own, whose folder is the file's. Their code
+and the file's have an ``__import__`` that imports helpers from that package, also inside functions,
+and in every process. An import stays as it is where Python's own path leads to the same file.
 """
 
 from __future__ import annotations
 
-import ast
+import builtins
 import sys
 from collections.abc import Sequence
 from importlib.machinery import (
@@ -21,7 +21,8 @@ from importlib.machinery import (
     SourceFileLoader,
 )
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
+from typing import Any
 
 PREFIX = "ragen_beside_"
 
@@ -44,59 +45,43 @@ def package_of(folder: Path, digest: str) -> str:
     return name
 
 
-def compiled(content: bytes, path: Path, package: str) -> CodeType:
-    """The code of a file whose helpers are in `package`."""
-    tree = compile(content, path, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
-    tree = ast.fix_missing_locations(_FromPackage(package, path).visit(tree))
-    return compile(tree, path, "exec", dont_inherit=True)
+def run_beside(content: bytes, path: Path, package: str, module: ModuleType) -> None:
+    """Run the code of a file in its module, where the file's helpers are in `package`."""
+    folder, own = Path(sys.modules[package].__path__[0]), path.resolve()
+
+    def find(
+        name: str, globals_: Any = None, locals_: Any = None, wanted: Any = (), level: int = 0
+    ) -> Any:
+        names = (name, *(f"{name}.{each}" for each in wanted or ()))
+        if level or not _is_beside(own, folder, names):
+            return __import__(name, globals_, locals_, wanted, level)
+        found = __import__(f"{package}.{name}", globals_, locals_, wanted)
+        return found if wanted else sys.modules[f"{package}.{name.partition('.')[0]}"]
+
+    vars(module)["__builtins__"] = {**vars(builtins), "__import__": find}
+    exec(compile(content, path, "exec", dont_inherit=True), vars(module))
 
 
-class _FromPackage(ast.NodeTransformer):
-    def __init__(self, package: str, path: Path) -> None:
-        self._package, self._path = package, path.resolve()
-        self._folder = Path(sys.modules[package].__path__[0])
-
-    def visit_Import(self, node: ast.Import) -> ast.Import:
-        names = list[ast.alias]()
-        for each in node.names:
-            first = each.name.partition(".")[0]
-            if not self._is_beside(first, each.name):
-                names.append(each)
-                continue
-            inside = f"{self._package}.{each.name}"
-            names.append(ast.alias(inside, each.asname or (first if first == each.name else None)))
-            if each.asname is None and first != each.name:  # `import a.b` names a
-                names.append(ast.alias(f"{self._package}.{first}", first))
-        node.names = names
-        return node
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
-        if not node.level and node.module is not None:
-            inside = (f"{node.module}.{each.name}" for each in node.names)
-            if self._is_beside(node.module.partition(".")[0], node.module, *inside):
-                node.module = f"{self._package}.{node.module}"
-        return node
-
-    def _is_beside(self, first: str, *names: str) -> bool:
-        files = [file for name in names for file in sources_of(self._folder, name)]
-        if not files or (files == [self._path] and self._path.parent == self._folder):
-            return False  # also where a file has the name of a library that it imports
-        known = sys.modules.get(first)
-        spec = getattr(known, "__spec__", None) or PathFinder.find_spec(first)
-        if spec is None:
-            return True
-        places = [spec.origin, *(spec.submodule_search_locations or ())]
-        found = {Path(place).resolve() for place in places if place}
-        own = self._folder / first
-        return found.isdisjoint({own, own.with_suffix(".py"), own / "__init__.py"})
+def _is_beside(own: Path, folder: Path, names: Sequence[str]) -> bool:
+    """True if one of these names is a helper's in a folder, for an import of the file `own`."""
+    files = [file for name in names for file in sources_of(folder, name)]
+    if not files or (files == [own] and own.parent == folder):
+        return False  # also where a file has the name of a library that it imports
+    first = names[0].partition(".")[0]
+    spec = getattr(sys.modules.get(first), "__spec__", None) or PathFinder.find_spec(first)
+    if spec is None:
+        return True
+    places = [spec.origin, *(spec.submodule_search_locations or ())]
+    found = {Path(place).resolve() for place in places if place}
+    return found.isdisjoint({folder / first, *sources_of(folder, first)})
 
 
 class _Loader(SourceFileLoader):
-    """Reads the source only: Python's own compiled files hold the imports as they are written."""
+    """Reads the source only: what runs is what was hashed, and it imports helpers."""
 
     def exec_module(self, module: ModuleType) -> None:
-        path, package = Path(self.path), module.__name__.partition(".")[0]
-        exec(compiled(path.read_bytes(), path, package), vars(module))
+        path = Path(self.path)
+        run_beside(path.read_bytes(), path, module.__name__.partition(".")[0], module)
 
 
 class _Finder:

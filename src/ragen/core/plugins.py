@@ -25,7 +25,7 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
-from ragen.core.beside import compiled, package_of, sources_of
+from ragen.core.beside import package_of, run_beside, sources_of
 from ragen.core.errors import RagenError, nearest
 from ragen.core.user_code import UserCodeError, boundary
 
@@ -186,8 +186,7 @@ def _load_file(path: Path, content: bytes) -> ModuleType:
     try:
         # Not the loader's `exec_module`, which trusts compiled code of another version of the file
         # with the same size and time: what runs is what was hashed.
-        package = package_of(own.parent, helpers)
-        exec(compiled(content, path, package), vars(module))
+        run_beside(content, path, package_of(own.parent, helpers), module)
     except BaseException:
         del sys.modules[module_name]
         raise
