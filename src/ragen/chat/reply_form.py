@@ -60,15 +60,8 @@ def write_reply(said: Said, template: Template, end: str, form: ToolForm | None)
         results = trial_results(["call00000"], "Qq")
         written = form.write([json.dumps(call._asdict())])
         parts.append(("tool_calls", written, form.write(said.calls)))
-    text = template.render([*conversation(USER), trial, *results])
+    rest = template.first_reply([trial, *results], f"with {said.key or 'tool_calls'}")
     # The next reply begins as the first one does, also where no token ends a reply.
-    head = template.start.removesuffix(template.written)
-    if not text.startswith(head):
-        raise RagenError(
-            f"this model's chat template begins a reply with {said.key or 'tool_calls'} in another "
-            "way than others: write all of it into the content"
-        )
-    rest = text.removeprefix(head)
     before_reply = template.start.rpartition(USER)[2]
     rest = rest.partition(end)[0] if end in rest else rest.removesuffix(before_reply)
     reply = ""

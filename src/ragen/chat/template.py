@@ -131,6 +131,21 @@ class Template:
                 "model whose template takes user and assistant messages in turn"
             ) from error
 
+    def first_reply(self, messages: Sequence[Mapping[str, Any]], what: str) -> str:
+        """The rendering of a reply after `USER` and of what follows it; `what` describes the reply.
+
+        Raises:
+            RagenError: The template begins it in another way than others.
+        """
+        text = self.render([*conversation(USER), *messages])
+        head = self.start.removesuffix(self.written)
+        if not text.startswith(head):
+            raise RagenError(
+                f"this chat template begins a reply {what} in another way than others: choose a "
+                "model whose template begins all replies alike, such as Qwen3"
+            )
+        return text.removeprefix(head)
+
     def closing(self) -> str:
         """The text between an assistant's message and the next user message."""
         text = self.render(_EXCHANGE)

@@ -14,10 +14,8 @@ from typing import Any
 
 from ragen.chat.template import (
     LAST_USER,
-    USER,
     Exchange,
     Template,
-    conversation,
     is_empty_thought,
 )
 from ragen.chat.tool_calls import TOOL_PARSERS, ToolForm, ToolParser
@@ -92,14 +90,8 @@ class ToolBridge:
 
     def _parts(self, calls: Mapping[str, Any], results: Sequence[Message]) -> tuple[str, str]:
         """The text of a reply with calls, and all that follows it."""
-        text = self.template.render([*conversation(USER), calls, *results])
-        head = self.template.start.removesuffix(self.template.written)
-        if not text.startswith(head):
-            raise RagenError(
-                "this chat template begins a reply that calls tools in another way than an answer: "
-                "choose a model whose template begins both alike, such as Qwen3"
-            )
-        reply, end, rest = text.removeprefix(head).partition(self.end)
+        text = self.template.first_reply([calls, *results], "that calls tools")
+        reply, end, rest = text.partition(self.end)
         if not end:
             raise RagenError(
                 "this chat template does not end a reply that calls tools: choose a model whose "
