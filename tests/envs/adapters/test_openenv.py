@@ -203,7 +203,7 @@ def test_a_refusal_has_the_servers_reason(monkeypatch):
     refused = httpx.Response(
         403, json={"error": "only localhost"}, request=httpx.Request("GET", "/")
     )
-    monkeypatch.setattr(httpx, "request", lambda *_, **__: refused)
+    monkeypatch.setattr(httpx.Client, "request", lambda *_, **__: refused)
     with pytest.raises(RagenError, match=r"HTTP 403: .*only localhost") as error:
         make("openenv:http://localhost:9000")
     assert "\n" not in str(error.value)
