@@ -259,6 +259,14 @@ def test_a_message_goes_back_to_its_server_unchanged(name: str) -> None:
         assert episode.turns[0].thought == "hm" and episode.turns[0].valid
 
 
+def test_the_tag_of_a_thought_that_the_template_opens_goes_back() -> None:
+    """Such a server sends a reply without ``<think>``, and its model has sampled after one."""
+    script = in_order(chat_reply("hm</think>A B"), chat_reply("hm</think>A B"))
+    with FaultyServer(script) as server:
+        played(server, think=True)
+    assert server.requests[1]["messages"][2]["content"] == "<think>hm</think>A B"
+
+
 def test_dropped_thoughts_stay_away_and_signatures_do_not() -> None:
     signed = calling(called() | SIGNED, reasoning_content="which?", content="<think>a</think>I do.")
     with FaultyServer(in_order(signed, chat_reply("A B C D"))) as server:

@@ -231,6 +231,8 @@ def _returned(reply: str, sent: Mapping[str, Any], ids: Sequence[str]) -> dict[s
     said = kept.get("content")
     if not isinstance(said, str | list):
         said = None if calls else _joined(kept.get("refusal")) if sent else reply
+    if reply == f"<think>{said}":  # the template writes the tag, and the server leaves it out
+        said = reply
     return {**kept, "role": "assistant", "content": said}
 
 
