@@ -49,17 +49,21 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def setup(chat: Chat, tasks: str) -> Any:
+def setup_of(chat: Chat, tasks: str, timeout_s: float) -> Setup:
     given = {
         "env.name": f"agent:{AGENT}:main",
         "env.params": {"tasks": tasks, "processes": 1},
         "env.max_turns": 3,
-        "env.timeout_s": 1.0,
+        "env.timeout_s": timeout_s,
         "rollout.max_tokens": 40,
         "prompt.think": False,
     }
-    with closing(make_setup(merge(None, given), chat)) as made:
+    return make_setup(merge(None, given), chat)
+
+
+@pytest.fixture(scope="module")
+def setup(chat: Chat, tasks: str) -> Any:
+    with closing(setup_of(chat, tasks, 1.0)) as made:
         yield made
 
 
@@ -191,16 +195,17 @@ def test_an_answer_without_a_verifier_is_no_reward() -> None:
 
 @pytest.mark.slow
 def test_the_gateway_costs_little_beside_sampling(
-    chat: Chat, setup: Setup, record_property: Any
+    chat: Chat, tasks: str, record_property: Any
 ) -> None:
     """128 agents at once with two calls each: the CPU of the run's process, not of the agents."""
-    env = make(setup.env, **setup.params)
-    talk = next(n for n in range(10_000, 10_099) if '"talk"' in env.reset(seed=n)[0])
     policy = policy_of(chat)
-    asyncio.run(run_groups(policy, setup, [talk], 1, (0, "first")))
-    began = time.process_time()
-    groups = asyncio.run(run_groups(policy, setup, [talk] * 16, 8, (0, "t"), 128))
-    cost_s = (time.process_time() - began) / 256
+    with closing(setup_of(chat, tasks, 120.0)) as setup:
+        env = make(setup.env, **setup.params)
+        talk = next(n for n in range(10_000, 10_099) if '"talk"' in env.reset(seed=n)[0])
+        asyncio.run(run_groups(policy, setup, [talk], 1, (0, "first")))
+        began = time.process_time()
+        groups = asyncio.run(run_groups(policy, setup, [talk] * 16, 8, (0, "t"), 128))
+        cost_s = (time.process_time() - began) / 256
     record_property("milliseconds", 1000 * cost_s)
     assert all(each.success for group in groups for each in group.episodes)
     assert cost_s < 0.01  # about 3 ms where nothing else runs
