@@ -53,7 +53,7 @@ class Request:
 
     `max_tokens` is the agent's own limit, if it has one. A reply ends before the first of the texts
     in `stop`. With `stream` the reply is sent as events. `ignored` are parameters that the run
-    decides, or that it cannot honour, by name: they are counted, and change nothing.
+    decides, or that it cannot honour, by name: they change nothing.
     """
 
     messages: tuple[ChatMessage, ...]
