@@ -26,7 +26,7 @@ def episode(group: int, member: int, reward: float, level: int, thought: str) ->
     first = turn(0.0, prompt=(1, 2), sampled=(7, 8), thought=thought, executed=1)
     second = turn(reward, prompt=(1, 2, 7, 8, 3), sampled=(9,), penalty=-0.1, state="s")
     turns = (
-        replace(first, observation="P_", picture=("P_", "_G")),
+        replace(first, observation="P_", drawing=("P_", "_G")),
         replace(second, observation="_P"),
     )
     ending: dict[str, Any] = {"terminated": reward > 0, "truncated": reward == 0}

@@ -59,7 +59,7 @@ def turn(text: str, ids: tuple[int, ...] = (7, 8), prompt: tuple[int, ...] = (1,
         valid=False,
         state_key=text,
         snapshot={"text": text},
-        picture=("#<\u202e#", "_P\x07_"),
+        drawing=("#<\u202e#", "_P\x07_"),
     )
 
 

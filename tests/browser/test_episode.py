@@ -31,13 +31,13 @@ def episode(visitor: Visitor) -> dict[str, Any]:
     return detail
 
 
-def board_pattern(picture: list[str]) -> str:
+def board_pattern(drawing: list[str]) -> str:
     """A pattern of the label of a board: its size and the position of the player."""
-    for y, row in enumerate(picture):
+    for y, row in enumerate(drawing):
         for x, character in enumerate(row):
             if character in "P*@S":
-                return f"{len(picture)} rows of {len(row)}.*player[^,]* at {'abcdefgh'[y]}{x}"
-    raise AssertionError(picture)
+                return f"{len(drawing)} rows of {len(row)}.*player[^,]* at {'abcdefgh'[y]}{x}"
+    raise AssertionError(drawing)
 
 
 def test_an_episode_shows_board_thought_actions_and_reward_of_each_turn(
@@ -52,18 +52,18 @@ def test_an_episode_shows_board_thought_actions_and_reward_of_each_turn(
         expect(turns.nth(number)).to_contain_text((turn["thought"] or turn["reply"]).strip()[:200])
         for action in turn["actions_executed"]:
             expect(turns.nth(number)).to_contain_text(action)
-        expect(board).to_have_attribute("aria-label", re.compile(board_pattern(turn["picture"])))
+        expect(board).to_have_attribute("aria-label", re.compile(board_pattern(turn["drawing"])))
         page.keyboard.press("ArrowRight")
-    named = re.compile(f"{len(episode['final_picture'])} rows of")
+    named = re.compile(f"{len(episode['final_drawing'])} rows of")
     expect(board).to_have_attribute("aria-label", named)
     page.keyboard.press("ArrowLeft")
-    before = episode["turns"][-1]["picture"]
+    before = episode["turns"][-1]["drawing"]
     expect(board).to_have_attribute("aria-label", re.compile(board_pattern(before)))
     # Its rows and columns are named as the thoughts name them.
     assert board.locator(".coordinate").all_text_contents() == [*"abcd", *"0123"]
     goal = next(
         f"{'abcd'[y]}{row.index('G')}: goal"
-        for y, row in enumerate(episode["turns"][0]["picture"])
+        for y, row in enumerate(episode["turns"][0]["drawing"])
         if "G" in row
     )
     assert goal in board.locator("title").all_text_contents()
@@ -92,7 +92,7 @@ def make_special_run(folder: Path) -> None:
         completion_s=75.0,
     )
     asked = {"actions_asked": ("Up", "Down"), "actions_executed": ("Up",)}
-    first = replace(make_turn(0.0, thought="hm"), observation=words, picture=rows, **asked)
+    first = replace(make_turn(0.0, thought="hm"), observation=words, drawing=rows, **asked)
     long = replace(make_turn(0.0), thought=f"{'word ' * 300}{'x' * 300} the end")
 
     def played(turn: Turn, level: int, member: int = 0, **more: Any) -> Episode:
@@ -102,7 +102,7 @@ def make_special_run(folder: Path) -> None:
 
     folder.mkdir()
     with Recorder.create(folder, dump(merge("frozen-lake", {"steps": 0}))) as recorder:
-        coordinates = played(first, 123, final_observation=words, final_picture=rows)
+        coordinates = played(first, 123, final_observation=words, final_drawing=rows)
         for step, each in enumerate((coordinates, played(bad, 124))):
             recorder.episodes(step, [Group((each,))], phase="eval", timed=True)
         members = tuple(played(long, 10_000, member) for member in range(2))

@@ -89,12 +89,12 @@ def test_the_proxy_behaves_as_the_environment(start_workers: Any, name: str) -> 
         for action in player(plain, 1, 5, 5):
             result = plain.step(action)
             assert (proxy.step(action), proxy.state_key()) == (result, plain.state_key())
-            assert proxy.picture() == plain.picture()
+            assert proxy.drawing() == plain.drawing()
             if result[2]:
                 break
         for env in (proxy, plain):
             env.set_state(start)
-        assert proxy.picture() == plain.picture()
+        assert proxy.drawing() == plain.drawing()
     with pytest.raises(UserCodeError, match="knows no action 'fly'"):
         proxy.step("fly")
     with pytest.raises(TypeError, match="cannot be copied"):

@@ -317,7 +317,7 @@ CHANGES = {
     "must raise ValueError for an unknown action": {"action_index": lambda *_: 1},
     "differ by more than case": {"actions": ("Flip", "flip ")},
     "NoneType as rules: text is expected": {"rules": None},
-    "picture must not change the environment": {"picture": lambda env: [env.step("Flip")[0]]},
+    "drawing must not change the environment": {"drawing": lambda env: [env.step("Flip")[0]]},
     "solve must return 1 to 2 legal actions": {"solve": lambda *_: ["Flip"] * 3},
     "random_action must follow from its generator": {
         **{"actions": None, "action_index": len},

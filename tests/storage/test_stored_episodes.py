@@ -85,19 +85,19 @@ def test_the_text_of_a_token_is_written_once(recorder: Recorder) -> None:
 
 def test_the_measures_and_final_texts_of_an_episode_are_stored() -> None:
     thoughtless = turn(sampled=(7, 8, 9))  # logprobs of −.5
-    certain = replace(turn(sampled=(5,), thought="on"), picture=("P_",))
+    certain = replace(turn(sampled=(5,), thought="on"), drawing=("P_",))
     certain = replace(certain, completion=replace(certain.completion, logprobs=(0.0,)))
     played = replace(
-        episode(thoughtless, certain), final_observation="end \ud83d", final_picture=("_P", "√H")
+        episode(thoughtless, certain), final_observation="end \ud83d", final_drawing=("_P", "√H")
     )
     connection = database_of(played)
-    columns = "num_tokens, thought_tokens, entropy, final_observation, final_picture"
+    columns = "num_tokens, thought_tokens, entropy, final_observation, final_drawing"
     (row,) = connection.execute(f"SELECT {columns} FROM episodes").fetchall()
     # Three tokens of 0.5 nats and one of 0.
     assert row[:4] == (4, 1, 0.375, "end ?")
     assert json.loads(row[4]) == ["_P", "√H"]
-    pictures = [p for (p,) in connection.execute("SELECT picture FROM turns ORDER BY turn")]
-    assert pictures == [None, '["P_"]']
+    drawings = [p for (p,) in connection.execute("SELECT drawing FROM turns ORDER BY turn")]
+    assert drawings == [None, '["P_"]']
 
 
 @pytest.mark.parametrize("score", SCORES)

@@ -185,14 +185,14 @@ def test_a_damaged_array_is_reported(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     with sqlite3.connect(tmp_path / "a" / DATABASE) as connection:
         connection.execute(
-            "UPDATE turns SET prompt_ids = x'00', picture = '{' WHERE id / 65536 = 1"
+            "UPDATE turns SET prompt_ids = x'00', drawing = '{' WHERE id / 65536 = 1"
         )
     with pytest.raises(Unreadable, match="prompt_ids cannot be unpacked"):
         ask(tmp_path, "tokens", run="a", episode=1)
     with pytest.raises(Unreadable, match="is not JSON"):
         ask(tmp_path, "episode", run="a", episode=1)
     with sqlite3.connect(tmp_path / "a" / DATABASE) as connection:
-        connection.execute("UPDATE turns SET picture = ?", ("[" * 100_000,))
+        connection.execute("UPDATE turns SET drawing = ?", ("[" * 100_000,))
     with pytest.raises(Unreadable, match="is not JSON"):
         ask(tmp_path, "episode", run="a", episode=1)
 
@@ -319,11 +319,11 @@ def test_metrics_have_every_axis_and_the_values_that_were_rolled_back(root: Path
 def test_an_episode_has_its_turns_and_neighbours(root: Path) -> None:
     answer = ask(root, "episode", run="lake", episode=1)
     first, second = answer["turns"]
-    assert (first["thought"], first["picture"]) == (THOUGHTS[0], ["P_", "_G"])
+    assert (first["thought"], first["drawing"]) == (THOUGHTS[0], ["P_", "_G"])
     assert (first["actions_asked"], first["actions_executed"]) == (["Up"], ["Up"])
-    assert (second["reward"], second["penalty"], second["picture"]) == (1.0, -0.1, None)
+    assert (second["reward"], second["penalty"], second["drawing"]) == (1.0, -0.1, None)
     assert (first["valid"], second["valid"]) == (True, False)
-    assert answer["final_observation"] == "_*" and answer["final_picture"] is None
+    assert answer["final_observation"] == "_*" and answer["final_drawing"] is None
     assert (answer["previous"], answer["next"]) == (None, 2)
     assert answer["has_tokens"]
     with pytest.raises(NotFound, match="there is no episode 999"):

@@ -16,9 +16,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ragen.core.pictures import Picture
+
 Message = Mapping[str, str]
 """One chat message: ``{"role": "user", "content": "…"}``. One in the role ``tool`` has the ``name``
-of the tool and the ``tool_call_id``, too."""
+of the tool and the ``tool_call_id``, too. Pictures stand at the `ragen.core.pictures.PLACE`s."""
 
 FinishReason = Literal["stop", "length", "control"]
 """Why sampling ended: the end-of-turn token was drawn, `Prompt.max_tokens` was reached, or another
@@ -49,7 +51,9 @@ class Prompt:
     which is never sampled or trained. `seed` determines the completion's random numbers.
     `turns_dropped` is the number of earlier turns that the prompt omits for lack of room, although
     the context window includes them. `sent` has replies as the server sent them
-    (`Completion.message`), by their index in `messages`: they go back to it unchanged.
+    (`Completion.message`), by their index in `messages`: they go back to it unchanged. `pictures`
+    are those of all places in `messages`, in their order; in `token_ids` each is its picture tokens
+    (`ragen.core.pictures`).
     """
 
     messages: tuple[Message, ...]
@@ -59,6 +63,7 @@ class Prompt:
     temperature: float
     seed: int
     turns_dropped: int = 0
+    pictures: tuple[Picture, ...] = ()
     sent: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, compare=False)
 
 
@@ -136,11 +141,12 @@ class Turn:
     `state_key` is the observable state before the turn, and `snapshot` the environment's state
     there, from which a branch can start. `info` holds the environment's last info, the number of
     actions that changed the state (``effective``), and facts about the thought
-    (`ragen.rollout.reward_terms`). `picture` is the environment's drawing by rows (`Env.picture`),
+    (`ragen.rollout.reward_terms`). `drawing` is the environment's drawing by rows (`Env.drawing`),
     if it has one. `results` are what the calls of tools in the reply returned, one for each of
     `actions_asked`; ``None`` without calls. `completion_s` are the seconds from the prompt to its
     completion, with the wait for a free slot or server; ``None`` for players, which are no model.
     `call` is how an agent made the turn; ``None`` in environments, where a turn follows the last.
+    `pictures` are those of the observation, in the order of their places.
     """
 
     observation: str
@@ -156,11 +162,12 @@ class Turn:
     state_key: str
     info: Mapping[str, Any] = field(default_factory=dict)
     snapshot: Mapping[str, Any] | None = None
-    picture: tuple[str, ...] | None = None
+    drawing: tuple[str, ...] | None = None
     problem: str | None = None
     results: tuple[str, ...] | None = None
     completion_s: float | None = field(default=None, compare=False)
     call: Call | None = None
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +176,8 @@ class Episode:
 
     Turns and actions are budgets of the task, so an episode that exhausts them gets no bootstrap
     value. Failed episodes are not trained on. `error` is the traceback of a failed environment, or
-    the last error of a server. `final_observation` and `final_picture` follow the last action, and
-    are ``None`` if the environment failed.
+    the last error of a server. `final_observation` and `final_drawing` follow the last action, and
+    are ``None`` if the environment failed. `final_pictures` are those of the final observation.
     """
 
     env: str
@@ -185,7 +192,8 @@ class Episode:
     success: bool
     error: str | None = None
     final_observation: str | None = None
-    final_picture: tuple[str, ...] | None = None
+    final_drawing: tuple[str, ...] | None = None
+    final_pictures: tuple[Picture, ...] = ()
     others: tuple[Turn, ...] = ()
 
     @property
@@ -217,7 +225,8 @@ class Sample:
 
     `loss_mask` is true exactly on sampled tokens; `sampled_logprobs` is 0 elsewhere. `turn_index`
     is the turn of a sampled token, and −1 elsewhere. `turn_ends` marks the last sampled token of
-    each turn. `episode` and `group` are indices into the step's episodes and groups.
+    each turn. `episode` and `group` are indices into the step's episodes and groups. `pictures` are
+    the distinct pictures that `token_ids` show, in order of appearance.
     """
 
     token_ids: tuple[int, ...]
@@ -227,3 +236,4 @@ class Sample:
     turn_ends: tuple[bool, ...]
     episode: int
     group: int
+    pictures: tuple[Picture, ...] = ()

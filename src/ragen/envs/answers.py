@@ -23,8 +23,8 @@ MAX_CHARS = 100_000
 """Maximum number of characters in a text."""
 JSON_CHARS = 1_000_000
 """Maximum number of characters in an info, a snapshot or a tool as JSON."""
-PICTURE_CELLS = 100_000
-"""Maximum number of cells in a picture."""
+DRAWING_CELLS = 100_000
+"""Maximum number of cells in a drawing."""
 MAX_REWARD = 1e30
 """Maximum size of a reward or an expected return. Sums and squares of such numbers are finite in
 double precision."""
@@ -169,22 +169,22 @@ def json_copy(value: Any, call: str, what: str) -> Any:
     return copy
 
 
-def picture(value: Any) -> tuple[str, ...] | None:
-    """The rows of a picture that the viewer can draw, or ``None``."""
+def drawing(value: Any) -> tuple[str, ...] | None:
+    """The rows of a drawing that the viewer can draw, or ``None``."""
     if value is None:
         return None
     if isinstance(value, list) and all(isinstance(row, str) for row in value):
         rows = tuple(str.__str__(row) for row in value)
         cells = "".join(rows)
-        if len(cells) > PICTURE_CELLS:
+        if len(cells) > DRAWING_CELLS:
             raise UserCodeError(
-                f"picture returned {len(cells):,} cells: at most {PICTURE_CELLS:,} are allowed"
+                f"drawing returned {len(cells):,} cells: at most {DRAWING_CELLS:,} are allowed"
             )
         alone = cells.isprintable() and not any(category(cell)[0] == "M" for cell in cells)
         if cells and alone and len(set(map(len, rows))) == 1:
             return rows
     raise UserCodeError(
-        f"picture returned {shortened(value)}: rows of one length are expected, of single "
+        f"drawing returned {shortened(value)}: rows of one length are expected, of single "
         "printable characters"
     )
 

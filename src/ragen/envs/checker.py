@@ -20,7 +20,7 @@ from ragen.envs.registry import CLOSE_S, close_env
 from ragen.envs.tools import write_call
 
 Result = tuple[Any, ...]
-"""The results of a step, with the state key and the picture after it."""
+"""The results of a step, with the state key and the drawing after it."""
 Played = tuple[str, Result]
 """An action and the result of its step."""
 
@@ -143,7 +143,7 @@ def _choose(env: Env, chooser: np.random.Generator) -> str:
 
 
 def _step(env: Env, action: str) -> Result:
-    """Take a step and check its results; returns them with the state key and the picture."""
+    """Take a step and check its results; returns them with the state key and the drawing."""
     before = _key(env)
     result = env.step(action)
     whole = isinstance(result, tuple) and len(result) == 5
@@ -167,11 +167,11 @@ def _step(env: Env, action: str) -> Result:
 
 
 def _picture(env: Env) -> Any:
-    """The picture, which must be valid; drawing it must change nothing."""
+    """The drawing, which must be valid; drawing it must change nothing."""
     if not env.draws:
         return None
-    with _unchanged(env, "picture"):
-        return answers.picture(env.picture())
+    with _unchanged(env, "drawing"):
+        return answers.drawing(env.drawing())
 
 
 def _key(env: Env) -> str:

@@ -68,7 +68,7 @@ class Env(gymnasium.Env[str, str], ABC):
 
     An environment defines `rules`, `goal` and `actions` and the five abstract methods. It may also
     define `solve` and `baselines` if optimal play is known, `random_action` if it takes free text,
-    `read_thought` if it can check thoughts, and `picture` if it has a board. Read `rules` and
+    `read_thought` if it can check thoughts, and `drawing` if it has a board. Read `rules` and
     `actions` after `reset`: they may depend on the level. `reset`, `step`, `set_state`, `close` and
     tools may be ``async def``: RAGEN awaits them while other episodes go on.
     """
@@ -182,7 +182,7 @@ class Env(gymnasium.Env[str, str], ABC):
         """
         return None
 
-    def picture(self) -> list[str] | None:
+    def drawing(self) -> list[str] | None:
         """The present state as a board for people to look at; ``None`` draws nothing.
 
         All rows have one length, and a cell is one character, even if the observation uses other
@@ -194,8 +194,8 @@ class Env(gymnasium.Env[str, str], ABC):
 
     @property
     def draws(self) -> bool:
-        """True if this environment defines `picture`."""
-        return type(self).picture is not Env.picture
+        """True if this environment defines `drawing`."""
+        return type(self).drawing is not Env.drawing
 
     @property
     def reads_thoughts(self) -> bool:

@@ -86,7 +86,7 @@ class Corridor(Env):
         towards = "Left" if self.goal_cell == 0 else "Right"
         return [towards] * min(actions_left, actions_per_turn)
 
-    # A picture for `ragen view`, one character a cell. The agent never sees it.
+    # A drawing for `ragen view`, one character a cell. The agent never sees it.
 
-    def picture(self) -> list[str]:
+    def drawing(self) -> list[str]:
         return [self.show().replace(" ", "")]

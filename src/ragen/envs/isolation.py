@@ -246,7 +246,7 @@ class IsolatedEnv(Env):
     solve = _forward("solve")
     baselines = _forward("baselines", _made(Baselines))
     read_thought = _forward("read_thought", _made(Reading))
-    picture = _forward("picture")
+    drawing = _forward("drawing")
 
     def interrupt(self) -> None:
         """Kill the process; the thread that waits for its answer then finds that it has died."""

@@ -44,7 +44,7 @@ async def play_episode(policy: Policy | PlayerPolicy, setup: Setup, spec: Episod
             except NoCompletion as failure:
                 playthrough.stop_reason = failure.stop_reason
                 playthrough.error = str(failure) if failure.stop_reason == "request" else None
-            playthrough.final = env.observation, await env.call(env.picture)
+            playthrough.final = env.observation, await env.call(env.drawing)
         finally:
             await env.call(env.close)
     except UserCodeError as failure:
@@ -120,7 +120,7 @@ class _Acted(NamedTuple):
 
     key: str
     snapshot: dict[str, Any]
-    picture: tuple[str, ...] | None
+    drawing: tuple[str, ...] | None
     executed: tuple[str, ...]
     shown: list[str]
     reward: float
@@ -257,7 +257,7 @@ class _Playthrough:
 
     def _act(self, env: GuardedEnv, parsed: Parsed) -> _Acted:
         """Carry out the actions of a reply: all that a turn asks of its environment."""
-        (key, snapshot), picture = env.state(), env.picture()
+        (key, snapshot), drawing = env.state(), env.drawing()
         read: dict[str, Any] = {}
         if parsed.thought is not None and env.reads_thoughts:
             read = thought_info(env.read_thought(parsed.thought), parsed.actions_asked)
@@ -273,7 +273,7 @@ class _Playthrough:
             if env.terminated or env.truncated:
                 break
         info = {**(env.info if executed else {}), "effective": effective, **read}
-        return _Acted(key, snapshot, picture, tuple(executed), shown, reward, info)
+        return _Acted(key, snapshot, drawing, tuple(executed), shown, reward, info)
 
     def _turn(
         self,
@@ -302,7 +302,7 @@ class _Playthrough:
             acted.key,
             acted.info,
             acted.snapshot,
-            acted.picture,
+            acted.drawing,
             parsed.problem,
             results_of(parsed.calls, acted.shown) if parsed.calls else None,
             completion_s,

@@ -140,12 +140,12 @@ class GuardedEnv:
             # A copy, because the environment may change the object.
             return key, answers.json_copy(self.env.get_state(), "get_state", "state")
 
-    def picture(self) -> tuple[str, ...] | None:
-        """The picture of the present state, ``None`` where the environment draws none."""
+    def drawing(self) -> tuple[str, ...] | None:
+        """The drawing of the present state, ``None`` where the environment draws none."""
         if not self._draws:
             return None
-        with self._calling("picture"):
-            return answers.picture(self.env.picture())
+        with self._calling("drawing"):
+            return answers.drawing(self.env.drawing())
 
     def _calling(self, call: str) -> boundary:
         return boundary(call, self._timeout_s, self._stopwatch)

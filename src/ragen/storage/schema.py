@@ -21,7 +21,7 @@ from ragen.core.files import parse_json
 Row = dict[str, Any]
 """A row: column name to value."""
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """`PRAGMA user_version` of the database; other versions are refused."""
 
 _FLOATS = ("sampled_logprobs", "old_logprobs", "entropies", "values", "advantages", "returns")
@@ -115,12 +115,12 @@ EPISODE = _table("""
     terminated bool, truncated bool, success bool,
     reward float64, penalty float64, num_turns int32, num_tokens int32?, thought_tokens int32?,
     entropy float64?, group_score float64?,
-    error text?, final_observation text?, final_picture texts?
+    error text?, final_observation text?, final_drawing texts?
 """)
 """The columns of an episode, apart from its id; `docs/episodes.md` describes them."""
 
 TURN = _table("""
-    turn int32, observation text, picture texts?, reply text, thought text?,
+    turn int32, observation text, drawing texts?, reply text, thought text?,
     actions_asked texts, actions_executed texts, reward float64, penalty float64, valid bool,
     num_tokens int32?, finish_reason text, policy_version int32, state_key text, snapshot json?,
     prompt_ids int32s?, prompt_joins bool?, completion_ids int32s?, logprobs float32s?,

@@ -13,10 +13,10 @@ from ragen.viewer.episode_list import NAMED, as_json
 from ragen.viewer.reading import Answer, NotFound, Question, RunReader, array_of, loaded
 from ragen.viewer.run_list import settings_of
 
-FULL = f"{NAMED}, final_observation, final_picture"
+FULL = f"{NAMED}, final_observation, final_drawing"
 
 TURN = (
-    "turn, observation, picture, reply, thought, actions_asked, actions_executed, reward, penalty,"
+    "turn, observation, drawing, reply, thought, actions_asked, actions_executed, reward, penalty,"
     " valid, problem, num_tokens, completion_s, finish_reason, policy_version, state_key,"
     " prompt_joins, messages, results, parent, link, role"
 )
@@ -50,7 +50,7 @@ def detail(run: RunReader, number: int) -> Answer:
     has_ids = any(turn["has_ids"] for turn in rows)
     turns, count = [_turn(turn) for turn in rows], row["num_turns"]
     return as_json(row) | {
-        "final_picture": loaded(row["final_picture"]),
+        "final_drawing": loaded(row["final_drawing"]),
         "turns": turns[:count],
         "others": turns[count:],
         "previous": run.value("SELECT max(id) FROM episodes WHERE id < ?", number),
@@ -69,7 +69,7 @@ def _row(run: RunReader, number: int) -> sqlite3.Row:
 def _turn(row: sqlite3.Row) -> Answer:
     turn = as_json(row)
     del turn["has_ids"]
-    lists = ("picture", "actions_asked", "actions_executed", "messages", "results")
+    lists = ("drawing", "actions_asked", "actions_executed", "messages", "results")
     return turn | {name: loaded(turn[name]) for name in lists}
 
 

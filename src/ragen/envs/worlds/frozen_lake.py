@@ -31,7 +31,7 @@ MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 """The change of row and column. Neighbours in this order are perpendicular, so a slip adds ±1."""
 ACTIONS, DELTAS = tuple(MOVES), tuple(MOVES.values())
 DRAWN = str.maketrans("OX√", "H@*")
-"""The map's symbols in `Env.picture`, where `O` is a target and not a hole."""
+"""The map's symbols in `Env.drawing`, where `O` is a target and not a hole."""
 Floats = npt.NDArray[np.float64]
 MOST_PLANNED = 5
 """Maximum number of actions that the solver plans for a turn: it compares 4⁵ plans. If a turn may
@@ -317,7 +317,7 @@ class FrozenLake(GridEnv):
         random = float(chances[self.lake.goal])
         return Baselines(random, best, random, best)
 
-    def picture(self) -> list[str]:
+    def drawing(self) -> list[str]:
         return [row.translate(DRAWN) for row in self.rows()]
 
     @property

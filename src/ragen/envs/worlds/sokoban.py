@@ -365,7 +365,7 @@ class Sokoban(GridEnv):
             board = after
         return Baselines(random, float(len(plan) <= budget), random_return, optimal_return)
 
-    def picture(self) -> list[str]:
+    def drawing(self) -> list[str]:
         drawn = str.maketrans(dict(zip(self._symbols, SYMBOLS["standard"], strict=True)))
         return [row.translate(drawn) for row in self.rows()]
 

@@ -235,7 +235,7 @@ class Sudoku(Env):
         self._board, self._report = state["board"], state["report"]
 
     def state_key(self) -> str:
-        return "\n".join(map(" ".join, self.picture())) + self._report
+        return "\n".join(map(" ".join, self.drawing())) + self._report
 
     def random_action(self, generator: np.random.Generator) -> str:
         """A random digit for each blank, in random order."""
@@ -265,6 +265,6 @@ class Sudoku(Env):
         total = self._level.puzzle.count(BLANK)
         return Baselines(chances[0], 1.0, (left - blanks_left) / total, left / total)
 
-    def picture(self) -> list[str]:
+    def drawing(self) -> list[str]:
         size = self._size
         return [self._board[start : start + size] for start in range(0, size**2, size)]

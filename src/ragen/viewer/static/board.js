@@ -1,6 +1,6 @@
-// The board of an environment as SVG, from the picture that the environment provides: rows with one
+// The board of an environment as SVG, from the drawing that the environment provides: rows with one
 // character a cell, in one alphabet for all environments. Sokoban and FrozenLake are drawn; any other
-// character is shown in a plain cell. Bandit has no picture: its two arms are drawn from the turn.
+// character is shown in a plain cell. Bandit has no drawing: its two arms are drawn from the turn.
 // Other environments are shown as text.
 
 import { pieces, Text } from "./parts.js";
@@ -60,19 +60,19 @@ const SHAPES = {
 /**
  * The environment before a turn, or after the last one.
  *
- * @param picture Rows of the board, or null if the environment provides none.
+ * @param drawing Rows of the board, or null if the environment provides none.
  * @param env The environment's name.
  * @param turn The turn that is shown, or null.
  * @param after The observation after the turn, `{observation}`, if that is to be drawn.
  */
-export function Board({ picture, env, turn = null, after = null }) {
-  if (picture?.length && picture.length * picture[0].length <= MOST_CELLS) {
+export function Board({ drawing, env, turn = null, after = null }) {
+  if (drawing?.length && drawing.length * drawing[0].length <= MOST_CELLS) {
     const numbered = COORDINATES.test(turn?.observation ?? "");
-    return html`<${Grid} rows=${picture} env=${env} names=${numbered ? NUMBERS : LETTERS} />`;
+    return html`<${Grid} rows=${drawing} env=${env} names=${numbered ? NUMBERS : LETTERS} />`;
   }
   const arms = env.startsWith("bandit") && turn && armsOf(turn.observation);
   if (arms) return html`<${Arms} arms=${arms} turn=${turn} after=${after} />`;
-  const text = picture ? picture.join("\n") : (after ?? turn)?.observation;
+  const text = drawing ? drawing.join("\n") : (after ?? turn)?.observation;
   return html`<div class="board board-text mono" data-testid="board" tabindex="0">
     <${Text} text=${text ?? ""} />
   </div>`;

@@ -204,12 +204,12 @@ export function ColumnHead({ title, episode, href }) {
 
 function SmallTurn({ turn, env, board }) {
   return html`<div class="turn-body">
-    ${board && turn.picture && html`<${Board} picture=${turn.picture} env=${env} turn=${turn} />`}
+    ${board && turn.drawing && html`<${Board} drawing=${turn.drawing} env=${env} turn=${turn} />`}
     <div>
       <div><${Actions} ...${turn} /> <${Balance} ...${turn} /></div>
       ${turn.parent !== turn.turn - 1 && html`<${Origin} turn=${turn} />`}
       ${turn.problem && html`<p class="bad small"><${Text} text=${turn.problem} /></p>`}
-      ${!turn.picture && turn.turn > 0 && html`<p class="muted"><${Text} text=${turn.observation}
+      ${!turn.drawing && turn.turn > 0 && html`<p class="muted"><${Text} text=${turn.observation}
         limit=${SHORT} /></p>`}
       <${Thought} turn=${turn} limit=${LONG} />
       <${Results} turn=${turn} />
@@ -218,8 +218,8 @@ function SmallTurn({ turn, env, board }) {
 }
 
 function smallBoards(episodes) {
-  const pictures = episodes.flatMap(({ turns }) => turns.map(({ picture }) => picture ?? []));
-  const rows = pictures.flat();
+  const drawings = episodes.flatMap(({ turns }) => turns.map(({ drawing }) => drawing ?? []));
+  const rows = drawings.flat();
   return rows.reduce((cells, row) => cells + row.length, 0) <= MOST_SMALL_CELLS;
 }
 

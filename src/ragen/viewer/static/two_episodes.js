@@ -92,7 +92,7 @@ function Turn({ episode, place, list, marks, over, setOver }) {
       <${Balance} ...${turn} />
     </div>
     <div class="turn-body">
-      ${turn.picture && html`<${Board} picture=${turn.picture} env=${episode.env} turn=${turn} />`}
+      ${turn.drawing && html`<${Board} drawing=${turn.drawing} env=${episode.env} turn=${turn} />`}
       <p class="thought mono">${!turn.thought?.trim()
         ? html`<span class="muted">${turn.thought === null ? "not a valid" : "empty"} thought</span>`
         : marked(list.words, list.starts[place], end, marks).map(({ text, run }, i) =>

@@ -114,13 +114,13 @@ function Headline({ run, episode, view }) {
 
 /** The board before turn `at`, or after the last one; or what a call that is not trained on was asked. */
 function Stage({ episode, at }) {
-  const { turns, others, env, final_observation: words, final_picture: final } = episode;
+  const { turns, others, env, final_observation: words, final_drawing: final } = episode;
   const over = at === turns.length;
   const other = others[at - turns.length - 1];
   const turn = other ?? (over ? turns.at(-1) : turns[at]) ?? null;
-  // An environment that failed has no final picture: the last one stays.
-  const picture = over && words !== null ? final : turn?.picture;
-  return html`<${Board} picture=${picture} env=${env} turn=${turn}
+  // An environment that failed has no final drawing: the last one stays.
+  const drawing = over && words !== null ? final : turn?.drawing;
+  return html`<${Board} drawing=${drawing} env=${env} turn=${turn}
       after=${over ? { observation: words ?? "" } : null} />
     <p class="caption">${other ? `Before turn ${other.turn + 1}, which is not trained on` : over ? html`After the last turn: <${Outcome} episode=${episode} />`
       : html`Before turn ${at + 1} of ${turns.length}`}</p>`;
@@ -189,7 +189,7 @@ function Turns({ episode, call, choose }) {
     ${cards(turns)}
     ${!turns.length ? html`<p class="muted">The episode ended before its first turn.</p>`
       : html`<p class="muted">End: <${Outcome} episode=${episode} /></p>`}
-    ${turns.length > 0 && !episode.final_picture && episode.final_observation && html`<p class="muted">The
+    ${turns.length > 0 && !episode.final_drawing && episode.final_observation && html`<p class="muted">The
       environment's last words: <span class="mono"><${Text} text=${episode.final_observation} /></span></p>`}
     ${others.length > 0 && html`<h3>Not trained on</h3>`}
     ${cards(others)}

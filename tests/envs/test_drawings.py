@@ -1,4 +1,4 @@
-"""Pictures of environments: one alphabet, independent of the observation."""
+"""Drawings of environments: one alphabet, independent of the observation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def play(make: Any, *replies: str, **more: Any) -> Episode:
     )
 
 
-class PictureCorridor(Rogue):
+class DrawnCorridor(Rogue):
     """The corridor with a wall at each end."""
 
     name = "drawn"
@@ -42,7 +42,7 @@ class PictureCorridor(Rogue):
         self.action_index(action)
         return super().step(action)
 
-    def picture(self) -> list[str]:
+    def drawing(self) -> list[str]:
         return [f"#{self._look().replace('A', 'P').replace('.', '_')}#"]
 
 
@@ -54,89 +54,89 @@ def test_the_picture_of_frozen_lake_is_the_same_for_any_observation(observation:
     """Level 123 is ``___P / __O_ / ___O / _G_O``; a hole is drawn as H; O means a target."""
     env = make("frozen-lake-still", observation=observation)
     env.reset(seed=123)
-    assert env.picture() == ["___P", "__H_", "___H", "_G_H"]
+    assert env.drawing() == ["___P", "__H_", "___H", "_G_H"]
     for action in ("Left", "Down"):
         env.step(action)
-    assert env.picture() == ["____", "__@_", "___H", "_G_H"]
+    assert env.drawing() == ["____", "__@_", "___H", "_G_H"]
     env.reset(seed=123)
     for action in ("Left", "Left", "Down", "Down", "Down"):
         env.step(action)
-    assert env.picture() == ["____", "__H_", "___H", "_*_H"]
+    assert env.drawing() == ["____", "__H_", "___H", "_*_H"]
 
 
 @pytest.mark.parametrize(("symbols", "observation"), [("standard", "coord"), ("new", "grid")])
 def test_the_picture_of_sokoban_is_the_same_for_any_observation(
     symbols: str, observation: str
 ) -> None:
-    """The picture is the map in standard symbols, from the start to the solution."""
+    """The drawing is the map in standard symbols, from the start to the solution."""
     env, plain = make("sokoban", symbols=symbols, observation=observation), make("sokoban")
     for each in (env, plain):
         each.reset(seed=123)
     symbols_seen, terminated = set[str](), False
     while not terminated:
-        assert env.picture() == plain.state_key().split("\n")
-        symbols_seen.update(*env.picture() or [])
+        assert env.drawing() == plain.state_key().split("\n")
+        symbols_seen.update(*env.drawing() or [])
         (action,) = plain.solve(1, 1, 1) or []
         plain.step(action)
         terminated = env.step(action)[2]
-    assert "√" in "".join(env.picture() or [])
+    assert "√" in "".join(env.drawing() or [])
     state = env.get_state()
     env.set_state({**state, "player": state["targets"][0], "boxes": []})
-    symbols_seen.update(*env.picture() or [])
+    symbols_seen.update(*env.drawing() or [])
     assert symbols_seen == set("#_OXPS")
 
 
 # The contract.
 
 
-INVALID_PICTURES: list[Any] = [
+INVALID_DRAWINGS: list[Any] = [
     *([], [""], "P_", ("P_",), [1], ["P_", "P"], ["P\n"], ["\u202eP"], ["e\u0301"], ["\ud83d"]),
     [None],
 ]
 
 
 def test_invalid_pictures_are_refused() -> None:
-    class InvalidPicture(PictureCorridor):
-        def picture(self) -> Any:
-            return INVALID_PICTURES[-1]
+    class InvalidDrawing(DrawnCorridor):
+        def drawing(self) -> Any:
+            return INVALID_DRAWINGS[-1]
 
-    for each in INVALID_PICTURES:
+    for each in INVALID_DRAWINGS:
         with pytest.raises(UserCodeError, match="rows of one length are expected"):
-            answers.picture(each)
+            answers.drawing(each)
     with pytest.raises(RagenError, match="rows of one length are expected"):
-        check(InvalidPicture())
-    with closing(GuardedEnv(InvalidPicture, None)) as env:
+        check(InvalidDrawing())
+    with closing(GuardedEnv(InvalidDrawing, None)) as env:
         env.reset(0, 0)
         with pytest.raises(UserCodeError, match="rows of one length are expected"):
-            env.picture()
-    episode = play(InvalidPicture, reply("Right"), turns=1)
-    assert (episode.stop_reason, episode.turns, episode.final_picture) == ("error", (), None)
+            env.drawing()
+    episode = play(InvalidDrawing, reply("Right"), turns=1)
+    assert (episode.stop_reason, episode.turns, episode.final_drawing) == ("error", (), None)
 
 
 # In episodes.
 
 
 def test_a_turn_has_the_picture_before_it_and_the_episode_the_final_one() -> None:
-    episode = play(PictureCorridor, reply("Right", "Right"), "nonsense", reply("Right"), turns=3)
+    episode = play(DrawnCorridor, reply("Right", "Right"), "nonsense", reply("Right"), turns=3)
     boards = [("#P____#",), ("#__P__#",), ("#__P__#",)]
-    assert [turn.picture for turn in episode.turns] == boards
+    assert [turn.drawing for turn in episode.turns] == boards
     assert episode.stop_reason == "max_turns"
-    assert (episode.final_observation, episode.final_picture) == ("...A.", ("#___P_#",))
+    assert (episode.final_observation, episode.final_drawing) == ("...A.", ("#___P_#",))
 
 
 def test_an_environment_that_raises_has_no_final_picture_and_no_success() -> None:
-    class FailingFinalPicture(PictureCorridor):
-        def picture(self) -> list[str]:
+    class FailingFinalDrawing(DrawnCorridor):
+        def drawing(self) -> list[str]:
             if self.where > 4:
                 raise RuntimeError("no ink")
-            return super().picture()
+            return super().drawing()
 
-    failed = play(lambda: PictureCorridor("raise"), reply("Right"))
-    assert (failed.stop_reason, failed.final_observation, failed.final_picture) == (
+    failed = play(lambda: DrawnCorridor("raise"), reply("Right"))
+    assert (failed.stop_reason, failed.final_observation, failed.final_drawing) == (
         "error",
         None,
         None,
     )
-    solved = play(FailingFinalPicture, reply(*["Right"] * 5))
+    solved = play(FailingFinalDrawing, reply(*["Right"] * 5))
     assert (solved.stop_reason, solved.success, len(solved.turns)) == ("error", False, 1)
     assert solved.error is not None and "no ink" in solved.error
