@@ -223,7 +223,7 @@ def ask(base_url: str, key: str, path: str = "/chat/completions", **body: object
 
 
 def test_a_key_opens_its_own_episode_while_it_is_played(chat: Chat) -> None:
-    async def complete(prompt: Prompt, parent: int) -> Completion:
+    async def complete(prompt: Prompt, is_first: bool) -> Completion:
         return await policy_of(chat).complete(prompt)
 
     async def script() -> None:

@@ -55,7 +55,7 @@ class Agent:
         self.seeds.append((tuple(ids), times))
         return len(self.seeds)
 
-    async def _complete(self, prompt: Prompt, parent: int) -> Completion:
+    async def _complete(self, prompt: Prompt, is_first: bool) -> Completion:
         self.prompts.append(prompt)
         text = next(self._replies)
         await asyncio.sleep(0)

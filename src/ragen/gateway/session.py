@@ -18,18 +18,17 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 
 from ragen.chat.actions import Parsed
 from ragen.chat.chat import Chat
-from ragen.chat.tool_calls import parse_tools
 from ragen.core.errors import RagenError
-from ragen.core.types import Call, CallRole, Completion, Message, Prompt, Turn, fingerprint
-from ragen.envs.tools import read_call, write_call
-from ragen.gateway.bodies import INVALID, object_of
+from ragen.core.types import Call, CallRole, Completion, Message, Prompt, Turn
+from ragen.gateway.bodies import wrong
+from ragen.gateway.conversation import cut, merged, parsed, reply_of, written
 from ragen.gateway.grades import GRADES, grade, signature
-from ragen.gateway.messages import ChatMessage, Finish, Refused, Reply, Request, ToolCall
+from ragen.gateway.messages import ChatMessage, Refused, Reply, Request
 
 STOP_TEXT = "The budget of this episode is used up. Give your final answer now."
 """The reply to calls beyond the budget. It is not sampled, and never trained on."""
@@ -37,13 +36,12 @@ FIRST_CALL = "first call"
 """The link of an episode's first call."""
 MOST_STOPS = 3
 """Calls that get `STOP_TEXT`; further ones are refused."""
-MOST_CALLS = 1000
-"""Calls of tools that are read in one reply."""
 SHOWN = 60
 """Characters of a message in the reason for a new root."""
 
-Complete = Callable[[Prompt, int], Awaitable[Completion]]
-"""Samples the completion of a prompt. The number is that of the call that it continues, or −1."""
+Complete = Callable[[Prompt, bool], Awaitable[Completion]]
+"""Samples the completion of a prompt; true in the episode's first conversation, up to a fork, whose
+calls follow each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +126,7 @@ class Session:
         self.is_full = False
         self.failure: BaseException | None = None
         self._begun = 0
+        self._last_of_first = -1  # the last call of the first conversation, −2 during the next one
         self._asked: dict[bytes, list[Made]] = {}  # by the key of the history before the reply
         self._known: set[bytes] = set()  # the keys of the histories up to each message
         self._times: Counter[tuple[int, ...]] = Counter()
@@ -204,39 +203,46 @@ class Session:
         prompt = self._prompt(chat, messages, place, request)
         self._begun += 1
         parent = -1 if place.parent is None else place.parent.number
+        is_first = parent == self._last_of_first
+        if is_first:
+            self._last_of_first = -2
         began = time.monotonic()
-        completion = await self._complete(prompt, parent)
+        completion = await self._complete(prompt, is_first)
         seconds = time.monotonic() - began
         number = len(self.made)
-        completion, text = _cut(chat, completion, request.stop)
+        if is_first:
+            self._last_of_first = number
+        completion, text = cut(chat, completion, request.stop)
         text = self._prefill(chat) + text
-        parsed = self._parse(chat, text, completion)
-        reply = _reply(number, prompt, completion, parsed, text)
-        shown = "\n\n".join(each.text or "" for each in place.fresh)
+        found = parsed(chat, text, completion, self._budget.think or self._prefill(chat) != "")
+        assert prompt.token_ids is not None and completion.token_ids is not None
+        name = _digest(b"reply", f"{number} {prompt.token_ids}").hex()[:16]
+        is_cut = completion.finish_reason == "length"
+        counts = len(prompt.token_ids), len(completion.token_ids)
         made = Made(
             number,
             request,
             chat,
             parent,
             place.link,
-            shown,
+            "\n\n".join(each.text or "" for each in place.fresh),
             prompt,
             completion,
-            parsed,
-            reply,
+            found,
+            reply_of(name, number, text, found, is_cut, counts),
             seconds,
             question,
             is_auxiliary,
         )
         self.made.append(made)
-        self._by_reply[reply.id] = made
+        self._by_reply[name] = made
         self._asked.setdefault(place.keys[-1], []).append(made)
         self._known.update(place.keys, [_digest(b"reply", str(number))])
         if place.parent is not None:
             place.parent.num_children += 1
             results = tuple(each.text or "" for each in place.fresh if each.role == "tool")
             place.parent.results = place.parent.results or results
-        return reply
+        return made.reply
 
     def _stop(self, request: Request) -> Reply:
         if len(self.stops) >= MOST_STOPS:
@@ -305,8 +311,8 @@ class Session:
     ) -> Prompt:
         budget = self._budget
         if request.max_tokens is not None and request.max_tokens < 1:
-            raise Refused(400, "invalid_request", "max_tokens must be at least 1")
-        written, ids, num_prefill = self._ids(chat, messages, place)
+            raise wrong("max_tokens must be at least 1")
+        text, ids, num_prefill = self._ids(chat, messages, place)
         if len(ids) + budget.max_tokens > budget.max_length:
             self.is_full = True
             raise Refused(
@@ -319,7 +325,7 @@ class Session:
         times = self._times[ids]
         self._times[ids] += 1
         seed = self._seed(ids, times)
-        return Prompt(written, ids, num_prefill, most, budget.temperature, seed)
+        return Prompt(text, ids, num_prefill, most, budget.temperature, seed)
 
     def _ids(
         self, chat: Chat, messages: Sequence[ChatMessage], place: _Place
@@ -327,21 +333,13 @@ class Session:
         """The messages as a chat takes them, their ids, and how many of these are pre-filled."""
         parent, prefill = place.parent, self._prefill(chat)
         with _refusing():
-            written = _written(chat, messages, parent)
+            own = () if parent is None else [call.id for call in parent.parsed.calls]
+            text = written(chat, messages, own)
             if parent is None or not chat.exact:
-                return written, *chat.open(written, prefill)
+                return text, *chat.open(text, prefill)
             assert parent.prompt.token_ids is not None and parent.completion.token_ids is not None
             before = parent.prompt.token_ids + parent.completion.token_ids
-            return written, *chat.extend(before, written, prefill)
-
-    def _parse(self, chat: Chat, text: str, completion: Completion) -> Parsed:
-        parser = chat.calls.parse if chat.calls is not None else lambda _: []
-        think = self._budget.think or self._prefill(chat) != ""
-        parsed = parse_tools(text, parser, think=think, max_actions=MOST_CALLS)
-        if completion.finish_reason == "length":
-            problem = "It was cut off at its limit of tokens."
-            return replace(parsed, actions=(), valid=False, problem=problem, calls=())
-        return parsed
+            return text, *chat.extend(before, text, prefill)
 
     # The episode's turns.
 
@@ -389,147 +387,6 @@ class Session:
         )
 
 
-def merged(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """A conversation as chat templates take it.
-
-    Messages of the system come first, as one. Later ones are part of the next message of the user,
-    and messages of the user that follow each other are one. The results of a reply's calls are in
-    the order of the calls.
-
-    Raises:
-        Refused: The conversation has no message of the user, ends with a reply, or a call has no
-            result.
-    """
-    made: list[ChatMessage] = []
-    for message in messages:
-        if message.role == "system" and any(each.role != "system" for each in made):
-            message = replace(message, role="user")
-        if made and message.role in ("system", "user") and made[-1].role == message.role:
-            text = f"{made[-1].text or ''}\n\n{message.text or ''}"
-            made[-1] = replace(made[-1], text=text)
-        else:
-            made.append(message)
-    if all(message.role != "user" for message in made):
-        raise _refused("a conversation has a message of the user")
-    if made[-1].role == "assistant":
-        raise _refused("the conversation ends with a reply: send the message to reply to")
-    for index, message in enumerate(made):
-        if message.role == "assistant" and message.calls:
-            _sort_results(made, index)
-        elif message.role == "tool" and not (
-            made[index - 1].role == "tool" or made[index - 1].calls
-        ):
-            raise _refused(f"the result of the call {message.call_id!r} follows no call")
-    return tuple(made)
-
-
-def _sort_results(messages: list[ChatMessage], index: int) -> None:
-    """Put the results of a message's calls in the order of the calls."""
-    calls = messages[index].calls
-    end = index + 1
-    while end < len(messages) and messages[end].role == "tool":
-        end += 1
-    found = {message.call_id: message for message in messages[index + 1 : end]}
-    if len(found) != len(calls) or end - index - 1 != len(calls):
-        raise _refused(f"a reply with {len(calls)} calls has {end - index - 1} results")
-    missing = [call.id for call in calls if call.id not in found]
-    if missing:
-        raise _refused(f"the call {missing[0]!r} has no result")
-    for at, call in enumerate(calls, index + 1):
-        messages[at] = replace(found[call.id], name=call.name)
-
-
-def _written(
-    chat: Chat, messages: Sequence[ChatMessage], parent: Made | None
-) -> tuple[Message, ...]:
-    """The messages as a `Chat` takes them: a reply is one text, with its calls in it.
-
-    The results after the last reply refer to the ids that `parent` gave its calls, if it did.
-    """
-    made: list[Message] = []
-    own = [call.id for call in parent.parsed.calls] if parent is not None else []
-    last = max((n for n, each in enumerate(messages) if each.role == "assistant"), default=0)
-    for index, message in enumerate(messages):
-        text = message.text or ""
-        if message.role == "assistant" and message.calls:
-            asked = [_as_text(call) for call in message.calls]
-            text += chat.calls.write(asked) if chat.calls else "\n".join(asked)
-        if message.role == "assistant":
-            since, ids = index + 1, [f"call{n:05d}" for n in range(len(message.calls))]
-            ids = own if own and index == last else ids
-        if message.role != "tool":
-            made.append({"role": message.role, "content": text})
-        elif chat.calls is None:  # an earlier call had tools, and this one offers none
-            _add_to_user(made, f"Result of {message.name}: {text}")
-        else:
-            about = {"name": message.name, "tool_call_id": ids[index - since]}
-            made.append({"role": "tool", **about, "content": text})
-    return tuple(made)
-
-
-def _add_to_user(made: list[Message], text: str) -> None:
-    if made[-1]["role"] == "user":
-        text = f"{made.pop()['content']}\n\n{text}"
-    made.append({"role": "user", "content": text})
-
-
-def _as_text(call: ToolCall) -> str:
-    """The text of a call that the agent sends, which `read_call` can read, whatever it holds."""
-    text = write_call(call.name, **object_of(call.arguments))
-    return text if read_call(text) else write_call(call.name, **{INVALID: call.arguments})
-
-
-def _cut(chat: Chat, completion: Completion, stops: Sequence[str]) -> tuple[Completion, str]:
-    """A completion that ends with the first of the stop texts, and its text before that.
-
-    It ends at the token that completes the stop text, as if sampling had stopped there.
-    """
-    text = completion.text
-    found = [(text.find(stop) + len(stop), stop) for stop in stops if stop and stop in text]
-    if not found:
-        return completion, text
-    end, stop = min(found)
-    ids, logprobs = completion.token_ids, completion.logprobs
-    assert ids is not None and logprobs is not None
-    _, count = chat.token_span(ids, text, 0, end)
-    ids, logprobs = ids[:count], logprobs[:count]
-    cut = replace(
-        completion,
-        token_ids=ids,
-        logprobs=logprobs,
-        text=chat.decode(ids),
-        finish_reason="stop",
-        fingerprint=fingerprint(ids, logprobs),
-    )
-    return cut, text[: end - len(stop)]
-
-
-def _reply(number: int, prompt: Prompt, completion: Completion, parsed: Parsed, text: str) -> Reply:
-    calls = tuple(
-        ToolCall(f"call{number:03d}{index:02d}", *_name_and_arguments(call.text))
-        for index, call in enumerate(parsed.calls)
-        if parsed.valid
-    )
-    if calls:
-        thought = parsed.thought_chars
-        said: str | None = text[: thought[1] + len("</think>")] if thought is not None else None
-    else:
-        said = text
-    assert prompt.token_ids is not None and completion.token_ids is not None
-    finish: Finish = "calls" if calls else "stop"
-    if completion.finish_reason == "length":
-        finish = "length"
-    name = _digest(b"reply", f"{number} {prompt.token_ids}").hex()[:16]
-    counts = len(prompt.token_ids), len(completion.token_ids)
-    return Reply(name, said, calls, finish, *counts)
-
-
-def _name_and_arguments(text: str) -> tuple[str, str]:
-    call = read_call(text)
-    assert call is not None, "a valid reply has calls that can be read"
-    return call.name, json.dumps(call.arguments, ensure_ascii=False)
-
-
 def _stopped(request: Request, reply: Reply) -> Turn:
     text = reply.text or ""
     prompt = Prompt((), None, 0, 0, 0.0, 0)
@@ -549,14 +406,10 @@ def ended() -> Refused:
     return Refused(410, "episode_ended", "this episode has ended")
 
 
-def _refused(text: str) -> Refused:
-    return Refused(400, "invalid_request", text)
-
-
 @contextmanager
 def _refusing() -> Iterator[None]:
     """A template that cannot write a conversation refuses the request."""
     try:
         yield
     except RagenError as error:
-        raise _refused(str(error)) from error
+        raise wrong(str(error)) from error

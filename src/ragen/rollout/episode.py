@@ -1,8 +1,6 @@
 """Playing one episode: prompt, completion, parsed actions, the environment's answer, turn by turn.
 
-Environments are user code and are called only through `GuardedEnv`. If one raises, takes too long
-or returns nonsense, the episode fails and keeps the traceback: a failed episode is data. Any other
-exception here is a bug, and ends the run.
+The frame around the turns, with the environment's failures, is `ragen.rollout.playing`.
 """
 
 from __future__ import annotations
@@ -18,11 +16,12 @@ from ragen.chat.actions import Parsed, parse
 from ragen.chat.prompt import Limits
 from ragen.chat.tool_calls import parse_tools, results_of, tool_messages
 from ragen.core.errors import RagenError
-from ragen.core.types import Completion, Episode, Prompt, StopReason, Turn
+from ragen.core.types import Completion, Episode, Prompt, Turn
 from ragen.core.user_code import UserCodeError
 from ragen.rollout.context import Conversation, View
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import PlayerPolicy
+from ragen.rollout.playing import Playing
 from ragen.rollout.policies import NoCompletion, Policy, written_completion
 from ragen.rollout.reward_terms import apply_reward_terms, thought_info, weights_for
 from ragen.rollout.setup import FIRST, BranchSpec, EpisodeSpec, Setup, Start
@@ -36,22 +35,7 @@ async def play_episode(policy: Policy | PlayerPolicy, setup: Setup, spec: Episod
             be rebuilt.
     """
     playthrough = _Playthrough(setup, spec)
-    try:
-        env = await setup.open_env()
-        try:
-            try:
-                await playthrough.play(env, policy)
-            except NoCompletion as failure:
-                playthrough.stop_reason = failure.stop_reason
-                playthrough.error = str(failure) if failure.stop_reason == "request" else None
-            playthrough.final = env.observation, await env.call(env.drawing)
-        finally:
-            await env.call(env.close)
-    except UserCodeError as failure:
-        playthrough.stop_reason = "timeout" if failure.timed_out else "error"
-        playthrough.error, playthrough.success = str(failure), False
-    setup.venue.ended()
-    return playthrough.episode()
+    return await playthrough.run(lambda env: playthrough.play(env, policy))
 
 
 def require_room(setup: Setup) -> None:
@@ -127,21 +111,23 @@ class _Acted(NamedTuple):
     info: dict[str, Any]
 
 
-class _Playthrough:
-    """An episode while it is played: its turns so far and the rest of its budgets."""
+class _Playthrough(Playing):
+    """An episode in an environment: its turns so far and the rest of its budgets."""
 
     def __init__(self, setup: Setup, spec: EpisodeSpec) -> None:
-        self.setup = setup
-        self.spec = spec
-        self.turns: list[Turn] = []
+        super().__init__(setup, spec, "max_turns")
         self.actions_left = setup.actions
         self.turn_terms = weights_for("turn", setup.reward_terms)
-        self.stop_reason: StopReason = "max_turns"
-        self.success = False
-        self.error: str | None = None
-        self.final: tuple[str | None, tuple[str, ...] | None] = (None, None)
 
     async def play(self, env: GuardedEnv, policy: Policy | PlayerPolicy) -> None:
+        try:
+            await self._play_turns(env, policy)
+        except NoCompletion as failure:
+            self.stop_reason = failure.stop_reason
+            self.error = str(failure) if failure.stop_reason == "request" else None
+        self.final = env.observation, await env.call(env.drawing)
+
+    async def _play_turns(self, env: GuardedEnv, policy: Policy | PlayerPolicy) -> None:
         setup = self.setup
         await env.call(self.reset, env)
         conversation, view = self.opened(env)
@@ -311,24 +297,6 @@ class _Playthrough:
     def _parse(self, env: GuardedEnv, completion: Completion) -> Parsed:
         most = min(self.setup.actions_per_turn, self.actions_left)
         return read_reply(self.setup, completion, env.actions, most)
-
-    def episode(self) -> Episode:
-        spec = self.spec
-        terminated = self.stop_reason in ("solved", "failed")
-        return Episode(
-            self.setup.env,
-            spec.level_seed,
-            spec.noise_seed,
-            spec.group,
-            spec.member,
-            tuple(self.turns),
-            self.stop_reason,
-            terminated,
-            not terminated,
-            self.success,
-            self.error,
-            *self.final,
-        )
 
 
 def _require_same(
