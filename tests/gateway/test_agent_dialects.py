@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ragen.gateway.dialects import DIALECTS, Dialect
-from ragen.gateway.messages import ChatMessage, Refused, Reply, Request, ToolCall
+from ragen.gateway.messages import ChatMessage, Demand, Refused, Reply, Request, ToolCall
 from ragen.gateway.responses import INSTRUCTIONS
 from tests.gateway.scripted_gateway import ARGUMENTS, TURNS, reply
 
@@ -203,8 +203,40 @@ def test_limits_and_stop_texts() -> None:
 
 @ROUTES
 def test_parameters_that_are_not_honoured_are_recorded(dialect: Dialect) -> None:
-    given = {"temperature": 0.5, "seed": 1, "tool_choice": "required", "new_parameter": {"x": 1}}
+    given = {"temperature": 0.5, "seed": 1, "new_parameter": {"x": 1}}
     assert read(dialect, **given, top_p=None, include=[]).ignored == given
+
+
+NAMED = {"name": "guess"}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "demand"),
+    [
+        (CHAT, {"tool_choice": "auto"}, Demand()),
+        (CHAT, {"tool_choice": "none"}, Demand(0, 0)),
+        (CHAT, {"tool_choice": "required"}, Demand(1)),
+        (CHAT, {"tool_choice": {"type": "function", "function": NAMED}}, Demand(1, None, "guess")),
+        (CHAT, {"parallel_tool_calls": False}, Demand(0, 1)),
+        (CHAT, {"parallel_tool_calls": True, "response_format": {"type": "text"}}, Demand()),
+        (RESPONSES, {"tool_choice": {"type": "function", **NAMED}}, Demand(1, None, "guess")),
+        (RESPONSES, {"tool_choice": "required", "parallel_tool_calls": False}, Demand(1, 1)),
+        (RESPONSES, {"text": {"verbosity": "low", "format": {"type": "text"}}}, Demand()),
+        (ANTHROPIC, {"tool_choice": {"type": "any"}}, Demand(1)),
+        (ANTHROPIC, {"tool_choice": {"type": "none"}}, Demand(0, 0)),
+        (ANTHROPIC, {"tool_choice": {"type": "tool", **NAMED}}, Demand(1, None, "guess")),
+        (
+            ANTHROPIC,
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            Demand(0, 1),
+        ),
+    ],
+)
+def test_what_a_request_demands_of_calls(
+    dialect: Dialect, body: dict[str, Any], demand: Demand
+) -> None:
+    asked = read(dialect, tools=[{"name": "guess"}, {"name": "stop"}], **body)
+    assert (asked.demand, asked.ignored.keys() - {"text"}) == (demand, set())
 
 
 def test_marks_that_no_template_writes_are_recorded() -> None:
@@ -221,6 +253,21 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
     ("dialect", "body", "line"),
     [
         (CHAT, {"n": 2}, "n other than 1"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format of type"),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "in your messages"),
+        (CHAT, {"response_format": "json"}, "response_format must be"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format of type"),
+        (RESPONSES, {"text": "plain"}, "text must be"),
+        (ANTHROPIC, {"output_format": {"type": "json_schema"}}, "output_format of type"),
+        (ANTHROPIC, {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        (CHAT, {"tool_choice": "required"}, "demands a tool, which the request does not offer"),
+        (
+            RESPONSES,
+            {"tools": [{"name": "f"}], "tool_choice": {"type": "function", "name": "g"}},
+            "demands 'g', which",
+        ),
+        (CHAT, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice 'allowed_tools' is not"),
+        (CHAT, {"tool_choice": 5}, "tool_choice 5 is not"),
         (CHAT, {"logit_bias": {"5": 1}}, "logit_bias is"),
         (CHAT, {"functions": [{"name": "f"}]}, "functions is not supported: offer tools"),
         (CHAT, {"modalities": ["text", "audio"]}, "modalities other than text"),
@@ -306,6 +353,11 @@ def test_why_a_reply_ended(finish: Any, chat: str, status: str, anthropic: str) 
     assert answer["status"] == answer["output"][0]["status"] == status
     assert (answer["incomplete_details"] is None) == (status == "completed")
     assert ANTHROPIC.write(ended, "policy", {})["stop_reason"] == anthropic
+
+
+def test_anthropic_is_told_which_stop_text_ended_a_reply() -> None:
+    answer = ANTHROPIC.write(Reply("r1", "a", (), "stop", 1, 2, "END"), "policy", {})
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "END")
 
 
 @ROUTES

@@ -16,7 +16,7 @@ import pytest
 from ragen.algorithms.samples import join
 from ragen.chat.chat import Chat
 from ragen.core.types import Completion, Prompt, Turn
-from ragen.gateway.messages import ChatMessage, Refused, Reply, Request, ToolCall
+from ragen.gateway.messages import ChatMessage, Demand, Refused, Reply, Request, ToolCall
 from ragen.gateway.session import FIRST_CALL, MOST_STOPS, STOP_TEXT, Budget, Session
 from ragen.rollout.policies import written_completion
 from tests.tiny import tiny_tokenizer
@@ -388,6 +388,49 @@ def test_calls_come_back_respelt_and_keep_their_tokens(template: str) -> None:
     one.check()
 
 
+@pytest.mark.parametrize("template", ["hermes", "mistral", "thinker"])
+def test_the_text_before_a_call_is_shown_and_comes_back(template: str) -> None:
+    chat = Chat(tool_tokenizer(template), think=False).offering([GUESS])
+    assert chat.calls is not None
+    written = chat.calls.write(['{"name": "guess", "arguments": {"n": 4}}'])
+    thought = "</think>" if chat.opening else ""
+    replies = f"{thought}I guess [4].\n{written}", f"{thought}Done."
+    one = tool_agent(*replies, template=template)
+
+    async def script() -> None:
+        first = await one.ask(HELLO, tools=[GUESS])
+        assert (first.text or "").removeprefix(f"{chat.opening}</think>") == "I guess [4]."
+        assert [call.name for call in first.calls] == ["guess"]
+        result = said("tool", "low", call_id=first.calls[0].id)
+        await one.ask(HELLO, first.message, result, tools=[GUESS])
+
+    run(script())
+    assert [turn.call.link for turn in one.turns if turn.call] == [FIRST_CALL, "verbatim"]
+    one.check()
+
+
+@pytest.mark.parametrize(
+    ("demand", "problem"),
+    [
+        (Demand(1, 1, "guess"), None),
+        (Demand(0, 0), "at most 0 calls"),
+        (Demand(1, None, "stop"), 'call "stop"'),
+    ],
+)
+def test_a_reply_that_does_not_meet_the_demand_is_text_and_not_valid(
+    demand: Demand, problem: str | None
+) -> None:
+    one = tool_agent(CALL)
+
+    async def script() -> None:
+        reply = await one.ask(HELLO, tools=[GUESS], demand=demand)
+        assert (len(reply.calls), reply.text) == ((1, None) if problem is None else (0, CALL))
+
+    run(script())
+    (turn,) = one.turns
+    assert turn.valid == (problem is None) and (problem or "") in (turn.problem or "")
+
+
 def test_a_changed_argument_begins_another_conversation() -> None:
     one = tool_agent(CALL, "Done.")
 
@@ -434,7 +477,7 @@ def test_a_stop_text_cuts_the_sampled_tokens_where_sampling_would_have_stopped()
 
     async def script() -> None:
         first = await one.ask(HELLO, stop=("Observation:",))
-        assert first.text == "Thought: go.\n"
+        assert (first.text, first.stop) == ("Thought: go.\n", "Observation:")
         back = said("assistant", "Thought: go.\nObservation:")
         await one.ask(HELLO, back, AGAIN)
 

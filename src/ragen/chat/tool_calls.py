@@ -116,10 +116,18 @@ def write_hermes(calls: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """The form of calls in replies: how they are read, and how a player writes them."""
+    """The form of calls in replies: how they are read, and how a player writes them.
+
+    `mark` is the text that begins the first call; it is empty where a call begins without one.
+    """
 
     parse: ToolParser = hermes
     write: Callable[[Sequence[str]], str] = write_hermes
+    mark: str = "<tool_call>"
+
+    def before(self, reply: str) -> str:
+        """The text before the first call of a reply without its thought."""
+        return reply[: max(0, hide_json(reply).find(self.mark))]
 
     def reply(self, actions: Sequence[str]) -> str:
         """The reply of a player, without a thought: calls, or one answer."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 from ragen.chat.template import (
@@ -20,6 +21,7 @@ from ragen.chat.template import (
 )
 from ragen.chat.tool_calls import TOOL_PARSERS, ToolForm, ToolParser
 from ragen.core.errors import RagenError
+from ragen.core.json_text import hide_json
 from ragen.core.types import Message
 from ragen.core.user_code import UserCodeError
 from ragen.envs.tools import Call, read_call, tool_schema
@@ -137,7 +139,8 @@ def find_form(bridge: ToolBridge, parser: ToolParser | None) -> ToolForm:
         except UserCodeError as failure:
             raise RagenError(f"prompt.tool_parser cannot be used: {failure.reason}") from failure
         if found == [call]:
-            return ToolForm(each, bridge.write)
+            mark = commonprefix((hide_json(written), written.partition(bridge.name)[0]))  # noqa: RUF071 (characters)
+            return ToolForm(each, bridge.write, mark.strip())
     raise RagenError(
         f"a call of this model's chat template, {written[:100]!r}, cannot be read: name a parser "
         "in prompt.tool_parser (docs/extend.md), or choose another model"

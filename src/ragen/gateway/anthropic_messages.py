@@ -9,7 +9,10 @@ from typing import Any
 from ragen.gateway import bodies
 from ragen.gateway.messages import ChatMessage, Refused, Reply, Request, ToolCall
 
-READ = {"model", "messages", "system", "tools", "max_tokens", "stop_sequences", "stream"}
+READ = {
+    *("model", "messages", "system", "tools", "max_tokens", "stop_sequences", "stream"),
+    "tool_choice",
+}
 REFUSED = {
     "mcp_servers": "offer functions that the agent runs",
     "container": "offer functions that the agent runs",
@@ -27,6 +30,9 @@ ERRORS = {
 def read(body: Mapping[str, Any], known: Callable[[str], Sequence[ChatMessage]]) -> Request:
     """The request of a body; `known` is not used."""
     bodies.refuse(body, REFUSED)
+    (config,) = bodies.objects([body.get("output_config") or {}], "output_config")
+    bodies.refuse_form(body.get("output_format"), "output_format")
+    bodies.refuse_form(config.get("format"), "output_config.format")
     system = bodies.text_of(body.get("system"))
     messages = [ChatMessage("system", system)] if system else []
     failed = 0
@@ -35,12 +41,14 @@ def read(body: Mapping[str, Any], known: Callable[[str], Sequence[ChatMessage]])
         failed += sum(block.get("is_error") is True for block in _blocks(given))
     # A result that is an error says so in its text; no chat template has a mark for it.
     left = bodies.ignored(body, READ) | ({"is_error": failed} if failed else {})
+    tools = bodies.tools_of(body.get("tools"), "input_schema", ("function", "custom"))
     return Request(
         bodies.conversation(messages),
-        bodies.tools_of(body.get("tools"), "input_schema", ("function", "custom")),
+        tools,
         bodies.limit_of(body.get("max_tokens")),
         bodies.stops_of(body.get("stop_sequences")),
         bool(body.get("stream")),
+        bodies.demand_of(body.get("tool_choice"), None, tools),
         left,
     )
 
@@ -75,7 +83,8 @@ def _messages(given: Mapping[str, Any]) -> Iterator[ChatMessage]:
 
 def write(reply: Reply, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """The answer with a reply."""
-    finish = {"stop_reason": FINISH[reply.finish], "stop_sequence": None}
+    reason = FINISH[reply.finish] if reply.stop is None else "stop_sequence"
+    finish = {"stop_reason": reason, "stop_sequence": reply.stop}
     usage = {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens}
     head = {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "model": model}
     return {**head, "content": _content(reply), **finish, "usage": usage}

@@ -14,7 +14,7 @@ from typing import Any
 
 from ragen.envs.contract import Schema
 from ragen.envs.tools import read_object, tool_schema
-from ragen.gateway.messages import ChatMessage, Refused, Reply, Speaker
+from ragen.gateway.messages import ChatMessage, Demand, Refused, Reply, Speaker
 
 ROLES: Mapping[str, Speaker] = {
     "system": "system",
@@ -157,6 +157,38 @@ def tools_of(tools: Any, key: str, kinds: Collection[str]) -> tuple[Schema, ...]
     except (ValueError, RecursionError):
         raise wrong("tools must be plain JSON of a moderate depth") from None
     return tuple(made)
+
+
+def demand_of(choice: Any, parallel: Any, tools: Sequence[Schema]) -> Demand:
+    """What a request demands of calls: a `choice` of any dialect, and if several are permitted.
+
+    Example:
+        >>> demand_of("required", False, [tool_schema("guess", "", {})])
+        Demand(least=1, most=1, tool='')
+    """
+    (about,) = objects([choice if isinstance(choice, dict) else {"type": choice}], "tool_choice")
+    is_single = parallel is False or about.get("disable_parallel_tool_use") is True  # Anthropic's
+    kind, most = about.get("type") or "auto", 1 if is_single else None
+    if kind == "auto":
+        return Demand(0, most)
+    if kind == "none":
+        return Demand(0, 0)
+    if kind not in ("required", "any", "function", "tool"):
+        raise unsupported(f"tool_choice {kind!r}", "send auto, none, required or one of the tools")
+    (named,) = objects([about.get("function", about)], "the function of tool_choice")
+    tool = field(named, "name") if kind in ("function", "tool") else ""
+    if not tools or (tool and all(each["function"]["name"] != tool for each in tools)):
+        what = repr(tool) if tool else "a tool"
+        raise wrong(f"tool_choice demands {what}, which the request does not offer")
+    return Demand(1, most, tool)
+
+
+def refuse_form(form: Any, where: str) -> None:
+    """Raise `Refused` if a request wants its reply in a form other than text."""
+    (given,) = objects([form or {}], where)
+    if given.get("type") not in (None, "text"):
+        what = f"{where} of type {given['type']!r}"
+        raise unsupported(what, "describe the form in your messages, and check the reply")
 
 
 def limit_of(*limits: Any) -> int | None:

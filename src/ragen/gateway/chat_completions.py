@@ -10,7 +10,7 @@ from ragen.gateway.messages import ChatMessage, Reply, Request, ToolCall
 
 READ = {
     *("model", "messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream"),
-    *("stream_options", "n"),
+    *("stream_options", "n", "tool_choice", "parallel_tool_calls", "response_format"),
 }
 REFUSED = {
     "logit_bias": "the run decides how tokens are sampled",
@@ -30,6 +30,7 @@ def read(body: Mapping[str, Any], known: Callable[[str], Sequence[ChatMessage]])
         raise bodies.unsupported("n other than 1", "send the request again for another reply")
     if body.get("modalities") not in (None, [], ["text"]):
         raise bodies.unsupported("modalities other than text", "replies are text")
+    bodies.refuse_form(body.get("response_format"), "response_format")
     bodies.objects([body.get("stream_options") or {}], "stream_options")
     given = bodies.objects(body.get("messages"), "messages")
     left = bodies.ignored(body, READ)
@@ -37,12 +38,14 @@ def read(body: Mapping[str, Any], known: Callable[[str], Sequence[ChatMessage]])
     named = [each for each in given if each.get("name") and bodies.role_of(each) != "tool"]
     if named:
         left["name"] = [each["name"] for each in named]
+    tools = bodies.tools_of(body.get("tools"), "parameters", ("function",))
     return Request(
         bodies.conversation(map(_message, given)),
-        bodies.tools_of(body.get("tools"), "parameters", ("function",)),
+        tools,
         bodies.limit_of(body.get("max_tokens"), body.get("max_completion_tokens")),
         bodies.stops_of(body.get("stop")),
         bool(body.get("stream")),
+        bodies.demand_of(body.get("tool_choice"), body.get("parallel_tool_calls"), tools),
         left,
     )
 

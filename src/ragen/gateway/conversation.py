@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from ragen.chat.actions import Parsed
 from ragen.chat.chat import Chat
-from ragen.chat.tool_calls import parse_tools
+from ragen.chat.tool_calls import ToolForm, parse_tools
 from ragen.core.types import Completion, Message, fingerprint
 from ragen.envs.tools import read_call, write_call
 from ragen.gateway.bodies import INVALID, object_of, wrong
-from ragen.gateway.messages import ChatMessage, Finish, Reply, ToolCall
+from ragen.gateway.messages import ChatMessage, Demand, Finish, Reply, ToolCall
 
 MOST_CALLS = 1000
 """Calls of tools that are read in one reply."""
@@ -81,6 +81,7 @@ def written(
         text = message.text or ""
         if message.role == "assistant" and message.calls:
             asked = [_as_text(call) for call in message.calls]
+            text += "\n" if text and not text.endswith("\n") else ""
             text += chat.calls.write(asked) if chat.calls else "\n".join(asked)
         if message.role == "assistant":
             since, ids = index + 1, [f"call{n:05d}" for n in range(len(message.calls))]
@@ -107,15 +108,17 @@ def _as_text(call: ToolCall) -> str:
     return text if read_call(text) else write_call(call.name, **{INVALID: call.arguments})
 
 
-def cut(chat: Chat, completion: Completion, stops: Sequence[str]) -> tuple[Completion, str]:
-    """A completion that ends with the first of the stop texts, and its text before that.
+def cut(
+    chat: Chat, completion: Completion, stops: Sequence[str]
+) -> tuple[Completion, str, str | None]:
+    """A completion that ends with the first of the stop texts, its text before that, and which.
 
     It ends at the token that completes the stop text, as if sampling had stopped there.
     """
     text = completion.text
     found = [(text.find(stop) + len(stop), stop) for stop in stops if stop and stop in text]
     if not found:
-        return completion, text
+        return completion, text, None
     end, stop = min(found)
     ids, logprobs = completion.token_ids, completion.logprobs
     assert ids is not None and logprobs is not None
@@ -129,32 +132,47 @@ def cut(chat: Chat, completion: Completion, stops: Sequence[str]) -> tuple[Compl
         finish_reason="stop",
         fingerprint=fingerprint(ids, logprobs),
     )
-    return shorter, text[: end - len(stop)]
+    return shorter, text[: end - len(stop)], stop
 
 
-def parsed(chat: Chat, text: str, completion: Completion, think: bool) -> Parsed:
-    """The thought and the calls in the text of a completion; one that was cut has no calls."""
+def parsed(chat: Chat, text: str, completion: Completion, think: bool, demand: Demand) -> Parsed:
+    """The thought and the calls in the text of a completion.
+
+    It has no calls, and is not valid, if it was cut or does not meet the `demand`.
+    """
     parser = chat.calls.parse if chat.calls is not None else lambda _: []
     found = parse_tools(text, parser, think=think, max_actions=MOST_CALLS)
+    problem = demand.unmet([call.name for call in found.calls]) if found.valid else None
     if completion.finish_reason == "length":
         problem = "It was cut off at its limit of tokens."
+    if problem is not None:
         return replace(found, actions=(), valid=False, problem=problem, calls=())
     return found
 
 
 def reply_of(
-    id_: str, number: int, text: str, found: Parsed, is_cut: bool, counts: tuple[int, int]
+    id_: str,
+    number: int,
+    form: ToolForm | None,
+    text: str,
+    found: Parsed,
+    is_cut: bool,
+    counts: tuple[int, int],
 ) -> Reply:
-    """The reply with the `text` of call `number`; `counts` are the tokens of prompt and reply."""
+    """The reply with the `text` of call `number`; `counts` are the tokens of prompt and reply.
+
+    Beside calls in this `form`, it has the text before them.
+    """
     calls = tuple(
         ToolCall(f"call{number:03d}{index:02d}", *_name_and_arguments(call.text))
         for index, call in enumerate(found.calls)
         if found.valid
     )
     said: str | None = text
-    if calls:
+    if calls and form is not None:
         thought = found.thought_chars
-        said = text[: thought[1] + len("</think>")] if thought is not None else None
+        start = 0 if thought is None else thought[1] + len("</think>")
+        said = (text[:start] + form.before(text[start:])).rstrip() or None
     finish: Finish = "length" if is_cut else "calls" if calls else "stop"
     return Reply(id_, said, calls, finish, *counts)
 

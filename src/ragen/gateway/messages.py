@@ -6,7 +6,7 @@ A dialect (`ragen.gateway.dialects`) reads the body of a request into a `Request
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,12 +48,40 @@ class ChatMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request demands of the calls in its reply: how many, and of which tool.
+
+    Sampling does not enforce it: a reply that does not meet it is not valid.
+    """
+
+    least: int = 0
+    most: int | None = None
+    tool: str = ""
+
+    def unmet(self, names: Sequence[str]) -> str | None:
+        """What is wrong with a reply that calls these tools, as one sentence; ``None`` if nothing.
+
+        Example:
+            >>> Demand(least=1, tool="guess").unmet(["stop"]), Demand(most=1).unmet(["guess"])
+            ('The reply must call "guess" and no other tool.', None)
+        """
+        if self.tool and set(names) != {self.tool}:
+            return f'The reply must call "{self.tool}" and no other tool.'
+        if len(names) < self.least:
+            return "The reply must call a tool."
+        if self.most is not None and len(names) > self.most:
+            return f"The reply may have at most {self.most} calls."
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A request for one reply.
 
     `max_tokens` is the agent's own limit, if it has one. A reply ends before the first of the texts
-    in `stop`. With `stream` the reply is sent as events. `ignored` are parameters that the run
-    decides, or that it cannot honour, by name: they change nothing.
+    in `stop`, and its calls are to meet the `demand`. With `stream` the reply is sent as events.
+    `ignored` are parameters that the run decides, or that it cannot honour, by name: they change
+    nothing.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -61,12 +89,16 @@ class Request:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False
+    demand: Demand = Demand()
     ignored: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The reply to a request, with the number of tokens of its prompt and of itself."""
+    """The reply to a request, with the number of tokens of its prompt and of itself.
+
+    `stop` is the text of `Request.stop` before which it ended, if it did.
+    """
 
     id: str
     text: str | None
@@ -74,6 +106,7 @@ class Reply:
     finish: Finish
     prompt_tokens: int
     completion_tokens: int
+    stop: str | None = None
 
     @property
     def message(self) -> ChatMessage:

@@ -10,7 +10,7 @@ from ragen.gateway.messages import ChatMessage, Refused, Reply, Request, ToolCal
 
 READ = {
     *("model", "input", "instructions", "previous_response_id", "tools", "max_output_tokens"),
-    "stream",
+    *("stream", "tool_choice", "parallel_tool_calls"),
 }
 REFUSED = {
     "background": "wait for the answer",
@@ -33,6 +33,8 @@ error = bodies.error_of
 def read(body: Mapping[str, Any], known: Callable[[str], Sequence[ChatMessage]]) -> Request:
     """The request of a body; see `ragen.gateway.dialects.Dialect`."""
     bodies.refuse(body, REFUSED)
+    (text,) = bodies.objects([body.get("text") or {}], "text")
+    bodies.refuse_form(text.get("format"), "text.format")
     instructions = bodies.field(body, "instructions")
     messages = [ChatMessage("system", instructions, name=INSTRUCTIONS)] if instructions else []
     if previous := bodies.field(body, "previous_response_id"):
@@ -49,12 +51,14 @@ def read(body: Mapping[str, Any], known: Callable[[str], Sequence[ChatMessage]])
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     messages += map(_message, bodies.objects(given, "input"))
+    tools = bodies.tools_of(body.get("tools"), "parameters", ("function",))
     return Request(
         bodies.conversation(messages),
-        bodies.tools_of(body.get("tools"), "parameters", ("function",)),
+        tools,
         bodies.limit_of(body.get("max_output_tokens")),
         (),
         bool(body.get("stream")),
+        bodies.demand_of(body.get("tool_choice"), body.get("parallel_tool_calls"), tools),
         bodies.ignored(body, READ),
     )
 

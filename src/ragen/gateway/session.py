@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from ragen.chat.actions import Parsed
@@ -212,13 +212,15 @@ class Session:
         number = len(self.made)
         if is_first:
             self._last_of_first = number
-        completion, text = cut(chat, completion, request.stop)
+        completion, text, stop = cut(chat, completion, request.stop)
         text = self._prefill(chat) + text
-        found = parsed(chat, text, completion, self._budget.think or self._prefill(chat) != "")
+        think = self._budget.think or self._prefill(chat) != ""
+        found = parsed(chat, text, completion, think, request.demand)
         assert prompt.token_ids is not None and completion.token_ids is not None
         name = _digest(b"reply", f"{number} {prompt.token_ids}").hex()[:16]
         is_cut = completion.finish_reason == "length"
         counts = len(prompt.token_ids), len(completion.token_ids)
+        reply = reply_of(name, number, chat.calls, text, found, is_cut, counts)
         made = Made(
             number,
             request,
@@ -229,7 +231,7 @@ class Session:
             prompt,
             completion,
             found,
-            reply_of(name, number, text, found, is_cut, counts),
+            replace(reply, stop=stop),
             seconds,
             question,
             is_auxiliary,
