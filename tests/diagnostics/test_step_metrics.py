@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ragen.core.types import Group
 from ragen.diagnostics.collapse import echo_trap_signs
 from ragen.diagnostics.step_metrics import explained_variance, summarize, summarize_envs
 from tests.tolerance import rounding
+from tests.viewer_run import agent_episode
 
 
 def test_summarize_golden() -> None:
@@ -61,6 +63,33 @@ class Unsearched(list[int]):
     @override
     def __contains__(self, item: object) -> bool:
         raise AssertionError("a search through all kept groups for one group")
+
+
+def test_the_calls_of_an_agent_golden() -> None:
+    """Nine calls: two conversations, a fork, two titles of one token each and a lost reply."""
+    one = agent_episode()
+    retried = replace(one.turns[0], info={"retries": 2, "ignored": ["seed", "top_p"]})
+    one = replace(one, turns=(retried, *one.turns[1:]))
+    found = {
+        name.removeprefix("agent/"): value
+        for name, value in values(summarize([Group((one, one))], [0])).items()
+        if name.startswith("agent/")
+    }
+    assert found == {
+        "calls": 18,
+        "roots": 4,
+        "forks": 2,
+        "retries": 4,
+        "agent_tokens": 14,
+        "auxiliary_tokens": 4,
+        "discarded_tokens": 2,
+        "ignored/seed": 2,
+        "ignored/top_p": 2,
+        "roots_per_episode": 2,
+        "fork_fraction": 0.2,
+        "verbatim_fraction": 0.6,
+        "untrained_fraction": 0.3,
+    }
 
 
 def test_the_time_of_a_summary_grows_with_the_groups_and_not_with_their_square() -> None:

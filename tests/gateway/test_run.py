@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import resource
 import time
 import urllib.error
 import urllib.request
@@ -16,18 +17,21 @@ import pytest
 
 from ragen.chat.chat import Chat
 from ragen.cluster.process_engine import _fields
+from ragen.config.extensions import load
 from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Group, Prompt
-from ragen.envs.adapters.agent import AgentEnv, read_tasks, read_verdict
+from ragen.envs.adapters.agent import AgentEnv, read_tasks, read_verdict, split_tasks
 from ragen.envs.registry import make
 from ragen.envs.tools import tool_schema, write_call
-from ragen.gateway.server import Gateway
+from ragen.evaluation.baselines import files_of
+from ragen.gateway.server import Gateway, _most_connections
 from ragen.gateway.session import Budget, Session
 from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import NoCompletion
 from ragen.rollout.setup import Setup, make_chat, make_setup
 from ragen.sampling.weighted_policy import WeightedPolicy
+from ragen.settings.code import load_code, refuse_changed
 from ragen.storage.stored_episodes import episode_rows
 from tests.gateway.agents_at_work import TASKS
 from tests.scripted_policy import ScriptedPolicy
@@ -90,6 +94,7 @@ def play(setup: Setup, chat: Chat, names: list[str]) -> dict[str, Group]:
 
 def test_agents_work_at_once_and_each_ends_as_its_page_says(setup: Setup, chat: Chat) -> None:
     names = ["talk", "raise late", "raise early", "silent", "hang", "too many", "no completion"]
+    names.append("ignore refusals")
     played = {name: group.episodes[0] for name, group in play(setup, chat, names).items()}
     ends = {name: (each.stop_reason, each.reward) for name, each in played.items()}
     assert ends == {
@@ -100,7 +105,11 @@ def test_agents_work_at_once_and_each_ends_as_its_page_says(setup: Setup, chat: 
         "hang": ("timeout", 0.0),
         "too many": ("solved", 1.0),
         "no completion": ("request", 0.0),
+        "ignore refusals": ("failed", 0.0),
     }
+    assert (played["ignore refusals"].error or "").startswith(
+        "the agent ignored 8 refusals in a row, the last one: the conversation has no message"
+    )
     talk = played["talk"]
     assert [turn.completion.text for turn in talk.turns] == ["You said: Hello.", "You said: And?"]
     assert [turn.call.parent for turn in talk.turns if turn.call] == [-1, 0]
@@ -188,6 +197,50 @@ def test_keys_of_prompts_that_the_agent_writes_are_refused(key: str, value: obje
     merge(None, {"env.name": "bandit", "prompt.window": 2, key: value})
 
 
+def test_a_changed_file_of_tasks_is_read_anew_and_noticed(tmp_path: Path) -> None:
+    def numbered(count: int) -> str:
+        return "".join(f'{{"n": {n}}}\n' for n in range(count))
+
+    (tmp_path / "tasks.jsonl").write_text(numbered(5))
+    (tmp_path / "checks.py").write_text("def verify(task, answer):\n    return 1.0\n")
+    params = {"tasks": str(tmp_path / "tasks.jsonl"), "verifier": f"{tmp_path}/checks.py:verify"}
+    config = merge(None, {"env.name": f"agent:{AGENT}:main", "env.params": params})
+    config = load_code(config)
+    refuse_changed(config)
+    before = files_of(params)
+    assert [name for name, _, _ in before] == [params["tasks"], f"{tmp_path}/checks.py"]
+    assert len(split_tasks(params["tasks"], "")[1]) == 1
+    (tmp_path / "tasks.jsonl").write_text(numbered(15))
+    with pytest.raises(RagenError, match=r"tasks.jsonl has changed since the run began"):
+        refuse_changed(config)
+    assert len(split_tasks(params["tasks"], "")[1]) == 3
+    assert files_of(params) != before  # what an evaluation keeps is of the tasks before
+    (tmp_path / "tasks.jsonl").write_text(numbered(5))
+    (tmp_path / "checks.py").write_text("def verify(task, answer):\n    return 0.0\n")
+    load.cache_clear()
+    with pytest.raises(RagenError, match=r"checks.py has changed since the run began"):
+        refuse_changed(config)
+
+
+@pytest.mark.parametrize("text", ["/" + "a" * 400, "/a\0b", "", "relative.jsonl"])
+def test_a_parameter_that_is_no_whole_path_is_no_file(text: str) -> None:
+    assert files_of({"prompt": text}) == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "raised"),
+    [((1024, 2**20), 4096, 4224), ((256, 512), 384, 512), ((9999, 9999), 4096, 9999)],
+)
+def test_a_gateway_takes_as_many_connections_as_it_may_open_files(
+    limits: tuple[int, int], most: int, raised: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: given.append(new))
+    assert _most_connections() == most
+    assert given == [(raised, limits[1])]
+
+
 def test_an_answer_without_a_verifier_is_no_reward() -> None:
     assert read_verdict("42") is None and read_verdict(None) is None
     assert read_verdict(0.25) == (0.25, False)
@@ -211,9 +264,11 @@ def test_the_gateway_costs_little_beside_sampling(
     assert cost_s < 0.01  # about 3 ms where nothing else runs
 
 
-def ask(base_url: str, key: str, path: str = "/chat/completions", **body: object) -> Any:
+def ask(
+    base_url: str, key: str, path: str = "/chat/completions", role: str = "", **body: object
+) -> Any:
     given = {"model": "policy", "messages": [{"role": "user", "content": "Hi."}], **body}
-    headers = {"Authorization": f"Bearer {key}"}
+    headers = {"Authorization": f"Bearer {key}", "X-Ragen-Role": role}
     request = urllib.request.Request(base_url + path, json.dumps(given).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=10) as answer:
@@ -244,6 +299,12 @@ def test_a_key_opens_its_own_episode_while_it_is_played(chat: Chat) -> None:
                 status, text = await asyncio.to_thread(ask, gateway.base_url, key, path)
                 assert status == 200 and json.loads(text)["input_tokens"] > 3
                 assert (await asyncio.to_thread(ask, gateway.base_url, "1-forged"))[0] == 401
+                for role, expected in (("compaction", 200), ("judge", 400)):
+                    status, text = await asyncio.to_thread(
+                        lambda role=role: ask(gateway.base_url, key, role=role)
+                    )
+                    assert status == expected
+                assert "x-ragen-role is one of agent, compaction, auxiliary" in text
             assert (await asyncio.to_thread(ask, gateway.base_url, key))[0] == 410
 
     asyncio.run(script())

@@ -7,6 +7,7 @@ requests; the policy says scripted replies, encoded once.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 
 from ragen.algorithms.samples import join
 from ragen.chat.chat import Chat
-from ragen.core.types import Completion, Prompt, Turn
+from ragen.core.types import CallRole, Completion, Prompt, Turn
 from ragen.gateway.messages import ChatMessage, Demand, Refused, Reply, Request, ToolCall
 from ragen.gateway.session import FIRST_CALL, MOST_STOPS, STOP_TEXT, Budget, Session
 from ragen.rollout.policies import written_completion
@@ -68,7 +69,7 @@ class Agent:
         tools: Sequence[dict[str, object]] = (),
         body: bytes | None = None,
         is_retry: bool = False,
-        is_auxiliary: bool = False,
+        role: CallRole | None = None,
         **more: object,
     ) -> Reply:
         self._count += 1
@@ -77,7 +78,7 @@ class Agent:
             body or str(self._count).encode(),
             request,
             is_retry=is_retry,
-            is_auxiliary=is_auxiliary,
+            role=role,
         )
 
     @property
@@ -340,9 +341,9 @@ def test_a_call_that_continues_an_auxiliary_one_names_it() -> None:
     one = agent("A title", "Yes.", "Another title", "Go on.")
 
     async def script() -> None:
-        title = await one.ask(HELLO, is_auxiliary=True)
+        title = await one.ask(HELLO, role="auxiliary")
         await one.ask(AGAIN)
-        next_title = await one.ask(HELLO, title.message, AGAIN, is_auxiliary=True)
+        next_title = await one.ask(HELLO, title.message, AGAIN, role="auxiliary")
         await one.ask(HELLO, title.message, AGAIN, next_title.message, HELLO)
 
     run(script())
@@ -355,6 +356,132 @@ def test_a_call_that_continues_an_auxiliary_one_names_it() -> None:
         "Another title",
     ]
     assert parents == [-1, 3, -1, 2]
+
+
+PLAN = "First look at the arms, then pull the best one."
+SUMMARY = "So far: the agent has looked at the arms, and the second is best."
+
+
+def roles(one: Agent) -> dict[str, str]:
+    turns, others = one.session.turns()
+    return {turn.completion.text: turn.call.role for turn in (*turns, *others) if turn.call}
+
+
+def transcript(*texts: str) -> ChatMessage:
+    """A conversation as one text, in JSON, as some harnesses summarise it."""
+    return said("user", "Summarise: " + json.dumps([{"role": "x", "text": each} for each in texts]))
+
+
+@pytest.mark.parametrize("role", [None, "compaction"])
+def test_a_summary_that_a_conversation_begins_with_is_trained_on(role: CallRole | None) -> None:
+    one = agent(PLAN, SUMMARY, "I pull the second.")
+
+    async def script() -> None:
+        await one.ask(HELLO)
+        summary = await one.ask(transcript("Hello.", PLAN), role=role)
+        await one.ask(said("user", f"Go on.\n\n{summary.text}"))
+
+    run(script())
+    assert roles(one) == {PLAN: "agent", SUMMARY: "compaction", "I pull the second.": "agent"}
+    assert [turn.completion.text for turn in one.turns] == [PLAN, SUMMARY, "I pull the second."]
+    one.check()
+
+
+def test_a_summary_that_the_agent_rejects_is_not_trained_on() -> None:
+    """It goes on with its history instead."""
+    one = agent(PLAN, SUMMARY, "I pull the second.")
+
+    async def script() -> None:
+        plan = await one.ask(HELLO)
+        await one.ask(transcript("Hello.", PLAN))
+        await one.ask(HELLO, plan.message, AGAIN)
+
+    run(script())
+    assert roles(one) == {PLAN: "agent", SUMMARY: "discarded", "I pull the second.": "agent"}
+    one.check()
+
+
+@pytest.mark.parametrize("role", [None, "compaction"])
+def test_of_two_summaries_the_one_that_is_used_is_trained_on(role: CallRole | None) -> None:
+    one = agent(PLAN, "Too long, it cannot be used.", SUMMARY, "I pull the second.")
+
+    async def script() -> None:
+        await one.ask(HELLO)
+        await one.ask(transcript("Hello.", PLAN), role=role)
+        await one.ask(transcript("Hello.", PLAN, "Shorter!"), role=role)
+        await one.ask(said("user", SUMMARY))
+
+    run(script())
+    assert roles(one)["Too long, it cannot be used."] == "discarded"
+    assert roles(one)[SUMMARY] == "compaction"
+    one.check()
+
+
+def test_a_summary_in_the_same_conversation_without_tools_is_trained_on() -> None:
+    one = tool_agent(CALL, SUMMARY, CALL)
+
+    async def script() -> None:
+        first = await one.ask(HELLO, tools=[GUESS])
+        result = said("tool", "right", call_id=first.calls[0].id)
+        summary = await one.ask(HELLO, first.message, result, said("user", "Summarise."))
+        await one.ask(said("user", f"{summary.text} Go on."), tools=[GUESS])
+
+    run(script())
+    assert set(roles(one).values()) == {"agent"}
+    assert len(one.turns) == 3
+
+
+def test_a_declared_summary_is_rejected_if_its_conversation_goes_on_without_it() -> None:
+    one = agent("Yes.", SUMMARY, "No.", "I pull.")
+
+    async def script() -> None:
+        first = await one.ask(HELLO)
+        await one.ask(HELLO, first.message, said("user", "Summarise."), role="compaction")
+        second = await one.ask(HELLO, first.message, AGAIN)
+        await one.ask(HELLO, first.message, AGAIN, second.message, HELLO)
+
+    run(script())
+    assert roles(one) == {"Yes.": "agent", SUMMARY: "discarded", "No.": "agent", "I pull.": "agent"}
+
+
+def test_conversations_about_a_reply_that_agents_weigh_up_are_trained_on() -> None:
+    """Votes, drafts and critics of a plan are no summaries, although a program reads them."""
+    votes = [f"Vote {n}: this plan is good enough." for n in range(3)]
+    one = agent(PLAN, *votes, "It is done.")
+
+    async def script() -> None:
+        await one.ask(HELLO)
+        for n in range(3):
+            await one.ask(said("user", f"Judge {n}: is this a good plan? {PLAN}"))
+        await one.ask(said("user", "Two of three agree. Carry it out."))
+
+    run(script())
+    assert [turn.completion.text for turn in one.turns] == [PLAN, *votes, "It is done."]
+
+
+def test_an_agent_can_say_that_a_call_belongs_to_its_work() -> None:
+    one = agent(PLAN, "The critic says no to it.", "I pull the second.")
+
+    async def script() -> None:
+        plan = await one.ask(HELLO)
+        await one.ask(said("user", f"Is this good? {PLAN}"), role="agent")
+        await one.ask(HELLO, plan.message, AGAIN)
+
+    run(script())
+    assert set(roles(one).values()) == {"agent"}
+
+
+def test_the_answer_of_a_sub_agent_without_tools_is_trained_on() -> None:
+    one = tool_agent(CALL, SUMMARY, "Done, the second it is.")
+
+    async def script() -> None:
+        first = await one.ask(HELLO, tools=[GUESS])
+        answer = await one.ask(said("user", "Look at the arms for me."))
+        result = said("tool", json.dumps({"answer": answer.text}), call_id=first.calls[0].id)
+        await one.ask(HELLO, first.message, result, tools=[GUESS])
+
+    run(script())
+    assert set(roles(one).values()) == {"agent"}
 
 
 @pytest.mark.parametrize("template", sorted(TOOL_TEMPLATES))
@@ -504,6 +631,32 @@ def test_the_budget_ends_in_a_fixed_reply_that_is_never_trained() -> None:
     turns, others = one.session.turns()
     assert len(turns) == 1
     assert [turn.call.role for turn in others if turn.call] == ["budget"] * MOST_STOPS
+
+
+def test_after_its_tokens_an_episode_gets_the_fixed_reply() -> None:
+    one = agent("One two three.", "Four five six.", tokens=5)
+
+    async def script() -> None:
+        await one.ask(HELLO)
+        assert (await one.ask(HELLO)).text == STOP_TEXT
+
+    run(script())
+    assert [turn.completion.text for turn in one.turns] == ["One two three."]
+
+
+def test_what_the_metrics_say_of_calls() -> None:
+    one = agent("Once.", "Next.")
+
+    async def script() -> None:
+        for is_retry in (False, True, True):
+            await one.ask(HELLO, body=b"x", is_retry=is_retry)
+        await one.ask(AGAIN, ignored={"temperature": 0.2, "seed": 1, "no parameter": 1})
+
+    run(script())
+    assert [turn.info for turn in one.turns] == [
+        {"retries": 2},
+        {"ignored": ["seed", "temperature"]},
+    ]
 
 
 def test_a_prompt_without_room_is_refused_as_libraries_know_it() -> None:

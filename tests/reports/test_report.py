@@ -150,6 +150,16 @@ def test_gradients_by_reward_std_are_shown_only_if_measured(run: Path) -> None:
     assert cells(found, "Gradients") == {"0": ("12", "0"), "3": ("4", "0.5")}
 
 
+def test_the_calls_of_an_agent_are_summed_and_parameters_without_effect_are_named(
+    run: Path,
+) -> None:
+    facts = read_facts(run)
+    assert "Calls of the agent" not in [section.title for section in page(facts)]
+    found = {"agent/calls": {1: 20.0, 2: 22.0}, "agent/ignored/seed": {2: 22.0}}
+    facts = replace(facts, metrics={**facts.metrics, **found})
+    assert cells(facts, "Calls of the agent") == {"calls": ("42",), "calls that set seed": ("22",)}
+
+
 def test_exactness_counts_checks_and_keeps_the_largest_difference(run: Path) -> None:
     assert cells(read_facts(run), "Exactness") == {
         "exactness/tokens_checked": ("5,000",),  # of the five steps in effect

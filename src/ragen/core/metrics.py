@@ -12,6 +12,8 @@ from typing import Literal
 
 Kind = Literal["mean", "sum", "max", "last"]
 
+IGNORED = "agent/ignored/"
+"""Prefix of the numbers of an agent's calls that set a parameter without effect, by its name."""
 OF_ENV = {
     "success/mean": "success",
     "reward/mean": "reward",

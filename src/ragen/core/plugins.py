@@ -105,7 +105,7 @@ def load_object(
             text = inspect.getsource(_PASSED[reference])
         except (OSError, TypeError):  # Python does not know the text of every object
             text = ""
-        return Loaded(_PASSED[reference], _hash(text.encode()))
+        return Loaded(_PASSED[reference], hash_bytes(text.encode()))
     if reference.startswith("python:"):
         raise RagenError(
             f"{reference} was passed in Python by another process: pass it again with ragen.resume "
@@ -174,8 +174,8 @@ def _load_file(path: Path, content: bytes) -> ModuleType:
     # One module for each file and content, helpers included: an edited file is loaded anew, an
     # unchanged one keeps its classes.
     own = path.resolve()
-    helpers = _hash(str(own.parent).encode() + _code_beside(own, content, elsewhere=False))
-    digest = _hash(f"{own}{helpers}".encode() + content)
+    helpers = hash_bytes(str(own.parent).encode() + _code_beside(own, content, elsewhere=False))
+    digest = hash_bytes(f"{own}{helpers}".encode() + content)
     module_name = f"ragen_plugin_{path.stem}_{digest}"
     if module_name in sys.modules:
         return sys.modules[module_name]
@@ -199,7 +199,7 @@ def hash_code(path: Path, content: bytes) -> str:
     These are modules in its folder and modules that were imported from elsewhere, except those of
     installed packages, of Python and of RAGEN. Files that are read as data are not covered.
     """
-    return _hash(content + _code_beside(path.resolve(), content))
+    return hash_bytes(content + _code_beside(path.resolve(), content))
 
 
 def _code_beside(own: Path, content: bytes, elsewhere: bool = True) -> bytes:
@@ -246,5 +246,6 @@ def _is_installed(file: Path) -> bool:
     return bool(is_package) or file.is_relative_to(own) or file.is_relative_to(standard)
 
 
-def _hash(content: bytes) -> str:
+def hash_bytes(content: bytes) -> str:
+    """The hash of some bytes, with the name of the function."""
     return f"blake2b:{hashlib.blake2b(content, digest_size=16).hexdigest()}"

@@ -6,6 +6,7 @@ Names of metrics are paths. A metric that cannot be computed (no thought, no tok
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from math import isfinite
@@ -18,7 +19,7 @@ from ragen.algorithms.batch import Batch
 from ragen.algorithms.filters import reward_std
 from ragen.algorithms.losses import k3
 from ragen.config.extensions import short_names
-from ragen.core.metrics import OF_ENV, Metrics, largest, last, mean, total
+from ragen.core.metrics import IGNORED, OF_ENV, Metrics, largest, last, mean, total
 from ragen.core.statistics import all_equal
 from ragen.core.types import Call, Episode, Group, Turn
 from ragen.engines.engine import Engine
@@ -87,27 +88,37 @@ def agent_metrics(played: Sequence[Episode]) -> Metrics:
 
     A root begins a conversation, and a fork continues a reply that another call continues already.
     """
+    turns = [turn for episode in played for turn in (*episode.turns, *episode.others)]
+    made = [(turn, turn.call) for turn in turns if turn.call is not None]
+    if not made:
+        return {}
     calls = [turn.call for episode in played for turn in episode.turns if turn.call is not None]
-    share, sampled = untrained(played)
-    if not calls:
-        return {"agent/untrained_fraction": mean(share, sampled)} if share else {}
     parents = [[turn.call.parent for turn in each.turns if turn.call] for each in played]
     roots = [sum(parent < 0 for parent in each) for each in parents]
     continued = [[parent for parent in each if parent >= 0] for each in parents]
     forks = sum(len(each) - len({*each}) for each in continued)
-    return {
-        "agent/calls": total(len(calls) + sum(len(each.others) for each in played)),
-        "agent/roots_per_episode": mean(fmean(roots), len(roots)),
-        "agent/fork_fraction": mean(forks / len(calls), len(calls)),
-        "agent/verbatim_fraction": mean(fmean(is_verbatim(each) for each in calls), len(calls)),
-        "agent/untrained_fraction": mean(share, sampled),
-    }
+    counts = Counter({"agent/calls": len(made), "agent/roots": sum(roots), "agent/forks": forks})
+    for turn, call in made:
+        if tokens := _num_sampled(turn):
+            counts[f"agent/{call.role}_tokens"] += tokens
+        counts["agent/retries"] += turn.info.get("retries", 0)
+        counts.update(f"{IGNORED}{name}" for name in turn.info.get("ignored", ()))
+    metrics = {name: total(count) for name, count in counts.items()}
+    share, sampled = untrained(played)
+    if sampled:
+        metrics["agent/untrained_fraction"] = mean(share, sampled)
+    if calls:
+        is_same = [is_verbatim(each) for each in calls]
+        metrics["agent/roots_per_episode"] = mean(fmean(roots), len(roots))
+        metrics["agent/fork_fraction"] = mean(forks / len(calls), len(calls))
+        metrics["agent/verbatim_fraction"] = mean(fmean(is_same), len(calls))
+    return metrics
 
 
 def untrained(episodes: Iterable[Episode]) -> tuple[float, int]:
     """The share of sampled tokens whose calls are not trained on, and the number of sampled ones.
 
-    Such calls are those in other roles than ``agent``.
+    Such calls are those whose roles are not among `TRAINED_ROLES`.
     """
     trained = left = 0
     for episode in episodes:

@@ -129,16 +129,20 @@ def measure_baselines(
 def files_of(params: Mapping[str, Any]) -> list[tuple[str, int, int]]:
     """Size and time of change of each file at a parameter such as `path`, or in its folder.
 
-    A dangling link, such as the lock file of an editor, has neither and is left out.
+    A whole path of a file counts under any name, also with a function in it as of a verifier. A
+    dangling link, such as the lock file of an editor, has neither and is left out.
     """
     found = []
     for name, value in params.items():
-        path = Path(value) if name.endswith("path") and isinstance(value, str) and value else None
-        if path is not None and path.exists():
-            for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-                with suppress(FileNotFoundError):
-                    state = file.stat()
-                    found.append((str(file), state.st_size, state.st_mtime_ns))
+        if not isinstance(value, str) or not value:
+            continue
+        path = Path(value.rpartition(":")[0] if ".py:" in value else value)
+        if not name.endswith("path") and (not path.is_absolute() or os.path.isdir(path)):
+            continue
+        for file in sorted(path.rglob("*")) if os.path.isdir(path) else [path]:
+            with suppress(OSError, ValueError):  # of a text that is no path, too
+                state = file.stat()
+                found.append((str(file), state.st_size, state.st_mtime_ns))
     return found
 
 

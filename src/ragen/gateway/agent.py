@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,13 +24,17 @@ class Agent:
     async def work(self, task: Mapping[str, Any], session: Session, timeout_s: float) -> Outcome:
         """Let the agent work on a task; its calls are answered in `session`, up to its end.
 
+        An agent that goes on although its calls are refused is ended.
+
         Raises:
             RagenError: The agent cannot be loaded.
         """
         if self._gateway is None:
             self._gateway = Gateway()
-        with self._gateway.session(session) as key:
-            return await self._processes.run(task, self._gateway.base_url, key, timeout_s)
+        given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        with self._gateway.session(session, given_up.set_result) as key:
+            url = self._gateway.base_url
+            return await self._processes.run(task, url, key, timeout_s, given_up)
 
     def close(self) -> None:
         """End the agent's processes and the server."""

@@ -99,18 +99,26 @@ class Agents:
         self._refusal = ""
 
     async def run(
-        self, task: Mapping[str, Any], base_url: str, key: str, timeout_s: float
+        self,
+        task: Mapping[str, Any],
+        base_url: str,
+        key: str,
+        timeout_s: float,
+        given_up: asyncio.Future[str] | None = None,
     ) -> Outcome:
         """Let the agent play one episode; its time limit does not include the loading.
+
+        The episode ends early with the reason that is set in `given_up`.
 
         Raises:
             RagenError: The agent cannot be loaded, or the interpreter does not start.
         """
         message = [dict(task), base_url, key]
+        given_up = given_up or asyncio.get_running_loop().create_future()
         while True:
             worker = self._least_busy()
             try:
-                outcome = await worker.play(next(self._numbers), message, timeout_s)
+                outcome = await worker.play(next(self._numbers), message, timeout_s, given_up)
             finally:
                 self._tidy()
             if outcome is not None:
@@ -196,7 +204,9 @@ class _Worker:
         self.loop.add_reader(self._socket, self._receive)
         self.loop.add_reader(self._output, self._keep_output)
 
-    async def play(self, number: int, message: list[Any], timeout_s: float) -> Outcome | None:
+    async def play(
+        self, number: int, message: list[Any], timeout_s: float, given_up: asyncio.Future[str]
+    ) -> Outcome | None:
         """Play an episode; ``None`` if the process has not loaded the agent."""
         ended: asyncio.Future[Outcome] = self.loop.create_future()
         self.playing[number] = ended
@@ -207,17 +217,20 @@ class _Worker:
             if not self._ready.result():
                 return None
             self._send(["play", number, *message])
-            await asyncio.wait([ended], timeout=timeout_s)
+            ends: list[asyncio.Future[Any]] = [ended, given_up]
+            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
                 return ended.result()
+            timed_out = not given_up.done()
             late = f"the agent took longer than {timeout_s:g} s"
+            late = late if timed_out else given_up.result()
             self.cancelling.add(number)
             self._send(["cancel", number])
             await asyncio.wait([ended], timeout=GRACE_S)
             if not ended.done():
                 self.is_spent = True
                 late += "; cancelled, it went on: an async function must await what takes time"
-            return Outcome(None, late, True)
+            return Outcome(None, late, timed_out)
         finally:
             del self.playing[number]
             self.cancelling.discard(number)

@@ -12,7 +12,7 @@ import asyncio
 import hmac
 import json
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ragen.core.types import CallRole
 from ragen.core.waiting import begin
 from ragen.gateway.dialects import DIALECTS, Dialect
 from ragen.gateway.messages import ChatMessage, Refused, Reply
@@ -33,11 +34,22 @@ T = TypeVar("T")
 MODEL = "policy"
 """The name of the model. Libraries treat names such as ``o3`` or ``gpt-5`` as special cases."""
 ROLE = "x-ragen-role"
-"""The header by which an agent says that a call is ``auxiliary``."""
+"""The header by which an agent declares the role of a call."""
+ROLES: Mapping[str, CallRole | None] = {
+    "": None,
+    "agent": "agent",
+    "compaction": "compaction",
+    "auxiliary": "auxiliary",
+}
+"""The roles that it may declare."""
 BODY_BYTES = 2**24
 """Maximum number of bytes in a request."""
 MOST = 4096
 """Connections at the same time: agents of some hundred episodes, each with several clients."""
+OTHER_FILES = 128
+"""Files that the process opens beside these connections."""
+MOST_REFUSED = 8
+"""Requests of an episode that are refused one after the other, before its agent is ended."""
 QUIET_S = 10.0
 """Seconds after which a client that asked for events gets a comment, so that it goes on waiting."""
 END_S = 5.0
@@ -47,9 +59,10 @@ END_S = 5.0
 class _Open:
     """An episode that is being played, and the loop of its run."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, give_up: Callable[[str], object]) -> None:
         self.session = session
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._give_up = asyncio.get_running_loop(), give_up
+        self._num_refused = 0
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the run's loop and wait for it in this one."""
@@ -62,6 +75,13 @@ class _Open:
     def lost(self, reply: Reply) -> None:
         """Tell the session that a client has left before a reply was sent to it."""
         self._loop.call_soon_threadsafe(self.session.lost, reply)
+
+    def answered(self, refused: Refused | None) -> None:
+        """Count the refusals in a row: an agent that ignores them would go on to its time limit."""
+        self._num_refused = 0 if refused is None else self._num_refused + 1
+        if self._num_refused == MOST_REFUSED:
+            why = f"the agent ignored {MOST_REFUSED} refusals in a row, the last one: {refused}"
+            self._loop.call_soon_threadsafe(self._give_up, why)
 
 
 class Gateway:
@@ -78,15 +98,20 @@ class Gateway:
         self._serving: Future[None] | None = None
 
     @contextmanager
-    def session(self, session: Session) -> Iterator[str]:
-        """Answer the requests of an episode; gives its key."""
+    def session(
+        self, session: Session, give_up: Callable[[str], object] = lambda why: None
+    ) -> Iterator[str]:
+        """Answer the requests of an episode; gives its key.
+
+        `give_up` is called once, with the reason, if the agent goes on although it is refused.
+        """
         if self._server is None:
-            self._server = Server(self._application(), most=MOST)
+            self._server = Server(self._application(), most=_most_connections())
             self._serving = begin(self._server.serve(sockets=[self._listening]))
         self._count += 1
         number = str(self._count)
         key = f"{number}-{self._sign(number)}"
-        self._open[key] = _Open(session)
+        self._open[key] = _Open(session, give_up)
         try:
             yield key
         finally:
@@ -137,6 +162,7 @@ class Gateway:
 
     async def _reply(self, http: HttpRequest) -> Response:
         dialect = DIALECTS[http.url.path.removeprefix("/v1")]
+        episode = None
         try:
             episode = self._of(http)
             content, body = await _body_of(http)
@@ -147,7 +173,7 @@ class Gateway:
                         content,
                         request,
                         is_retry=http.headers.get("x-stainless-retry-count", "0") != "0",
-                        is_auxiliary=http.headers.get(ROLE) == "auxiliary",
+                        role=_declared(http),
                     )
                 )
             )
@@ -159,7 +185,10 @@ class Gateway:
                     return StreamingResponse(slow, media_type="text/event-stream")
             reply = await answer
         except Refused as refused:
+            if episode is not None:
+                episode.answered(refused)
             return JSONResponse(dialect.error(refused), refused.status)
+        episode.answered(None)
         if await http.is_disconnected():
             episode.lost(reply)
         if request.stream:
@@ -172,7 +201,7 @@ class Gateway:
 
 async def _body_of(http: HttpRequest) -> tuple[bytes, Mapping[str, Any]]:
     """The body of a request, as it is and as JSON."""
-    content = b""
+    content = bytearray()
     async for part in http.stream():
         content += part
         if len(content) > BODY_BYTES:
@@ -183,7 +212,27 @@ async def _body_of(http: HttpRequest) -> tuple[bytes, Mapping[str, Any]]:
         body = None
     if not isinstance(body, dict):
         raise Refused(400, "invalid_request", "the body of a request is a JSON object")
-    return content, body
+    return bytes(content), body
+
+
+def _declared(http: HttpRequest) -> CallRole | None:
+    role = http.headers.get(ROLE, "")
+    if role not in ROLES:
+        raise Refused(400, "invalid_value", f"{ROLE} is one of {', '.join(filter(None, ROLES))}")
+    return ROLES[role]
+
+
+def _most_connections() -> int:
+    """`MOST`, or fewer where the process may not open as many files; its limit is raised first."""
+    import resource  # Windows, where agents do not run, has none
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        wanted = max(soft, MOST + OTHER_FILES)
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return min(MOST, soft - OTHER_FILES)
+    return MOST
 
 
 async def _slowly(
@@ -202,7 +251,9 @@ async def _slowly(
         try:
             for event in dialect.events(await answer, model, body):
                 yield event
+            episode.answered(None)
         except Refused as refused:
+            episode.answered(refused)
             yield f"data: {json.dumps(dialect.error(refused))}\n\n"
         sent = True
     finally:

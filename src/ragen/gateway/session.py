@@ -14,18 +14,21 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
-from ragen.chat.actions import Parsed
 from ragen.chat.chat import Chat
 from ragen.core.errors import RagenError
-from ragen.core.types import Call, CallRole, Completion, Message, Prompt, Turn
+from ragen.core.types import TRAINED_ROLES, Call, CallRole, Completion, Message, Prompt, Turn
 from ragen.gateway.bodies import wrong
+from ragen.gateway.calls import Made, Question, roles_of, told
 from ragen.gateway.conversation import cut, merged, parsed, reply_of, written
 from ragen.gateway.grades import GRADES, grade, signature
 from ragen.gateway.messages import ChatMessage, Refused, Reply, Request
@@ -36,6 +39,8 @@ FIRST_CALL = "first call"
 """The link of an episode's first call."""
 MOST_STOPS = 3
 """Calls that get `STOP_TEXT`; further ones are refused."""
+PARAMETER = re.compile(r"\w{1,40}", re.ASCII)
+"""Names of parameters that are recorded if they have no effect."""
 SHOWN = 60
 """Characters of a message in the reason for a new root."""
 
@@ -48,9 +53,10 @@ calls follow each other."""
 class Budget:
     """The limits of an episode and of its calls, and how they are sampled.
 
-    An episode has at most `calls` calls, a reply at most `max_tokens` tokens, a prompt and its
-    reply at most `max_length`. With `think`, replies begin with a thought; `prefilled` writes its
-    tag. `penalty` is the reward of a reply that is not valid.
+    An episode has at most `calls` calls, and begins none after `tokens` sampled tokens. A reply has
+    at most `max_tokens` tokens, a prompt and its reply at most `max_length`. With `think`, replies
+    begin with a thought; `prefilled` writes its tag. `penalty` is the reward of a reply that is not
+    valid.
     """
 
     calls: int
@@ -60,35 +66,7 @@ class Budget:
     think: bool = False
     prefilled: bool = True
     penalty: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Question:
-    """A request and its retries, and how many clients wait for the reply or have got it."""
-
-    clients: int = 0
-    task: asyncio.Task[Reply] = field(init=False)
-
-
-@dataclass(slots=True)
-class Made:
-    """A call that was answered."""
-
-    number: int
-    request: Request
-    chat: Chat
-    parent: int
-    link: str
-    observation: str
-    prompt: Prompt
-    completion: Completion
-    parsed: Parsed
-    reply: Reply
-    seconds: float
-    question: _Question
-    is_auxiliary: bool = False
-    num_children: int = 0
-    results: tuple[str, ...] = ()
+    tokens: int = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,22 +103,22 @@ class Session:
         self.stops: list[tuple[Request, Reply]] = []
         self.is_full = False
         self.failure: BaseException | None = None
-        self._begun = 0
+        self._begun = self._spent = 0
         self._last_of_first = -1  # the last call of the first conversation, −2 during the next one
         self._asked: dict[bytes, list[Made]] = {}  # by the key of the history before the reply
         self._known: set[bytes] = set()  # the keys of the histories up to each message
         self._times: Counter[tuple[int, ...]] = Counter()
-        self._questions: dict[bytes, list[_Question]] = {}  # by the hash of their body
+        self._questions: dict[bytes, list[Question]] = {}  # by the hash of their body
         self._by_reply: dict[str, Made] = {}
         self._is_closed = False
 
     async def reply(
-        self, body: bytes, request: Request, *, is_retry: bool, is_auxiliary: bool = False
+        self, body: bytes, request: Request, *, is_retry: bool, role: CallRole | None = None
     ) -> Reply:
         """The reply to a request; to a retry, the one of the same `body`.
 
         A retry says so, or sends the body of a request whose clients have all left. A client that
-        leaves while it waits cancels this call.
+        leaves while it waits cancels this call. `role` is the one that the agent declares.
 
         Raises:
             Refused: The request cannot be answered, or the episode has ended.
@@ -151,11 +129,12 @@ class Session:
         left = (each for each in same if not each.clients)
         question = next(left, same[-1] if same and is_retry else None)
         if question is None:
-            question = _Question()
-            question.task = asyncio.create_task(self._answer(question, request, is_auxiliary))
+            question = Question()
+            question.task = asyncio.create_task(self._answer(question, request, role))
             question.task.add_done_callback(self._answered)
             same.append(question)
         question.clients += 1
+        question.retries += 1
         try:
             return await asyncio.shield(question.task)
         except asyncio.CancelledError:
@@ -194,8 +173,8 @@ class Session:
         for question in chain.from_iterable(self._questions.values()):
             question.task.cancel()
 
-    async def _answer(self, question: _Question, request: Request, is_auxiliary: bool) -> Reply:
-        if self._begun >= self._budget.calls:
+    async def _answer(self, question: Question, request: Request, role: CallRole | None) -> Reply:
+        if self._begun >= self._budget.calls or self._spent >= self._budget.tokens:
             return self._stop(request)
         chat = self._chat_of(request)
         messages = merged(request.messages)
@@ -234,9 +213,11 @@ class Session:
             replace(reply, stop=stop),
             seconds,
             question,
-            is_auxiliary,
+            role,
+            told(self.made, place.fresh),
         )
         self.made.append(made)
+        self._spent += len(completion.token_ids)
         self._by_reply[name] = made
         self._asked.setdefault(place.keys[-1], []).append(made)
         self._known.update(place.keys, [_digest(b"reply", str(number))])
@@ -248,7 +229,8 @@ class Session:
 
     def _stop(self, request: Request) -> Reply:
         if len(self.stops) >= MOST_STOPS:
-            raise Refused(410, "budget", f"this episode had its {self._budget.calls} calls")
+            limits = "its calls (env.max_turns) or its tokens (env.params.max_tokens)"
+            raise Refused(410, "budget", f"this episode has used up {limits}")
         reply = Reply(f"stop{len(self.stops)}", STOP_TEXT, (), "length", 0, 0)
         self.stops.append((request, reply))
         return reply
@@ -347,26 +329,14 @@ class Session:
 
     def turns(self) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
         """The calls that are trained on, and the others with their roles, in order of arrival."""
-        roles = [self._role(made) for made in self.made]
-        trained_first = sorted(range(len(roles)), key=lambda number: roles[number] != "agent")
+        roles = roles_of(self.made)
+        trained_first = sorted(range(len(roles)), key=lambda n: roles[n] not in TRAINED_ROLES)
         places = {number: place for place, number in enumerate(trained_first)}
         turns, others = list[Turn](), list[Turn]()
         for made, role in zip(self.made, roles, strict=True):
             turn = self._turn(made, Call(places.get(made.parent, -1), made.link, role))
-            (turns if role == "agent" else others).append(turn)
+            (turns if role in TRAINED_ROLES else others).append(turn)
         return tuple(turns), (*others, *(_stopped(*each) for each in self.stops))
-
-    def _role(self, made: Made) -> CallRole:
-        if made.is_auxiliary:
-            return "auxiliary"
-        if made.num_children:
-            return "agent"
-        if not made.question.clients:
-            return "discarded"
-        is_last = made is self.made[-1]
-        if not made.request.tools and not is_last and any(m.request.tools for m in self.made):
-            return "auxiliary"
-        return "agent"
 
     def _turn(self, made: Made, call: Call) -> Turn:
         parsed = made.parsed
@@ -382,6 +352,7 @@ class Session:
             0.0 if parsed.valid else -self._budget.penalty,
             parsed.valid,
             _digest(b"", str(made.prompt.token_ids)).hex(),
+            _about(made),
             problem=parsed.problem,
             results=made.results or None,
             completion_s=made.seconds,
@@ -396,6 +367,13 @@ def _stopped(request: Request, reply: Reply) -> Turn:
     call = Call(-1, "the budget is used up", "budget")
     said = request.messages[-1].text or ""
     return Turn(said, prompt, completion, None, None, (), (), 0.0, 0.0, True, "", call=call)
+
+
+def _about(made: Made) -> dict[str, Any]:
+    """What the metrics say of a call: its retries, and the parameters of it without effect."""
+    ignored = sorted(name for name in made.request.ignored if PARAMETER.fullmatch(name))
+    about = {"retries": made.question.retries, "ignored": ignored}
+    return {name: value for name, value in about.items() if value}
 
 
 def _digest(before: bytes, text: str | bytes) -> bytes:

@@ -67,6 +67,18 @@ JUDGE = {
 }
 """The metrics of a judge's cost, each with its label."""
 
+AGENT = {
+    "agent/calls": "calls",
+    "agent/roots": "conversations that were begun",
+    "agent/forks": "calls that continue a reply which another call continues, too",
+    "agent/retries": "retries, which got the reply of the first request",
+    "agent/agent_tokens": "sampled tokens",
+    "agent/compaction_tokens": "sampled tokens of summaries with which a conversation begins",
+    "agent/auxiliary_tokens": "sampled tokens of auxiliary calls, not trained on",
+    "agent/discarded_tokens": "sampled tokens of replies that were not used, not trained on",
+}
+"""The metrics of an existing agent's calls, each with its label."""
+
 GRADIENTS = "gradient_by_std/"
 """Prefix of the gradient norms by bucket of reward std, in runs that measured them."""
 

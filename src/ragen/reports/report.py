@@ -7,7 +7,7 @@ each made by one function of the `Facts`; `markdown` and `show` write them in tw
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from ragen.config.reading import differences
 from ragen.core.files import OTHER_OUT, file_errors, whole_file
+from ragen.core.metrics import IGNORED, Series
 from ragen.core.tables import Section, format_duration, format_rate, markdown, sparkline
 from ragen.evaluation.results import RunEvaluation
-from ragen.reports.facts import EXACT, GRADIENTS, JUDGE, SIGNALS, TERMS, Facts
+from ragen.reports.facts import AGENT, EXACT, GRADIENTS, JUDGE, SIGNALS, TERMS, Facts
 from ragen.reports.plots import draw_signals, draw_success, draw_time
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def page(facts: Facts) -> list[Section]:
         found.append(gradients(facts))
     if "judge/calls" in facts.metrics:
         found.append(judge(facts))
+    if "agent/calls" in facts.metrics:
+        found.append(agent(facts))
     return [*found, events(facts), exactness(facts), times(facts), settings(facts)]
 
 
@@ -146,13 +149,29 @@ def gradients(facts: Facts) -> Section:
 def judge(facts: Facts) -> Section:
     """The judge's requests and their cost, over all attempts."""
     asked = facts.config.judge
-    rows = tuple(
-        (label, f"{math.fsum(math.fsum(each[name].values()) for each in histories):,.0f}")
-        for name, label in JUDGE.items()
-        if (histories := [each for each in facts.attempts.values() if name in each])
-    )
     line = f"{asked.model} at {asked.url}. Rubric: {asked.rubric}"
-    return Section("Judge", (line,), ("measure", "sum"), rows)
+    return Section("Judge", (line,), ("measure", "sum"), _sums(JUDGE, facts.attempts.values()))
+
+
+def agent(facts: Facts) -> Section:
+    """How the calls of an existing agent became samples."""
+    ignored = [name for name in sorted(facts.metrics) if name.startswith(IGNORED)]
+    labels = {name: f"calls that set {name.removeprefix(IGNORED)}" for name in ignored}
+    lines = ("The parameters named here have no effect: the run decides.",) if ignored else ()
+    rows = _sums(AGENT | labels, [facts.metrics])
+    return Section("Calls of the agent", lines, ("measure", "sum"), rows)
+
+
+def _sums(
+    labels: Mapping[str, str], histories: Iterable[Mapping[str, Series]]
+) -> tuple[tuple[str, str], ...]:
+    """The sums of some metrics over all steps, each with its label."""
+    known = [*histories]
+    return tuple(
+        (label, f"{math.fsum(math.fsum(each[name].values()) for each in found):,.0f}")
+        for name, label in labels.items()
+        if (found := [each for each in known if name in each])
+    )
 
 
 def events(facts: Facts) -> Section:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 from ragen.core.errors import RagenError
@@ -55,6 +56,7 @@ class _Task(Playing):
             setup.think,
             setup.prefilled,
             setup.format_penalty,
+            setup.params.get("max_tokens") or sys.maxsize,
         )
         self._policy, self._seat = policy, seat
         self._session = Session(setup.chat, budget, self._complete, spec.call_seed)

@@ -23,7 +23,7 @@ from ragen.core.seeding import derive, train_level
 from ragen.core.types import Turn
 from ragen.core.user_code import UserCodeError
 from ragen.core.waiting import in_thread
-from ragen.envs.adapters.agent import AgentEnv
+from ragen.envs.adapters.agent import AgentEnv, split_tasks
 from ragen.envs.blocking import blocking
 from ragen.envs.contract import Env, Schema
 from ragen.envs.isolation import Workers
@@ -157,11 +157,12 @@ _FACTS: dict[tuple[type[Env], str], EnvFacts] = {}
 
 
 def forget_facts() -> None:
-    """Read facts anew from here on, since a server may change its tools.
+    """Read facts and tasks anew from here on: a server may change its tools, and a file its tasks.
 
     A run calls this at its end, and an evaluation at its start.
     """
     _FACTS.clear()
+    split_tasks.cache_clear()
 
 
 def facts_of(env: EnvConfig) -> EnvFacts:

@@ -1,4 +1,4 @@
-"""The code from outside that a config names: where it is, and whether it has changed."""
+"""The code and tasks from outside that a config names: where they are, and whether they changed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ragen.config.extensions import KINDS, library_of, load
 from ragen.config.reading import changed
 from ragen.core.errors import RagenError
 from ragen.core.plugins import installed
+from ragen.envs.adapters.agent import AgentEnv
+from ragen.envs.registry import env_class
 
 
 def value_of(config: Config, key: str) -> str | dict[str, Any]:
@@ -20,13 +22,20 @@ def value_of(config: Config, key: str) -> str | dict[str, Any]:
 
 
 def sources(config: Config) -> dict[str, str]:
-    """A file's hash or a version, by the name of each piece of code from outside."""
+    """A file's hash or a version, by the name of each piece of code from outside.
+
+    An agent's tasks and its verifier belong to it.
+    """
     found = {}
     for key, kind in KINDS.items():
         value = value_of(config, key)
         for name in [value] if isinstance(value, str) else value:
             if ":" in name or (name not in kind.names and name in installed(kind.group)):
                 found[name] = load(name, kind).source
+    for each in config.by_env().values():
+        cls = env_class(each.env.name)
+        if issubclass(cls, AgentEnv):
+            found |= cls.sources(each.env.params)
     return found
 
 
@@ -71,7 +80,7 @@ def refuse_changed(config: Config) -> None:
     """
     for name, now in sources(config).items():
         before = config.sources.get(name)
-        if before != now:
+        if before not in (None, now):  # earlier versions did not record an agent's tasks
             is_whole = name.startswith("python:") or library_of(name)
             code = name if is_whole else name.rpartition(":")[0] or name
             raise RagenError(

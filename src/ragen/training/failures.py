@@ -71,7 +71,7 @@ class UntrainedCalls:
             return ""
         return (
             f"{share:.0%} of the tokens that were sampled for the agent are not trained on: their "
-            "calls offer no tools, were lost, or say that they are auxiliary (docs/agents.md)"
+            "calls offer no tools, were lost or rejected, or say so (docs/agents.md)"
         )
 
 

@@ -150,7 +150,9 @@ def count_step(state: LoopState, groups: Sequence[Group], rollout: RolloutConfig
     for group in groups[: rollout.num_groups]:  # groups of a refill have levels of their own
         state.groups[group.env] = state.groups.get(group.env, 0) + 1
     state.tokens += sum(
-        len(turn.completion.token_ids or ()) for episode in episodes for turn in episode.turns
+        len(turn.completion.token_ids or ())
+        for episode in episodes
+        for turn in (*episode.turns, *episode.others)
     )
     counts = {"updates": state.updates, "episodes": state.episodes, "tokens": state.tokens}
     metrics = {f"progress/{name}": last(count) for name, count in counts.items()}

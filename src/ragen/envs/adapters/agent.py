@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors, parse_json, read_text
-from ragen.core.plugins import hash_code, load_object
+from ragen.core.plugins import hash_bytes, hash_code, load_object
 from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
 from ragen.envs.adapters.adapted import Adapted, Played
 
@@ -54,6 +54,8 @@ class AgentEnv(Adapted):
         test_tasks: A second file, for evaluation only; without it, every fifth task is.
         verifier: A function ``verify(task, answer)``, as ``file.py:verify``, that returns a number,
             a bool, or ``{"reward": …, "success": …}``.
+        max_tokens: Tokens that may be sampled for a task before it gets no further reply, beside
+            the limits of each reply and of the number of calls; 0 is no limit.
         python: The interpreter of the agent, if its packages are not in ours.
         processes: Processes in which the agent plays; 0 is one for each core.
     """
@@ -69,10 +71,11 @@ class AgentEnv(Adapted):
         tasks: str,
         test_tasks: str = "",
         verifier: str = "",
+        max_tokens: Annotated[int, Field(ge=0)] = 0,
         python: str = "",
         processes: Annotated[int, Field(ge=0, le=256)] = 0,
     ) -> None:
-        self.python, self.processes = python, processes
+        self.python, self.processes, self.max_tokens = python, processes, max_tokens
         self._training, self._evaluation = split_tasks(tasks, test_tasks)
         self._verify: Callable[[Task, Any], Any] | None = None
         if verifier:
@@ -88,6 +91,21 @@ class AgentEnv(Adapted):
             return ()
         with file_errors("read", file, "name the file of the agent"):
             return (hash_code(Path(file), Path(file).read_bytes()),)
+
+    @classmethod
+    def sources(cls, params: Mapping[str, Any]) -> dict[str, str]:
+        """The hashes of the files that the parameters name; the tasks are read anew from here on.
+
+        Raises:
+            RagenError: A file cannot be read.
+        """
+        split_tasks.cache_clear()
+        found = {}
+        for path in filter(None, (params.get("tasks"), params.get("test_tasks"))):
+            found[path] = hash_bytes(read_text(Path(path), MOST_BYTES).encode())
+        if verifier := params.get("verifier"):
+            found[verifier] = load_object(verifier, kind="verifier", accepts=callable).source
+        return found
 
     @override
     def begin(self, level_seed: int, noise_seed: int) -> str:

@@ -7,17 +7,20 @@ import { html, useEffect, useMemo, useRef } from "./vendor/preact-htm.js";
 const [WIDTH, HEIGHT] = [36, 32]; // The place of a call in the drawing, in pixels.
 const BEND = 8; // The radius of a line that leads to another lane.
 
-/** The roles of calls that are not trained on, and what each one means. */
+/** The roles of calls beside the conversations, and what each one means. */
 const ROLES = {
+  compaction: "trained on: a summary of earlier replies, which later messages tell",
   auxiliary: "not trained on: the agent said so, or the call offered no tools where others did",
-  discarded: "not trained on: the agent left before it got the reply",
+  discarded: "not trained on: the agent left before it got the reply, or rejected the summary",
   budget: "not trained on: the budget of calls was used up, and a fixed text was the reply",
 };
 
 /** All calls of an episode by number: its turns, and then those that are not trained on. */
 export const callsOf = ({ turns, others }) => [...turns, ...others];
 
-/** Names the role of a call that is not trained on. */
+const isTrained = (role) => role === "agent" || role === "compaction";
+
+/** Names the role of a call beside the conversations. */
 export const Role = ({ role }) => known(role) && role !== "agent" && html`<${Chip}
   title=${ROLES[role]}>${role}<//>`;
 
@@ -33,11 +36,11 @@ export const Origin = ({ turn: { parent, link, role } }) => known(link) && html`
 export function lanesOf(calls) {
   const conversations = [];
   const continued = new Set();
-  const isTrained = (number) => calls[number].role === "agent";
   const places = [];
-  for (const [number, { parent }] of calls.entries()) {
+  for (const [number, { parent, role }] of calls.entries()) {
     const start = calls[parent] ? Math.min(parent, number) : number;
-    const follows = start < number && !continued.has(parent) && isTrained(parent) === isTrained(number);
+    const follows = start < number && !continued.has(parent)
+      && isTrained(calls[parent].role) === isTrained(role);
     if (follows) continued.add(parent);
     else conversations.push({ start, end: Math.max(parent, number) });
     places.push(follows ? places[parent] : conversations.at(-1));
@@ -77,9 +80,9 @@ export function Calls({ episode, at, onChoose }) {
       <svg width=${width} height=${height} aria-hidden="true"><path d=${lines.join("")} /></svg>
       <ol>${calls.map(({ parent, role }, number) => {
         const origin = calls[parent] ? `continues turn ${parent + 1}` : "begins a conversation";
-        const label = `turn ${number + 1} ${origin}${role === "agent" ? "" : ", not trained on"}`;
+        const label = `turn ${number + 1} ${origin}${isTrained(role) ? "" : ", not trained on"}`;
         return html`<li key=${number} style=${{ left: `${spot(number)[0]}px`, top: `${spot(number)[1]}px` }}>
-          <button class=${role === "agent" ? "" : "other"} aria-label=${label} title=${label}
+          <button class=${isTrained(role) ? "" : "other"} aria-label=${label} title=${label}
             aria-current=${number === at ? "true" : undefined} onClick=${() => onChoose(number)}>${
             number + 1}</button></li>`;
       })}</ol>
