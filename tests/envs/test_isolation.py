@@ -21,7 +21,7 @@ import pytest
 from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError
-from ragen.envs import registry
+from ragen.envs import answers, registry
 from ragen.envs.isolation import Workers
 from ragen.envs.registry import make
 from ragen.evaluation.evaluation import evaluate_target
@@ -33,6 +33,7 @@ from tests.scripted_policy import ScriptedPolicy
 
 ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
 FREE = ROGUE.replace("rogue.py:Rogue", "free_text.py:Echo")
+SEEN = ROGUE.replace("rogue.py:Rogue", "seeing_envs.py:Seen")
 UNREADABLE = ROGUE.replace("Rogue", "Unreadable")
 RIGHT = "t</think><answer>Right || Right || Right || Right || Right</answer>"
 
@@ -72,13 +73,14 @@ def test_helpers_of_one_name_do_not_replace_each_other_in_workers(
         each.close()
 
 
-@pytest.mark.parametrize("name", ["frozen-lake", "bandit"])
+@pytest.mark.parametrize("name", ["frozen-lake", "bandit", SEEN])
 def test_the_proxy_behaves_as_the_environment(start_workers: Any, name: str) -> None:
-    """It returns the same values and restores snapshots."""
+    """It returns the same values and pictures, and restores snapshots."""
     proxy, plain = start_workers(name).make(), make(name)
     assert (proxy.name, proxy.goal) == (plain.name, plain.goal)
     for env in (proxy, plain):
         env.reset(seed=5, options={"noise_seed": 6})
+    assert proxy.shows_pictures == (name == SEEN)
     assert (proxy.rules, proxy.actions) == (plain.rules, plain.actions)
     assert proxy.solve(3, 6, 3) == plain.solve(3, 6, 3)
     assert proxy.baselines(3, 2, 6) == plain.baselines(3, 2, 6)
@@ -90,6 +92,7 @@ def test_the_proxy_behaves_as_the_environment(start_workers: Any, name: str) -> 
             result = plain.step(action)
             assert (proxy.step(action), proxy.state_key()) == (result, plain.state_key())
             assert proxy.drawing() == plain.drawing()
+            assert answers.pictures(proxy.pictures()) == answers.pictures(plain.pictures())
             if result[2]:
                 break
         for env in (proxy, plain):

@@ -9,6 +9,7 @@ raise `UserCodeError` for a value that they refuse.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import numbers
@@ -16,6 +17,9 @@ from reprlib import repr as shortened
 from typing import Any
 from unicodedata import category
 
+import numpy as np
+
+from ragen.core.pictures import MARK, MOST_PIXELS, PLACE, Picture, without_places
 from ragen.core.user_code import UserCodeError
 from ragen.envs.contract import Baselines, Reading, Schema
 
@@ -33,7 +37,7 @@ DEPTH = 100
 
 
 def text(value: Any, call: str, what: str) -> str:
-    """A plain `str` of at most `MAX_CHARS` characters, without lone surrogates."""
+    """A plain `str` of at most `MAX_CHARS` characters, without lone surrogates and `PLACE`s."""
     if type(value) is not str:
         if not isinstance(value, str):
             raise _unfit(call, value, what, "text is expected")
@@ -46,6 +50,7 @@ def text(value: Any, call: str, what: str) -> str:
         )
     if not value.isascii():
         _require_unicode(value, call, what)
+        return without_places(value)
     return value
 
 
@@ -68,6 +73,7 @@ def tools(value: Any) -> tuple[Schema, ...]:
     if not isinstance(value, list | tuple):
         raise _unfit("being made", value, "tools", "a tuple is expected")
     found = tuple(json_copy(each, "being made", "a tool") for each in value)
+    found = tuple(json.loads(without_places(json.dumps(found, ensure_ascii=False))))
     for each in found:
         match each:
             case {"type": "function", "function": {"name": str(), "parameters": dict()}}:
@@ -167,6 +173,46 @@ def json_copy(value: Any, call: str, what: str) -> Any:
     if not written.isascii():
         _require_unicode(written, call, what)
     return copy
+
+
+def pictures(value: Any) -> tuple[Picture, ...]:
+    """The pictures of an observation, which have at most `MOST_PIXELS` in all."""
+    if not isinstance(value, list | tuple):
+        raise _unfit("pictures", value, "its answer", "a list of images or arrays is expected")
+    try:
+        found = tuple(map(Picture.of, value))
+    except ValueError as error:
+        raise UserCodeError(f"pictures returned {error}") from None
+    pixels = sum(picture.pixels.size // 3 for picture in found)
+    if pixels > MOST_PIXELS:
+        raise UserCodeError(
+            f"pictures returned {pixels:,} pixels: at most {MOST_PIXELS:,} are allowed"
+        )
+    return found
+
+
+def with_places(observation: str, pictures: tuple[Picture, ...], call: str) -> str:
+    """The observation with `PLACE`s for its `MARK`s, if there are pictures: one for each."""
+    marks = observation.count(MARK)
+    if pictures and marks != len(pictures):
+        raise UserCodeError(
+            f"{call} returned an observation with {MARK} at {marks} places, and pictures returned "
+            f"{len(pictures)}: a place for each is expected"
+        )
+    return observation.replace(MARK, PLACE) if pictures else observation
+
+
+def picture_fields(pictures: tuple[Picture, ...]) -> list[tuple[int, int, str]]:
+    """Pictures as JSON values: height, width, and the bytes of the pixels in base64."""
+    return [(*each.size, base64.b64encode(each.pixels.tobytes()).decode()) for each in pictures]
+
+
+def pixels_of(fields: list[tuple[int, int, str]]) -> list[np.ndarray[Any, Any]]:
+    """The arrays of `picture_fields`."""
+    return [
+        np.frombuffer(base64.b64decode(pixels), np.uint8).reshape(height, width, 3)
+        for height, width, pixels in fields
+    ]
 
 
 def drawing(value: Any) -> tuple[str, ...] | None:

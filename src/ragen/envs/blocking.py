@@ -11,7 +11,7 @@ from typing import Any
 from ragen.core import waiting
 from ragen.envs.contract import Env
 
-METHODS = ("reset", "step", "set_state", "close", "answer", "begin", "play")
+METHODS = ("reset", "step", "set_state", "pictures", "close", "answer", "begin", "play")
 """The methods that may be ``async``, besides tools: those of the contract, and those that
 `ragen.envs.tools` and `ragen.envs.adapters.adapted` put in their place."""
 

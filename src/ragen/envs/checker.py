@@ -20,7 +20,7 @@ from ragen.envs.registry import CLOSE_S, close_env
 from ragen.envs.tools import write_call
 
 Result = tuple[Any, ...]
-"""The results of a step, with the state key and the drawing after it."""
+"""The results of a step, with the state key, the pictures and the drawing after it."""
 Played = tuple[str, Result]
 """An action and the result of its step."""
 
@@ -105,7 +105,7 @@ def _play_level(env: Env, level: int, noise_seed: int, steps: int) -> tuple[Resu
     observation, info = env.reset(seed=level, options={"noise_seed": noise_seed})
     answers.text(observation, "reset", "observation")
     answers.info(info, "reset")
-    start = observation, _key(env), env.actions, _picture(env)
+    start = observation, _key(env), env.actions, _pictures(env, observation), _drawing(env)
     return start, _play(env, _chooser(level), steps)
 
 
@@ -143,7 +143,7 @@ def _choose(env: Env, chooser: np.random.Generator) -> str:
 
 
 def _step(env: Env, action: str) -> Result:
-    """Take a step and check its results; returns them with the state key and the drawing."""
+    """Take a step and check its results; returns them with how the environment looks then."""
     before = _key(env)
     result = env.step(action)
     whole = isinstance(result, tuple) and len(result) == 5
@@ -163,10 +163,22 @@ def _step(env: Env, action: str) -> Result:
     after = _key(env)
     known = after == before or info["effective"]
     _require(known, "info['effective'] must be true where state_key changed")
-    return observation, reward, terminated, truncated, info, after, _picture(env)
+    looks = after, _pictures(env, observation), _drawing(env)
+    return observation, reward, terminated, truncated, info, *looks
 
 
-def _picture(env: Env) -> Any:
+def _pictures(env: Env, observation: str) -> Any:
+    """The pictures, one for each place in the observation; looking at them must change nothing."""
+    if not env.shows_pictures:
+        return None
+    with _unchanged(env, "pictures"):
+        found = answers.pictures(env.pictures())
+    _require(found == answers.pictures(env.pictures()), "pictures must not change by looking")
+    answers.with_places(observation, found, "the environment")
+    return found
+
+
+def _drawing(env: Env) -> Any:
     """The drawing, which must be valid; drawing it must change nothing."""
     if not env.draws:
         return None
@@ -234,12 +246,14 @@ def _check_snapshot(env: Env, level: int, steps: int) -> None:
     begun = _play(env, chooser, int(chooser.integers(3)))
     if begun and _ended(begun[-1]):
         return
-    saved, actions = _snapshot(env), env.actions
+    saved, actions, seen = _snapshot(env), env.actions, answers.pictures(env.pictures())
     rest = _play(env, chooser, steps)
     env.reset(seed=level + 1, options={"noise_seed": level + 1})
     env.set_state(json.loads(saved))
     _require(_snapshot(env) == saved, "get_state after set_state must give the same snapshot")
     _require(env.actions == actions, "set_state must bring the level's actions back")
+    same = answers.pictures(env.pictures()) == seen
+    _require(same, "set_state must bring the pictures back: pictures differ after it")
     _require(
         all(_step(env, action) == result for action, result in rest),
         "set_state must restore everything: after it the same actions went another way",

@@ -1,6 +1,7 @@
 """The environment contract: what an environment offers, and helpers for writing one.
 
-An environment is a `gymnasium.Env` of texts. `docs/environments.md` has one in one file.
+An environment is a `gymnasium.Env` of texts, which may have pictures in them.
+`docs/environments.md` has one in one file.
 """
 
 from __future__ import annotations
@@ -68,9 +69,10 @@ class Env(gymnasium.Env[str, str], ABC):
 
     An environment defines `rules`, `goal` and `actions` and the five abstract methods. It may also
     define `solve` and `baselines` if optimal play is known, `random_action` if it takes free text,
-    `read_thought` if it can check thoughts, and `drawing` if it has a board. Read `rules` and
-    `actions` after `reset`: they may depend on the level. `reset`, `step`, `set_state`, `close` and
-    tools may be ``async def``: RAGEN awaits them while other episodes go on.
+    `read_thought` if it can check thoughts, `pictures` if the agent sees, and `drawing` if it has a
+    board. Read `rules` and `actions` after `reset`: they may depend on the level. `reset`, `step`,
+    `set_state`, `pictures`, `close` and tools may be ``async def``: RAGEN awaits them while other
+    episodes go on.
     """
 
     name: str
@@ -182,6 +184,15 @@ class Env(gymnasium.Env[str, str], ABC):
         """
         return None
 
+    def pictures(self) -> Sequence[Any]:
+        """The pictures of the last observation, which has ``<image>`` at the place of each.
+
+        A picture is a `PIL.Image.Image`, or a uint8 array of shape ``(height, width)`` or
+        ``(height, width, 3)``. RAGEN looks after `reset`, `step` and `set_state`; looking changes
+        nothing. In an observation without pictures, ``<image>`` is text like any other.
+        """
+        return ()
+
     def drawing(self) -> list[str] | None:
         """The present state as a board for people to look at; ``None`` draws nothing.
 
@@ -196,6 +207,11 @@ class Env(gymnasium.Env[str, str], ABC):
     def draws(self) -> bool:
         """True if this environment defines `drawing`."""
         return type(self).drawing is not Env.drawing
+
+    @property
+    def shows_pictures(self) -> bool:
+        """True if this environment defines `pictures`."""
+        return type(self).pictures is not Env.pictures
 
     @property
     def reads_thoughts(self) -> bool:

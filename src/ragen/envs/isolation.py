@@ -26,6 +26,7 @@ from ragen.config.keys import BUDGETS
 from ragen.core.errors import RagenError
 from ragen.core.stopping import SIGNALS
 from ragen.core.user_code import UserCodeError, boundary, timeout_error
+from ragen.envs import answers
 from ragen.envs.answers import to_json
 from ragen.envs.contract import Baselines, Env, Info, Options, Reading, Schema, State
 from ragen.envs.registry import build_env, env_factory, modules_of
@@ -35,11 +36,15 @@ START_S = 60.0
 EPISODES = 500
 """Environments that a worker makes before it is replaced, which frees what they leaked. A rollout
 makes one for each episode."""
-ANSWER_BYTES = 64 * 2**20
-"""Maximum number of bytes in an answer; a worker that sends more is killed."""
+ANSWER_BYTES = 128 * 2**20
+"""Maximum number of bytes in an answer; a worker that sends more is killed. The largest pictures
+take half of it."""
 MEMORY_GB = 4.0
 """Memory in GiB that a worker may use."""
-TEXTS = ("name", "goal", "rules", "actions", "tools", "reads_thoughts", "draws", "prompt_style")
+TEXTS = (
+    *("name", "goal", "rules", "actions", "tools", "prompt_style"),
+    *("reads_thoughts", "draws", "shows_pictures"),
+)
 """The attributes of an environment of which its proxy keeps a copy, besides the budgets."""
 
 
@@ -212,6 +217,7 @@ class IsolatedEnv(Env):
     tools: tuple[Schema, ...] = ()
     reads_thoughts: bool = False
     draws: bool = False
+    shows_pictures: bool = False
 
     def __init__(self, workers: Workers, worker: _Worker) -> None:
         self._workers, self._worker = workers, worker
@@ -246,6 +252,7 @@ class IsolatedEnv(Env):
     solve = _forward("solve")
     baselines = _forward("baselines", _made(Baselines))
     read_thought = _forward("read_thought", _made(Reading))
+    pictures = _forward("pictures", answers.pixels_of)
     drawing = _forward("drawing")
 
     def interrupt(self) -> None:
@@ -340,5 +347,7 @@ def _call(env: Any, call: str, arguments: list[Any]) -> Any:
         generator = np.random.Generator(np.random.PCG64())
         generator.bit_generator.state = arguments[0]
         return env.random_action(generator), generator.bit_generator.state
+    if call == "pictures":
+        return answers.picture_fields(answers.pictures(env.pictures()))
     result = getattr(env, call)(*arguments)
     return astuple(result) if isinstance(result, Reading | Baselines) else result

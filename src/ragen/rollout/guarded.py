@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ragen.config.keys import BUDGETS
+from ragen.core.pictures import PLACE, Picture
 from ragen.core.user_code import (
     Stopwatch,
     UserCodeError,
@@ -32,7 +33,8 @@ class GuardedEnv:
     calls of an environment that `waits` are made in threads, by `call`.
     `stopwatch` adds up the time of all calls. `rules`, `goal` and `actions` are the texts after the
     last `reset`, because they may depend on the level. `observation`, `terminated`, `truncated` and
-    `info` are the answers to the last call, as plain values.
+    `info` are the answers to the last call, as plain values. `pictures` are those at the
+    `ragen.core.pictures.PLACE`s of the observation.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class GuardedEnv:
         self._stopwatch = stopwatch or Stopwatch()
         self._step = self._calling("step")
         self.observation = ""
+        self.pictures: tuple[Picture, ...] = ()
         self.terminated, self.truncated = False, False
         self.info: dict[str, Any] = {}
         with self._calling("being made"):
@@ -57,6 +60,7 @@ class GuardedEnv:
                 self.tools = answers.tools(self.env.tools)
                 self._draws = bool(self.env.draws)
                 self.reads_thoughts = bool(self.env.reads_thoughts)
+                self.shows_pictures = bool(self.env.shows_pictures)
         except BaseException:
             close_env(self.env, timeout_s, self._stopwatch)
             raise
@@ -88,7 +92,7 @@ class GuardedEnv:
             answer = self.env.reset(seed=level_seed, options={"noise_seed": noise_seed})
             observation, info = _parts(answer, "reset", 2)
             self._keep_texts("reset")
-            self.observation = answers.text(observation, "reset", "observation")
+            self._observe(observation, "reset")
             self.info = answers.info(info, "reset")
         self.terminated, self.truncated = False, False
         return self.observation
@@ -99,7 +103,7 @@ class GuardedEnv:
             answer = self.env.step(action)
             observation, reward, terminated, truncated, info = _parts(answer, "step", 5)
             earned = answers.reward(reward)
-            self.observation = answers.text(observation, "step", "observation")
+            self._observe(observation, "step")
             self.info = answers.info(info, "step")
             self.terminated = answers.flag(terminated, "step", "terminated")
             self.truncated = answers.flag(truncated, "step", "truncated")
@@ -110,10 +114,20 @@ class GuardedEnv:
         return earned
 
     def restore(self, state: Mapping[str, Any], observation: str) -> None:
-        """Restore a snapshot of the present level, and the observation that belongs to it."""
+        """Restore a snapshot of the present level, and the observation that belongs to it.
+
+        The pictures are read anew from the restored environment.
+        """
         with self._calling("set_state"):
             # A copy, because the environment may keep the object.
             self.env.set_state(copy.deepcopy(dict(state)))
+            if self.shows_pictures:
+                self.pictures = answers.pictures(self.env.pictures())
+            if (places := observation.count(PLACE)) != len(self.pictures):
+                raise UserCodeError(
+                    f"pictures returned {len(self.pictures)} after set_state, where the recorded "
+                    f"observation has {places}: its code or its parameters have changed since"
+                )
         self.observation, self.info = observation, {}
         self.terminated, self.truncated = False, False
 
@@ -146,6 +160,12 @@ class GuardedEnv:
             return None
         with self._calling("drawing"):
             return answers.drawing(self.env.drawing())
+
+    def _observe(self, observation: Any, call: str) -> None:
+        self.observation = answers.text(observation, call, "observation")
+        if self.shows_pictures:
+            self.pictures = answers.pictures(self.env.pictures())
+            self.observation = answers.with_places(self.observation, self.pictures, call)
 
     def _calling(self, call: str) -> boundary:
         return boundary(call, self._timeout_s, self._stopwatch)
