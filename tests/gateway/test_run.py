@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import pickle
 import resource
 import time
 import urllib.error
 import urllib.request
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from ragen.envs.adapters.agent import AgentEnv, read_tasks, read_verdict, split_
 from ragen.envs.registry import make
 from ragen.envs.tools import tool_schema, write_call
 from ragen.evaluation.baselines import files_of
-from ragen.gateway.server import Gateway, _most_connections
+from ragen.gateway.server import MOST_REFUSED, Gateway, _most_connections
 from ragen.gateway.session import Budget, Session
 from ragen.rollout.groups import run_groups
 from ragen.rollout.policies import NoCompletion
@@ -95,7 +97,9 @@ def play(setup: Setup, chat: Chat, names: list[str]) -> dict[str, Group]:
 def test_agents_work_at_once_and_each_ends_as_its_page_says(setup: Setup, chat: Chat) -> None:
     names = ["talk", "raise late", "raise early", "silent", "hang", "too many", "no completion"]
     names.append("ignore refusals")
+    before = dict(os.environ)
     played = {name: group.episodes[0] for name, group in play(setup, chat, names).items()}
+    assert os.environ == before  # a verifier, which plays here, sees no key
     ends = {name: (each.stop_reason, each.reward) for name, each in played.items()}
     assert ends == {
         "talk": ("solved", 1.0),
@@ -241,6 +245,43 @@ def test_a_gateway_takes_as_many_connections_as_it_may_open_files(
     assert given == [(raised, limits[1])]
 
 
+def test_requests_that_are_refused_at_once_do_not_end_an_agent(chat: Chat) -> None:
+    async def complete(prompt: Prompt, is_first: bool) -> Completion:
+        return await policy_of(chat).complete(prompt)
+
+    async def script() -> list[str]:
+        reasons: list[str] = []
+        with closing(Gateway()) as gateway:
+            session = Session(chat, Budget(99, 40, 300), complete, lambda ids, times: 0)
+            with gateway.session(session, reasons.append) as key:
+
+                async def refused() -> None:
+                    long = [{"role": "user", "content": "word " * 300}]
+                    answer = asyncio.to_thread(lambda: ask(gateway.base_url, key, messages=long))
+                    assert (await answer)[0] == 400
+
+                for _ in range(MOST_REFUSED - 1):
+                    await asyncio.gather(refused(), refused())
+                assert not reasons
+                assert (await asyncio.to_thread(ask, gateway.base_url, key))[0] == 200
+                for _ in range(MOST_REFUSED - 1):
+                    await refused()
+                assert not reasons
+                for _ in range(3):
+                    await refused()
+        return reasons
+
+    (reason,) = asyncio.run(script())
+    assert reason.startswith(
+        "the agent ignored 8 refusals in a row, the last one: this model's max"
+    )
+
+
+def test_a_policy_without_tokens_is_refused_in_one_line(setup: Setup) -> None:
+    with pytest.raises(RagenError, match="an agent needs a policy whose tokens are known"):
+        asyncio.run(run_groups(ScriptedPolicy(["Hi."]), replace(setup, chat=None), [0], 1, (0,)))
+
+
 def test_an_answer_without_a_verifier_is_no_reward() -> None:
     assert read_verdict("42") is None and read_verdict(None) is None
     assert read_verdict(0.25) == (0.25, False)
@@ -295,6 +336,11 @@ def test_a_key_opens_its_own_episode_while_it_is_played(chat: Chat) -> None:
                     lambda: ask(gateway.base_url, key, model="half a pair: \ud800")
                 )
                 assert status == 200
+                named = await asyncio.to_thread(lambda: ask(gateway.base_url, key, model="a/b/c"))
+                assert '"model": "a/b/c"' in named[1]
+                models = urllib.request.Request(gateway.base_url + "/models")
+                with await asyncio.to_thread(urllib.request.urlopen, models) as answer:
+                    assert json.load(answer)["data"][0]["id"] == "policy"
                 path = "/messages/count_tokens"
                 status, text = await asyncio.to_thread(ask, gateway.base_url, key, path)
                 assert status == 200 and json.loads(text)["input_tokens"] > 3

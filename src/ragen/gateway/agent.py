@@ -32,7 +32,12 @@ class Agent:
         if self._gateway is None:
             self._gateway = Gateway()
         given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        with self._gateway.session(session, given_up.set_result) as key:
+
+        def give_up(why: str) -> None:
+            if not given_up.done():
+                given_up.set_result(why)
+
+        with self._gateway.session(session, give_up) as key:
             url = self._gateway.base_url
             return await self._processes.run(task, url, key, timeout_s, given_up)
 

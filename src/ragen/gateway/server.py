@@ -49,7 +49,7 @@ MOST = 4096
 OTHER_FILES = 128
 """Files that the process opens beside these connections."""
 MOST_REFUSED = 8
-"""Requests of an episode that are refused one after the other, before its agent is ended."""
+"""Requests of an episode that are refused one after the other before its agent is ended."""
 QUIET_S = 10.0
 """Seconds after which a client that asked for events gets a comment, so that it goes on waiting."""
 END_S = 5.0
@@ -62,7 +62,7 @@ class _Open:
     def __init__(self, session: Session, give_up: Callable[[str], object]) -> None:
         self.session = session
         self._loop, self._give_up = asyncio.get_running_loop(), give_up
-        self._num_refused = 0
+        self.num_refused = 0
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the run's loop and wait for it in this one."""
@@ -76,10 +76,15 @@ class _Open:
         """Tell the session that a client has left before a reply was sent to it."""
         self._loop.call_soon_threadsafe(self.session.lost, reply)
 
-    def answered(self, refused: Refused | None) -> None:
-        """Count the refusals in a row: an agent that ignores them would go on to its time limit."""
-        self._num_refused = 0 if refused is None else self._num_refused + 1
-        if self._num_refused == MOST_REFUSED:
+    def answered(self, before: int, refused: Refused | None) -> None:
+        """Count the refusals in a row: an agent that ignores them would go on to its time limit.
+
+        `before` is their number when the request came, so that requests at once count as one.
+        """
+        known, self.num_refused = self.num_refused, 0
+        if refused is not None:
+            self.num_refused = max(known, before + 1)
+        if self.num_refused == MOST_REFUSED > known:
             why = f"the agent ignored {MOST_REFUSED} refusals in a row, the last one: {refused}"
             self._loop.call_soon_threadsafe(self._give_up, why)
 
@@ -162,9 +167,10 @@ class Gateway:
 
     async def _reply(self, http: HttpRequest) -> Response:
         dialect = DIALECTS[http.url.path.removeprefix("/v1")]
-        episode = None
+        episode, before = None, 0
         try:
             episode = self._of(http)
+            before = episode.num_refused
             content, body = await _body_of(http)
             request = dialect.read(body, episode.known)
             answer = asyncio.ensure_future(
@@ -181,14 +187,14 @@ class Gateway:
             if request.stream:
                 await asyncio.wait({answer}, timeout=QUIET_S)
                 if not answer.done():
-                    slow = _slowly(episode, answer, dialect, model, body)
+                    slow = _slowly(episode, before, answer, dialect, model, body)
                     return StreamingResponse(slow, media_type="text/event-stream")
             reply = await answer
         except Refused as refused:
             if episode is not None:
-                episode.answered(refused)
+                episode.answered(before, refused)
             return JSONResponse(dialect.error(refused), refused.status)
-        episode.answered(None)
+        episode.answered(before, None)
         if await http.is_disconnected():
             episode.lost(reply)
         if request.stream:
@@ -237,6 +243,7 @@ def _most_connections() -> int:
 
 async def _slowly(
     episode: _Open,
+    before: int,
     answer: asyncio.Future[Reply],
     dialect: Dialect,
     model: str,
@@ -251,9 +258,9 @@ async def _slowly(
         try:
             for event in dialect.events(await answer, model, body):
                 yield event
-            episode.answered(None)
+            episode.answered(before, None)
         except Refused as refused:
-            episode.answered(refused)
+            episode.answered(before, refused)
             yield f"data: {json.dumps(dialect.error(refused))}\n\n"
         sent = True
     finally:
