@@ -23,9 +23,8 @@ from ragen.core.errors import RagenError
 from ragen.core.plugins import load_object, reference_to
 from ragen.core.types import Turn
 from ragen.envs.contract import Env
-from ragen.models.names import base_folder
 from ragen.settings.code import load_code, sources
-from tests.bandit_model import settings
+from tests.bandit_model import SETTINGS, bandit_model, settings
 
 DOCS = Path(__file__).parents[1] / "docs"
 FEW = {"rollout.num_groups": 2, "rollout.group_size": 2, "eval.episodes": 2, "threads": 1}
@@ -218,13 +217,13 @@ def test_nothing_is_sent_anywhere_and_what_reads_a_run_loads_no_code_that_it_nam
             os._exit(3)
 
     def work() -> None:
-        file, marker = Path("their_env.py"), Path("executed")
+        file, marker, model = Path("their_env.py"), Path("executed"), str(bandit_model())
         file.write_text(
             "from ragen.envs.worlds.bandit import Bandit\n\nclass Theirs(Bandit):\n    pass\n"
         )
-        keys = FEW | {"steps": 1, "env.name": "their_env.py:Theirs"}
-        keys["model.path"] = str(base_folder("bandit"))
-        options = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+        keys = {key: str(value).lower() for key, value in (SETTINGS | {"steps": 1}).items()}
+        options = [word for key, value in keys.items() for word in (f"--{key}", value)]
+        options += ["--model", model, "--env", "their_env.py:Theirs"]
         assert main(["train", "bandit", *options, "--quiet", "--out", "run"]) == 0
         file.write_text(f"open({str(marker)!r}, 'w').close()\n{file.read_text('utf-8')}", "utf-8")
         assert main(["report", "run"]) == 0

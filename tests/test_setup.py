@@ -209,6 +209,7 @@ def components(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from components(inside)
 
 
+@pytest.mark.slow
 def test_wheel_contains_what_runs_need_and_lists_the_files_of_others(
     installed: Path, tmp_path: Path
 ) -> None:

@@ -209,7 +209,6 @@ def small_model(name: str, tokenizer: Any) -> Any:
             transformers.Gemma3TextConfig,
             {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 1024},
         ),
-        "llama3_1": (transformers.LlamaConfig, {}),
         "deepseek_v3": (transformers.DeepseekV3Config, EXPERTS),
     }[name]
     ids = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -220,7 +219,7 @@ def small_model(name: str, tokenizer: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "history"), [*((name, "keep") for name in CONTROLS), ("qwen3", "drop")]
+    ("name", "history"), [("gemma3", "keep"), ("deepseek_v3", "keep"), ("qwen3", "drop")]
 )
 def test_a_small_model_is_trained_exactly_exported_and_loaded_with_the_same_logprobs(
     name: str, history: Literal["keep", "drop"], folders: Path, tmp_path: Path

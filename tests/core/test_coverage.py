@@ -165,12 +165,12 @@ def one_env(generator: np.random.Generator, seeds: int) -> Floats:
 SYNTHETIC: list[tuple[Draw, int, Callable[[Floats], Interval], float, tuple[float, float]]] = [
     (sokoban, 32, of_mean, 0.2 * 10.5 - 0.8, NOMINAL),
     (solved_of(8, 1.5, -1.0), 128, of_pass_at(8), mean_chance(1.5, -1.0, 8), NOMINAL),
-    # Near 0 and 1, the plain bootstrap covers 78–86 %; too much coverage is accepted.
-    (few_hard, 32, of_pass_at(1), 0.95 * 0.98 + 0.05 * 0.02, (NOMINAL[0], 0.995)),
-    (one_env, 3, of_seeds, 0.5, (0.735, 0.765)),
 ]
 SLOW_ONES: list[tuple[Draw, int, Callable[[Floats], Interval], float, tuple[float, float]]] = [
     (normal, 8, of_mean, 3.0, NOMINAL),
+    # Near 0 and 1, the plain bootstrap covers 78–86 %; too much coverage is accepted.
+    (few_hard, 32, of_pass_at(1), 0.95 * 0.98 + 0.05 * 0.02, (NOMINAL[0], 0.995)),
+    (one_env, 3, of_seeds, 0.5, (0.735, 0.765)),
     (solved_of(4, 1.5, -2.0), 128, of_rate, mean_chance(1.5, -2.0), NOMINAL),
     (solved_of(8, 1.5, -1.0), 128, of_pass_at(4), mean_chance(1.5, -1.0, 4), NOMINAL),
     (solved_of(8, 0.3, 1.0), 32, of_pass_at(4), mean_chance(0.3, 1.0, 4), (NOMINAL[0], 0.995)),
@@ -261,10 +261,8 @@ def arms(
     return found
 
 
-@pytest.mark.parametrize(
-    ("seeds", "seed_sd"),
-    [((3, 3), 0.3), *(pytest.param(n, 0.8, marks=SLOW) for n in ((1, 5), (8, 8)))],
-)
+@SLOW
+@pytest.mark.parametrize(("seeds", "seed_sd"), [((3, 3), 0.3), ((1, 5), 0.8), ((8, 8), 0.8)])
 def test_paired_difference_of_training_seeds(seeds: tuple[int, int], seed_sd: float) -> None:
     generator = np.random.default_rng([*seeds, round(10 * seed_sd)])
     spreads = [np.sqrt(1.5**2 + 0.7**2 + (seed_sd**2 if n > 1 else 0)) for n in seeds]
@@ -273,9 +271,8 @@ def test_paired_difference_of_training_seeds(seeds: tuple[int, int], seed_sd: fl
     assert is_nominal(coverage_of(found, truth)), coverage_of(found, truth)
 
 
-@pytest.mark.parametrize(
-    ("num_seeds", "low", "high"), [(3, 0.64, 0.72), pytest.param(8, 0.91, 0.95, marks=SLOW)]
-)
+@SLOW
+@pytest.mark.parametrize(("num_seeds", "low", "high"), [(3, 0.64, 0.72), (8, 0.91, 0.95)])
 def test_paired_difference_covers_less_when_some_seeds_collapse(
     num_seeds: int, low: float, high: float
 ) -> None:

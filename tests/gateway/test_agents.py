@@ -504,15 +504,17 @@ def test_a_second_loop_gets_processes_of_its_own() -> None:
 
 
 RUN = """
-import asyncio, sys
+import asyncio, signal, sys
 from ragen.gateway.agents import Agents
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 
 async def main():
     agents = Agents(sys.argv[1], processes=1)
     run = asyncio.ensure_future(agents.run({"do": sys.argv[2], "seconds": 60}, "", "", 99.0))
     while not agents._workers or not agents._workers[0].playing:
         await asyncio.sleep(0.01)
-    await asyncio.sleep(2.0)
+    await asyncio.sleep(0.5)
     print(agents._workers[0]._process.pid, flush=True)
     await run
 

@@ -48,7 +48,7 @@ from tests.learning.recorded import (
 from tests.shared import once
 
 FLOAT32 = {"gradient": 1e-5, "weight": 1e-3, "score": 1e-4, "norm": 1e-4}
-"""Largest differences: of gradients relative to the largest, of weights after ten updates in
+"""Largest differences: of gradients relative to the largest, of weights after some updates in
 absolute numbers, of logprobs and values, and of gradient norms, relative."""
 
 BFLOAT16 = {
@@ -216,6 +216,7 @@ def two_processes() -> tuple[Path, Any, Any]:
     return folder, *torch.load(folder.parent / "two-processes.pt", weights_only=False)
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_does() -> None:
     _, first, second = two_processes()
     expected = outcome(with_critic_and_reference(), 2)
@@ -224,6 +225,7 @@ def test_two_processes_learn_what_one_does() -> None:
     assert all(name.startswith("critic.") for name in second["outcome"].weights)
 
 
+@pytest.mark.slow
 def test_a_changed_token_is_refused_by_all_processes_without_a_change() -> None:
     """Whether all of them have it, or only the one that trains on it."""
     _, first, second = two_processes()
@@ -233,6 +235,7 @@ def test_a_changed_token_is_refused_by_all_processes_without_a_change() -> None:
     assert first["unchanged"] and second["unchanged"]
 
 
+@pytest.mark.slow
 def test_each_process_hashes_its_own_tokens_only() -> None:
     _, first, second = two_processes()
     updates = first["outcome"].metrics
@@ -241,6 +244,7 @@ def test_each_process_hashes_its_own_tokens_only() -> None:
     assert min(first["hashes"], second["hashes"]) > 0
 
 
+@pytest.mark.slow
 def test_other_logprobs_at_equal_weights_are_refused_by_all_processes() -> None:
     _, first, second = two_processes()
     assert first["not on-policy"] == second["not on-policy"]
@@ -248,6 +252,7 @@ def test_other_logprobs_at_equal_weights_are_refused_by_all_processes() -> None:
     assert first["dropped"] and second["dropped"], "no gradient is left for a later update"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_processes_goes_on_in_the_local_engine() -> None:
     folder, first, _ = two_processes()
     names = set(verified_state(folder)["files"])
@@ -258,6 +263,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_the_local_engine() -> None:
     assert_weights_agree(alone, first["later"], {"weight": 1e-5})
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_another_kl_reference_is_refused_by_all() -> None:
     _, first, second = two_processes()
     assert first["another reference"] == second["another reference"]
@@ -270,8 +276,8 @@ def test_adapters_of_two_processes_learn_what_those_of_one_do() -> None:
 
 
 @pytest.mark.slow
-def test_ten_updates_in_bfloat16() -> None:
-    compare(config_of("ppo", model__dtype="bfloat16"), 2, 10, BFLOAT16)
+def test_updates_in_bfloat16() -> None:
+    compare(config_of("ppo", model__dtype="bfloat16"), 2, 4, BFLOAT16)
 
 
 @pytest.mark.slow
@@ -326,7 +332,7 @@ def test_processes_with_whole_weights_learn_what_one_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["ppo", "ppo-shared", "lora"])
+@pytest.mark.parametrize("recipe", ["ppo-shared", "lora"])
 def test_three_processes_with_whole_weights_of_which_one_has_no_episode(recipe: str) -> None:
     config, bound = config_of(recipe, loss__kl=0.01), FLOAT32 | {"gradient": 1e-6}
     assert_whole(config, 3, 3, bound, groups=1, members=2)

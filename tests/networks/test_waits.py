@@ -83,8 +83,7 @@ def batch() -> Batch:
     [
         ("grpo with kl", False),
         ("gspo, muon", True),
-        ("ppo, recomputed", True),
-        pytest.param("ppo, recomputed", False, marks=pytest.mark.slow),
+        *(pytest.param("ppo, recomputed", each, marks=pytest.mark.slow) for each in (True, False)),
     ],
 )
 def test_an_update_waits_for_the_device_once(

@@ -75,7 +75,7 @@ def test_exceptions_and_answers_that_break_the_contract_fail_their_episode(
 )  # fmt: skip
 def test_isolation_survives_what_a_process_can_do(deed: str) -> None:
     reason = WORKER[deed][1]
-    timeout_s = 3.0 if reason.startswith("longer than") else 20.0
+    timeout_s = 1.5 if reason.startswith("longer than") else 20.0
     bad, good = play_isolated(deed, 0, 1, every=2, timeout_s=timeout_s)
     assert (bad.failed, good.stop_reason) == (True, "solved")
     assert re.search(reason, bad.error or ""), bad.error
@@ -91,7 +91,7 @@ def test_what_an_environment_prints_goes_to_standard_error(
 
 
 def test_the_children_of_a_worker_die_with_it() -> None:
-    workers = Workers(HOSTILE, {"deed": "fork and hang"}, 3.0)
+    workers = Workers(HOSTILE, {"deed": "fork and hang"}, 1.5)
     env = workers.make()
     env.reset(seed=0)
     group = env._worker._process.pid  # type: ignore[attr-defined]

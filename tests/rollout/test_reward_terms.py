@@ -335,4 +335,4 @@ def test_a_reward_term_that_the_environment_cannot_support_is_refused() -> None:
 def test_a_training_step_logs_thought_metrics(lake_run: Path) -> None:
     metrics = read_metrics(lake_run)
     for name in ("read", "hallucinated", "consistent"):
-        assert all(0 <= metrics[f"thought/{name}_fraction"][step] <= 1 for step in (1, 2))
+        assert 0 <= metrics[f"thought/{name}_fraction"][1] <= 1

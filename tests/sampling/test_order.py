@@ -180,22 +180,21 @@ def test_other_policies_give_no_seats() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "threads", "orders"),
-    [("bandit", 1, 20), ("bandit", 2, 2), ("frozen-lake", 1, 3), ("llama", 1, 3), ("llama", 2, 2)],
+    ("name", "threads", "orders"), [("bandit", 1, 6), ("bandit", 2, 1), ("llama", 2, 2)]
 )
-def test_64_episodes_in_random_orders(name: str, threads: int, orders: int) -> None:
+def test_32_episodes_in_random_orders(name: str, threads: int, orders: int) -> None:
     if name == "llama":
         model = tiny(name, hidden_size=64)
     else:
         model, _ = load_policy(base_folder(name), "cpu", "float32")
     use_threads(threads)
     try:
-        sampler = ordered(model, slots=64)
-        full = play(sampler, range(64))
+        sampler = ordered(model, slots=32)
+        full = play(sampler, range(32))
         assert sampler._independent
         for delays in range(orders):
-            assert play(sampler, range(64), delays) == full
-        for number in range(0, 64, 5):
+            assert play(sampler, range(32), delays) == full
+        for number in range(0, 32, 5):
             assert play(sampler, [number]) == {number: full[number]}
     finally:
         use_threads(1)

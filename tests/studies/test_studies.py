@@ -319,6 +319,7 @@ def test_an_error_of_another_process_keeps_its_line() -> None:
         assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
 
 
+@pytest.mark.slow
 def test_an_arm_may_be_fine_tuned_first_and_evaluated_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

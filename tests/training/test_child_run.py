@@ -31,7 +31,9 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 """Settings of a run, and why it cannot go on without the checkpoint that it began with."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "lora")) for kind in KINDS]
+)
 def test_a_child_goes_on_bit_for_bit_after_its_parent_went_on(
     own_bandit_run: Path, kind: str
 ) -> None:

@@ -120,10 +120,8 @@ MOMENTS = (
     Moment("update", late=True),  # in step 1
     Moment("load", late=True),  # again, as its successor loads
     Moment("complete", 15, owner=Seat),  # in the collection of step 2
-    Moment("publish", late=True),
     Moment("save", late=True),  # a checkpoint that is half written
     Moment("write_state", 2, owner=running),  # the last checkpoint, before its state
-    Moment("evaluate_envs", 2, late=True, owner=running),  # the last evaluation
 )
 
 

@@ -144,15 +144,15 @@ def test_a_step_whose_episodes_all_fail_stops_the_run_saved(
 # Kills: the run goes on from its last checkpoint.
 
 PHASES: dict[str, tuple[tuple[Any, str], int]] = {  # a call in each, and which one since step 1
-    "rollout": ((Sampler, "_draw"), 5),
     "update": ((Learner, "_apply"), 2),  # after the first update
     "inside a commit": ((recorder, "write_tokens"), 1),
-    "evaluation": ((running, "evaluate_envs"), 1),
     "writing a checkpoint": ((files, "flush"), 1),
 }
 MORE_PHASES: dict[str, tuple[tuple[Any, str], int]] = {
+    "rollout": ((Sampler, "_draw"), 5),
     "inside an optimiser": ((torch.optim.AdamW, "step"), 2),
     "before a commit": ((Recorder, "_write"), 1),
+    "evaluation": ((running, "evaluate_envs"), 1),
     "after a commit": ((Watcher, "step"), 1),
     "writing the weights": ((saving, "save_model"), 1),
     "writing the state": ((running, "write_state"), 1),

@@ -22,16 +22,20 @@ from ragen.algorithms.batch import Batch
 from ragen.algorithms.estimator import needs_values
 from ragen.core.errors import RagenError
 from ragen.core.types import Role
+from ragen.diagnostics.guard import Alarm
 from ragen.engines.local import LocalEngine
 from ragen.storage import checkpoint, recorder
 from ragen.storage.database import DATABASE
+from ragen.storage.reader import read_events
 from ragen.storage.recorder import Recorder
-from ragen.training import running
+from ragen.training import recovery, running
 from ragen.training.collection import needs_scores
 from ragen.training.trainer import Result, resume, train
+from tests.diagnostics.test_guard_run import scripted
 from tests.tolerance import LOGPROB
 from tests.training.runs import (
     SMALL,
+    NotedWatcher,
     assert_same_results,
     make_config,
     recorded_results,
@@ -186,9 +190,18 @@ class InTurn(Executor):
 def test_training_twice_gives_identical_rows_also_if_a_run_writes_them_in_its_steps(
     tmp_path: Path, bandit_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every row of every table, and in their order; usually a thread writes them."""
+    """Every row of every table, and in their order; usually a thread writes them.
+
+    The second run has an alarm whose response is log.
+    """
     monkeypatch.setattr(recorder, "ThreadPoolExecutor", InTurn)
-    train(make_config(eval__every=1, checkpoint__keep=9), tmp_path / "run")
+    monkeypatch.setattr(recovery, "raise_alarms", scripted((0, 2)))
+    seen, config = NotedWatcher(), make_config(eval__every=1, checkpoint__keep=9)
+    result = train(config, tmp_path / "run", watcher=seen)
+    alarm = Alarm("grad_spike", 2, 1, 9.0, 1.0)
+    assert result.alarms == (alarm,) and seen.alarms == [str(alarm)]
+    (event,) = read_events(tmp_path / "run")
+    assert (event["kind"], event["text"], event["data"]["baseline"]) == ("alarm", str(alarm), 1.0)
     for table in ("episodes", "turns", "samples", "cross_scores", "tokens", "settings"):
         query = f"SELECT * FROM {table}"
         assert rows(tmp_path / "run", query) == rows(bandit_run, query)

@@ -10,10 +10,8 @@ import re
 import resource
 import socket
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -42,14 +40,6 @@ ATTACKS = (
     "\u202eright to left",
     "]]>\x00\x1b[31m",
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def bundled_once() -> Iterator[None]:
-    """Bundle the front end once for all files."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bundle, "bundle", cache(bundle.bundle))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -155,9 +155,16 @@ def raw_values(tree: Mapping[Any, Any]) -> Flat:
     return values
 
 
+@cache
+def _sections() -> frozenset[str]:
+    """The tables that keys are in."""
+    parts = (name.split(".") for name in keys())
+    return frozenset(".".join(each[:end]) for each in parts for end in range(1, len(each)))
+
+
 def _holds_keys(key: str, table: Mapping[Any, Any]) -> bool:
     """True if a table is a section; any other is the value of a key, which will be refused."""
-    if f"{key}." in _INSIDE or any(name.startswith(f"{key}.") for name in keys()):
+    if f"{key}." in _INSIDE or key in _sections():
         return True
     return "." not in key and len(table) > 0  # a section with a mistake in its name
 

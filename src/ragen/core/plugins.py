@@ -19,6 +19,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from traceback import extract_tb
@@ -31,6 +32,9 @@ from ragen.core.user_code import UserCodeError, boundary
 
 LOAD_S = 60.0
 """Seconds that a file or module may take to be loaded."""
+
+_RAGEN = Path(__file__).parents[1]
+_PYTHON = Path(sysconfig.get_path("stdlib")).resolve()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,18 +220,8 @@ def _code_beside(own: Path, content: bytes, elsewhere: bool = True) -> bytes:
 
 def _imported(file: Path, content: bytes, root: Path, elsewhere: bool) -> set[Path]:
     """The user's own files that a file imports, anywhere in it; `root` is the loaded file's."""
-    try:
-        nodes = list(ast.walk(ast.parse(content)))
-    except (SyntaxError, ValueError, RecursionError):  # a module that is never imported
-        return set()
     found = set[Path]()
-    for node in nodes:
-        level, names = 0, list[str]()
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            level, module = node.level, node.module or ""
-            names = [module, *(f"{module}.{alias.name}".strip(".") for alias in node.names)]
+    for level, names in _imports(content):
         folder = file.parents[min(max(level, 1), len(file.parents)) - 1]
         for name in filter(None, names):
             places = sources_of(folder, name)
@@ -240,10 +234,27 @@ def _imported(file: Path, content: bytes, root: Path, elsewhere: bool) -> set[Pa
     return {each for each in found if each.suffix == ".py" and not _is_installed(each)}
 
 
+@lru_cache(maxsize=256)  # a run asks several times for the same files
+def _imports(content: bytes) -> tuple[tuple[int, list[str]], ...]:
+    """The imports anywhere in a file: how many dots each begins with, and the dotted names."""
+    try:
+        nodes = list(ast.walk(ast.parse(content)))
+    except (SyntaxError, ValueError, RecursionError):  # a module that is never imported
+        return ()
+    found = list[tuple[int, list[str]]]()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found.append((0, [alias.name for alias in node.names]))
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names = (f"{module}.{alias.name}".strip(".") for alias in node.names)
+            found.append((node.level, [module, *names]))
+    return tuple(found)
+
+
 def _is_installed(file: Path) -> bool:
-    own, standard = Path(__file__).parents[1], Path(sysconfig.get_path("stdlib")).resolve()
     is_package = {"site-packages", "dist-packages"} & set(file.parts)
-    return bool(is_package) or file.is_relative_to(own) or file.is_relative_to(standard)
+    return bool(is_package) or file.is_relative_to(_RAGEN) or file.is_relative_to(_PYTHON)
 
 
 def hash_bytes(content: bytes) -> str:

@@ -16,7 +16,7 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +91,20 @@ def embedded(data: Any) -> str:
 def bundle(entry: Path) -> str:
     """A module and all that it imports as one script."""
     order: dict[Path, str] = {}
-    for file in _imported(entry.resolve(), ()):
-        order.setdefault(file, f"module_{len(order)}")
+    _order(entry.resolve(), (), order)
     parts = [f"// {file.name}\n{_function(file, order)}" for file in order]
     return '"use strict";\n' + "\n".join(parts)
 
 
-def _imported(file: Path, above: tuple[Path, ...]) -> Iterator[Path]:
-    """The modules in the order of their calls: imported ones come first."""
+def _order(file: Path, above: tuple[Path, ...], order: dict[Path, str]) -> None:
+    """Name the modules in the order of their calls: imported ones come first."""
     assert file not in above, f"{file.name} imports itself by way of {above[-1].name}"
+    if file in order:
+        return
     code = _COMMENT.sub("", file.read_text("utf-8"))
     for found in (*_IMPORT.finditer(code), *_LATER.finditer(code)):
-        yield from _imported((file.parent / found["source"]).resolve(), (*above, file))
-    yield file
+        _order((file.parent / found["source"]).resolve(), (*above, file), order)
+    order[file] = f"module_{len(order)}"
 
 
 def _function(file: Path, names: Mapping[Path, str]) -> str:
