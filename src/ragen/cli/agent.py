@@ -11,8 +11,13 @@ from ragen.core.errors import RagenError
 
 def agent_options(parser: Parser) -> None:
     """Add the options of an agent, which stand for keys of the section ``env``."""
-    agent = "an agent of your own, file.py:main or a command, in place of an environment"
+    agent = "in place of an environment, an agent of your own: file.py:main, a command, or outside"
     parser.take("--agent", "AGENT", agent)
+    task_options(parser)
+
+
+def task_options(parser: Parser) -> None:
+    """Add the options of an agent's tasks."""
     parser.take("--tasks", "FILE", "its tasks, a JSON object in each line", Path)
     parser.take("--verifier", "VERIFIER", "file.py:verify, which rewards its answers")
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragen.cli.agent import agent_options, with_agent
+from ragen.cli.agent import agent_options, task_options, with_agent
 from ragen.cli.command import Command, Overrides, Parser, complain, program, terminal, whole
 from ragen.cli.help import train_epilog
 from ragen.cli.process import STARTED
@@ -79,6 +79,28 @@ def _train(options: Namespace, overrides: Overrides) -> int:
     from ragen.training.trainer import train
 
     return _watch_run(lambda watcher: train(config, options.out, watcher=watcher), options)
+
+
+def _gateway_options(parser: Parser) -> None:
+    parser.take("model", "MODEL", "the model to train: a folder, a run, or a name on the Hub")
+    task_options(parser)
+    parser.take("--port", "N", "0 takes any free port", whole(0, 65535), 8000)
+    host = "address to serve on; others than of this machine need a token, RAGEN_GATEWAY_TOKEN"
+    parser.take("--host", "ADDRESS", host, default="127.0.0.1")
+    parser.take("--out", "DIR", "the run's folder; it must not exist [runs/outside-N]", Path)
+    parser.flag("--dry-run", "print the resolved config and do nothing")
+    parser.output_flags()
+    parser.epilog = (
+        "Short for: ragen train --agent outside --model MODEL. Programs fetch their tasks with\n"
+        "POST /v1/episodes and post rewards to /v1/reward (docs/agents.md). To measure a model in\n"
+        "the same way: ragen eval MODEL --agent outside --tasks FILE"
+    )
+
+
+def _gateway(options: Namespace, overrides: Overrides) -> int:
+    options.agent, options.recipe = "outside", None
+    where = {"env.params.address": f"{options.host}:{options.port}"}
+    return _train(options, {"model.path": options.model, **where, **overrides})
 
 
 def _resume_options(parser: Parser) -> None:
@@ -331,6 +353,9 @@ def _run_studies(options: Namespace, out: Path, places: Sequence[tuple[Study, Pa
 
 COMMANDS: dict[str, Command] = {
     "train": Command("train an agent with a recipe", _train_options, _train, True, train_epilog),
+    "gateway": Command(
+        "train a model by programs that fetch their tasks", _gateway_options, _gateway, True
+    ),
     "resume": Command("resume a stopped run", _resume_options, _resume, True),
     "report": Command("write a one-page report of a run, with plots", _report_options, _report),
     "export": Command("export a run's policy for transformers and vLLM", _export_options, _export),

@@ -87,7 +87,10 @@ class SpreadSampler(Policy):
         The first group is this process's, the next that of the next process, and so on in turn.
         """
         assert isinstance(concurrency, int), "only one collection is played at a time"
-        size = 1 + len(self._children)
+        # One process can listen for programs outside.
+        is_outside = any(each.agent is not None and each.agent.is_outside for each in setups)
+        children = [] if is_outside else self._children
+        size = 1 + len(children)
         most = -(-concurrency // size)
         order = {group: place for place, group in enumerate(dict.fromkeys(s.group for s in specs))}
         shares: list[list[int]] = [[] for _ in range(size)]
@@ -101,7 +104,7 @@ class SpreadSampler(Policy):
                 on_episode(episode)
 
         work: list[Coroutine[Any, Any, Any]] = []
-        for child, share in zip(self._children, shares[1:], strict=True):
+        for child, share in zip(children, shares[1:], strict=True):
             if share:
                 work.append(self._play_in(child, share, setups, specs, most, ended))
         own = shares[0]

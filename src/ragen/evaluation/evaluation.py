@@ -83,6 +83,7 @@ def evaluate_target(
     concurrency: int | None = None,
     out: Path | None = None,
     on_outcome: Callable[[Outcome, int], None] = lambda outcome, left: None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> tuple[Evaluation, list[Outcome]]:
     """Evaluate a run, a checkpoint, a model, an endpoint or a player on fixed levels.
 
@@ -102,6 +103,7 @@ def evaluate_target(
             reads and writes no file.
         on_outcome: Called with each outcome and the number of episodes still to play; stored
             outcomes come first.
+        note: Receives what the user has to tell an agent outside.
 
     Returns:
         Success, returns and counts, with random and optimal play as baselines; and the outcome of
@@ -148,7 +150,7 @@ def evaluate_target(
 
             at_once = config.rollout.slots * max(1, config.engine.processes)
             slots = concurrency or (CONCURRENCY if server else at_once)
-            run_async(play_episodes(policy, setup, missing, slots, on_episode))
+            run_async(play_episodes(policy, setup, missing, slots, on_episode, note))
         outcomes = [known[place] for place in specs]
         with closing(make_setup(config, None)) as setup:
             setup = replace(setup, temperature=temperature)
@@ -179,10 +181,13 @@ async def play_episodes(
     specs: Sequence[EpisodeSpec],
     slots: int = 1,
     on_episode: Callable[[Episode], None] | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> list[Episode]:
     """Play episodes, then release the connections and the memory of policy and set-up."""
     with closing(setup):
         try:
+            if said := setup.invite():
+                note(said)
             return await run_episodes(policy, setup, specs, slots, on_episode)
         finally:
             if isinstance(policy, Closable):

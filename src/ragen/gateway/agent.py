@@ -1,4 +1,4 @@
-"""The agent of a run: its processes, and the server that they call."""
+"""The agent of a run: its processes or programs outside, and the server that they call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from ragen.envs.adapters.agent import OUTSIDE
 from ragen.gateway.agents import Agents, Outcome
+from ragen.gateway.outside import Outside
 from ragen.gateway.server import Gateway
 from ragen.gateway.session import Session
 
@@ -14,12 +16,28 @@ from ragen.gateway.session import Session
 class Agent:
     """An agent that works on many tasks at once, each with a key of its own.
 
-    The arguments are those of `Agents`. Nothing is started before the first task.
+    The arguments are those of `Agents`, and where programs fetch their tasks if the target is
+    `OUTSIDE`. Nothing is started before the first task, or before `invite`.
     """
 
-    def __init__(self, target: str, python: str = "", processes: int = 0) -> None:
-        self._processes = Agents(target, python, processes)
+    def __init__(self, target: str, python: str, processes: int, address: str) -> None:
+        self._address = address
+        self._processes = None if target == OUTSIDE else Agents(target, python, processes)
         self._gateway: Gateway | None = None
+
+    @property
+    def is_outside(self) -> bool:
+        """True if programs from outside fetch the tasks."""
+        return self._processes is None
+
+    def invite(self) -> str:
+        """Begin to listen for programs outside; returns what the user has to tell them, if so.
+
+        Raises:
+            RagenError: `Outside` cannot be made.
+        """
+        gateway = self._server() if self.is_outside else None
+        return gateway.invitation if isinstance(gateway, Outside) else ""
 
     async def work(self, task: Mapping[str, Any], session: Session, timeout_s: float) -> Outcome:
         """Let the agent work on a task; its calls are answered in `session`, up to its end.
@@ -29,20 +47,27 @@ class Agent:
         Raises:
             RagenError: The agent cannot be loaded.
         """
-        if self._gateway is None:
-            self._gateway = Gateway()
+        gateway = self._server()
         given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def give_up(why: str) -> None:
             if not given_up.done():
                 given_up.set_result(why)
 
-        with self._gateway.session(session, give_up) as key:
-            url = self._gateway.base_url
-            return await self._processes.run(task, url, key, timeout_s, given_up)
+        with gateway.session(session, give_up) as key:
+            if isinstance(gateway, Outside):
+                return await gateway.offer(task, key, timeout_s, given_up)
+            assert self._processes is not None
+            return await self._processes.run(task, gateway.base_url, key, timeout_s, given_up)
 
     def close(self) -> None:
         """End the agent's processes and the server."""
-        self._processes.close()
+        if self._processes is not None:
+            self._processes.close()
         if self._gateway is not None:
             self._gateway.close()
+
+    def _server(self) -> Gateway:
+        if self._gateway is None:
+            self._gateway = Outside(self._address) if self.is_outside else Gateway()
+        return self._gateway

@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from ragen.core.types import CallRole
 from ragen.core.waiting import begin
@@ -93,14 +94,19 @@ class Gateway:
     """The server for the episodes of a run. It has its address at once, and serves when needed."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._listening = listen(host, port)
-        address, port = self._listening.getsockname()[:2]
+        self.listening = listen(host, port)
+        address, port = self.listening.getsockname()[:2]
         self.base_url = f"http://{address}:{port}/v1"
         self._secret = secrets.token_bytes(32)
         self._count = 0
         self._open: dict[str, _Open] = {}
         self._server: Server | None = None
         self._serving: Future[None] | None = None
+
+    def serve(self) -> None:
+        """Begin to answer requests."""
+        self._server = Server(self.application(), most=_most_connections())
+        self._serving = begin(self._server.serve(sockets=[self.listening]))
 
     @contextmanager
     def session(
@@ -111,8 +117,7 @@ class Gateway:
         `give_up` is called once, with the reason, if the agent goes on although it is refused.
         """
         if self._server is None:
-            self._server = Server(self._application(), most=_most_connections())
-            self._serving = begin(self._server.serve(sockets=[self._listening]))
+            self.serve()
         self._count += 1
         number = str(self._count)
         key = f"{number}-{self._sign(number)}"
@@ -128,20 +133,28 @@ class Gateway:
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             self._serving.result(END_S)
-        self._listening.close()
+        self.listening.close()
 
     def _sign(self, number: str) -> str:
         return hmac.new(self._secret, number.encode(), "blake2b").hexdigest()[:32]
 
-    def _application(self) -> Starlette:
+    def application(self) -> ASGIApp:
+        """The application that is served."""
+        return Starlette(routes=self.routes())
+
+    def routes(self) -> list[Route]:
+        """The routes of all dialects."""
         routes = [Route(f"/v1{path}", self._reply, methods=["POST"]) for path in DIALECTS]
         count = Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"])
-        return Starlette(routes=[*routes, count, Route("/v1/models", self._models)])
+        return [*routes, count, Route("/v1/models", self._models)]
 
-    def _of(self, http: HttpRequest) -> _Open:
-        """The episode of a request's key."""
-        bearer = http.headers.get("authorization", "").partition(" ")[2]
-        key = http.headers.get("x-api-key") or bearer.strip()
+    def episode_of(self, http: HttpRequest) -> _Open:
+        """The episode of a request's key.
+
+        Raises:
+            Refused: There is none, or it has ended.
+        """
+        key = key_of(http)
         found = self._open.get(key)
         if found is not None:
             return found
@@ -157,8 +170,8 @@ class Gateway:
     async def _count_tokens(self, http: HttpRequest) -> Response:
         dialect = DIALECTS["/messages"]
         try:
-            episode = self._of(http)
-            _, body = await _body_of(http)
+            episode = self.episode_of(http)
+            _, body = await body_of(http)
             request = dialect.read(body, episode.known)
             count = await episode.run(episode.session.count_tokens(request))
         except Refused as refused:
@@ -169,9 +182,9 @@ class Gateway:
         dialect = DIALECTS[http.url.path.removeprefix("/v1")]
         episode, before = None, 0
         try:
-            episode = self._of(http)
+            episode = self.episode_of(http)
             before = episode.num_refused
-            content, body = await _body_of(http)
+            content, body = await body_of(http)
             request = dialect.read(body, episode.known)
             answer = asyncio.ensure_future(
                 episode.run(
@@ -205,8 +218,18 @@ class Gateway:
         return Response(answered, media_type="application/json")
 
 
-async def _body_of(http: HttpRequest) -> tuple[bytes, Mapping[str, Any]]:
-    """The body of a request, as it is and as JSON."""
+def key_of(http: HttpRequest) -> str:
+    """The key in a request's headers, as any dialect sends it."""
+    bearer = http.headers.get("authorization", "").partition(" ")[2]
+    return http.headers.get("x-api-key") or bearer.strip()
+
+
+async def body_of(http: HttpRequest) -> tuple[bytes, Mapping[str, Any]]:
+    """The body of a request, as it is and as JSON.
+
+    Raises:
+        Refused: It is no JSON object, or too large.
+    """
     content = bytearray()
     async for part in http.stream():
         content += part

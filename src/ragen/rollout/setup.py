@@ -29,6 +29,7 @@ from ragen.envs.contract import Env, Schema
 from ragen.envs.isolation import Workers
 from ragen.envs.registry import build_env, env_class, env_factory
 from ragen.gateway.agent import Agent
+from ragen.gateway.outside import ADDRESS
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.reward_terms import NEED_READING
 from ragen.rollout.venue import Venue
@@ -105,6 +106,10 @@ class Setup:
     def waits(self) -> bool:
         """True if episodes wait for something else than the policy."""
         return self.agent is not None or self.venue.waits
+
+    def invite(self) -> str:
+        """Begin to listen for an agent outside, if it plays; returns what to tell the user."""
+        return self.agent.invite() if self.agent is not None else ""
 
     def close(self) -> None:
         """Stop the worker processes and the agent, if there are any."""
@@ -285,7 +290,9 @@ def _agent(env: EnvConfig) -> Agent | None:
     cls = env_class(env.name)
     if not issubclass(cls, AgentEnv):
         return None
-    return Agent(cls.target, env.params.get("python", ""), env.params.get("processes", 0))
+    given = env.params
+    address = given.get("address") or ADDRESS
+    return Agent(cls.target, given.get("python", ""), given.get("processes", 0), address)
 
 
 def _workers(env: EnvConfig) -> Workers:

@@ -26,10 +26,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError
 from ragen.envs.adapters.adapted import missing
-from ragen.envs.adapters.openenv import TOKEN, token_here
+from ragen.envs.adapters.openenv import TOKEN
 from ragen.rollout.setup import Setup
 from ragen.serving.sessions import Answer, Description, Refused, Session, describe
-from ragen.web.security import AccessControl, is_loopback
+from ragen.web.security import AccessControl, is_loopback, token_in
 from ragen.web.server import MOST, Server, listen, url_of
 
 Result = TypeVar("Result")
@@ -158,7 +158,7 @@ def serve(
     """
     if find_spec("websockets") is None:
         raise missing("ragen serve", "websockets", "openenv")
-    token = token_here()
+    token = token_in(TOKEN)
     shown = None if token is None else f"${TOKEN}"
     # For each session, one more connection may wait. An environment's process takes three files.
     _make_room(most * (5 if setup.venue.workers else 2) + MOST + RESERVE)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
     engine = make_engine(config)
 
     async def start() -> Result:
-        async with opened(engine, config) as tasks:
+        async with opened(engine, config, watcher.note) as tasks:
             for setup in (*tasks.full.values(), *tasks.stages):
                 require_room(setup)
             of_env = config.recipe == Config().recipe  # no recipe, so the environment names it
@@ -183,7 +183,7 @@ def resume(
     engine = make_engine(config, path)
 
     async def restart() -> Result:
-        async with opened(engine, config) as tasks:
+        async with opened(engine, config, watcher.note) as tasks:
             await engine.load(saved.checkpoint, saved.engine)
             with Recorder.open(folder, saved.state.attempt, engine.chat.text_of) as recorder:
                 _repair(saved, recorder, watcher)
@@ -295,7 +295,8 @@ def examine(folder: Path) -> dict[str, float]:
     engine = make_engine(config, find_first(config, checkpoint))
 
     async def measure() -> Metrics:
-        async with opened(engine, config) as tasks, open_judge(config, None) as judge:
+        note = Watcher().note
+        async with opened(engine, config, note) as tasks, open_judge(config, None) as judge:
             await engine.load(checkpoint, saved["engine"])
             playing, rollout = tasks.at(state.stage), config.rollout
             starts = first_starts(playing, rollout, config.env.mix, state.step, state.groups)
@@ -313,14 +314,26 @@ def examine(folder: Path) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def opened(engine: Engine, config: Config) -> AsyncIterator[Tasks]:
-    """The tasks of a run; at the end, closes them and the engine (it may hold a GPU)."""
+async def opened(
+    engine: Engine, config: Config, note: Callable[[str], None]
+) -> AsyncIterator[Tasks]:
+    """The tasks of a run; at the end, closes them and the engine (it may hold a GPU).
+
+    `note` receives what the user has to tell an agent outside.
+    """
     try:
         if JUDGE in config.reward.terms:  # before the run's folder is made
             check_judge(config.judge, config.env.name)
         with ExitStack() as stack:
             setups = open_setups(config, engine.chat, stack)
-            yield Tasks(setups, open_stages(config, engine.chat, stack))
+            for each in setups.values():
+                if said := each.invite():
+                    note(said)
+            stages = open_stages(config, engine.chat, stack)
+            if stages:  # an agent of the full tasks plays these, too
+                full = setups[config.env.name]
+                stages = [replace(each, agent=full.agent) for each in stages]
+            yield Tasks(setups, stages)
     finally:
         forget_facts()
         await engine.close()

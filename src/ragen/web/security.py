@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,12 @@ from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ragen.core.errors import RagenError
+
 METHODS = ("GET", "HEAD", "POST")
+
+MIN_TOKEN = 8
+"""The least number of characters of a token."""
 
 PORT = re.compile(r":[0-9]*$", re.ASCII)
 """The end of a Host with a port; a browser leaves out the scheme's own."""
@@ -108,6 +114,18 @@ class AccessControl:
         if is_foreign or not (origin == own or is_vouched):
             return refusal(403, "requests from other pages are refused")
         return None
+
+
+def token_in(variable: str) -> str | None:
+    """The token in an environment variable, ``None`` without one.
+
+    Raises:
+        RagenError: It is too short, or cannot be sent in a header.
+    """
+    token = os.environ.get(variable, "").strip()
+    if token and (len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable()):
+        raise RagenError(f"{variable}: expected at least {MIN_TOKEN} ASCII characters")
+    return token or None
 
 
 def is_equal(said: str, token: str) -> bool:

@@ -1,7 +1,8 @@
 """An existing agent as an environment: the tasks that it gets, and the reward of its answers.
 
 The name is ``agent:TARGET``: ``agent:my_agent.py:main``, ``agent:my_package.module:main``, or a
-command such as ``agent:node agent.js``. The agent itself plays the episode, through the gateway
+command such as ``agent:node agent.js``; or ``agent:outside``, for programs that fetch their tasks
+(`ragen.gateway.outside`). The agent itself plays the episode, through the gateway
 (`ragen.rollout.agent`); this environment only says which task it gets and what its answer earns.
 """
 
@@ -24,6 +25,8 @@ from ragen.envs.adapters.adapted import Adapted, Played
 
 HELD_OUT = 5
 """Every fifth task is for evaluation only, if there is no file of tasks for it."""
+OUTSIDE = "outside"
+"""The target of an agent that is no function or command of ours: programs fetch its tasks."""
 SUCCESS = 1.0
 """The reward from which on a task counts as solved, unless the agent or the verifier says so."""
 MOST_BYTES = 2**28
@@ -58,6 +61,7 @@ class AgentEnv(Adapted):
             the limits of each reply and of the number of calls; 0 is no limit.
         python: The interpreter of the agent, if its packages are not in ours.
         processes: Processes in which the agent plays; 0 is one for each core.
+        address: Where programs outside fetch their tasks [127.0.0.1:8000].
     """
 
     goal = "The tasks of an agent"
@@ -74,7 +78,12 @@ class AgentEnv(Adapted):
         max_tokens: Annotated[int, Field(ge=0)] = 0,
         python: str = "",
         processes: Annotated[int, Field(ge=0, le=256)] = 0,
+        address: str = "",
     ) -> None:
+        if self.target == OUTSIDE and (python or processes):
+            raise RagenError("an agent outside is started by others: leave python and processes")
+        if self.target != OUTSIDE and address:
+            raise RagenError("address is for an agent outside: leave it, or name --agent outside")
         self.python, self.processes, self.max_tokens = python, processes, max_tokens
         self._training, self._evaluation = split_tasks(tasks, test_tasks)
         self._verify: Callable[[Task, Any], Any] | None = None

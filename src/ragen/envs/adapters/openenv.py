@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ from ragen.envs.adapters.mcp import text_of
 from ragen.envs.adapters.openenv_servers import address_of, code_of, is_url
 from ragen.envs.contract import Schema
 from ragen.envs.tools import read_call, tool_schema
+from ragen.web.security import token_in
 
 CALL_S = 60.0
 """Seconds that a server may take to answer, unless the limit of the call is shorter."""
@@ -39,8 +39,6 @@ CALL_FIELDS = {"type", "tool_name", "arguments"}
 """The fields of an action that is a call of a tool."""
 MOST_SAID = 200
 """The most characters of a refusal that are shown."""
-MIN_TOKEN = 8
-"""The least number of characters of a token."""
 
 
 class About(NamedTuple):
@@ -75,7 +73,7 @@ class OpenEnvEnv(Adapted):
 
     def __init__(self, field: str | None = None) -> None:
         about = _about(address_of(self.target), self.target)
-        self._token = token_here()
+        self._token = token_in(TOKEN)
         self._fields = about.fields.keys()
         self._tools, self._rules = about.tools, about.description
         self._field = _field(self.name, about.fields, field) if self._fields else ""
@@ -197,14 +195,6 @@ class OpenEnvEnv(Adapted):
         )
 
 
-def token_here() -> str | None:
-    """The token in the environment variable, or ``None``; raises `RagenError` if it is invalid."""
-    token = os.environ.get(TOKEN, "").strip()
-    if token and (len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable()):
-        raise RagenError(f"{TOKEN}: expected at least {MIN_TOKEN} ASCII characters")
-    return token or None
-
-
 def _credentials(token: str | None) -> dict[str, str]:
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
@@ -254,7 +244,7 @@ def _about(url: str, target: str) -> About:
         if isinstance(error, httpx.HTTPStatusError):
             reason = " ".join(error.response.text[:MOST_SAID].split())
             said = f"HTTP {error.response.status_code}: {reason}"
-        said = _masked(said, token_here())
+        said = _masked(said, token_in(TOKEN))
         raise RagenError(f"openenv:{target}: no OpenEnv server answers there ({said})") from None
 
 
@@ -289,7 +279,7 @@ def _whole(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 
 def _fetch(url: str, part: str, message: dict[str, Any] | None = None) -> dict[str, Any]:
     """A server's answer outside of a session. A message is posted."""
-    address, token = f"{url.rstrip('/')}/{part}", token_here()
+    address, token = f"{url.rstrip('/')}/{part}", token_in(TOKEN)
     limits: dict[str, Any] = {"response": [partial(bound, seconds=CALL_S)]}
     with httpx.Client(timeout=CALL_S, follow_redirects=True, event_hooks=limits) as client:
         method = "GET" if message is None else "POST"
