@@ -74,7 +74,7 @@ def test_commands_in_pages_are_accepted(
     (example,) = re.findall(r"into `mine.py`.*?```python\n(.*?)```", EXTEND, re.DOTALL)
     Path("mine.py").write_text(example, "utf-8")
     for name, language in {"my_agent.py": "python", "tasks.jsonl": "json"}.items():
-        (example,) = re.findall(rf"```{language}\n(.*?)```", AGENTS, re.DOTALL)
+        example, *_ = re.findall(rf"```{language}\n(.*?)```", AGENTS, re.DOTALL)
         Path(name).write_text(example, "utf-8")
     shutil.copytree(base_folder("bandit"), "models/bandit")  # as `ragen sft` would make it
     for name, *rest in commands(page):
