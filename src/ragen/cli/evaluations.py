@@ -107,8 +107,9 @@ def _evaluate(
             def count(_: Outcome, left: int) -> None:
                 bar.update(task, completed=total - left)
 
-            hooks = {"on_outcome": count, "note": complain}
-            return evaluate_target(target, settings, server=server, **hooks, **given)
+            return evaluate_target(
+                target, settings, server=server, on_outcome=count, note=complain, **given
+            )
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the same command continues from here") from None
 
