@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ragen.core.metrics import Metrics, mean
+from ragen.core.pictures import Picture, by_key
 from ragen.core.types import Sample
 from ragen.networks.device import to_device
 
@@ -31,13 +34,14 @@ class Batch:
     episodes and groups; an episode may have several rows.
 
     `weight_BT` is the weight of each token in the loss: at first 1 on sampled tokens, the
-    `context_weight` of `collate` on others and 0 on padding, and after `losses.token_weights` a
-    share of the minibatch.
+    `context_weight` of `collate` on others and 0 on picture tokens and padding, and after
+    `losses.token_weights` a share of the minibatch.
 
     Added later with `dataclasses.replace`, ``None`` before: `old_logprobs_BT` (of the learner at
     the start of the update), `entropies_BT`, `reference_logprobs_BT`, `values_BT`, then
     `rewards_BT`, `advantages_BT` and `returns_BT`. `born_BK` are the fingerprints of all turns of a
-    row's episode, −1 beyond the last turn (`exactness.with_fingerprints`).
+    row's episode, −1 beyond the last turn (`exactness.with_fingerprints`). `pictures` are the
+    distinct pictures of the whole step, in every part of it.
     """
 
     token_ids_BT: Tensor
@@ -57,6 +61,7 @@ class Batch:
     advantages_BT: Tensor | None = None
     returns_BT: Tensor | None = None
     born_BK: Tensor | None = None
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -81,9 +86,11 @@ def collate(samples: Sequence[Sample], context_weight: float = 0.0) -> Batch:
     turn_BT = _pad([sample.turn_index for sample in samples], torch.long, -1)
     assert not bool(mask_BT[:, 0].any()), "a sampled token has a token before it"
     position_T = torch.arange(mask_BT.shape[1])
+    token_ids_BT = _pad([sample.token_ids for sample in samples], torch.long, 0)
     context_BT = (turn_BT < 0) & (position_T > 0) & (position_T < lengths_B[:, None])
+    context_BT &= token_ids_BT >= 0
     return Batch(
-        token_ids_BT=_pad([sample.token_ids for sample in samples], torch.long, 0),
+        token_ids_BT=token_ids_BT,
         mask_BT=mask_BT,
         sampled_logprobs_BT=_pad([sample.sampled_logprobs for sample in samples], torch.float, 0.0),
         turn_BT=turn_BT,
@@ -92,6 +99,7 @@ def collate(samples: Sequence[Sample], context_weight: float = 0.0) -> Batch:
         lengths_B=lengths_B,
         episode_B=torch.tensor([sample.episode for sample in samples]),
         group_B=torch.tensor([sample.group for sample in samples]),
+        pictures=tuple(by_key(chain.from_iterable(each.pictures for each in samples)).values()),
     )
 
 
@@ -174,10 +182,10 @@ def scatter_to_rows(field_ES: Tensor, index: EpisodeIndex) -> Tensor:
 def take(batch: Batch, rows_R: Tensor) -> Batch:
     """The given rows in the given order, cut to the longest of them."""
     longest = int(batch.lengths_B[rows_R].max())
-    chosen = {}
+    chosen: dict[str, Any] = {}
     for field in fields(batch):
         tensor = getattr(batch, field.name)
-        if tensor is not None:
+        if isinstance(tensor, Tensor):
             per_token = field.name.endswith("_BT")
             chosen[field.name] = tensor[rows_R, :longest] if per_token else tensor[rows_R]
     return replace(batch, **chosen)

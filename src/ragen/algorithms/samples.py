@@ -9,9 +9,11 @@ is trained exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ragen.core.errors import RagenError
+from ragen.core.pictures import by_key, shown_in
 from ragen.core.types import Completion, Episode, Group, Prompt, Sample
 
 Exchange = tuple[Prompt, Completion]
@@ -38,7 +40,7 @@ def to_samples(groups: Iterable[Group]) -> tuple[list[Sample], list[Episode]]:
     return samples, episodes
 
 
-def join(exchanges: Iterable[Exchange], episode: int, group: int) -> list[Sample]:
+def join(exchanges: Sequence[Exchange], episode: int, group: int) -> list[Sample]:
     """The samples of one episode, from the prompts and completions of its turns."""
     samples, empty = list[Sample](), Sample((), (), (), (), (), episode, group)
     ends: list[tuple[tuple[int, ...], int]] = []  # of each turn, with the number of its sample
@@ -74,6 +76,9 @@ def join(exchanges: Iterable[Exchange], episode: int, group: int) -> list[Sample
             place = len(samples)
             samples.append(longer)
         ends.append((longer.token_ids, place))
+    pictures = by_key(picture for prompt, _ in exchanges for picture in prompt.pictures)
+    if pictures:
+        return [replace(each, pictures=shown_in(each.token_ids, pictures)) for each in samples]
     return samples
 
 

@@ -21,21 +21,26 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import accumulate, takewhile
+from itertools import accumulate, chain, groupby, takewhile
 from os.path import commonprefix
 from typing import Any, Literal
 
 from ragen.chat.actions import WHITESPACE, after_thought
-from ragen.chat.control_tokens import ControlTokens, ids_after
+from ragen.chat.control_tokens import AT_PLACE, ControlTokens, ids_after
 from ragen.chat.reply_form import Said, write_reply
 from ragen.chat.template import Ids, Template, Tokenizer, extends_exactly, find_bridge, folded
 from ragen.chat.tool_calls import ToolForm, ToolParser
 from ragen.chat.tool_template import TRIAL_TOOL, call_message, find_form, find_tool_bridge
 from ragen.core.errors import RagenError
 from ragen.core.json_text import hide_json
+from ragen.core.pictures import MARK, Picture, begins, without_places
 from ragen.core.types import Completion, Message
 from ragen.envs.contract import Schema
 from ragen.envs.tools import Call, read_call, write_call
+
+PictureForm = Callable[[Picture], Ids]
+"""All ids that stand for a picture in a prompt: its picture tokens, and the model's own around
+them."""
 
 NO_THOUGHTS_IN_HISTORY = (
     "the thoughts of earlier turns are left out of the prompts "
@@ -78,12 +83,14 @@ class Chat:
         history_thoughts: Literal["keep", "drop"] = "keep",
         tools: Sequence[Schema] = (),
         tool_parser: ToolParser | None = None,
+        pictures: PictureForm | None = None,
     ) -> None:
         """Find the bridge of the tokenizer's template and verify it.
 
         With `think` replies have thoughts, which templates may drop from the history. Prompts keep
         them anyway if `history_thoughts` is ``"keep"``; if ``"drop"``, the messages must not
         contain them. Without `tool_parser`, the parser of the template's own form reads the calls.
+        `pictures` is ``None`` for a model that reads none.
 
         Raises:
             RagenError: The tokenizer has no chat template, the template refuses the simplest
@@ -92,12 +99,15 @@ class Chat:
         """
         self._tokenizer = tokenizer
         self._offering = lru_cache(maxsize=64)(
-            lambda tools: Chat(tokenizer, think, history_thoughts, json.loads(tools), tool_parser)
+            lambda tools: Chat(
+                tokenizer, think, history_thoughts, json.loads(tools), tool_parser, pictures
+            )
         )
         # The Rust tokenizer behind the Python one encodes in two thirds of the time.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._cached_ids = lru_cache(maxsize=1024)(self._ids)
         self._pieces: dict[int, str] = {}
+        self._picture_form = pictures
         plain = Template(tokenizer, think)
         start, closing = plain.start, plain.closing()
         self.opening, self.asked, self.header = plain.opening, plain.asked, plain.header
@@ -169,16 +179,33 @@ class Chat:
         ids, _ = self.open([{"role": "user", "content": blanks}])
         return blanks not in self.spell(ids)
 
-    def open(self, messages: Sequence[Message], prefill: str = "") -> tuple[Ids, int]:
+    @property
+    def name(self) -> str:
+        """Where the tokenizer came from: a folder or an id of the Hub."""
+        return str(getattr(self._tokenizer, "name_or_path", "")) or "this model"
+
+    @property
+    def reads_pictures(self) -> bool:
+        """True if the model reads pictures."""
+        return self._picture_form is not None
+
+    def open(
+        self, messages: Sequence[Message], prefill: str = "", pictures: Sequence[Picture] = ()
+    ) -> tuple[Ids, int]:
         """Render a conversation up to the start of the next reply.
 
-        Returns all ids, and how many of the last ones are pre-filled: `prefill`, such as
-        ``<think>``, which is not written twice if the template writes it already.
+        `pictures` are those of the places in `messages`, in order. Returns all ids, and how many of
+        the last ones are pre-filled: `prefill`, such as ``<think>``, which is not written twice if
+        the template writes it already.
         """
-        return self._prefilled(self._rendering_ids(self._text_of(messages)), prefill)
+        return self._prefilled(self._rendered(self._text_of(messages), pictures), prefill)
 
     def extend(
-        self, ids: Sequence[int], messages: Sequence[Message], prefill: str = ""
+        self,
+        ids: Sequence[int],
+        messages: Sequence[Message],
+        prefill: str = "",
+        pictures: Sequence[Picture] = (),
     ) -> tuple[Ids, int]:
         """Append the text between a sampled reply and the next one.
 
@@ -186,12 +213,13 @@ class Chat:
         that was cut at its length limit, or by another control token, has none: then the template's
         closing is appended, as tokens that were not sampled. `messages` is the whole conversation,
         the new messages included: one of the user, or results of tools, after which one of the user
-        may follow. Returns `ids` with the appended ids, and how many of the last ones are
-        pre-filled (`open`).
+        may follow. `pictures` are those of the places in the messages after the last reply. Returns
+        `ids` with the appended ids, and how many of the last ones are pre-filled (`open`).
         """
         assert self.exact, "no exact extension exists for this template: open each turn afresh"
         replies = (n for n, message in enumerate(messages) if message["role"] == "assistant")
-        bridge = self._rendering_ids(self._between(_after(messages, max(replies, default=-1))))
+        after = _after(messages, max(replies, default=-1))
+        bridge = self._rendered(self._between(after), pictures)
         if ids[-1] in self.end_ids and self._end is not None:
             bridge = bridge[bridge.index(self._end) + 1 :]
         return self._prefilled((*ids, *bridge), prefill)
@@ -224,7 +252,7 @@ class Chat:
 
     def encode_text(self, text: str) -> Ids:
         """Ids of a reply's text, without `control_ids`, even where the text spells one."""
-        return self._controls.encode_rendering(self._in_replies.mark(text))
+        return self._controls.encode_rendering(self._in_replies.mark(without_places(text)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled ids, without the end-of-turn token; other special tokens are kept."""
@@ -276,7 +304,12 @@ class Chat:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Text of ids, with every special token spelled out."""
+        """Text of ids, with every special token spelled out; a picture's tokens are a `MARK`."""
+        if min(ids, default=0) < 0:
+            runs = groupby(ids, lambda token: token < 0)
+            return "".join(
+                MARK * sum(map(begins, run)) if shown else self.spell([*run]) for shown, run in runs
+            )
         text = self._tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -295,6 +328,17 @@ class Chat:
             return list(accumulate(map(len, pieces), initial=0)).__getitem__
         # The bytes of some character are spread over tokens that cannot be decoded alone.
         return lambda k: len(commonprefix((self.spell(ids[:k]), text)))  # noqa: RUF071 (characters)
+
+    def _rendered(self, text: str, pictures: Sequence[Picture]) -> Ids:
+        """Ids of a rendering that shows `pictures` at its places; without any, it has no places."""
+        if not pictures:
+            return self._rendering_ids(without_places(text))
+        assert self._picture_form is not None, "a model that reads no pictures gets none"
+        ids, shown = self._rendering_ids(text), iter(pictures)
+        parts = (self._picture_form(next(shown)) if each == AT_PLACE else (each,) for each in ids)
+        ids = tuple(chain.from_iterable(parts))
+        assert next(shown, None) is None, "each picture has its place"
+        return ids
 
     def _prefilled(self, ids: Ids, prefill: str) -> tuple[Ids, int]:
         if self.opening and prefill.strip() in ("", self.opening.strip()):

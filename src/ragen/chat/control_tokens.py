@@ -10,6 +10,9 @@ The result is verified by ids, because a text can become a control token without
 normaliser may change it (upper case, full-width letters), and another added token may swallow a
 piece of a control token beside it. A rendering without such a string has the ids that the tokenizer
 gives it as a whole.
+
+The `PLACE` of a picture is no control token. It stands where RAGEN wrote it, because the texts of
+everybody else have lost it before (`ragen.core.pictures.without_places`).
 """
 
 from __future__ import annotations
@@ -19,11 +22,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from ragen.chat.actions import TAGS
 from ragen.chat.template import Ids, Tokenizer
+from ragen.core.pictures import PLACE
 
 MARK = "\ufdd0"
 """A code point that Unicode reserves for programs: no template touches it."""
 BREAK, OWN = MARK + "0", MARK + "1"
 """A place where a text is split and encoded in two pieces, and a `MARK` that was in the text."""
+
+AT_PLACE = -(2**63) - 1
+"""The id of a `PLACE` in a rendering, which no token has, not even a picture token."""
 
 _MARKUP = re.compile(r"[<\[\]].+[>\[\]]", re.DOTALL)
 _BARS = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
@@ -84,7 +91,16 @@ class ControlTokens:
         )
 
     def encode_rendering(self, text: str) -> Ids:
-        """Ids of a rendering of marked contents: its control tokens are the template's alone."""
+        """Ids of a rendering of marked contents: its control tokens are the template's alone.
+
+        Each `PLACE` becomes an `AT_PLACE`.
+        """
+        if PLACE in text:
+            text, _, rest = text.partition(PLACE)
+            ids = self.encode_rendering(text)
+            for each in rest.split(PLACE):
+                ids += (AT_PLACE, *self._join(self._control.split(each), before="\n"))
+            return ids
         pieces = self._control.split(text)  # every second one is a control token
         if MARK not in text:
             ids = self._encode(text)
@@ -100,8 +116,7 @@ class ControlTokens:
     def _only_verified(self, ids: Iterable[int]) -> list[int]:
         return [token for token in ids if token in self._verified]
 
-    def _join(self, pieces: list[str]) -> Iterator[int]:
-        before = ""
+    def _join(self, pieces: list[str], before: str = "") -> Iterator[int]:
         for number, piece in enumerate(pieces):
             if number % 2:
                 yield self._tokens[piece]

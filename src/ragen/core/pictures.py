@@ -114,6 +114,17 @@ def keys_and_indices(ids: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int6
     return codes >> INDEX_BITS, codes & (MOST_TOKENS - 1)
 
 
+def begins(token: int) -> bool:
+    """True if a token id is the first one of a picture.
+
+    Example:
+        >>> first, second = Picture.of(np.zeros((2, 2), np.uint8)).token_ids(2)
+        >>> begins(first), begins(second), begins(7)
+        (True, False, False)
+    """
+    return token < 0 and (-1 - token) % MOST_TOKENS == 0
+
+
 def by_key(pictures: Iterable[Picture]) -> dict[int, Picture]:
     """The distinct pictures by their keys.
 

@@ -149,7 +149,8 @@ class Turn:
     `actions_asked`; ``None`` without calls. `completion_s` are the seconds from the prompt to its
     completion, with the wait for a free slot or server; ``None`` for players, which are no model.
     `call` is how an agent made the turn; ``None`` in environments, where a turn follows the last.
-    `pictures` are those of the observation, in the order of their places.
+    `pictures` are those of the observation, in the order of their places; after calls of tools
+    those of all `results` of the turn before, of which the last carried out is the observation.
     """
 
     observation: str
@@ -180,7 +181,8 @@ class Episode:
     Turns and actions are budgets of the task, so an episode that exhausts them gets no bootstrap
     value. Failed episodes are not trained on. `error` is the traceback of a failed environment, or
     the last error of a server. `final_observation` and `final_drawing` follow the last action, and
-    are ``None`` if the environment failed. `final_pictures` are those of the final observation.
+    are ``None`` if the environment failed. `final_pictures` are those of the final observation, or
+    of the last turn's results, as in `Turn.pictures`.
     """
 
     env: str

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from ragen.config.extensions import short_names
 from ragen.core.metrics import Metrics, last, mean, merge, total
+from ragen.core.pictures import for_people
 from ragen.core.seeding import derive
 from ragen.core.types import Group, Turn
 from ragen.diagnostics.collapse import REGIMES, SAMPLINGS, Regime, Sampling, regime_of
@@ -236,7 +237,7 @@ async def measure_thoughts(
         if not drawn:
             continue
         # Equal prompts and equal thoughts, which a collapse makes frequent, are scored once.
-        observations = {prompt: turn.observation for prompt, _, turn in drawn}
+        observations = {prompt: for_people(turn.observation) for prompt, _, turn in drawn}
         prompts, thoughts = list(observations), list(dict.fromkeys(z for _, z, _ in drawn))
         own_N = tuple(prompts.index(prompt) for prompt, _, _ in drawn)
         scores = await engine.cross_scores(prompts, thoughts)

@@ -4,6 +4,8 @@ The sampler hashes a completion's ids and logprobs when it is sampled. This fing
 the completion, apart from the tokens; just before the backward pass it is computed again from the
 masked rows that the learner is about to train on. Any difference (an id, a logprob, a mask, the end
 of a turn, a row that is lost, duplicated or of another episode) stops the run before the update.
+So does a difference between the picture tokens of a turn's prompt and those before it in its row,
+and a picture whose pixels are not those of its hash.
 
 Axes: **B** samples (rows), **T** positions of a row, **K** turns of an episode, **N** sampled
 tokens, row by row.
@@ -15,11 +17,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ragen.algorithms.batch import Batch
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, total
+from ragen.core.pictures import Picture
 from ragen.core.types import Episode, fingerprint
 
 NO_TURN = -1
@@ -50,7 +55,10 @@ def with_fingerprints(batch: Batch, episodes: Sequence[Episode]) -> Batch:
                     "be compared with the sampled ones; let it set Completion.fingerprint to "
                     "ragen.core.types.fingerprint(token_ids, logprobs)"
                 )
-            born_EK[row, number] = turn.completion.fingerprint
+            seen = 0
+            if turn.prompt.pictures:
+                seen = _mark_of_pictures(np.asarray(turn.prompt.token_ids, dtype=np.int64))
+            born_EK[row, number] = turn.completion.fingerprint ^ seen
     batch = replace(batch, born_BK=born_EK[batch.episode_B])
     verify([batch])
     return batch
@@ -69,6 +77,7 @@ def verify(microbatches: Sequence[Batch]) -> Metrics:
     sampled: dict[TurnId, int] = {}
     trained: dict[TurnId, int] = {}
     num_tokens = 0
+    _check_pictures(microbatches)
     for part in microbatches:
         if part.born_BK is None:
             return {}
@@ -88,7 +97,8 @@ def verify(microbatches: Sequence[Batch]) -> Metrics:
             raise _inexact(f"{_describe(turn_id)} would be trained and was never sampled")
         if sampled[turn_id] != trained[turn_id]:
             raise _inexact(
-                f"the tokens or logprobs of {_describe(turn_id)} are not those that were sampled"
+                f"the tokens, logprobs or pictures of {_describe(turn_id)} are not those that were "
+                "sampled"
             )
     return {
         "exactness/completions_checked": total(len(trained)),
@@ -163,6 +173,19 @@ def _check_masks(part: Batch) -> None:
         raise _inexact("a turn's end is not on its last sampled token")
 
 
+def _check_pictures(microbatches: Sequence[Batch]) -> None:
+    shown = {id(each): each for part in microbatches for each in part.pictures}
+    for picture in shown.values():
+        if Picture.of(picture.pixels) != picture:
+            raise _inexact(f"the picture {picture.hash} has changed since it was shown")
+
+
+def _mark_of_pictures(ids: NDArray[np.int64]) -> int:
+    """A hash of the picture tokens among ids, below 2⁶³; 0 without any."""
+    shown = ids[ids < 0]
+    return fingerprint(shown, np.zeros(len(shown))) if len(shown) else 0
+
+
 def _trained_fingerprints(part: Batch) -> Iterator[tuple[TurnId, int]]:
     row_N, column_N = part.mask_BT.nonzero(as_tuple=True)
     ids_N = part.token_ids_BT[row_N, column_N].numpy()
@@ -173,7 +196,11 @@ def _trained_fingerprints(part: Batch) -> Iterator[tuple[TurnId, int]]:
     start = 0
     for stop in stops:
         here = slice(start, stop)
-        yield (episodes[start], turns[start]), fingerprint(ids_N[here], logprobs_N[here])
+        mark = fingerprint(ids_N[here], logprobs_N[here])
+        if part.pictures:
+            before = part.token_ids_BT[row_N[start], : column_N[start]].numpy()
+            mark ^= _mark_of_pictures(before)
+        yield (episodes[start], turns[start]), mark
         start = stop
 
 

@@ -87,7 +87,7 @@ class _Task(Playing):
             self.turns[-1:] = [replace(turn, reward=reward) for turn in self.turns[-1:]]
             self.success = bool(env.info["success"])
             self.stop_reason = "solved" if self.success else "failed"
-            self.final = env.observation, None
+            self.final = env.observation, None, ()
         terms = weights_for("turn", self.setup.reward_terms)
         self.turns = [await apply_reward_terms(turn, terms) for turn in self.turns]
 

@@ -14,9 +14,10 @@ from typing import Any
 
 from ragen.chat.chat import without_thought
 from ragen.chat.prompt import Limits, PromptBuilder, plain_number
+from ragen.core.pictures import PLACE, Picture, without_places
 from ragen.core.types import Completion, Message
 from ragen.rollout.endpoint_format import without_reasoning
-from ragen.rollout.setup import Setup
+from ragen.rollout.setup import Setup, reads_no_pictures
 
 SHORT = 80
 """Characters of an action or of an observation in a summary."""
@@ -28,7 +29,8 @@ class View:
 
     All but `observation` and `limits` describe the turn before. `reward` is ``None`` in the first
     turn, `problem` also after a valid reply. `results` are messages, one for each call of a tool.
-    `actions` are those that were carried out.
+    `actions` are those that were carried out. `pictures` are as in `Turn`: the last ones are those
+    of the observation.
     """
 
     observation: str
@@ -37,6 +39,14 @@ class View:
     problem: str | None = None
     results: tuple[Message, ...] = ()
     actions: tuple[str, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+
+    @property
+    def shown(self) -> tuple[Picture, ...]:
+        """The pictures of its messages."""
+        if self.results:
+            return self.pictures[: sum(each["content"].count(PLACE) for each in self.results)]
+        return self.pictures[len(self.pictures) - self.observation.count(PLACE) :]
 
 
 class Conversation:
@@ -46,7 +56,8 @@ class Conversation:
     running token sequence grows by the sampled ids and the template's bridge and is never rendered
     again. Otherwise a prompt is rendered from the messages in the turn's context. `env_texts` are
     the environment's rules, its goal and its action names. `turns_dropped` is the number of turns
-    in the set-up's window for which the last prompt had no room. `sent` is as in `Prompt`.
+    in the set-up's window for which the last prompt had no room. `sent` and `pictures` are as in
+    `Prompt`.
     """
 
     def __init__(self, setup: Setup, env_texts: tuple[str, str, tuple[str, ...] | None]) -> None:
@@ -58,6 +69,7 @@ class Conversation:
         self._builder = PromptBuilder(setup.style, setup.think, setup.max_tokens, tools)
         self.turns_dropped = 0
         self.sent: dict[int, Mapping[str, Any]] = {}
+        self.pictures: tuple[Picture, ...] = ()
         self._views: list[View] = []
         self._replies: list[str] = []
         self._sent: list[Mapping[str, Any] | None] = []
@@ -70,7 +82,12 @@ class Conversation:
         """The next prompt: its messages, its token ids, and how many of them are pre-filled.
 
         It leaves room for a reply, unless the present turn is too long even without a summary.
+
+        Raises:
+            RagenError: There is a picture, and the model reads none.
         """
+        if view.pictures and self._chat is not None and not self._chat.reads_pictures:
+            raise reads_no_pictures(self._setup.env, self._chat.name)
         self._views.append(view)
         present, window = len(self._views) - 1, self._setup.window
         oldest = max(0, present + 1 - window) if window else 0
@@ -101,12 +118,13 @@ class Conversation:
         if self._chat is None:
             return messages, None, 0
         if self._running is not None and self._chat.exact:
-            return messages, *self._chat.extend(self._running, messages, self._setup.prefill)
-        return messages, *self._chat.open(messages, self._setup.prefill)
+            new = self._views[-1].shown
+            return messages, *self._chat.extend(self._running, messages, self._setup.prefill, new)
+        return messages, *self._chat.open(messages, self._setup.prefill, self.pictures)
 
     def reply(self, completion: Completion) -> None:
         """Append the policy's completion of the last prompt."""
-        reply = self._setup.prefill + completion.text
+        reply = self._setup.prefill + without_places(completion.text)
         sent = completion.message
         if self._setup.drops_thoughts:
             reply, sent = without_thought(reply), sent and without_reasoning(sent)
@@ -118,9 +136,11 @@ class Conversation:
     def _messages(self) -> tuple[Message, ...]:
         system = self._builder.system()
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
-        self.sent = {}
+        self.sent, self.pictures = {}, ()
         for number in range(self._first, len(self._views)):
-            messages += self._shown(self._views[number], number == self._first)
+            view = self._views[number]
+            messages += self._shown(view, number == self._first)
+            self.pictures += view.shown
             if number < len(self._replies):
                 if (sent := self._sent[number]) is not None:
                     self.sent[len(messages)] = sent
@@ -132,6 +152,7 @@ class Conversation:
         builder, observation = self._builder, view.observation
         if opening or view.reward is None:
             if view.results:  # results of a turn that is not shown
+                self.pictures += self._views[0].shown
                 texts = (self._views[0].observation, *(each["content"] for each in view.results))
                 observation = "\n".join(texts)
             summary = self._summary()
@@ -154,6 +175,7 @@ class Conversation:
         ]
         # With results, `_shown` puts the first observation above them.
         if kind == "observations" and not views[self._first].results:
+            self.pictures += views[0].shown
             lines.insert(0, views[0].observation)
         return "\n".join(lines)
 
@@ -175,10 +197,10 @@ def summary_line(number: int, before: View, after: View, followed: bool) -> str:
         line += f" (reward {plain_number(after.reward)})"
     if not followed:
         return line
-    seen = before.observation.splitlines()
+    seen = (*before.observation.splitlines(), PLACE)
     new = (each for each in after.observation.splitlines() if each not in seen)
     results = [_short(each["content"]) for each in after.results]
-    news = ", ".join(results) or _short(next(new, ""))
+    news = (", ".join(results) or _short(next(new, ""))).replace(PLACE, "")
     return f"{line} -> {news}" if news else line
 
 

@@ -16,6 +16,7 @@ from ragen.chat.actions import Parsed, parse
 from ragen.chat.prompt import Limits
 from ragen.chat.tool_calls import parse_tools, results_of, tool_messages
 from ragen.core.errors import RagenError
+from ragen.core.pictures import Picture, without_places
 from ragen.core.types import Completion, Episode, Prompt, Turn
 from ragen.core.user_code import UserCodeError
 from ragen.rollout.context import Conversation, View
@@ -69,7 +70,7 @@ def read_reply(
     setup: Setup, completion: Completion, actions: tuple[str, ...] | None, most: int
 ) -> Parsed:
     """The thought and at most `most` actions of a completion; one that was cut has no actions."""
-    reply = setup.prefill + completion.text
+    reply = setup.prefill + without_places(completion.text)
     if setup.tools:
         think = setup.think or setup.prefill != ""  # some templates always open a thought
         parsed = parse_tools(reply, setup.calls.parse, think=think, max_actions=most)
@@ -118,6 +119,7 @@ class _Playthrough(Playing):
         super().__init__(setup, spec, "max_turns")
         self.actions_left = setup.actions
         self.turn_terms = weights_for("turn", setup.reward_terms)
+        self.pictures: tuple[Picture, ...] = ()  # of the next view
 
     async def play(self, env: GuardedEnv, policy: Policy | PlayerPolicy) -> None:
         try:
@@ -125,7 +127,7 @@ class _Playthrough(Playing):
         except NoCompletion as failure:
             self.stop_reason = failure.stop_reason
             self.error = str(failure) if failure.stop_reason == "request" else None
-        self.final = env.observation, await env.call(env.drawing)
+        self.final = env.observation, await env.call(env.drawing), self.pictures
 
     async def _play_turns(self, env: GuardedEnv, policy: Policy | PlayerPolicy) -> None:
         setup = self.setup
@@ -148,7 +150,7 @@ class _Playthrough(Playing):
             conversation.reply(completion)
             parsed = self._parse(env, completion)
             acted = await env.call(self._act, env, parsed)
-            played = self._turn(view.observation, prompt, completion, completion_s, parsed, acted)
+            played = self._turn(view, prompt, completion, completion_s, parsed, acted)
             turn = await apply_reward_terms(played, self.turn_terms)
             self.turns.append(turn)
             if env.terminated:
@@ -173,23 +175,28 @@ class _Playthrough(Playing):
 
     def opened(self, env: GuardedEnv) -> tuple[Conversation, View]:
         """The conversation and the view after a reset; those of a branch after its turns."""
-        conversation, view = self.first(Start(env.rules, env.goal, env.actions, env.observation))
+        self.pictures = env.pictures
+        shown = env.observation, env.pictures
+        conversation, view = self.first(Start(env.rules, env.goal, env.actions, *shown))
         if isinstance(self.spec, BranchSpec):
             view = self._replay(env, conversation, self.spec)
         return conversation, view
 
     def first(self, start: Start) -> tuple[Conversation, View]:
-        return Conversation(self.setup, start[:3]), View(start.observation, self._limits(0))
+        view = View(start.observation, self._limits(0), pictures=start.pictures)
+        return Conversation(self.setup, start[:3]), view
 
     def _replay(self, env: GuardedEnv, conversation: Conversation, branch: BranchSpec) -> View:
         """Rebuild the recorded turns; returns the view after them."""
-        view = View(branch.turns[0].observation, self._limits(0))
+        first = branch.turns[0]
+        view = View(first.observation, self._limits(0), pictures=first.pictures)
         for number, (turn, following) in enumerate(pairwise(branch.turns)):
             prompt = self.prompt(conversation, view, number)
             conversation.reply(self._with_ids(turn.completion))
             parsed = self._parse(env, turn.completion)
             self.turns.append(replace(turn, prompt=prompt))
             self.actions_left -= len(turn.actions_executed)
+            self.pictures = following.pictures
             view = self._following(turn, parsed, following.observation)
         return view
 
@@ -219,7 +226,8 @@ class _Playthrough(Playing):
         results = () if turn.results is None else tool_messages(parsed.calls, turn.results)
         limits = self._limits(len(self.turns))
         executed = turn.actions_executed
-        return View(observation, limits, turn.reward, parsed.problem, results, executed)
+        problem, shown = parsed.problem, self.pictures
+        return View(observation, limits, turn.reward, problem, results, executed, shown)
 
     def _limits(self, number: int) -> Limits:
         setup = self.setup
@@ -238,6 +246,7 @@ class _Playthrough(Playing):
             setup.temperature,
             self.spec.request_seed(number),
             turns_dropped=conversation.turns_dropped,
+            pictures=conversation.pictures,
             sent=conversation.sent,
         )
 
@@ -249,21 +258,25 @@ class _Playthrough(Playing):
             read = thought_info(env.read_thought(parsed.thought), parsed.actions_asked)
         executed: list[str] = []
         shown: list[str] = []
+        pictures: list[Picture] = []
         reward, effective = 0.0, 0
         for action in parsed.actions:
             reward += env.step(action)
             executed.append(action)
             shown.append(env.observation)
+            pictures += env.pictures
             effective += bool(env.info.get("effective", True))
             self.actions_left -= 1
             if env.terminated or env.truncated:
                 break
+        if executed:  # every call has a result; other actions have one observation
+            self.pictures = tuple(pictures) if parsed.calls else env.pictures
         info = {**(env.info if executed else {}), "effective": effective, **read}
         return _Acted(key, snapshot, drawing, tuple(executed), shown, reward, info)
 
     def _turn(
         self,
-        observation: str,
+        view: View,
         prompt: Prompt,
         completion: Completion,
         completion_s: float | None,
@@ -275,7 +288,7 @@ class _Playthrough(Playing):
         chars = parsed.thought_chars
         span = chat.thought_span(completion, chars, setup.prefill) if chat is not None else None
         return Turn(
-            observation,
+            view.observation,
             prompt,
             completion,
             parsed.thought,
@@ -292,6 +305,7 @@ class _Playthrough(Playing):
             parsed.problem,
             results_of(parsed.calls, acted.shown) if parsed.calls else None,
             completion_s,
+            pictures=view.pictures,
         )
 
     def _parse(self, env: GuardedEnv, completion: Completion) -> Parsed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from ragen.core.pictures import Picture
 from ragen.core.types import Episode, StopReason, Turn
 from ragen.core.user_code import UserCodeError
 from ragen.rollout.guarded import GuardedEnv
@@ -24,7 +25,8 @@ class Playing:
         self.others: tuple[Turn, ...] = ()
         self.success = False
         self.error: str | None = None
-        self.final: tuple[str | None, tuple[str, ...] | None] = (None, None)
+        self.final: tuple[str | None, tuple[str, ...] | None, tuple[Picture, ...]]
+        self.final = None, None, ()
 
     async def run(self, play: Callable[[GuardedEnv], Awaitable[None]]) -> Episode:
         """The episode that `play` makes in an environment, which is opened and closed here."""

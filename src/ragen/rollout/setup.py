@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from ragen.chat.actions import SEPARATOR
-from ragen.chat.chat import Chat
+from ragen.chat.chat import Chat, PictureForm
 from ragen.chat.prompt import prefill
 from ragen.chat.template import Tokenizer
 from ragen.chat.tool_calls import ToolForm, find_tool_parser
@@ -19,6 +19,7 @@ from ragen.config.keys import BUDGETS, PARAMS
 from ragen.config.reading import changed
 from ragen.config.sections import EnvConfig
 from ragen.core.errors import RagenError
+from ragen.core.pictures import Picture
 from ragen.core.seeding import derive, train_level
 from ragen.core.types import Turn
 from ragen.core.user_code import UserCodeError
@@ -36,12 +37,16 @@ from ragen.rollout.venue import Venue
 
 
 class Start(NamedTuple):
-    """The rules, the goal, the names of the actions, and the observation after a reset."""
+    """The rules, the goal, the names of the actions, and the observation after a reset.
+
+    `pictures` are those of the observation.
+    """
 
     rules: str
     goal: str
     actions: tuple[str, ...] | None
     observation: str
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +149,14 @@ def knows_no_tools(env: str) -> RagenError:
     )
 
 
+def reads_no_pictures(env: str, model: str) -> RagenError:
+    """The refusal of a model of texts in an environment with pictures."""
+    return RagenError(
+        f"the environment {env} shows pictures, and {model} reads no pictures: set model.path to a "
+        "model of pictures and text, such as Qwen2.5-VL, or let the environment show text"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class EnvFacts:
     """Facts of an environment, read from one instance that is built for it.
@@ -188,7 +201,7 @@ def read_facts(env: EnvConfig, built: GuardedEnv) -> EnvFacts:
     start = None
     with suppress(UserCodeError):
         observation = built.reset(FIRST.level_seed, FIRST.noise_seed)
-        start = Start(built.rules, built.goal, built.actions, observation)
+        start = Start(built.rules, built.goal, built.actions, observation, built.pictures)
     facts = _FACTS[_key(env)] = EnvFacts(built.tools, built.reads_thoughts, start)
     return facts
 
@@ -215,8 +228,11 @@ def open_env(env: EnvConfig) -> Iterator[GuardedEnv]:
             workers.close()
 
 
-def make_chat(config: Config, tokenizer: Tokenizer) -> Chat:
-    """The chat of a tokenizer with the tools of a config's environment."""
+def make_chat(config: Config, tokenizer: Tokenizer, pictures: PictureForm | None = None) -> Chat:
+    """The chat of a tokenizer with the tools of a config's environment.
+
+    `pictures` is how the model reads pictures, if it does.
+    """
     prompt = config.prompt
     tools, *others = (facts_of(each.env).tools for each in config.by_env().values())
     if others and any((tools, *others)):
@@ -225,7 +241,7 @@ def make_chat(config: Config, tokenizer: Tokenizer) -> Chat:
             "the environment alone"
         )
     parser = None if prompt.tool_parser == "auto" else find_tool_parser(prompt.tool_parser)
-    chat = Chat(tokenizer, prompt.think, prompt.history_thoughts, tools, parser)
+    chat = Chat(tokenizer, prompt.think, prompt.history_thoughts, tools, parser, pictures)
     if any(issubclass(env_class(each.env.name), AgentEnv) for each in config.by_env().values()):
         chat.expect_tools()
     return chat
@@ -243,8 +259,8 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
 
     Raises:
         RagenError: The environment or one of its parameters does not exist, its class refuses
-            them, a reward term needs an environment that reads thoughts, or there are several
-            environments (`Config.by_env`).
+            them, a reward term needs an environment that reads thoughts, the model reads no
+            pictures, or there are several environments (`Config.by_env`).
     """
     config.require_one_env()
     env, prompt, facts = config.env, config.prompt, facts_of(config.env)
@@ -256,6 +272,9 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         )
     if facts.tools and chat is not None and chat.calls is None:
         raise knows_no_tools(env.name)
+    shows = facts.start is not None and facts.start.pictures
+    if shows and chat is not None and not chat.reads_pictures:
+        raise reads_no_pictures(env.name, config.model.path)
     make = env_factory(env.name, **env.params)
     waits = "workers" if env.isolate else blocking(env_class(env.name)).waits
     return Setup(
