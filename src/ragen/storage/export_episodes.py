@@ -1,22 +1,25 @@
 """`ragen export --episodes` and `--trace`: all episodes of a run in one file, one row each.
 
-The former writes JSON lines or Parquet, and the latter the lines of another contract. Rows are
-written as they are read, so memory does not grow with the run, which may be in progress.
+The former writes JSON lines or Parquet, and pictures into a folder beside them; the latter writes
+the lines of another contract. Rows are written as they are read, so memory does not grow with the
+run, which may be in progress.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors, whole_file
+from ragen.core.pictures import MARK, PLACE, for_people
 from ragen.core.types import FAILED
-from ragen.storage.schema import EPISODE, TURN, Row
-from ragen.storage.stored_episodes import records
+from ragen.storage.database import reading_database
+from ragen.storage.schema import EPISODE, TURN, Row, as_json
+from ragen.storage.stored_episodes import records, stored_picture
 
 ROWS_AT_ONCE = 256
 """Episodes of one Parquet row group: a few megabytes, and enough to compress well."""
@@ -27,6 +30,8 @@ TURN_COLUMNS = {name: kind for name, kind in TURN.items() if name != "prompt_joi
 """The columns of a turn; its prompt is whole."""
 
 TOKENS = ("prompt_ids", "completion_ids", "logprobs")
+PICTURES = "pictures"
+_PLACE = as_json(PLACE)[1:-1]
 OF_EPISODE = ("id", "phase", "step", "group", "member", "reward", "stop_reason")
 OF_TURN = ("turn", "parent", "link", "policy_version", "reward", "penalty")
 """The columns of an episode and of a turn in the metadata of a trace, which is free in form."""
@@ -36,10 +41,41 @@ Writer = Callable[[Iterator[Row], Path], int]
 
 
 def export_episodes(run: Path, out: Path) -> int:
-    """Write all episodes of a run to a new ``.jsonl`` or ``.parquet`` file; return their number."""
+    """Write all episodes of a run to a new ``.jsonl`` or ``.parquet`` file; return their number.
+
+    Their pictures become files ``pictures/HASH.png`` beside it.
+    """
     if out.suffix not in _WRITERS:
         raise RagenError(f"{out}: expected a name that ends in {' or '.join(_WRITERS)}")
-    return _write(records(run), out, _WRITERS[out.suffix])
+    return _write(_readable(run, out.parent / PICTURES), out, _WRITERS[out.suffix])
+
+
+def _readable(run: Path, folder: Path) -> Iterator[Row]:
+    """The rows of episodes, whose pictures become files in `folder`; texts have `MARK`s there."""
+    for episode in records(run):
+        turns = episode["turns"]
+        keys = {
+            *(episode["final_pictures"] or ()),
+            *(k for t in turns for k in t["pictures"] or ()),
+        }
+        if keys:
+            _write_pictures(run, keys, folder)
+            episode["final_observation"] = for_people(episode["final_observation"] or "") or None
+            for turn in turns:
+                turn["observation"] = for_people(turn["observation"])
+                turn["results"] = turn["results"] and [*map(for_people, turn["results"])]
+                turn["messages"] = turn["messages"] and turn["messages"].replace(_PLACE, MARK)
+        yield episode
+
+
+def _write_pictures(run: Path, keys: Iterable[str], folder: Path) -> None:
+    """Write the pictures that no earlier export has written."""
+    with reading_database(run) as connection, file_errors("write", folder):
+        folder.mkdir(exist_ok=True)
+        for key in keys:
+            if not (folder / f"{key}.png").exists():
+                with whole_file(folder / f"{key}.png") as temporary:
+                    temporary.write_bytes(stored_picture(connection, key))
 
 
 def export_traces(run: Path, out: Path) -> int:
@@ -51,7 +87,7 @@ def export_traces(run: Path, out: Path) -> int:
     of an agent in other roles than ``agent`` are left out.
 
     Raises:
-        RagenError: An episode has no token ids, as from a chat endpoint.
+        RagenError: An episode has no token ids, as from a chat endpoint, or it has pictures.
     """
     return _write(map(_trace, records(run)), out, _write_json_lines)
 
@@ -68,6 +104,11 @@ def _traced(episode: Row, turn: Row, is_trained: bool) -> Row:
         raise RagenError(
             f"episode {episode['id']} has no token ids, which a trace consists of: its policy "
             "returned only text; export the text with --episodes"
+        )
+    if min(prompt, default=0) < 0:
+        raise RagenError(
+            f"episode {episode['id']} shows pictures, for which a trace has no place: export it "
+            "with --episodes"
         )
     message = {"role": "assistant", "content": turn["reply"]}
     choice = {"message": message, "finish_reason": turn["finish_reason"]}

@@ -229,7 +229,8 @@ class Recorder:
         episodes = [episode_rows(*each) for each in step.episodes]
         tables = {name: [when | _encoded(row) for row in rows] for name, rows in step.rows.items()}
         ids = [each.token_ids for each in episodes]
-        ids += [frozenset(map(int, row["token_ids"])) for row in step.rows["samples"]]
+        rows = step.rows["samples"]
+        ids += [frozenset(int(each) for each in row["token_ids"] if each >= 0) for row in rows]
         new = frozenset().union(*ids) - self._known_tokens
         with transaction(self._connection, self.folder):
             insert(self._connection, "metrics", metrics, "INSERT OR REPLACE")

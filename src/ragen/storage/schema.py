@@ -21,14 +21,14 @@ from ragen.core.files import parse_json
 Row = dict[str, Any]
 """A row: column name to value."""
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """`PRAGMA user_version` of the database; other versions are refused."""
 
 _FLOATS = ("sampled_logprobs", "old_logprobs", "entropies", "values", "advantages", "returns")
 
 SAMPLE_ARRAYS: Mapping[str, str] = MappingProxyType(
     {
-        "token_ids": "<i4",
+        "token_ids": "<i8",  # a picture token has 63 bits
         "loss_mask": "|b1",
         "turn_index": "<i2",
         **dict.fromkeys((*_FLOATS, "ratios"), "<f4"),
@@ -44,7 +44,8 @@ TURNS_AN_EPISODE = 65536
 ARRAYS: Mapping[str, str] = MappingProxyType(
     {
         **SAMPLE_ARRAYS,
-        **dict.fromkeys(("prompt_ids", "completion_ids", "own"), "<i4"),
+        "prompt_ids": "<i8",
+        **dict.fromkeys(("completion_ids", "own"), "<i4"),
         **dict.fromkeys(("logprobs", "scores"), "<f4"),
     }
 )
@@ -98,7 +99,8 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "text": Kind("TEXT", encode=storable),
         "texts": Kind("TEXT", as_json, lambda text: [storable(each) for each in parse_json(text)]),
         "json": Kind("TEXT", encode=as_json),
-        "int32s": _array_like("token_ids"),
+        "int32s": _array_like("completion_ids"),
+        "int64s": _array_like("prompt_ids"),
         "float32s": _array_like("logprobs"),
     }
 )
@@ -115,7 +117,7 @@ EPISODE = _table("""
     terminated bool, truncated bool, success bool,
     reward float64, penalty float64, num_turns int32, num_tokens int32?, thought_tokens int32?,
     entropy float64?, group_score float64?,
-    error text?, final_observation text?, final_drawing texts?
+    error text?, final_observation text?, final_drawing texts?, final_pictures texts?
 """)
 """The columns of an episode, apart from its id; `docs/episodes.md` describes them."""
 
@@ -123,16 +125,17 @@ TURN = _table("""
     turn int32, observation text, drawing texts?, reply text, thought text?,
     actions_asked texts, actions_executed texts, reward float64, penalty float64, valid bool,
     num_tokens int32?, finish_reason text, policy_version int32, state_key text, snapshot json?,
-    prompt_ids int32s?, prompt_joins bool?, completion_ids int32s?, logprobs float32s?,
+    prompt_ids int64s?, prompt_joins bool?, completion_ids int32s?, logprobs float32s?,
     thought_start int32?, thought_end int32?, problem text?, completion_s float64?, messages json?,
-    results texts?, parent int32?, link text?, role text?
+    results texts?, parent int32?, link text?, role text?, pictures texts?
 """)
 """The columns of a turn, apart from its ids.
 
 If `prompt_joins` is false, `prompt_ids` are the whole prompt. If it is true, the prompt starts with
 the prompt and completion of the previous turn, and `prompt_ids` are the rest. Prompts without ids
 have `messages`: the whole prompt, or the rest after the messages of the previous prompt. `parent`,
-`link` and `role` are the fields of `core.types.Call`; rows that are not trained on come last."""
+`link` and `role` are the fields of `core.types.Call`; rows that are not trained on come last.
+`pictures`, and `final_pictures` of an episode, are hashes, or NULL for none."""
 
 
 def kind_of(column: str) -> Kind:
@@ -175,9 +178,10 @@ CREATE TABLE turns (
 );
 CREATE INDEX turns_by_episode ON turns (episode_id);
 CREATE TABLE tokens (id INTEGER PRIMARY KEY, text TEXT NOT NULL);
+CREATE TABLE pictures (hash TEXT PRIMARY KEY, png BLOB NOT NULL) WITHOUT ROWID;
 CREATE VIRTUAL TABLE thoughts_fts USING fts5 (thought, content='turns', content_rowid='id');
 """
-"""The tables of episodes, turns, token texts, and the search index of thoughts."""
+"""The tables of episodes, turns, token texts, pictures, and the search index of thoughts."""
 
 SCHEMA = f"""
 CREATE TABLE metrics (

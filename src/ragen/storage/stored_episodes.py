@@ -9,12 +9,14 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.core.files import parse_json
+from ragen.core.pictures import Picture
 from ragen.core.types import Call, Completion, Episode, Prompt, Turn
 from ragen.storage.database import DATABASE, reading_database
 from ragen.storage.schema import (
@@ -29,10 +31,14 @@ from ragen.storage.schema import (
     turn_id,
 )
 
-_OF_EPISODE = [field.name for field in fields(Episode) if field.name in EPISODE]
-_OF_TURN = [field.name for field in fields(Turn) if field.name in TURN]
+_PICTURES = ("pictures", "final_pictures")
+_OF_EPISODE = [f.name for f in fields(Episode) if f.name in EPISODE and f.name not in _PICTURES]
+_OF_TURN = [f.name for f in fields(Turn) if f.name in TURN and f.name not in _PICTURES]
 _OF_CALL = [field.name for field in fields(Call)]
 """The fields of the records that are columns of the same name."""
+
+KEPT_PICTURES = 256
+"""Pictures that are kept while episodes are read."""
 
 
 # Writing.
@@ -40,11 +46,12 @@ _OF_CALL = [field.name for field in fields(Call)]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRows:
-    """The row of an episode, the rows of its turns, and the token ids in them."""
+    """The row of an episode, the rows of its turns, and the words and pictures in them."""
 
     episode: Row
     turns: tuple[Row, ...]
     token_ids: frozenset[int]
+    pictures: frozenset[Picture]
 
 
 def episode_rows(
@@ -76,11 +83,18 @@ def episode_rows(
         "thought_tokens": None if None in sampled else sum(end - start for start, end in spans),
         "entropy": -fmean(logprobs) if logprobs else None,
         "group_score": group_score,
+        "final_pictures": _hashes(episode.final_pictures),
     }
     turns = (*turns, *episode.others)
-    ids = {token for turn in turns for token in turn.prompt.token_ids or ()}
+    ids = {token for turn in turns for token in turn.prompt.token_ids or () if token >= 0}
     ids.update(token for turn in turns for token in turn.completion.token_ids or ())
-    return EpisodeRows(encode(EPISODE, row), tuple(_turn_rows(turns, timed)), frozenset(ids))
+    pictures = frozenset(episode.final_pictures).union(*(turn.pictures for turn in turns))
+    rows = tuple(_turn_rows(turns, timed))
+    return EpisodeRows(encode(EPISODE, row), rows, frozenset(ids), pictures)
+
+
+def _hashes(pictures: Sequence[Picture]) -> list[str] | None:
+    return [picture.hash for picture in pictures] or None
 
 
 def _num_tokens(completion: Completion) -> int | None:
@@ -114,6 +128,7 @@ def _turn_rows(turns: Sequence[Turn], timed: bool) -> Iterator[Row]:
             "thought_end": end,
             "messages": None if has_ids else rest,
             "completion_s": turn.completion_s if timed else None,
+            "pictures": _hashes(turn.pictures),
             **(dict.fromkeys(_OF_CALL) if turn.call is None else asdict(turn.call)),
         }
         yield encode(TURN, row)
@@ -122,7 +137,7 @@ def _turn_rows(turns: Sequence[Turn], timed: bool) -> Iterator[Row]:
 def write_episodes(
     connection: sqlite3.Connection, attempt: int, step: int, episodes: Sequence[EpisodeRows]
 ) -> None:
-    """Insert episodes with their turns, and index the turns' thoughts for search."""
+    """Insert episodes with their turns and pictures, and index the turns' thoughts for search."""
     (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM episodes").fetchone()
     numbered = list(enumerate(episodes, last + 1))
     when = {"attempt": attempt, "step": step}
@@ -133,6 +148,7 @@ def write_episodes(
         for turn in rows.turns
     ]
     insert(connection, "turns", turns)
+    _write_pictures(connection, frozenset[Picture]().union(*(rows.pictures for rows in episodes)))
     connection.execute(
         "INSERT INTO thoughts_fts (rowid, thought) SELECT id, thought FROM turns"
         " WHERE episode_id > ? AND thought IS NOT NULL",
@@ -140,8 +156,20 @@ def write_episodes(
     )
 
 
+def _write_pictures(connection: sqlite3.Connection, pictures: Iterable[Picture]) -> None:
+    """Insert the pictures that are not stored yet."""
+    new = {picture.hash: picture for picture in pictures}
+    query = "SELECT hash FROM pictures WHERE hash IN (SELECT value FROM json_each(?))"
+    for (known,) in connection.execute(query, (as_json([*new]),)).fetchall():
+        del new[known]
+    insert(connection, "pictures", [{"hash": key, "png": new[key].png()} for key in sorted(new)])
+
+
 def delete_episodes(connection: sqlite3.Connection, where: str, values: Sequence[int]) -> None:
-    """Delete the episodes that meet a condition, their turns, and the index of their thoughts."""
+    """Delete the episodes that meet a condition, their turns, and the index of their thoughts.
+
+    Texts of tokens and pictures stay.
+    """
     theirs = f"episode_id IN (SELECT id FROM episodes WHERE {where})"
     for statement in (
         # The index has no copy of the text and needs it for a deletion.
@@ -168,7 +196,7 @@ def write_tokens(
 class Recorded:
     """An episode from a run's database, with its attempt, step and phase.
 
-    Its prompts have only token ids, and none if the policy gave no ids.
+    Its prompts have only token ids and their pictures, and none if the policy gave no ids.
     """
 
     id: int
@@ -184,7 +212,7 @@ class Recorded:
 
 def read_episode(run: Path, episode: int) -> Recorded:
     """Read one episode."""
-    recorded = next(map(_recorded, records(run, episode)), None)
+    recorded = next(_read(run, episode), None)
     if recorded is None:
         raise RagenError(
             f"{run} has no episode {episode} in its {DATABASE}; choose one that `ragen view` lists"
@@ -194,7 +222,32 @@ def read_episode(run: Path, episode: int) -> Recorded:
 
 def read_episodes(run: Path) -> Iterator[Recorded]:
     """Read all episodes in order, one at a time."""
-    return map(_recorded, records(run))
+    return _read(run)
+
+
+def _read(run: Path, episode: int | None = None) -> Iterator[Recorded]:
+    with reading_database(run) as connection:
+        picture = lru_cache(KEPT_PICTURES)(partial(_picture, connection))
+        for row in _rows(connection, episode):
+            yield _recorded(row, picture)
+
+
+def _picture(connection: sqlite3.Connection, key: str) -> Picture:
+    try:
+        picture = Picture.of_png(stored_picture(connection, key))
+    except (OSError, ValueError, SyntaxError) as error:  # Pillow's errors
+        raise sqlite3.DatabaseError(f"the picture {key} is damaged: {error}") from None
+    if picture.hash != key:
+        raise sqlite3.DatabaseError(f"the picture {key} is damaged: it is another one")
+    return picture
+
+
+def stored_picture(connection: sqlite3.Connection, key: str) -> bytes:
+    """The PNG file of a picture's hash."""
+    found = connection.execute("SELECT png FROM pictures WHERE hash = ?", (key,)).fetchone()
+    if found is None:
+        raise sqlite3.DatabaseError(f"the picture {key} is missing")
+    return bytes(found[0])
 
 
 def records(run: Path, episode: int | None = None) -> Iterator[Row]:
@@ -203,12 +256,14 @@ def records(run: Path, episode: int | None = None) -> Iterator[Row]:
     Episodes that are written meanwhile are left out.
     """
     with reading_database(run) as connection:
-        chosen = "" if episode is None else f" WHERE id = {episode:d}"
-        columns = ", ".join(f'"{name}"' for name in EPISODE)
-        for key, *row in connection.execute(
-            f"SELECT id, {columns} FROM episodes{chosen} ORDER BY id"
-        ):
-            yield {"id": key, **decode(EPISODE, row), "turns": _turns(connection, key)}
+        yield from _rows(connection, episode)
+
+
+def _rows(connection: sqlite3.Connection, episode: int | None) -> Iterator[Row]:
+    chosen = "" if episode is None else f" WHERE id = {episode:d}"
+    columns = ", ".join(f'"{name}"' for name in EPISODE)
+    for key, *row in connection.execute(f"SELECT id, {columns} FROM episodes{chosen} ORDER BY id"):
+        yield {"id": key, **decode(EPISODE, row), "turns": _turns(connection, key)}
 
 
 def _turns(connection: sqlite3.Connection, episode: int) -> list[Row]:
@@ -236,9 +291,11 @@ def _parsed(messages: str) -> list[Any]:
         raise sqlite3.DatabaseError(f"a value of messages is damaged: {error}") from None
 
 
-def _recorded(record: Row) -> Recorded:
+def _recorded(record: Row, picture: Callable[[str], Picture]) -> Recorded:
     played = {name: _frozen(record[name]) for name in _OF_EPISODE}
-    turns = tuple(map(_turn, record["turns"]))
+    played["final_pictures"] = tuple(map(picture, record["final_pictures"] or ()))
+    known = dict[int, Picture]()  # the pictures so far, by their first token
+    turns = tuple(_turn(each, picture, known) for each in record["turns"])
     count = record["num_turns"]
     return Recorded(
         **{name: record[name] for name in ("id", "attempt", "step", "phase")},
@@ -246,15 +303,19 @@ def _recorded(record: Row) -> Recorded:
     )
 
 
-def _turn(record: Row) -> Turn:
+def _turn(record: Row, picture: Callable[[str], Picture], known: dict[int, Picture]) -> Turn:
     values = {name: _frozen(value) for name, value in record.items()}
+    pictures = tuple(map(picture, values["pictures"] or ()))
+    known |= {each.token_ids(1)[0]: each for each in pictures}
+    shown = tuple(known[token] for token in values["prompt_ids"] or () if token in known)
     ids, logprobs = values["completion_ids"], values["logprobs"]
     end, version = values["finish_reason"], values["policy_version"]
     span, snapshot = (values["thought_start"], values["thought_end"]), values["snapshot"]
     return Turn(
         **{name: values[name] for name in _OF_TURN}
         | {
-            "prompt": Prompt((), values["prompt_ids"], 0, 0, 0.0, 0),
+            "prompt": Prompt((), values["prompt_ids"], 0, 0, 0.0, 0, pictures=shown),
+            "pictures": pictures,
             "completion": Completion(ids, logprobs, values["reply"], end, version),
             "thought_span": None if None in span else span,
             "snapshot": None if snapshot is None else json.loads(snapshot),
