@@ -75,6 +75,7 @@ def test_extend_page_runs_as_written(project: Path, capsys: pytest.CaptureFixtur
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_api_page_runs_as_written(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 from benchmarks.bias import (
     ROWS,
     Game,
-    Row,
     a_token,
     a_turn,
     estimator,
@@ -139,22 +138,13 @@ def test_the_noise_of_independent_episodes_falls_with_their_number() -> None:
     close(2 * (square_of_two - of_two @ of_two), square - mean @ mean)
 
 
-def assert_documented(rows: Sequence[Row]) -> None:
+@pytest.mark.slow
+def test_docs_show_the_measured_bias() -> None:
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
     lines = [line.removeprefix("| ").split(" | ") for line in text.splitlines()]
     documented = {cells[0]: " | ".join(cells[1:5]) for cells in lines if len(cells) == 9}
-    for row in rows:
+    for row in ROWS:
         assert documented[row.label] == shown(*measure(GAME, row, 2)), row.label
-
-
-def test_docs_show_the_measured_bias() -> None:
-    """Of an estimator without a bias and one with; the slow test takes all of the table."""
-    assert_documented([row for row in ROWS if row.name in ("rloo", "gigpo")])
-
-
-@pytest.mark.slow
-def test_docs_show_the_measured_bias_of_all_estimators() -> None:
-    assert_documented(ROWS)
 
 
 def given_state_and_token(field_NS: Tensor) -> Tensor:

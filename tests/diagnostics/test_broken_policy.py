@@ -78,7 +78,7 @@ def is_finite(folder: Path) -> bool:
     ("value", "more"),
     [
         (math.nan, {}),
-        (math.inf, {"eval__every": 2}),
+        pytest.param(math.inf, {"eval__every": 2}, marks=pytest.mark.slow),
         (1e38, {"record__tokens_every": 0, "eval__episodes": 0}),
     ],
     ids=["rollout", "evaluation", "plain"],

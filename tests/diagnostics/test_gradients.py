@@ -277,6 +277,7 @@ def test_cross_scores_are_stored(measured_run: Path) -> None:
         assert num_thoughts == found[step, f"{name}/thoughts"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_stores_the_same_rows(measured_run: Path, tmp_path: Path) -> None:
     """The last checkpoint is lost, so the last step is deleted and repeated."""
     run = own(measured_run, tmp_path)

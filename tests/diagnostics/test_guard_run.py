@@ -238,13 +238,8 @@ def test_resume_after_a_stop_around_two_rollbacks_equals_the_uninterrupted_run(
     assert_same_results(tmp_path / "run", uninterrupted(config))
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        "replace_state",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("drop_after", "event", "build")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["replace_state", "drop_after", "event", "build"])
 def test_resume_after_a_kill_during_a_rollback(
     tmp_path: Path, alarms_at: Plan, rolled_back: RolledBack, step: str
 ) -> None:

@@ -111,6 +111,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_no_level_and_no_episode_depends_on_the_process_or_the_salt_of_hash(capsys):
     exec(PLAY, {})
     here = json.loads(capsys.readouterr().out)

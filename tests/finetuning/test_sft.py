@@ -87,6 +87,7 @@ def test_the_embedded_model_learns_from_the_solver(tmp_path: Path) -> None:
     assert after.success_low > 0.9 and after.valid_fraction == 1
 
 
+@pytest.mark.slow
 def test_all_weights_are_trained_further_after_an_adapter_is_merged(tmp_path: Path) -> None:
     shape = {"lora__rank": 4, "lora__alpha": 8}
     tuned = sft(tiny_config(**shape), tmp_path / "tuned", episodes=20, epochs=2)

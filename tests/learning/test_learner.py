@@ -191,6 +191,7 @@ def test_gspo_has_one_ratio_per_episode_for_any_microbatch_size(
     assert results[0][1]["ratio/max"].value != pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_gradients_of_recorded_episodes_do_not_depend_on_the_microbatch_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -163,12 +163,10 @@ def states(one: Learner) -> list[Tensor]:
     return [*one.model.state_dict().values(), *one.critic.state_dict().values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [
-        ("llama", torch.float32),
-        pytest.param("qwen2", torch.bfloat16, marks=pytest.mark.slow),
-    ],
+    [("llama", torch.float32), ("qwen2", torch.bfloat16)],
 )
 def test_recomputed_layers_give_the_same_updates_in_less_memory(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "lora")) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "neither")) for kind in KINDS]
 )
 def test_a_child_goes_on_bit_for_bit_after_its_parent_went_on(
     own_bandit_run: Path, kind: str

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import ragen
 from ragen.envs.worlds.bandit import Bandit
 from ragen.storage.reader import read_events, read_metrics
@@ -61,6 +63,7 @@ def test_a_run_goes_on_where_episodes_try_to_end_it_and_replaces_no_function(
     assert present() == before and CANNOT_INTERRUPT not in watcher.notes
 
 
+@pytest.mark.slow
 def test_in_a_notebook_a_run_says_that_it_interrupts_nothing_and_fails_slow_episodes(
     tmp_path: Path,
 ) -> None:

@@ -93,6 +93,7 @@ def judged(env: str, server: FaultyServer, **more: Any) -> Config:
     return merge("bandit", settings(**values | more))
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_trains_with_a_server_on_this_machine(flags: list[str]) -> None:
     check(make("support.py:Support"))
     config = merge("support.toml")

@@ -175,6 +175,7 @@ def test_an_engine_that_cannot_be_replaced_ends_the_run_in_one_line(
         train(make_config(eval__episodes=0), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_settings_that_changed_on_a_resume_stay_changed(
     tmp_path: Path, losing: Losing, bandit_run: Path
 ) -> None:

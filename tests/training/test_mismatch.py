@@ -81,7 +81,9 @@ def watch(monkeypatch: pytest.MonkeyPatch, temperature: float) -> list[float]:
     return largest
 
 
-@pytest.mark.parametrize("keys", UNUSUAL)
+@pytest.mark.parametrize(
+    "keys", [UNUSUAL[0], *(pytest.param(each, marks=pytest.mark.slow) for each in UNUSUAL[1:])]
+)
 def test_the_learner_scores_the_distribution_that_was_sampled_under_every_rollout_key(
     keys: dict[str, Any], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

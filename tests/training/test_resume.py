@@ -317,6 +317,7 @@ def test_resume_without_a_run_a_database_or_a_checkpoint_is_refused(run: Path) -
         resume(run)
 
 
+@pytest.mark.slow
 def test_a_kl_term_that_comes_later_needs_the_model_that_the_run_began_with(
     tmp_path: Path,
 ) -> None:

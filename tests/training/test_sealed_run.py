@@ -262,6 +262,7 @@ def test_a_change_is_completed_if_a_kill_came_between_file_and_database(
     assert len(read_events(own_bandit_run, "settings")) == 1
 
 
+@pytest.mark.slow
 def test_resume_sets_checkpoints_aside_in_which_a_file_is_none(
     own_bandit_run: Path, expected: dict[str, Any]
 ) -> None:

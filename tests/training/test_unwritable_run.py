@@ -95,6 +95,7 @@ def test_a_run_that_cannot_be_written_goes_on_in_a_copy(
         assert main(["eval", str(run), "--episodes", "2", "--out", "EVALUATED"]) == 0
 
 
+@pytest.mark.slow
 def test_checkpoints_that_are_no_folder_or_forbidden_are_named(
     run: Path, expected: dict[str, Any], capsys: Capture
 ) -> None:

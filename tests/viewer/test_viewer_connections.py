@@ -72,6 +72,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return cert, key
 
 
+@pytest.mark.slow
 def test_a_certificate_encrypts_the_token_and_the_pages(
     certificate: tuple[Path, Path], tmp_path: Path
 ) -> None:

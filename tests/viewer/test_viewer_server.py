@@ -261,6 +261,7 @@ def listen_to_events(
                 events.append((name, json.loads(line.removeprefix("data: ")), time.monotonic()))
 
 
+@pytest.mark.slow
 def test_events_reach_a_listener_within_two_seconds_of_a_commit(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     (runs / "a").mkdir(parents=True)
