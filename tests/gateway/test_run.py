@@ -11,7 +11,6 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from ragen.evaluation.baselines import files_of
 from ragen.gateway.server import MOST_REFUSED, Gateway, _most_connections
 from ragen.gateway.session import Budget, Session
 from ragen.rollout.groups import run_groups
+from ragen.rollout.players import PlayerPolicy, random_player
 from ragen.rollout.policies import NoCompletion
 from ragen.rollout.setup import Setup, make_chat, make_setup
 from ragen.sampling.weighted_policy import WeightedPolicy
@@ -277,9 +277,9 @@ def test_requests_that_are_refused_at_once_do_not_end_an_agent(chat: Chat) -> No
     )
 
 
-def test_a_policy_without_tokens_is_refused_in_one_line(setup: Setup) -> None:
-    with pytest.raises(RagenError, match="an agent needs a policy whose tokens are known"):
-        asyncio.run(run_groups(ScriptedPolicy(["Hi."]), replace(setup, chat=None), [0], 1, (0,)))
+def test_a_player_is_refused_in_one_line(setup: Setup) -> None:
+    with pytest.raises(RagenError, match="an agent calls a language model"):
+        asyncio.run(run_groups(PlayerPolicy(random_player), setup, [0], 1, (0,)))
 
 
 def test_an_answer_without_a_verifier_is_no_reward() -> None:

@@ -9,7 +9,7 @@ field is written when its value becomes known, and never inferred later.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -53,7 +53,7 @@ class Prompt:
     the context window includes them. `sent` has replies as the server sent them
     (`Completion.message`), by their index in `messages`: they go back to it unchanged. `pictures`
     are those of all places in `messages`, in their order; in `token_ids` each is its picture tokens
-    (`ragen.core.pictures`).
+    (`ragen.core.pictures`). A prompt without ids may offer `tools` of its own.
     """
 
     messages: tuple[Message, ...]
@@ -65,6 +65,7 @@ class Prompt:
     turns_dropped: int = 0
     pictures: tuple[Picture, ...] = ()
     sent: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, compare=False)
+    tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from ragen.chat.actions import Parsed
 from ragen.chat.chat import Chat
 from ragen.core.types import CallRole, Completion, Prompt
+from ragen.gateway.endpoint_chat import EndpointChat
 from ragen.gateway.messages import ChatMessage, Reply, Request
 
 QUOTED = 20
@@ -43,7 +44,7 @@ class Made:
 
     number: int
     request: Request
-    chat: Chat
+    chat: Chat | EndpointChat
     parent: int
     link: str
     observation: str

@@ -12,6 +12,7 @@ from ragen.chat.tool_calls import ToolForm, parse_tools
 from ragen.core.types import Completion, Message, fingerprint
 from ragen.envs.tools import read_call, write_call
 from ragen.gateway.bodies import INVALID, object_of, wrong
+from ragen.gateway.endpoint_chat import EndpointChat
 from ragen.gateway.messages import ChatMessage, Demand, Finish, Reply, ToolCall
 
 MOST_CALLS = 1000
@@ -69,7 +70,7 @@ def _sort_results(messages: list[ChatMessage], index: int) -> None:
 
 
 def written(
-    chat: Chat, messages: Sequence[ChatMessage], call_ids: Sequence[str]
+    chat: Chat | EndpointChat, messages: Sequence[ChatMessage], call_ids: Sequence[str]
 ) -> tuple[Message, ...]:
     """The messages as a `Chat` takes them: a reply is one text, with its calls in it.
 
@@ -109,7 +110,7 @@ def _as_text(call: ToolCall) -> str:
 
 
 def cut(
-    chat: Chat, completion: Completion, stops: Sequence[str]
+    chat: Chat | EndpointChat, completion: Completion, stops: Sequence[str]
 ) -> tuple[Completion, str, str | None]:
     """A completion that ends with the first of the stop texts, its text before that, and which.
 
@@ -121,6 +122,9 @@ def cut(
         return completion, text, None
     end, stop = min(found)
     ids, logprobs = completion.token_ids, completion.logprobs
+    if isinstance(chat, EndpointChat):
+        shorter = replace(completion, text=text[:end], finish_reason="stop")
+        return shorter, text[: end - len(stop)], stop
     assert ids is not None and logprobs is not None
     _, count = chat.token_span(ids, text, 0, end)
     ids, logprobs = ids[:count], logprobs[:count]
@@ -135,7 +139,9 @@ def cut(
     return shorter, text[: end - len(stop)], stop
 
 
-def parsed(chat: Chat, text: str, completion: Completion, think: bool, demand: Demand) -> Parsed:
+def parsed(
+    chat: Chat | EndpointChat, text: str, completion: Completion, think: bool, demand: Demand
+) -> Parsed:
     """The thought and the calls in the text of a completion.
 
     It has no calls, and is not valid, if it was cut or does not meet the `demand`.

@@ -18,7 +18,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -27,9 +27,10 @@ from typing import Any
 from ragen.chat.chat import Chat
 from ragen.core.errors import RagenError
 from ragen.core.types import TRAINED_ROLES, Call, CallRole, Completion, Message, Prompt, Turn
-from ragen.gateway.bodies import wrong
+from ragen.gateway.bodies import unsupported, wrong
 from ragen.gateway.calls import Made, Question, roles_of, told
 from ragen.gateway.conversation import cut, merged, parsed, reply_of, written
+from ragen.gateway.endpoint_chat import EndpointChat
 from ragen.gateway.grades import GRADES, grade, signature
 from ragen.gateway.messages import ChatMessage, Refused, Reply, Request
 
@@ -74,29 +75,31 @@ class _Place:
     """Where a request belongs: the call whose reply it continues, and the keys of its history.
 
     There is a key for the tools, one for the history up to each message, and one for all of it.
+    `replies` are the calls whose replies are in the history, by the index of the message.
     """
 
     keys: tuple[bytes, ...]
     parent: Made | None
     link: str
     fresh: tuple[ChatMessage, ...]
+    replies: Mapping[int, Made]
 
 
 class Session:
     """The calls of one episode.
 
-    `chat` is the policy's, without tools. `seed` gives the seed of a call from its prompt's ids and
-    how often these were asked before, so that neither the order in which calls arrive nor a retry
-    changes a reply. `is_full` says that a prompt had no room for a reply, and `failure` is what
-    ended the episode from our side.
+    `chat` is the policy's, without tools; with an `EndpointChat` prompts have no ids. `seed` gives
+    the seed of a call from its prompt's ids or text and how often these were asked before, so that
+    neither the order in which calls arrive nor a retry changes a reply. `is_full` says that a
+    prompt had no room for a reply, and `failure` is what ended the episode from our side.
     """
 
     def __init__(
         self,
-        chat: Chat,
+        chat: Chat | EndpointChat,
         budget: Budget,
         complete: Complete,
-        seed: Callable[[Sequence[int], int], int],
+        seed: Callable[[Sequence[Any], int], int],
     ) -> None:
         self._chat, self._budget, self._complete, self._seed = chat, budget, complete, seed
         self.made: list[Made] = []
@@ -107,7 +110,7 @@ class Session:
         self._last_of_first = -1  # the last call of the first conversation, −2 during the next one
         self._asked: dict[bytes, list[Made]] = {}  # by the key of the history before the reply
         self._known: set[bytes] = set()  # the keys of the histories up to each message
-        self._times: Counter[tuple[int, ...]] = Counter()
+        self._times: Counter[Sequence[Any]] = Counter()
         self._questions: dict[bytes, list[Question]] = {}  # by the hash of their body
         self._by_reply: dict[str, Made] = {}
         self._is_closed = False
@@ -160,7 +163,10 @@ class Session:
     async def count_tokens(self, request: Request) -> int:
         """The number of tokens of the prompt of a request."""
         chat, messages = self._chat_of(request), merged(request.messages)
-        return len(self._ids(chat, messages, self._place(messages, request))[1])
+        ids = self._ids(chat, messages, self._place(messages, request))[1]
+        if ids is None:
+            raise unsupported("count_tokens", "only the endpoint knows the tokens of a prompt")
+        return len(ids)
 
     def known(self, reply_id: str) -> tuple[ChatMessage, ...]:
         """The conversation up to and with a reply; a `KeyError` if there is none of this id."""
@@ -195,10 +201,9 @@ class Session:
         text = self._prefill(chat) + text
         think = self._budget.think or self._prefill(chat) != ""
         found = parsed(chat, text, completion, think, request.demand)
-        assert prompt.token_ids is not None and completion.token_ids is not None
         name = _digest(b"reply", f"{number} {prompt.token_ids}").hex()[:16]
         is_cut = completion.finish_reason == "length"
-        counts = len(prompt.token_ids), len(completion.token_ids)
+        counts = _counts(prompt, completion)
         reply = reply_of(name, number, chat.calls, text, found, is_cut, counts)
         made = Made(
             number,
@@ -217,7 +222,7 @@ class Session:
             told(self.made, place.fresh),
         )
         self.made.append(made)
-        self._spent += len(completion.token_ids)
+        self._spent += counts[1]
         self._by_reply[name] = made
         self._asked.setdefault(place.keys[-1], []).append(made)
         self._known.update(place.keys, [_digest(b"reply", str(number))])
@@ -235,13 +240,13 @@ class Session:
         self.stops.append((request, reply))
         return reply
 
-    def _chat_of(self, request: Request) -> Chat:
+    def _chat_of(self, request: Request) -> Chat | EndpointChat:
         if not request.tools:
             return self._chat
         with _refusing():
             return self._chat.offering(request.tools)
 
-    def _prefill(self, chat: Chat) -> str:
+    def _prefill(self, chat: Chat | EndpointChat) -> str:
         budget = self._budget
         return "<think>" if budget.think and budget.prefilled else chat.opening
 
@@ -251,20 +256,22 @@ class Session:
         keys = [_digest(b"", json.dumps(request.tools))]
         parent: Made | None = None
         link, begin, own = "", 0, -1
+        replies: dict[int, Made] = {}
         for index, message in enumerate(messages):
             if message.role == "assistant":
                 found = self._sampled(keys[-1], message)
                 if found is not None:
                     (how, parent), begin, own = found, index + 1, -1
-                    link = GRADES[how]
+                    link, replies[index] = GRADES[how], parent
                     keys.append(_digest(b"reply", str(parent.number)))
                     continue
                 own = index if own < 0 else own
             said = [message.role, message.text, *map(signature, message.calls)]
             keys.append(_digest(keys[-1], json.dumps(said)))
         if parent is None or own >= 0:
-            return _Place(tuple(keys), None, self._why_root(keys, messages), tuple(messages))
-        return _Place(tuple(keys), parent, link, tuple(messages[begin:]))
+            why = self._why_root(keys, messages)
+            return _Place(tuple(keys), None, why, tuple(messages), replies)
+        return _Place(tuple(keys), parent, link, tuple(messages[begin:]), replies)
 
     def _sampled(self, key: bytes, message: ChatMessage) -> tuple[int, Made] | None:
         """The reply that was sampled after a history and that a message repeats, with its grade."""
@@ -291,13 +298,17 @@ class Session:
     # Its prompt.
 
     def _prompt(
-        self, chat: Chat, messages: Sequence[ChatMessage], place: _Place, request: Request
+        self,
+        chat: Chat | EndpointChat,
+        messages: Sequence[ChatMessage],
+        place: _Place,
+        request: Request,
     ) -> Prompt:
         budget = self._budget
         if request.max_tokens is not None and request.max_tokens < 1:
             raise wrong("max_tokens must be at least 1")
         text, ids, num_prefill = self._ids(chat, messages, place)
-        if len(ids) + budget.max_tokens > budget.max_length:
+        if ids is not None and len(ids) + budget.max_tokens > budget.max_length:
             self.is_full = True
             raise Refused(
                 400,
@@ -306,20 +317,26 @@ class Session:
                 f"has {len(ids)}, and a reply may have {budget.max_tokens}",
             )
         most = min(request.max_tokens or budget.max_tokens, budget.max_tokens)
-        times = self._times[ids]
-        self._times[ids] += 1
-        seed = self._seed(ids, times)
-        return Prompt(text, ids, num_prefill, most, budget.temperature, seed)
+        content = json.dumps([text, request.tools]) if ids is None else ids
+        times = self._times[content]
+        self._times[content] += 1
+        seed = self._seed(content, times)
+        prompt = Prompt(text, ids, num_prefill, most, budget.temperature, seed)
+        if ids is not None:
+            return prompt
+        said = {at: made.completion.message for at, made in place.replies.items()}
+        sent = {at: message for at, message in said.items() if message is not None}
+        return replace(prompt, sent=sent, tools=request.tools)
 
     def _ids(
-        self, chat: Chat, messages: Sequence[ChatMessage], place: _Place
-    ) -> tuple[tuple[Message, ...], tuple[int, ...], int]:
+        self, chat: Chat | EndpointChat, messages: Sequence[ChatMessage], place: _Place
+    ) -> tuple[tuple[Message, ...], tuple[int, ...] | None, int]:
         """The messages as a chat takes them, their ids, and how many of these are pre-filled."""
         parent, prefill = place.parent, self._prefill(chat)
         with _refusing():
             own = () if parent is None else [call.id for call in parent.parsed.calls]
             text = written(chat, messages, own)
-            if parent is None or not chat.exact:
+            if parent is None or isinstance(chat, EndpointChat) or not chat.exact:
                 return text, *chat.open(text, prefill)
             assert parent.prompt.token_ids is not None and parent.completion.token_ids is not None
             before = parent.prompt.token_ids + parent.completion.token_ids
@@ -351,7 +368,7 @@ class Session:
             0.0,
             0.0 if parsed.valid else -self._budget.penalty,
             parsed.valid,
-            _digest(b"", str(made.prompt.token_ids)).hex(),
+            _digest(b"", str(made.prompt.token_ids or made.prompt.messages)).hex(),
             _about(made),
             problem=parsed.problem,
             results=made.results or None,
@@ -367,6 +384,14 @@ def _stopped(request: Request, reply: Reply) -> Turn:
     call = Call(-1, "the budget is used up", "budget")
     said = request.messages[-1].text or ""
     return Turn(said, prompt, completion, None, None, (), (), 0.0, 0.0, True, "", call=call)
+
+
+def _counts(prompt: Prompt, completion: Completion) -> tuple[int, int]:
+    """The tokens of a prompt and its completion, as an endpoint counts them if they have no ids."""
+    if prompt.token_ids is not None and completion.token_ids is not None:
+        return len(prompt.token_ids), len(completion.token_ids)
+    used = completion.usage
+    return (0, 0) if used is None else (used.prompt_tokens, used.completion_tokens)
 
 
 def _about(made: Made) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, Prompt
+from ragen.gateway.endpoint_chat import EndpointChat
 from ragen.gateway.messages import Refused
 from ragen.gateway.session import Budget, Session
 from ragen.rollout.guarded import GuardedEnv
@@ -28,12 +29,10 @@ async def play_task(
     earned nothing: it is often the policy that misled it.
 
     Raises:
-        RagenError: The agent cannot be loaded, or the policy gives no token ids.
+        RagenError: The agent cannot be loaded, or the policy is a player.
     """
-    if isinstance(policy, PlayerPolicy) or isinstance(seat, PlayerPolicy) or setup.chat is None:
-        raise RagenError(
-            "an agent needs a policy whose tokens are known: a model, a folder or a run"
-        )
+    if isinstance(policy, PlayerPolicy) or isinstance(seat, PlayerPolicy):
+        raise RagenError("an agent calls a language model: name a model, a run or an endpoint")
     task = _Task(policy, seat, setup, spec)
     return await task.run(task.play)
 
@@ -47,7 +46,6 @@ class _Task(Playing):
 
     def __init__(self, policy: Policy, seat: Policy, setup: Setup, spec: EpisodeSpec) -> None:
         super().__init__(setup, spec, "failed")
-        assert setup.chat is not None
         budget = Budget(
             setup.turns,
             setup.max_tokens,
@@ -59,7 +57,9 @@ class _Task(Playing):
             setup.params.get("max_tokens") or sys.maxsize,
         )
         self._policy, self._seat = policy, seat
-        self._session = Session(setup.chat, budget, self._complete, spec.call_seed)
+        self._session = Session(
+            setup.chat or EndpointChat(), budget, self._complete, spec.call_seed
+        )
         self._failure: NoCompletion | None = None
 
     async def play(self, env: GuardedEnv) -> None:
@@ -95,5 +95,8 @@ class _Task(Playing):
         try:
             return await (self._seat if is_first else self._policy).complete(prompt)
         except NoCompletion as failure:
+            if failure.stop_reason == "context":  # agents shorten their messages then
+                self._session.is_full = True
+                raise Refused(400, "context_length_exceeded", str(failure)) from failure
             self._failure = failure
             raise Refused(400, "no_completion", str(failure)) from failure

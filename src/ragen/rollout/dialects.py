@@ -226,7 +226,7 @@ class Dialect:
         return {
             "model": self.model,
             "messages": [self._message(each) for each in for_server(messages, sent)],
-            **({"tools": self.tools} if self.tools else {}),
+            **({"tools": tools} if (tools := prompt.tools or self.tools) else {}),
             **{name: value for name, value in given.items() if name not in refused},
         }
 
@@ -261,7 +261,7 @@ class Dialect:
                 return f"{said}: set --temperature to {other}"
         refused = self._refused(body["messages"], refusal) - self.refused
         self.refused |= refused
-        if not refused and refusal.refuses and self.tools and "tool" in refusal.words:
+        if not refused and refusal.refuses and "tools" in body and "tool" in refusal.words:
             return "the environment needs tools: choose a model and a server that take them"
         return bool(refused)
 

@@ -249,7 +249,7 @@ class ChatEndpoint:
                 body = await _body_of(response)
             refusal = read_refusal(response.status_code, response.headers, body)
             if refusal is None:
-                return read_reply(body, self._think, bool(self._dialect.tools))
+                return read_reply(body, self._think, "tools" in sent)
         except (TimeoutError, WrongAnswer, httpx.RequestError, ssl.SSLError) as error:
             raise self._failure(error) from None
         return await self._refused(sent, prompt, refusal)

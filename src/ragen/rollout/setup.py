@@ -359,10 +359,10 @@ class EpisodeSpec:
         """Seed of one completion's sampling."""
         return self._derive("sample", self.group, self.member, turn)
 
-    def call_seed(self, token_ids: Sequence[int], times: int) -> int:
-        """Seed of the completion of an agent's call, whose prompt was asked `times` before."""
-        ids = hashlib.blake2b(str(token_ids).encode(), digest_size=16).hexdigest()
-        return self._derive("call", self.group, self.member, ids, times)
+    def call_seed(self, content: Sequence[Any], times: int) -> int:
+        """Seed of the completion of an agent's call, whose ids or text came `times` before."""
+        name = hashlib.blake2b(str(content).encode(), digest_size=16).hexdigest()
+        return self._derive("call", self.group, self.member, name, times)
 
     def _derive(self, *rest: int | str) -> int:
         run_seed, *above = self.path

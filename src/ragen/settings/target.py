@@ -142,6 +142,8 @@ class Served(Target):
     def settings(self, asked: Asked, note: Note) -> Config:
         env = asked.budgets()
         env.pop("env.params.observation", None)
+        if str(asked.env).startswith("agent:"):
+            env["prompt.think"] = False  # it reads replies as it always did
         config = merge(None, {**env, **ENDPOINT_DEFAULTS, **asked.given})
         if config.prompt.prefill:
             raise RagenError(
