@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,9 +22,12 @@ from ragen.core.types import Episode, Group, Prompt, fingerprint
 from ragen.envs.contract import Env, Info, State
 from ragen.envs.tools import Call, ToolEnv, tool
 from ragen.learning.exactness import verify, with_fingerprints
+from ragen.rollout.endpoint import ChatEndpoint, Server
 from ragen.rollout.episode import play_episode, require_unchanged
 from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup, make_setup
+from tests.faulty import Answer, FaultyServer, chat_reply
 from tests.pictured import form, patch, seeing_chat
+from tests.rollout.test_endpoint import in_order
 from tests.scripted_policy import ScriptedPolicy
 from tests.seeing_envs import Seen
 from tests.tiny import tiny_tokenizer
@@ -254,3 +258,79 @@ def test_a_model_that_reads_no_pictures_is_refused_in_one_line() -> None:
     make_setup(config, seeing_chat()).close()
     with pytest.raises(RagenError, match="seen shows pictures, and this model reads no pictures"):
         play(setup_of(chat=chat), [RIGHT])
+
+
+def test_a_judge_is_refused() -> None:
+    given = {
+        "env.name": "tests/seeing_envs.py:Seen",
+        "reward.terms.judge": 1.0,
+        "judge.model": "m",
+        "judge.rubric": "Right?",
+    }
+    config = merge(None, given | {"judge.url": "http://localhost:1/v1"})
+    with pytest.raises(RagenError, match="a judge reads text, and the environment"):
+        make_setup(config, seeing_chat())
+
+
+# Chat endpoints.
+
+
+def asked(setup: Setup, *answers: Answer) -> tuple[Episode, list[list[dict[str, Any]]]]:
+    """An episode with a server's answers, and the messages of its requests."""
+
+    async def work(url: str) -> Episode:
+        policy = ChatEndpoint(Server(url), "m", True, setup.tools)
+        try:
+            return await play_episode(policy, setup, SPEC)
+        finally:
+            await policy.close()
+
+    with FaultyServer(in_order(*answers)) as server:
+        episode = asyncio.run(work(server.url))
+        return episode, [request["messages"] for request in server.requests]
+
+
+def image_of(part: dict[str, Any]) -> Picture:
+    kind, data = part["image_url"]["url"].split(",")
+    assert part["type"] == "image_url" and kind == "data:image/png;base64"
+    return Picture.of_png(base64.b64decode(data))
+
+
+def test_an_endpoint_gets_pictures_as_parts_of_the_content() -> None:
+    replies = [chat_reply(f"<think>{PLACE} {RIGHT}")] * 5  # its own places stay text
+    episode, requests = asked(setup_of(chat=None, prefilled=False), *replies)
+    check(episode)
+    assert len(requests) == 5 and episode.success
+    for turn, messages in zip(episode.turns, requests, strict=True):
+        parts = [p for m in messages if isinstance(m["content"], list) for p in m["content"]]
+        images = [image_of(part) for part in parts if part["type"] == "image_url"]
+        assert tuple(images) == turn.prompt.pictures
+        assert PLACE not in "".join(part.get("text", "") for part in parts)
+    first, *_, last = requests[-1]
+    before, _, after = first["content"]
+    assert before["text"].endswith("You see ") and after["text"].startswith(".\n")
+    assert [part["type"] for part in last["content"]] == ["text", "image_url", "image_url", "text"]
+
+
+def test_the_pictures_of_results_follow_them() -> None:
+    replies = [chat_reply(text.replace("</think>", "<think></think>")) for text in PAGES]
+    setup = tools_setup(chat=None, prefilled=False)
+    episode, requests = asked(setup, *replies)
+    check(episode)
+    results = [message for message in requests[1] if message["role"] == "tool"]
+    assert [each["content"].splitlines()[0] for each in results] == [
+        "page 1: <image>",
+        "page 2: <image>",
+    ]
+    words, *images = requests[1][-1]["content"]
+    assert requests[1][-1]["role"] == "user" and words["text"].startswith("The pictures of these")
+    assert [image_of(each) for each in images] == [patch(1), patch(2)]
+    assert [m["role"] for m in requests[2][-3:]] == ["user", "assistant", "user"]
+
+
+def test_an_endpoint_without_eyes_is_one_line() -> None:
+    refusal = Answer({"error": {"message": "m does not support image input"}}, 400)
+    with pytest.raises(
+        RagenError, match="the environment shows pictures: choose a model that reads"
+    ):
+        asked(setup_of(chat=None), refusal)

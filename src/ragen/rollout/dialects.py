@@ -18,7 +18,7 @@ from typing import Any
 
 from ragen.core.json_text import read_json
 from ragen.core.types import Message, Prompt
-from ragen.rollout.endpoint_format import error_message, for_server
+from ragen.rollout.endpoint_format import error_message, for_server, with_pictures
 
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
 """Names of the maximum length of a reply, in the order in which they are tried."""
@@ -223,9 +223,12 @@ class Dialect:
             system, first, *rest = messages
             messages = [{**first, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
             sent = {number - 1: each for number, each in sent.items()}
+        written = for_server(messages, sent)
+        if prompt.pictures:
+            written = with_pictures(written, prompt.pictures)
         return {
             "model": self.model,
-            "messages": [self._message(each) for each in for_server(messages, sent)],
+            "messages": [self._message(each) for each in written],
             **({"tools": tools} if (tools := prompt.tools or self.tools) else {}),
             **{name: value for name, value in given.items() if name not in refused},
         }
@@ -263,6 +266,8 @@ class Dialect:
         self.refused |= refused
         if not refused and refusal.refuses and "tools" in body and "tool" in refusal.words:
             return "the environment needs tools: choose a model and a server that take them"
+        if not refused and prompt.pictures and "image" in refusal.words:
+            return "the environment shows pictures: choose a model that reads them"
         return bool(refused)
 
     def _refused(self, messages: Sequence[Mapping[str, Any]], refusal: Refusal) -> set[str]:

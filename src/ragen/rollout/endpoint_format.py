@@ -9,9 +9,11 @@ thoughts in a field of their own.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -19,6 +21,7 @@ from ragen.chat.actions import TAGS, WHITESPACE, after_thought
 from ragen.chat.chat import without_thought
 from ragen.chat.tool_calls import hermes, write_hermes
 from ragen.core.json_text import hide_json
+from ragen.core.pictures import PLACE, Picture, for_people
 from ragen.core.types import Completion, FinishReason, Message, Usage
 from ragen.envs.answers import is_deeper
 from ragen.envs.tools import MOST_LEVELS
@@ -32,6 +35,8 @@ UNKNOWN = "unknown"
 """Replaces, in requests, a name that servers would refuse."""
 CUT = ("length", "max_tokens", "model_length", "model_context_window_exceeded")
 """Reasons why a reply ended before its end; the last two are Mistral's and Anthropic's."""
+OF_RESULTS = "The pictures of these results, in order:"
+"""Stands above the pictures that calls returned."""
 MAX_TOKENS = 2**31
 """Token counts of a server are ignored if they are this large or larger."""
 
@@ -212,6 +217,45 @@ def for_server(
             yield reply
         else:
             yield dict(message)
+
+
+def with_pictures(
+    messages: Iterable[Mapping[str, Any]], pictures: Iterable[Picture]
+) -> Iterator[Mapping[str, Any]]:
+    """Messages with the pictures at their places, as parts of the content.
+
+    Servers take pictures of the user alone: those of results follow these in a message of the user.
+    """
+    shown, results = iter(pictures), list[Mapping[str, Any]]()
+    for message in messages:
+        if results and message["role"] != "tool":
+            yield {"role": "user", "content": results}
+            results = []
+        content = message["content"] if message["role"] in ("user", "tool") else ""
+        first, *others = content.split(PLACE)
+        if not others:
+            yield message
+        elif message["role"] == "tool":
+            results = results or [_text_part(OF_RESULTS)]
+            results += [_image_part(next(shown)) for _ in others]
+            yield {**message, "content": for_people(content)}
+        else:
+            parts = [_text_part(first)]
+            for text in others:
+                parts += [_image_part(next(shown)), _text_part(text)]
+            yield {**message, "content": [part for part in parts if part.get("text") != ""]}
+    if results:
+        yield {"role": "user", "content": results}
+
+
+def _text_part(text: str) -> Mapping[str, Any]:
+    return {"type": "text", "text": text}
+
+
+@lru_cache(256)
+def _image_part(picture: Picture) -> Mapping[str, Any]:
+    data = base64.b64encode(picture.png()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
 def _returned(reply: str, sent: Mapping[str, Any], ids: Sequence[str]) -> dict[str, Any]:

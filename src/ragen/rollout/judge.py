@@ -31,6 +31,7 @@ from ragen.chat.chat import without_thought
 from ragen.config.sections import JudgeConfig
 from ragen.core.errors import RagenError, UnplayableError
 from ragen.core.metrics import Metrics, total
+from ragen.core.pictures import for_people
 from ragen.core.types import Episode, Message, Prompt, StopReason, Usage
 from ragen.rollout.endpoint import Server, check_address
 from ragen.rollout.groups import together
@@ -207,10 +208,11 @@ def shuffled(episodes: Sequence[Episode], seed: int) -> list[str]:
 def episode_text(episode: Episode) -> str:
     """An episode in JSON, as a judge reads it: ``[{"environment": "Mail?", "agent": "Paid."}]``."""
     shown: list[dict[str, str]] = [
-        {"environment": turn.observation, "agent": turn.completion.text} for turn in episode.turns
+        {"environment": for_people(turn.observation), "agent": turn.completion.text}
+        for turn in episode.turns
     ]
     if episode.final_observation:
-        shown.append({"environment": episode.final_observation})
+        shown.append({"environment": for_people(episode.final_observation)})
     return json.dumps(shown, ensure_ascii=False)
 
 

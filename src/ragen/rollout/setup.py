@@ -15,6 +15,7 @@ from ragen.chat.prompt import prefill
 from ragen.chat.template import Tokenizer
 from ragen.chat.tool_calls import ToolForm, find_tool_parser
 from ragen.config.config import Config
+from ragen.config.extensions import JUDGE
 from ragen.config.keys import BUDGETS, PARAMS
 from ragen.config.reading import changed
 from ragen.config.sections import EnvConfig
@@ -259,8 +260,8 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
 
     Raises:
         RagenError: The environment or one of its parameters does not exist, its class refuses
-            them, a reward term needs an environment that reads thoughts, the model reads no
-            pictures, or there are several environments (`Config.by_env`).
+            them, a reward term needs an environment that reads thoughts, the model or a judge
+            reads no pictures, or there are several environments (`Config.by_env`).
     """
     config.require_one_env()
     env, prompt, facts = config.env, config.prompt, facts_of(config.env)
@@ -272,9 +273,14 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         )
     if facts.tools and chat is not None and chat.calls is None:
         raise knows_no_tools(env.name)
-    shows = facts.start is not None and facts.start.pictures
-    if shows and chat is not None and not chat.reads_pictures:
-        raise reads_no_pictures(env.name, config.model.path)
+    if facts.start is not None and facts.start.pictures:
+        if chat is not None and not chat.reads_pictures:
+            raise reads_no_pictures(env.name, config.model.path)
+        if JUDGE in config.reward.terms:
+            raise RagenError(
+                f"reward.terms.{JUDGE}: a judge reads text, and the environment {env.name} shows "
+                "pictures; leave the term out, or let the environment show text"
+            )
     make = env_factory(env.name, **env.params)
     waits = "workers" if env.isolate else blocking(env_class(env.name)).waits
     return Setup(

@@ -20,6 +20,7 @@ from ragen.config.keys import Flat
 from ragen.config.reading import merge
 from ragen.config.sections import EnvConfig, PromptConfig
 from ragen.core.errors import RagenError
+from ragen.core.pictures import PLACE
 from ragen.core.seeding import BASE_LEVELS
 from ragen.core.user_code import UserCodeError
 from ragen.envs.adapters.agent import AgentEnv
@@ -34,6 +35,8 @@ THOUGHT = {"compact": 48, "paper": REPLY // 2}
 """Tokens of a thought, by the style of prompts."""
 ANSWER = 64
 """Tokens of an answer in free text if its length is unknown."""
+PICTURE = 256
+"""Tokens of a picture, of which models of the Hub take 64 to 576."""
 TAGS = 8
 """Tokens of a reply's tags, and of what a chat template puts around a message."""
 LONGEST = 8192
@@ -175,8 +178,10 @@ def _play(
 def num_tokens(text: str) -> int:
     """An estimate of a text's tokens: one for up to four letters, a line break or another sign.
 
+    A picture counts as `PICTURE`.
+
     Example:
         >>> num_tokens("Reach the goal: __G")
         8
     """
-    return len(TOKEN.findall(text))
+    return len(TOKEN.findall(text)) + (PICTURE - 1) * text.count(PLACE)
