@@ -161,7 +161,7 @@ def test_updates_equal_those_of_the_cpu(
 @pytest.mark.parametrize(
     ("device", "dtype", "bound"),
     [
-        ("cpu", "bfloat16", 2e-2),
+        pytest.param("cpu", "bfloat16", 2e-2, marks=pytest.mark.slow),
         pytest.param("cuda", "float32", 1e-5, marks=CUDA.marks),
         pytest.param("cuda", "bfloat16", 2e-2, marks=CUDA.marks),
     ],
