@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,85 +19,24 @@ from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.pictures import PLACE, Picture, begins, shown_in
 from ragen.core.types import Episode, Group, Prompt, fingerprint
-from ragen.envs.contract import Env, Info, State
-from ragen.envs.tools import Call, ToolEnv, tool
 from ragen.learning.exactness import verify, with_fingerprints
 from ragen.rollout.endpoint import ChatEndpoint, Server
 from ragen.rollout.episode import play_episode, require_unchanged
-from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup, make_setup
+from ragen.rollout.setup import BranchSpec, Setup, make_setup
 from tests.faulty import Answer, FaultyServer, chat_reply
-from tests.pictured import form, patch, seeing_chat
+from tests.pictured import (
+    PAGES,
+    RIGHT,
+    SPEC,
+    called,
+    patch,
+    play,
+    seeing_chat,
+    setup_of,
+    tools_setup,
+)
 from tests.rollout.test_endpoint import in_order
-from tests.scripted_policy import ScriptedPolicy
-from tests.seeing_envs import Seen
 from tests.tiny import tiny_tokenizer
-from tests.tool_templates import tool_tokenizer
-
-SPEC = EpisodeSpec(7, 2, 1, (0, "test"))
-RIGHT = "go</think><answer>Right</answer>"
-
-
-class Album(ToolEnv):
-    """Shows a picture for each number that it is asked for; the rules are in its first picture."""
-
-    goal, rules = "Album", "Look at the pictures."
-
-    @tool
-    def look(self, page: int) -> str:
-        """Look at a page."""
-        self._pages = [page]
-        return f"page {page}: <image>"
-
-    def answer(self, text: str) -> tuple[str, float, bool, bool, Info]:
-        self._pages = [1]
-        return "<image> right", 1.0, True, False, {"success": text == "done"}
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[str, Info]:
-        self._pages = [200]
-        return "Look: <image>", {}
-
-    def result(self, call: Call) -> str:
-        self._pages = []
-        return super().result(call)
-
-    def state_key(self) -> str:
-        return str(self._pages)
-
-    def get_state(self) -> State:
-        return {"pages": self._pages}
-
-    def set_state(self, state: State) -> None:
-        self._pages = state["pages"]
-
-    def pictures(self) -> Sequence[Any]:
-        return [patch(page).pixels for page in self._pages]
-
-
-def called(*pages: int) -> str:
-    calls = (
-        f'<tool_call>\n{{"name": "look", "arguments": {{"page": {p}}}}}\n</tool_call>'
-        for p in pages
-    )
-    return "</think>" + "\n".join(calls)
-
-
-def setup_of(make: Callable[[], Env] = Seen, template: str = "chatml", **more: Any) -> Setup:
-    given: dict[str, Any] = {"chat": seeing_chat(template), "max_length": 9999, "max_tokens": 64}
-    return Setup("seen", make, timeout_s=5.0, **{**given, **more})
-
-
-def play(setup: Setup, replies: Sequence[str], spec: EpisodeSpec = SPEC) -> Episode:
-    chat = setup.chat
-
-    def encode(text: str) -> tuple[int, ...]:
-        assert chat is not None
-        return (*chat.encode(text), chat.end)
-
-    script = iter(replies)
-    policy = ScriptedPolicy(lambda prompt: next(script, RIGHT), None if chat is None else encode)
-    return asyncio.run(play_episode(policy, setup, spec))
 
 
 def check(episode: Episode) -> None:
@@ -167,13 +106,6 @@ def check_branches(setup: Setup, replies: Sequence[str]) -> None:
 
 
 TOOL_SHAPES = [more for more in SHAPES if "max_length" not in more]
-PAGES = [called(1, 2), called(9)[:-5], called(3), "</think>done"]
-
-
-def tools_setup(**more: Any) -> Setup:
-    env = Album()
-    chat = Chat(tool_tokenizer("hermes"), tools=env.tools, pictures=form)
-    return setup_of(Album, **{"chat": chat, "tools": env.tools, **more})
 
 
 @pytest.mark.parametrize("more", TOOL_SHAPES, ids=str)

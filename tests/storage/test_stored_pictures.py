@@ -10,38 +10,26 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from ragen.algorithms.samples import to_samples
 from ragen.core.errors import RagenError
 from ragen.core.pictures import MARK, PLACE, Picture
 from ragen.core.types import Episode, Group
 from ragen.storage.branches import Request, write_branches
 from ragen.storage.database import DATABASE, read
 from ragen.storage.export_episodes import export_episodes, export_traces
-from ragen.storage.recorder import Recorder
 from ragen.storage.schema import decompress
 from ragen.storage.stored_episodes import read_episodes
-from tests.pictured import seeing_chat
-from tests.rollout.test_seeing_episodes import PAGES, RIGHT, play, setup_of, tools_setup
+from tests.pictured import picture_run, seeing_chat, seen_episodes
 
 
 @pytest.fixture(scope="module")
 def played() -> list[Episode]:
-    """An episode that grows, one in a window, one with calls of tools, and one of an endpoint."""
-    made = [play(setup_of(**more), [RIGHT] * 5) for more in ({}, {"window": 1})]
-    return [*made, play(tools_setup(), PAGES), play(setup_of(chat=None), [RIGHT] * 5)]
+    return seen_episodes()
 
 
 @pytest.fixture(scope="module")
 def run(played: list[Episode], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recorded run with these episodes, twice, and a sample."""
-    folder = tmp_path_factory.mktemp("pictures") / "run"
-    folder.mkdir()
-    with Recorder.create(folder, "", seeing_chat().text_of) as recorder:
-        for step in (0, 1):
-            recorder.episodes(step, [Group((each,)) for each in played])
-            ids = played[0].turns[-1].prompt.token_ids
-            assert ids is not None
-            recorder.samples(step, [{"group": 0, "member": 0, "token_ids": ids}])
-    return folder
+    return picture_run(tmp_path_factory.mktemp("pictures") / "run", played)
 
 
 def shown(episode: Episode) -> set[Picture]:
@@ -70,7 +58,8 @@ def test_each_picture_is_stored_once(run: Path, played: list[Episode]) -> None:
     assert all(Picture.of_png(png).hash == hash for hash, png in rows)
     assert read(run, "SELECT min(id) >= 0 FROM tokens") == [(1,)]
     (ids,) = read(run, "SELECT token_ids FROM samples WHERE step = 1")[0]
-    assert tuple(decompress("token_ids", ids)) == played[0].turns[-1].prompt.token_ids
+    (sample,) = to_samples([Group((played[0],))])[0]
+    assert tuple(decompress("token_ids", ids)) == sample.token_ids and min(sample.token_ids) < 0
 
 
 def test_branches_have_pictures_of_their_own(run: Path, played: list[Episode]) -> None:

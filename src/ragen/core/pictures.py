@@ -79,7 +79,7 @@ class Picture:
     @property
     def key(self) -> int:
         """The number in the ids of its tokens."""
-        return int(self.hash[:16], 16) >> (64 - KEY_BITS)
+        return key_of(self.hash)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -106,6 +106,11 @@ class Picture:
         from PIL import Image
 
         return cls.of(Image.open(io.BytesIO(data), formats=("PNG",)))
+
+
+def key_of(hash: str) -> int:
+    """The key of the picture with this hash."""
+    return int(hash[:16], 16) >> (64 - KEY_BITS)
 
 
 def keys_and_indices(ids: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Mapping
 from statistics import stdev
 
 from ragen.config.keys import Flat
+from ragen.core.pictures import MARK, PLACE, key_of, keys_and_indices
 from ragen.core.types import FAILED
 from ragen.settings.saved import kept_texts
+from ragen.storage.branches import FILE as BRANCHES
+from ragen.storage.database import DATABASE
 from ragen.viewer.episode_list import NAMED, as_json
-from ragen.viewer.reading import Answer, NotFound, Question, RunReader, array_of, loaded
+from ragen.viewer.reading import Answer, NotFound, Question, RunReader, array_of, loaded, reading
 from ragen.viewer.run_list import settings_of
 
-FULL = f"{NAMED}, final_observation, final_drawing"
+FULL = f"{NAMED}, final_observation, final_drawing, final_pictures"
 
 TURN = (
     "turn, observation, drawing, reply, thought, actions_asked, actions_executed, reward, penalty,"
     " valid, problem, num_tokens, completion_s, finish_reason, policy_version, state_key,"
-    " prompt_joins, messages, results, parent, link, role"
+    " prompt_joins, messages, results, parent, link, role, pictures"
 )
 """The columns of a turn without its tokens."""
 
@@ -49,14 +53,24 @@ def detail(run: RunReader, number: int) -> Answer:
     rows = run.turns(f"{TURN}, completion_ids IS NOT NULL AS has_ids", number)
     has_ids = any(turn["has_ids"] for turn in rows)
     turns, count = [_turn(turn) for turn in rows], row["num_turns"]
+    final = loaded(row["final_pictures"]) or []
+    for turn, after in zip(turns, [*(turn["pictures"] for turn in turns[1:]), final], strict=True):
+        turn["result_pictures"] = after if turn["results"] else []
+        turn["pictures"] = _of_text(turn["observation"], turn["pictures"])
     return as_json(row) | {
         "final_drawing": loaded(row["final_drawing"]),
+        "final_pictures": _of_text(row["final_observation"], final),
         "turns": turns[:count],
         "others": turns[count:],
         "previous": run.value("SELECT max(id) FROM episodes WHERE id < ?", number),
         "next": run.value("SELECT min(id) FROM episodes WHERE id > ?", number),
         "has_tokens": has_ids or bool(_samples(run, row, "1")),
     }
+
+
+def _of_text(observation: str | None, pictures: list[str]) -> list[str]:
+    """The pictures of an observation, which is the last of what the environment showed."""
+    return pictures[len(pictures) - (observation or "").count(PLACE) :]
 
 
 def _row(run: RunReader, number: int) -> sqlite3.Row:
@@ -70,7 +84,23 @@ def _turn(row: sqlite3.Row) -> Answer:
     turn = as_json(row)
     del turn["has_ids"]
     lists = ("drawing", "actions_asked", "actions_executed", "messages", "results")
-    return turn | {name: loaded(turn[name]) for name in lists}
+    found = turn | {name: loaded(turn[name]) for name in lists}
+    found["pictures"] = loaded(turn["pictures"]) or []
+    if found["pictures"] and found["messages"]:
+        found["messages"] = loaded(turn["messages"].replace(json.dumps(PLACE)[1:-1], MARK))
+    return found
+
+
+def picture(asked: Question) -> bytes:
+    """``/api/picture``: the PNG file of a picture of a run or of its branches."""
+    folder, key = asked.folder(), asked.text("hash")
+    for name in (DATABASE, BRANCHES):
+        if (folder / name).exists():
+            with reading(folder, name) as run:
+                png = run.value("SELECT png FROM pictures WHERE hash = ?", key)
+            if isinstance(png, bytes):
+                return png
+    raise NotFound(f"there is no picture {key:.40} in this run")
 
 
 def _samples(run: RunReader, row: sqlite3.Row, columns: str) -> list[sqlite3.Row]:
@@ -133,7 +163,8 @@ def tokens(asked: Question) -> Answer:
 
     The ``source`` is ``trained`` for the samples of the optimiser, with its numbers for each token;
     calls that are not trained on follow, with a mask of zeros. If a step has no recorded samples,
-    it is ``turns``: the tokens that each turn recorded.
+    it is ``turns``: the tokens that each turn recorded. ``pictures`` are the runs of picture tokens
+    in a sample, each as its start, its end and the picture's hash.
     """
     number = asked.whole_number("episode")
     with asked.reading() as run:
@@ -144,9 +175,26 @@ def tokens(asked: Question) -> Answer:
         ids = sorted({each for sample in samples for each in sample["ids"]})
         query = "SELECT id, text FROM tokens WHERE id IN (SELECT value FROM json_each(?))"
         texts = {row["id"]: row["text"] for row in run.rows(query, json.dumps(ids))}
+        shown = [
+            row["final_pictures"],
+            *(turn["pictures"] for turn in run.turns("pictures", number)),
+        ]
+    hashes = {key_of(each): each for one in shown for each in loaded(one) or ()}
     for sample in samples:
         sample["texts"] = [texts.get(each, "") for each in sample["ids"]]
+        sample["pictures"] = _runs(sample["ids"], hashes)
+        # JavaScript has no such integers.
+        sample["ids"] = [each if each >= 0 else None for each in sample["ids"]]
     return {"samples": samples, "source": source}
+
+
+def _runs(ids: list[int], hashes: Mapping[int, str]) -> list[tuple[int, int, str | None]]:
+    """The half-open ranges of picture tokens with consecutive indices."""
+    places = [place for place, token in enumerate(ids) if token < 0]
+    starts = [n for n in places if n == 0 or ids[n - 1] != ids[n] + 1]
+    ends = [n + 1 for n in places if n + 1 == len(ids) or ids[n + 1] != ids[n] - 1]
+    keys, _ = keys_and_indices([ids[start] for start in starts])
+    return [(s, e, hashes.get(key)) for s, e, key in zip(starts, ends, keys.tolist(), strict=True)]
 
 
 def _trained(sample: sqlite3.Row) -> Answer:

@@ -102,6 +102,7 @@ class Viewer:
         routes = [
             Route("/", _front_page),
             *(Route(path, self._endpoint(answer)) for path, answer in answers.items()),
+            Route("/api/picture", self._endpoint(episode_page.picture, _png)),
             Route("/api/branch", self._branch, methods=["POST"]),
             Route("/api/cancel", self._cancel, methods=["POST"]),
             Route("/api/events", self._events),
@@ -117,12 +118,12 @@ class Viewer:
         self.app = PageAccess(app, port, token)
 
     def _endpoint(
-        self, answer: Callable[[Question], Answer]
+        self, answer: Callable[[Question], Any], form: Callable[[Any], Response] = Json
     ) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             asked = Question(self._runs, request.query_params)
             # Reading and building JSON take time, and must not block the event loop.
-            return await run_in_threadpool(lambda: Json(answer(asked)))
+            return await run_in_threadpool(lambda: form(answer(asked)))
 
         return endpoint
 
@@ -151,6 +152,10 @@ class Viewer:
             return Response(media_type="text/event-stream")
         looks = folder_news(self._runs) if folder is None else run_news(folder)
         return StreamingResponse(stream(looks, self.ended), media_type="text/event-stream")
+
+
+def _png(data: bytes) -> Response:
+    return Response(data, media_type="image/png")
 
 
 async def _front_page(request: Request) -> Response:

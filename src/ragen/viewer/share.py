@@ -8,9 +8,10 @@ are not changed.
 
 from __future__ import annotations
 
+import base64
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -18,6 +19,7 @@ from urllib.parse import quote, urlencode
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors, whole_file
 from ragen.viewer.bundle import page
+from ragen.viewer.episode_page import picture
 from ragen.viewer.phrases import spread
 from ragen.viewer.reading import Answer, Question, Runs
 from ragen.viewer.server import ROUTES, finite
@@ -110,6 +112,10 @@ class _Held:
         held = {"run": self.run} if question == "/api/metrics" else query
         # The page asks with the texts that it got.
         self.answers[key_of(question, self._anonymizer.anonymized(held))] = found
+        for each in _pictures(found):
+            place = {"run": self.run, "hash": each}
+            png = base64.b64encode(picture(Question(self.runs, place))).decode()
+            self.answers[key_of("/api/picture", place)] = f"data:image/png;base64,{png}"
         return found
 
     def anonymized(self) -> Answer:
@@ -159,6 +165,16 @@ def _shorten(found: Answer, name: str, kind: str, most: int) -> None:
         alike.setdefault(each[kind], []).append(each)
     found["all"] = {one: len(those) for one, those in alike.items()}
     found[name] = [each for those in alike.values() for each in spread(those, most)]
+
+
+def _pictures(found: Any) -> Iterator[str]:
+    """The hashes of the pictures in an answer about episodes."""
+    for each in found.values() if isinstance(found, dict) else found:
+        if isinstance(each, dict | list):
+            yield from _pictures(each)
+    if isinstance(found, dict):
+        for name in ("pictures", "result_pictures", "final_pictures"):
+            yield from (each for each in found.get(name, ()) if isinstance(each, str))
 
 
 def key_of(path: str, params: Mapping[str, Any]) -> str:

@@ -49,6 +49,12 @@ export async function get(path, params, signal) {
   throw failure("This is not part of the shared file.", 404);
 }
 
+/** Where the picture with a hash is, in a run. */
+export function pictureSource(run, hash) {
+  const key = keyOf("/api/picture", { run, hash });
+  return shared ? snapshot[key] : key;
+}
+
 /** Send a command; the answer, or a `failure`. */
 export async function post(path, body) {
   const headers = { "Content-Type": "application/json", "X-Ragen": "1" };

@@ -4,6 +4,7 @@ import { link, visit } from "./addresses.js";
 import { start } from "./api.js";
 import { activeKeys, useKeys } from "./keys.js";
 import { Problem, Status, Text, useReady } from "./parts.js";
+import { Run } from "./pictures.js";
 import {
   html, render, useEffect, useErrorBoundary, useLayoutEffect, useRef, useState,
 } from "./vendor/preact-htm.js";
@@ -139,7 +140,9 @@ function Place({ page, params, query }) {
     </main>`;
   }
   if (!Page) return html`<main class="page"><${Status} /></main>`;
-  return html`<${Page} params=${params} query=${query} setQuery=${setQuery} />`;
+  return html`<${Run.Provider} value=${params.run}>
+    <${Page} params=${params} query=${query} setQuery=${setQuery} />
+  <//>`;
 }
 
 const NAMES = { ArrowLeft: "←", ArrowRight: "→", ArrowUp: "↑", ArrowDown: "↓", " ": "space" };

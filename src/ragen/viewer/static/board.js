@@ -1,9 +1,10 @@
 // The board of an environment as SVG, from the drawing that the environment provides: rows with one
 // character a cell, in one alphabet for all environments. Sokoban and FrozenLake are drawn; any other
 // character is shown in a plain cell. Bandit has no drawing: its two arms are drawn from the turn.
-// Other environments are shown as text.
+// Other environments are shown as text. What an agent saw in pictures is shown as these pictures.
 
 import { pieces, Text } from "./parts.js";
+import { Seen } from "./pictures.js";
 import { html } from "./vendor/preact-htm.js";
 
 /** The meaning of each character: the ground, the pieces on it, and its name. */
@@ -63,16 +64,21 @@ const SHAPES = {
  * @param drawing Rows of the board, or null if the environment provides none.
  * @param env The environment's name.
  * @param turn The turn that is shown, or null.
- * @param after The observation after the turn, `{observation}`, if that is to be drawn.
+ * @param after The observation after the turn, `{observation, pictures}`, if that is to be drawn.
  */
 export function Board({ drawing, env, turn = null, after = null }) {
+  const seen = after ?? turn;
+  if (seen?.pictures?.length) {
+    return html`<div class="board board-text board-seen mono" data-testid="board" tabindex="0">
+      <${Seen} text=${seen.observation} pictures=${seen.pictures} /></div>`;
+  }
   if (drawing?.length && drawing.length * drawing[0].length <= MOST_CELLS) {
     const numbered = COORDINATES.test(turn?.observation ?? "");
     return html`<${Grid} rows=${drawing} env=${env} names=${numbered ? NUMBERS : LETTERS} />`;
   }
   const arms = env.startsWith("bandit") && turn && armsOf(turn.observation);
   if (arms) return html`<${Arms} arms=${arms} turn=${turn} after=${after} />`;
-  const text = drawing ? drawing.join("\n") : (after ?? turn)?.observation;
+  const text = drawing ? drawing.join("\n") : seen?.observation;
   return html`<div class="board board-text mono" data-testid="board" tabindex="0">
     <${Text} text=${text ?? ""} />
   </div>`;
@@ -101,7 +107,7 @@ function Cell({ character }) {
   const cell = CELLS[character];
   if (!cell) {
     return html`<rect class="ground plain" width="1" height="1" />
-      <text class="letter" x=".5" y=".5">${seen(character)}</text>`;
+      <text class="letter" x=".5" y=".5">${visible(character)}</text>`;
   }
   return html`<rect class=${`ground ${cell.ground}`} width="1" height="1" />
     ${cell.ground === "wall" && html`<path class="wall line" d="M0 0H1M0 .5H1M.5 0V.5M0 .5V1" />`}
@@ -110,7 +116,7 @@ function Cell({ character }) {
 }
 
 /** A character; "�" if it is invisible or would change the order of others. */
-const seen = (character) => (pieces(character)[0].hidden ? "\ufffd" : character);
+const visible = (character) => (pieces(character)[0].hidden ? "\ufffd" : character);
 
 /** The board in words, for screen readers: `4 rows of 4, player at a3, hole at b1, …`. */
 function described(cells, names) {

@@ -2,10 +2,12 @@
 // one of their numbers. Ten thousand tokens stay fast because their elements are made once, with a
 // class for each colouring: another colouring changes one class of the element around them.
 
+import { pictureSource } from "./api.js";
 import { SHADES, Shades, shadeOf } from "./heat.js";
-import { number } from "./numbers.js";
-import { Tabs, Text, mark, picked, pieces } from "./parts.js";
-import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
+import { number, plural } from "./numbers.js";
+import { Tabs, mark, picked, pieces } from "./parts.js";
+import { ALT, PLACE, Run, Seen } from "./pictures.js";
+import { html, useContext, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
 const RAREST = -6.9; // One in a thousand. Rarer ones look alike; one of −20 would hide the others.
 const CHUNK = 1000; // Tokens of a block; in a long sample, a block is laid out when it is visible.
@@ -64,6 +66,7 @@ const FACTS = {
  */
 export function Tokens({ data, turn = null, colour = "mask", untrained = "", onColour }) {
   const [current, setCurrent] = useState(null);
+  const run = useContext(Run);
   const scales = useMemo(() => scalesOf(data.samples), [data]);
   const available = Object.entries(COLOURS).filter(([name]) => name === "mask" || scales[name]);
   const options = Object.fromEntries(available);
@@ -76,7 +79,7 @@ export function Tokens({ data, turn = null, colour = "mask", untrained = "", onC
     </div>
     ${data.source === "turns" && html`<p class="muted">${untrained} These are the tokens of the
       turns, with their sampled logprobs.</p>`}
-    <${Flow} samples=${data.samples} scales=${scales} colour=${shown} turn=${turn}
+    <${Flow} run=${run} samples=${data.samples} scales=${scales} colour=${shown} turn=${turn}
       onCurrent=${setCurrent} />
     <${Facts} samples=${data.samples} at=${current} word=${word} />
   </section>`;
@@ -134,12 +137,12 @@ function Legend({ colour, scale, word }) {
 }
 
 /** The elements of the tokens, which are made once and not managed by Preact. */
-function Flow({ samples, scales, colour, turn, onCurrent }) {
+function Flow({ run, samples, scales, colour, turn, onCurrent }) {
   const root = useRef(null);
   const met = useRef(null);
   const still = useRef(turn === 0); // A page that opens at the first turn is not scrolled.
   useEffect(() => {
-    const made = samples.map((sample, i) => sampleOf(sample, i, samples, scales));
+    const made = samples.map((sample, i) => sampleOf(sample, i, samples, scales, run));
     root.current.replaceChildren(...made);
     met.current = root.current.querySelector(".token");
     if (met.current) met.current.tabIndex = 0;
@@ -184,7 +187,7 @@ function step(event) {
 }
 
 /** A sample as stretches of tokens: a prompt, the completion of a turn, and so on. */
-function sampleOf(sample, index, samples, scales) {
+function sampleOf(sample, index, samples, scales, run) {
   const section = element("div", sample.ids.length > LONG ? "sample long" : "sample");
   section.dataset.sample = index;
   const whole = samples.filter(({ mask }) => mask.includes(1)).length;
@@ -202,7 +205,7 @@ function sampleOf(sample, index, samples, scales) {
     const name = turn < 0 ? "prompt" : `turn ${turn + 1}`;
     stretch.append(element("span", "stretch-name small muted", name));
     for (let from = start; from < end; from += CHUNK) {
-      stretch.append(chunkOf(sample, from, Math.min(end, from + CHUNK), shades));
+      stretch.append(chunkOf(sample, from, Math.min(end, from + CHUNK), shades, run));
     }
     section.append(stretch);
   }
@@ -220,9 +223,11 @@ function stretchesOf(sample) {
   return stretches;
 }
 
-function chunkOf(sample, start, end, shades) {
+function chunkOf(sample, start, end, shades, run) {
   const chunk = element("div", "chunk");
   for (let i = start; i < end; i += 1) {
+    const shown = pictureAt(sample, i);
+    if (shown && shown[0] !== i) continue; // A picture's tokens are one element.
     const classes = ["text token"];
     if (sample.mask[i]) {
       classes.push("trained");
@@ -232,6 +237,10 @@ function chunkOf(sample, start, end, shades) {
       }
     }
     const token = element("span", classes.join(" "), spelled(sample.texts[i]));
+    if (shown) {
+      const picture = element("img", "picture");
+      token.replaceChildren(Object.assign(picture, { alt: ALT, src: pictureSource(run, shown[2]) }));
+    }
     token.dataset.at = i;
     token.dataset.testid = "token";
     token.tabIndex = -1;
@@ -240,6 +249,10 @@ function chunkOf(sample, start, end, shades) {
   }
   return chunk;
 }
+
+/** The run of picture tokens around token i as `[start, end, hash]`, if it is one of a picture. */
+const pictureAt = (sample, i) => sample.ids[i] === null
+  ? sample.pictures.find(([start, end]) => start <= i && i < end) : undefined;
 
 function element(name, className = "", textContent = "") {
   return Object.assign(document.createElement(name), { className, textContent });
@@ -263,14 +276,17 @@ function Facts({ samples, at, word }) {
   const sampled = sample.sampled_logprob[i];
   const old = sample.logprob?.[i] ?? null;
   const place = sample.turn[i] < 0 ? "prompt" : `turn ${sample.turn[i] + 1}`;
-  const about = [`token ${number(i)}`, `id ${sample.ids[i]}`, place, trained ? word : `not ${word}`];
+  const [start, end, hash] = pictureAt(sample, i) ?? [];
+  const name = hash ? [`${plural(end - start, "token")} of the picture ${hash}, from ${number(start)}`]
+    : [`token ${number(i)}`, `id ${sample.ids[i]}`];
+  const about = [...name, place, trained ? word : `not ${word}`];
   const facts = [
     ...Object.entries(FACTS).map(([name, series]) => [name, sample[series]?.[i] ?? null]),
     ["probability", sampled !== null ? Math.exp(sampled) : null],
     ["recomputed − sampled", old !== null && sampled !== null ? old - sampled : null],
   ].filter(([, value]) => value !== null);
   return html`<div class="panel token-facts" data-testid="token-facts">
-    <p><span class="text token current">${spelled(sample.texts[i])}</span>
+    <p>${!hash && html`<span class="text token current">${spelled(sample.texts[i])}</span>`}
       <span class="muted">${" "}${about.join(", ")}</span></p>
     ${trained ? html`<dl class="figures">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt>
       <dd>${exact(value)}</dd></div>`)}</dl>` : ""}
@@ -296,7 +312,15 @@ export function RawPrompt({ data, turn }) {
       completions are tinted.</p>
     <div class="panel mono prompt-text" data-testid="prompt">${parts.map(({ start, end, turn: of }) =>
       html`<span key=${start} class=${of >= 0 ? "sampled" : ""}
-        ><${Text} text=${sample.texts.slice(start, end).join("")} /></span>`)}
+        ><${Seen} ...${spelledWith(sample, start, end)} /></span>`)}
     </div>
   </section>`;
+}
+
+/** The text of tokens, with a place for each run of picture tokens. */
+function spelledWith(sample, start, end) {
+  const runs = sample.pictures.filter(([at]) => start <= at && at < end);
+  const ends = [...runs.map(([at]) => at), end];
+  const texts = ends.map((at, k) => sample.texts.slice(k ? runs[k - 1][1] : start, at).join(""));
+  return { text: texts.join(PLACE), pictures: runs.map(([, , hash]) => hash) };
 }

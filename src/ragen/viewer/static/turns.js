@@ -6,6 +6,7 @@ import { Board } from "./board.js";
 import { Origin, Role } from "./calls.js";
 import { clock, known, number, plural } from "./numbers.js";
 import { Chip, Text } from "./parts.js";
+import { inTurn } from "./pictures.js";
 import { html, useEffect, useRef } from "./vendor/preact-htm.js";
 
 /** Above this number of cells in total, episodes side by side are shown without boards. */
@@ -62,9 +63,9 @@ function called(action) {
 
 /** What the calls of a turn returned. */
 function Results({ turn }) {
-  return turn.results && html`<ol class="results mono" data-testid="results">${turn.results.map(
-    (result, i) => html`<li key=${i}><span class="muted"><${Text} text=${called(turn.actions_asked[i])}
-      limit=${LONG} /> → </span><${Text} text=${result} limit=${LONG} /></li>`)}</ol>`;
+  return turn.results && html`<ol class="results mono" data-testid="results">${inTurn(
+    turn.results, turn.result_pictures, (result, i) => html`<li key=${i}><span class="muted"><${Text}
+      text=${called(turn.actions_asked[i])} limit=${LONG} /> → </span>${result}</li>`, LONG)}</ol>`;
 }
 
 /**
@@ -204,18 +205,21 @@ export function ColumnHead({ title, episode, href }) {
 
 function SmallTurn({ turn, env, board }) {
   return html`<div class="turn-body">
-    ${board && turn.drawing && html`<${Board} drawing=${turn.drawing} env=${env} turn=${turn} />`}
+    ${board && hasBoard(turn) && html`<${Board} drawing=${turn.drawing} env=${env} turn=${turn} />`}
     <div>
       <div><${Actions} ...${turn} /> <${Balance} ...${turn} /></div>
       ${turn.parent !== turn.turn - 1 && html`<${Origin} turn=${turn} />`}
       ${turn.problem && html`<p class="bad small"><${Text} text=${turn.problem} /></p>`}
-      ${!turn.drawing && turn.turn > 0 && html`<p class="muted"><${Text} text=${turn.observation}
+      ${!hasBoard(turn) && turn.turn > 0 && html`<p class="muted"><${Text} text=${turn.observation}
         limit=${SHORT} /></p>`}
       <${Thought} turn=${turn} limit=${LONG} />
       <${Results} turn=${turn} />
     </div>
   </div>`;
 }
+
+/** Whether there is more than text to show before a turn. */
+export const hasBoard = ({ drawing, pictures }) => drawing !== null || pictures.length > 0;
 
 function smallBoards(episodes) {
   const drawings = episodes.flatMap(({ turns }) => turns.map(({ drawing }) => drawing ?? []));

@@ -4,7 +4,7 @@ import { link } from "./addresses.js";
 import { Board } from "./board.js";
 import { percent, plural } from "./numbers.js";
 import { Text } from "./parts.js";
-import { Actions, Balance, ColumnHead } from "./turns.js";
+import { Actions, Balance, ColumnHead, hasBoard } from "./turns.js";
 import { MAX_WORDS, joined, sharedRuns, sharedShare } from "./words.js";
 import { html, useEffect, useMemo, useState } from "./vendor/preact-htm.js";
 
@@ -92,7 +92,7 @@ function Turn({ episode, place, list, marks, over, setOver }) {
       <${Balance} ...${turn} />
     </div>
     <div class="turn-body">
-      ${turn.drawing && html`<${Board} drawing=${turn.drawing} env=${episode.env} turn=${turn} />`}
+      ${hasBoard(turn) && html`<${Board} drawing=${turn.drawing} env=${episode.env} turn=${turn} />`}
       <p class="thought mono">${!turn.thought?.trim()
         ? html`<span class="muted">${turn.thought === null ? "not a valid" : "empty"} thought</span>`
         : marked(list.words, list.starts[place], end, marks).map(({ text, run }, i) =>

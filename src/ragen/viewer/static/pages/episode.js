@@ -10,6 +10,7 @@ import { useKeys } from "../keys.js";
 import { clamp, known, number, plural } from "../numbers.js";
 import { Notation } from "../notation.js";
 import { Figures, Neighbours, Status, Tabs, Text, picked, useReady } from "../parts.js";
+import { Seen } from "../pictures.js";
 import { RawPrompt, Tokens } from "../tokens.js";
 import { Earned, groupLink, Outcome, returnsOf, signed, TurnCard, Undone } from "../turns.js";
 import { WhatIf } from "../whatif.js";
@@ -115,13 +116,14 @@ function Headline({ run, episode, view }) {
 /** The board before turn `at`, or after the last one; or what a call that is not trained on was asked. */
 function Stage({ episode, at }) {
   const { turns, others, env, final_observation: words, final_drawing: final } = episode;
+  const last = { observation: words ?? "", pictures: episode.final_pictures };
   const over = at === turns.length;
   const other = others[at - turns.length - 1];
   const turn = other ?? (over ? turns.at(-1) : turns[at]) ?? null;
   // An environment that failed has no final drawing: the last one stays.
   const drawing = over && words !== null ? final : turn?.drawing;
   return html`<${Board} drawing=${drawing} env=${env} turn=${turn}
-      after=${over ? { observation: words ?? "" } : null} />
+      after=${over ? last : null} />
     <p class="caption">${other ? `Before turn ${other.turn + 1}, which is not trained on` : over ? html`After the last turn: <${Outcome} episode=${episode} />`
       : html`Before turn ${at + 1} of ${turns.length}`}</p>`;
 }
@@ -190,7 +192,8 @@ function Turns({ episode, call, choose }) {
     ${!turns.length ? html`<p class="muted">The episode ended before its first turn.</p>`
       : html`<p class="muted">End: <${Outcome} episode=${episode} /></p>`}
     ${turns.length > 0 && !episode.final_drawing && episode.final_observation && html`<p class="muted">The
-      environment's last words: <span class="mono"><${Text} text=${episode.final_observation} /></span></p>`}
+      environment's last words: <span class="mono"><${Seen} text=${episode.final_observation}
+      pictures=${episode.final_pictures} /></span></p>`}
     ${others.length > 0 && html`<h3>Not trained on</h3>`}
     ${cards(others)}
   </div>`;
