@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ragen.cluster.model_hosts import LearnerHost, SamplerHost
 from ragen.config.config import Config
 from ragen.config.reading import merge
 from ragen.core.errors import EngineLost, NotFiniteError
+from ragen.core.pictures import Picture
 from ragen.core.types import Completion, Prompt
-from ragen.sampling.pool import Answers, SamplerPool
+from ragen.sampling.pool import Answers, SamplerPool, sent_once
 from ragen.sampling.weighted_policy import Stats
 from tests.bandit_model import settings
 
@@ -177,3 +180,18 @@ def test_weights_that_are_not_finite_fail_the_completion(config: Config) -> None
 
     with pytest.raises(NotFiniteError, match="not finite"):
         asyncio.run(play())
+
+
+def test_a_message_has_each_picture_once() -> None:
+    """Prompts of a group show equal pictures, and later prompts repeat earlier ones."""
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    prompts = [
+        Prompt((), (1, *picture.token_ids(4), 2), 0, 8, 1.0, 0, pictures=(picture,) * 3)
+        for picture in (Picture.of(pixels) for _ in range(50))
+    ]
+    sent = sent_once(list(enumerate(prompts)))
+    assert [prompt for _, prompt in sent] == prompts
+    message = pickle.dumps(sent)
+    assert len(message) < 2 * pixels.nbytes < len(pickle.dumps(prompts)) / 10
+    (_, received), *_ = pickle.loads(message)
+    assert (received.pictures[0].pixels == pixels).all()

@@ -10,11 +10,12 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
 from ragen.core.metrics import Metrics, last, mean
+from ragen.core.pictures import Picture
 from ragen.core.types import Completion, Prompt
 from ragen.sampling.slots import TAIL, Tokens
 from ragen.sampling.weighted_policy import QUIET_ROUNDS, Stats
@@ -90,6 +91,16 @@ def divided(items: Sequence[T], loads: Sequence[int]) -> list[Sequence[T]]:
         end = begin + max(0, target - loads[index])
         shares[index], begin = items[begin:end], end
     return shares
+
+
+def sent_once(requests: Sequence[tuple[int, Prompt]]) -> list[tuple[int, Prompt]]:
+    """The requests with one object for each distinct picture, which a message has only once."""
+    held = dict[Picture, Picture]()
+
+    def one(prompt: Prompt) -> Prompt:
+        return replace(prompt, pictures=tuple(held.setdefault(p, p) for p in prompt.pictures))
+
+    return [(number, one(prompt)) for number, prompt in requests]
 
 
 class SamplerPool:
@@ -194,6 +205,8 @@ class SamplerPool:
         for member, share in self._shares(requests):
             member.open |= {request.number: request for request in share}
             numbered = [(each.number, each.prompt) for each in share]
+            if any(prompt.pictures for _, prompt in numbered):
+                numbered = sent_once(numbered)
             self._start(member.remote.submit(numbered, self.era))
             if member.receiver is None:
                 member.receiver = self._start(self._receive(member))
