@@ -28,11 +28,13 @@ from ragen.config import reading as settings
 from ragen.config.config import Config
 from ragen.config.keys import keys
 from ragen.core.errors import RagenError, printable
+from ragen.core.pictures import PLACE
 from ragen.core.stopping import StopRequested
 from ragen.core.tables import Section, show
 from ragen.core.types import Completion, Episode, Prompt, Turn
 from ragen.evaluation.results import Evaluation
 from ragen.training.progress import Lines, LiveTable, OfCommand, Watcher, watcher_for
+from tests.pictured import seen_episodes
 
 Capture = pytest.CaptureFixture[str]
 
@@ -507,3 +509,10 @@ def test_printed_commands_quote_a_folder_with_a_space(
     monkeypatch.setattr("ragen.bases.env_base.prepare_env", lambda *_: "made")
     assert main(["base", "--env", "bandit", "--out", str(model)]) == 0
     assert f"--env bandit --model '{model}'" in capsys.readouterr().out
+
+
+def test_a_picture_is_a_mark_in_the_terminal(capsys: Capture) -> None:
+    episode = seen_episodes()[2]
+    show_episode(terminal(), episode)
+    shown = capsys.readouterr().out
+    assert "page 1: <image>" in shown and "<image> right" in shown and PLACE not in shown

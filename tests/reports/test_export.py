@@ -24,13 +24,14 @@ from ragen.chat.template import dated
 from ragen.cli.main import main
 from ragen.config.reading import merge
 from ragen.core.errors import RagenError
+from ragen.core.pictures import PLACE
 from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.stopping import run_async
 from ragen.engines.factory import load_model
 from ragen.evaluation.evaluation import evaluate_target
 from ragen.evaluation.results import RunEvaluation
 from ragen.models.loading import load_policy
-from ragen.reports.card import Usage, card, origin, until
+from ragen.reports.card import Usage, card, front_matter, how_to_use, origin, until
 from ragen.reports.export import export, usage_of
 from ragen.reports.facts import Facts, read_facts
 from ragen.rollout.episode import play_episode
@@ -41,6 +42,7 @@ from ragen.storage.database import DATABASE
 from ragen.training.trainer import train
 from tests.bandit_model import settings
 from tests.cli.test_cli import evaluation
+from tests.pictured import seeing_chat
 from tests.records import edit_settings
 from tests.scripted_policy import ScriptedPolicy
 from tests.tiny import TEMPLATES, tiny_tokenizer
@@ -394,3 +396,15 @@ def test_merged_adapter_is_exported_as_a_model(adapted: Path, tmp_path: Path) ->
         assert not torch.allclose(model(PROBE).logits, base(PROBE).logits, atol=1e-3)
     assert not list(folder.glob("adapter_*"))
     assert "library_name: transformers" in (folder / "README.md").read_text("utf-8")
+
+
+def test_the_card_of_a_policy_that_reads_pictures() -> None:
+    config = merge(None, {"env.name": "tests/seeing_envs.py:Seen", "prompt.style": "paper"})
+    chat = seeing_chat()
+    with closing(make_setup(config, None)) as setup:
+        usage = usage_of(setup, chat, "", config.seed)
+    assert usage.pictures
+    text = how_to_use(None, usage)
+    assert "You see <image>." in text and "AutoModelForImageTextToText" in text
+    assert "pipeline_tag: image-text-to-text" in front_matter((), None, usage)
+    assert PLACE not in text and "AutoModelForCausalLM" not in text

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ragen.config.sections import EnvConfig
 from ragen.core.errors import RagenError, last_line
+from ragen.core.pictures import for_people
 from ragen.core.seeding import EVAL_LEVELS, derive
 from ragen.core.types import Episode
 from ragen.core.user_code import UserCodeError
@@ -68,7 +69,7 @@ def show_episode(console: Console, episode: Episode) -> None:
     for number, turn in enumerate(episode.turns, 1):
         console.rule(f"turn {number}", align="left")
         if number == 1 or episode.turns[number - 2].results is None:
-            console.print(Text(turn.observation))
+            console.print(Text(for_people(turn.observation)))
         if turn.thought is not None:
             console.print(Text(turn.thought.strip(), style="italic dim"))
         actions = ", ".join(turn.actions_executed) or "no action"
@@ -77,7 +78,7 @@ def show_episode(console: Console, episode: Episode) -> None:
             actions += ", the reply was invalid"
         console.print(Text(f"> {actions}  ({turn.reward + turn.penalty:+g})", style="bold"))
         for result in turn.results or ():
-            console.print(Text(result))
+            console.print(Text(for_people(result)))
     error = last_line(episode.error)
     _ending(console, error, episode.stop_reason.replace("_", " "), episode.reward)
 
@@ -85,5 +86,5 @@ def show_episode(console: Console, episode: Episode) -> None:
 def _ending(console: Console, observation: str, how: str, total: float) -> None:
     console.rule(align="left")
     if observation:
-        console.print(Text(observation))
+        console.print(Text(for_people(observation)))
     console.print(Text(f"{how}, reward {total:g}", style="bold"))

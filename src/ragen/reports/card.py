@@ -14,6 +14,7 @@ from pathlib import Path
 from ragen.config.config import Config
 from ragen.config.extensions import KINDS, library_of
 from ragen.config.sections import EnvConfig
+from ragen.core.pictures import MARK
 from ragen.core.tables import Section, markdown
 from ragen.core.types import Message
 from ragen.reports.facts import Facts
@@ -34,6 +35,7 @@ class Usage:
         options: Further arguments of the template: Python expressions by name.
         think: A reply begins with a thought.
         rank: The rank of the adapter, whose base is another model; 0 for a whole model.
+        pictures: The prompt shows pictures, each at a `ragen.core.pictures.MARK`.
     """
 
     messages: Sequence[Message] = ()
@@ -42,6 +44,7 @@ class Usage:
     think: bool = True
     header: tuple[str, str] = ("", "")
     rank: int = 0
+    pictures: bool = False
 
 
 def card(facts: Facts, step: int, usage: Usage) -> str:
@@ -174,7 +177,7 @@ def front_matter(tags: Sequence[str], base: str | None, usage: Usage) -> str:
         "---",
         "# license: name one here; the base model's licence applies to it",
         f"library_name: {'peft' if usage.rank else 'transformers'}",
-        "pipeline_tag: text-generation",
+        f"pipeline_tag: {'image-text-to-text' if usage.pictures else 'text-generation'}",
         *([f"base_model: {json.dumps(base)}"] if base else []),
         "tags:",
         *(f"- {json.dumps(tag)}" for tag in tags),
@@ -186,6 +189,19 @@ def front_matter(tags: Sequence[str], base: str | None, usage: Usage) -> str:
 def how_to_use(base: str | None, usage: Usage) -> str:
     """Examples that prompt the policy with transformers and with vLLM."""
     messages = json.dumps([dict(each) for each in usage.messages], ensure_ascii=False, indent=4)
+    if usage.pictures:
+        return f"""## How to use it
+
+The policy reads pictures. Its first prompt, with a picture at each `{MARK}`:
+
+```json
+{messages}
+```
+
+`AutoModelForImageTextToText`, `AutoTokenizer` and `AutoImageProcessor` of transformers load this
+folder. In a prompt, the tokens of a picture take the place of its `{MARK}`. `ragen eval` plays the
+policy with its prompts as in training.
+"""
     prefix, chats = "", "it takes chat requests"
     asked, header = usage.header
     if begun := header + usage.start:

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from ragen.chat.chat import Chat
 from ragen.chat.template import dated
 from ragen.core.errors import RagenError
+from ragen.core.pictures import for_people
 from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.user_code import UserCodeError
 from ragen.engines.factory import load_model
@@ -116,7 +117,11 @@ def usage_of(setup: Setup, chat: Chat, template: str, seed: int) -> Usage:
     options = {"tools": repr(list(setup.tools))} if setup.tools else {}
     if "enable_thinking" in template and not setup.think:
         options["enable_thinking"] = "False"
-    return Usage(messages, start, options, setup.think, (chat.asked, chat.header))
+    usage = Usage(messages, start, options, setup.think, (chat.asked, chat.header))
+    if not prompt.pictures:
+        return usage
+    shown = [{**each, "content": for_people(each["content"])} for each in messages]
+    return replace(usage, messages=shown, pictures=True)
 
 
 def generation_config(
