@@ -515,4 +515,4 @@ def test_a_picture_is_a_mark_in_the_terminal(capsys: Capture) -> None:
     episode = seen_episodes()[2]
     show_episode(terminal(), episode)
     shown = capsys.readouterr().out
-    assert "page 1: <image>" in shown and "<image> right" in shown and PLACE not in shown
+    assert "Look: <image>" in shown and "page 1: <image>" in shown and PLACE not in shown
