@@ -229,10 +229,10 @@ def open_env(env: EnvConfig) -> Iterator[GuardedEnv]:
             workers.close()
 
 
-def make_chat(config: Config, tokenizer: Tokenizer, pictures: PictureForm | None = None) -> Chat:
+def make_chat(config: Config, tokenizer: Tokenizer) -> Chat:
     """The chat of a tokenizer with the tools of a config's environment.
 
-    `pictures` is how the model reads pictures, if it does.
+    The tokenizer of a model that reads pictures has its `picture_reader`.
     """
     prompt = config.prompt
     tools, *others = (facts_of(each.env).tools for each in config.by_env().values())
@@ -242,6 +242,7 @@ def make_chat(config: Config, tokenizer: Tokenizer, pictures: PictureForm | None
             "the environment alone"
         )
     parser = None if prompt.tool_parser == "auto" else find_tool_parser(prompt.tool_parser)
+    pictures: PictureForm | None = getattr(tokenizer, "picture_reader", None)
     chat = Chat(tokenizer, prompt.think, prompt.history_thoughts, tools, parser, pictures)
     if any(issubclass(env_class(each.env.name), AgentEnv) for each in config.by_env().values()):
         chat.expect_tools()
