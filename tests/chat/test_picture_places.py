@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen.chat.chat import Chat
+from ragen.core.errors import RagenError
 from ragen.core.pictures import MARK, PLACE
 from ragen.envs.tools import tool_schema
 from tests.chat.test_chat import EXACT, assistant, end, make_chat, user
 from tests.pictured import form, patch, seeing_chat
-from tests.tiny import TEMPLATES
+from tests.tiny import TEMPLATES, tiny_tokenizer
 from tests.tool_templates import tool_tokenizer
 
 RED, BLUE = patch(10), patch(200, 3)
@@ -105,3 +106,14 @@ def test_the_result_of_a_call_shows_its_picture(name: str) -> None:
         before, _ = chat.open(messages[:1], "", [RED, BLUE])
         ids, _ = chat.extend((*before, *chat.encode(call), chat.end), messages, "", [RED])
         assert shown(ids) == [form(RED), form(BLUE), form(RED)]
+
+
+def test_a_template_that_leaves_a_picture_out_is_refused_in_one_line() -> None:
+    tokenizer = tiny_tokenizer.__wrapped__("chatml")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "m.content", f"m.content.split('{PLACE}The')[0]"
+    )
+    chat = Chat(tokenizer, pictures=form)
+    assert shown(chat.open([user(SEEN)], "", [RED, BLUE])[0]) == [form(RED), form(BLUE)]
+    with pytest.raises(RagenError, match="this chat template writes 1 of 2 pictures"):
+        chat.open([user(f"{PLACE} {PLACE}The end")], "", [RED, BLUE])

@@ -330,15 +330,21 @@ class Chat:
         return lambda k: len(commonprefix((self.spell(ids[:k]), text)))  # noqa: RUF071 (characters)
 
     def _rendered(self, text: str, pictures: Sequence[Picture]) -> Ids:
-        """Ids of a rendering that shows `pictures` at its places; without any, it has no places."""
+        """Ids of a rendering that shows `pictures` at its places; without any, it has no places.
+
+        Raises:
+            RagenError: The template has left a place out, or repeated it.
+        """
         if not pictures:
             return self._rendering_ids(without_places(text))
         assert self._picture_form is not None, "a model that reads no pictures gets none"
-        ids, shown = self._rendering_ids(text), iter(pictures)
-        parts = (self._picture_form(next(shown)) if each == AT_PLACE else (each,) for each in ids)
-        ids = tuple(chain.from_iterable(parts))
-        assert next(shown, None) is None, "each picture has its place"
-        return ids
+        ids, forms = self._rendering_ids(text), map(self._picture_form, pictures)
+        if (places := ids.count(AT_PLACE)) != len(pictures):
+            raise RagenError(
+                f"this chat template writes {places} of {len(pictures)} pictures of a prompt: "
+                "choose a model whose template keeps all that is said"
+            )
+        return tuple(chain.from_iterable(next(forms) if i == AT_PLACE else (i,) for i in ids))
 
     def _prefilled(self, ids: Ids, prefill: str) -> tuple[Ids, int]:
         if self.opening and prefill.strip() in ("", self.opening.strip()):
