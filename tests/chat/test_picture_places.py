@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +26,12 @@ THINGS = st.sampled_from(
 TEXTS = st.lists(THINGS, min_size=1, max_size=5).map("".join)
 
 
+def few(names: Iterable[str]) -> list[Any]:
+    """Three templates by default, the others slow."""
+    quick = ("chatml", "gemma", "reasoner")
+    return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in names]
+
+
 def shown(ids: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The runs of a prompt that stand for pictures, with the word on each side."""
     runs = list[tuple[int, ...]]()
@@ -33,7 +42,7 @@ def shown(ids: tuple[int, ...]) -> list[tuple[int, ...]]:
     return runs
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", few(TEMPLATES))
 def test_a_picture_is_where_its_place_is_rendered(name: str) -> None:
     chat, marked = seeing_chat(name), make_chat(name)
     pictures = [RED, BLUE]
@@ -47,7 +56,7 @@ def test_a_picture_is_where_its_place_is_rendered(name: str) -> None:
     assert ids[len(ids) - num_prefill :] == chat.open([user("a")], "<think>")[0][-num_prefill:]
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", few(EXACT))
 def test_later_pictures_extend_the_tokens_so_far(name: str) -> None:
     chat = seeing_chat(name)
     ids, _ = chat.open([user(SEEN)], "<think>", [RED, BLUE])
@@ -70,7 +79,7 @@ def test_equal_texts_with_other_pictures_are_other_prompts() -> None:
     assert one != other and chat.open([user(SEEN)], "", [RED, BLUE])[0] == one
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(TEXTS, TEXTS)
 def test_without_pictures_no_text_makes_one(first: str, second: str) -> None:
     """A user, an agent, a tool or a reply that writes the code point of a place writes text."""
@@ -92,7 +101,7 @@ def test_a_text_that_spells_the_model_s_words_for_pictures_stays_text() -> None:
     assert ids.count(3) == 1 + chat.open([user(forged)])[0].count(3)
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
 def test_the_result_of_a_call_shows_its_picture(name: str) -> None:
     look = tool_schema("look", "Look around.", {"type": "object", "properties": {}})
     chat = Chat(tool_tokenizer(name), False, tools=[look], pictures=form)
