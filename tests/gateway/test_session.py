@@ -358,7 +358,7 @@ def test_a_call_that_continues_an_auxiliary_one_names_it() -> None:
     assert parents == [-1, 3, -1, 2]
 
 
-PLAN = "First look at the arms, then pull the best one."
+PLAN = 'First look at the "arms",\nthen pull \\frac{1}{2} of the café\'s 最好.'
 SUMMARY = "So far: the agent has looked at the arms, and the second is best."
 
 
@@ -374,16 +374,17 @@ def transcript(*texts: str) -> ChatMessage:
 
 @pytest.mark.parametrize("role", [None, "compaction"])
 def test_a_summary_that_a_conversation_begins_with_is_trained_on(role: CallRole | None) -> None:
-    one = agent(PLAN, SUMMARY, "I pull the second.")
+    thinking = f"<think>What was there?</think>{SUMMARY}"
+    one = agent(PLAN, thinking, "I pull the second.")
 
     async def script() -> None:
         await one.ask(HELLO)
-        summary = await one.ask(transcript("Hello.", PLAN), role=role)
-        await one.ask(said("user", f"Go on.\n\n{summary.text}"))
+        await one.ask(transcript("Hello.", PLAN), role=role)
+        await one.ask(said("user", f"Go on.\n\n{SUMMARY}"))
 
     run(script())
-    assert roles(one) == {PLAN: "agent", SUMMARY: "compaction", "I pull the second.": "agent"}
-    assert [turn.completion.text for turn in one.turns] == [PLAN, SUMMARY, "I pull the second."]
+    assert roles(one) == {PLAN: "agent", thinking: "compaction", "I pull the second.": "agent"}
+    assert [turn.completion.text for turn in one.turns] == [PLAN, thinking, "I pull the second."]
     one.check()
 
 
@@ -393,7 +394,7 @@ def test_a_summary_that_the_agent_rejects_is_not_trained_on() -> None:
 
     async def script() -> None:
         plan = await one.ask(HELLO)
-        await one.ask(transcript("Hello.", PLAN))
+        await one.ask(said("user", f"Summarise:\nUser: Hello.\nAssistant: {PLAN}"))
         await one.ask(HELLO, plan.message, AGAIN)
 
     run(script())
@@ -457,6 +458,34 @@ def test_conversations_about_a_reply_that_agents_weigh_up_are_trained_on() -> No
 
     run(script())
     assert [turn.completion.text for turn in one.turns] == [PLAN, *votes, "It is done."]
+
+
+def test_a_reply_that_an_agent_rewrites_in_its_history_is_not_told() -> None:
+    """Some write their calls anew as text; then each call begins a conversation."""
+    one = agent(PLAN, "I look at the first of them.", "I look at the second.")
+
+    async def script() -> None:
+        plan = await one.ask(HELLO)
+        await one.ask(HELLO, said("assistant", f"{PLAN}\nCalling tools: look"), AGAIN)
+        await one.ask(HELLO, plan.message, AGAIN)
+
+    run(script())
+    assert set(roles(one).values()) == {"agent"}
+
+
+def test_a_call_that_tells_the_answer_of_a_sub_agent_is_trained_on() -> None:
+    """Although the sub-agent is asked again, and nothing follows the call."""
+    one = agent("I ask another.", SUMMARY, "It says the second.", "Yes, the second.")
+
+    async def script() -> None:
+        first = await one.ask(HELLO)
+        task = said("user", "Look at the arms for me.")
+        answer = await one.ask(task)
+        await one.ask(HELLO, first.message, said("user", f"It says: {SUMMARY}"))
+        await one.ask(task, answer.message, AGAIN)
+
+    run(script())
+    assert set(roles(one).values()) == {"agent"}
 
 
 def test_an_agent_can_say_that_a_call_belongs_to_its_work() -> None:

@@ -21,8 +21,10 @@ from ragen.gateway.messages import ChatMessage, Reply, Request
 
 QUOTED = 20
 """Letters and digits that a reply has at least if its text is looked for in later messages."""
-NO_LETTER = re.compile(r"\\u[0-9a-fA-F]{4}|\\.|[\W_]+")
-"""What may differ between a text and another one that quotes it, such as the escapes of JSON."""
+NO_LETTER = re.compile(r"[\W_]+")
+"""What may differ between a text and another one that quotes it."""
+ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|[nrtbf]|(.))")
+"""How JSON writes a character of a text."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,9 +68,11 @@ class Made:
 
 def told(made: Sequence[Made], messages: Sequence[ChatMessage]) -> frozenset[int]:
     """The numbers of the calls whose replies are quoted in messages that are no replies."""
-    text = "".join(_letters(each.text or "") for each in messages if each.role != "assistant")
-    quoted = (each for each in made if len(each.letters) >= QUOTED and each.letters in text)
-    return frozenset(each.number for each in quoted)
+    text = " ".join(each.text or "" for each in messages if each.role != "assistant")
+    read = ESCAPE.sub(lambda found: chr(int(found[1], 16)) if found[1] else found[2] or " ", text)
+    texts = {_letters(text), _letters(read)}
+    quoted = (each for each in made if len(each.letters) >= QUOTED)
+    return frozenset(each.number for each in quoted if any(each.letters in text for text in texts))
 
 
 def roles_of(made: Sequence[Made]) -> list[CallRole]:
