@@ -26,7 +26,8 @@ from ragen.envs.adapters.agent import AgentEnv, read_tasks, read_verdict, split_
 from ragen.envs.registry import make
 from ragen.envs.tools import tool_schema, write_call
 from ragen.evaluation.baselines import files_of
-from ragen.gateway.server import MOST_REFUSED, Gateway, _most_connections
+from ragen.gateway.messages import Refused
+from ragen.gateway.server import MOST_REFUSED, Gateway, _most_connections, _Open
 from ragen.gateway.session import Budget, Session
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, random_player
@@ -245,36 +246,32 @@ def test_a_gateway_takes_as_many_connections_as_it_may_open_files(
     assert given == [(raised, limits[1])]
 
 
-def test_requests_that_are_refused_at_once_do_not_end_an_agent(chat: Chat) -> None:
+def test_requests_that_are_refused_at_once_count_as_one(chat: Chat) -> None:
     async def complete(prompt: Prompt, is_first: bool) -> Completion:
-        return await policy_of(chat).complete(prompt)
+        raise AssertionError
 
     async def script() -> list[str]:
         reasons: list[str] = []
-        with closing(Gateway()) as gateway:
-            session = Session(chat, Budget(99, 40, 300), complete, lambda ids, times: 0)
-            with gateway.session(session, reasons.append) as key:
+        session = Session(chat, Budget(9, 40, 999), complete, lambda ids, times: 0)
+        episode, refused = _Open(session, reasons.append), Refused(400, "no", "it is too long")
 
-                async def refused() -> None:
-                    long = [{"role": "user", "content": "word " * 300}]
-                    answer = asyncio.to_thread(lambda: ask(gateway.base_url, key, messages=long))
-                    assert (await answer)[0] == 400
-
-                for _ in range(MOST_REFUSED - 1):
-                    await asyncio.gather(refused(), refused())
-                assert not reasons
-                assert (await asyncio.to_thread(ask, gateway.base_url, key))[0] == 200
-                for _ in range(MOST_REFUSED - 1):
-                    await refused()
-                assert not reasons
+        async def rounds(count: int) -> None:
+            for _ in range(count):
+                before = episode.num_refused
                 for _ in range(3):
-                    await refused()
+                    episode.answered(before, refused)
+            await asyncio.sleep(0)
+
+        await rounds(MOST_REFUSED - 1)
+        episode.answered(episode.num_refused, None)
+        await rounds(MOST_REFUSED - 1)
+        assert not reasons
+        await rounds(3)
         return reasons
 
-    (reason,) = asyncio.run(script())
-    assert reason.startswith(
-        "the agent ignored 8 refusals in a row, the last one: this model's max"
-    )
+    assert asyncio.run(script()) == [
+        "the agent ignored 8 refusals in a row, the last one: it is too long"
+    ]
 
 
 def test_a_player_is_refused_in_one_line(setup: Setup) -> None:
