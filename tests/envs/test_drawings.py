@@ -49,7 +49,7 @@ class DrawnCorridor(Rogue):
 # The alphabet.
 
 
-@pytest.mark.parametrize("observation", ["grid", "coord", "grid_coord", "named"])
+@pytest.mark.parametrize("observation", ["grid", "coord", "grid_coord", "named", "picture"])
 def test_the_picture_of_frozen_lake_is_the_same_for_any_observation(observation: str) -> None:
     """Level 123 is ``___P / __O_ / ___O / _G_O``; a hole is drawn as H; O means a target."""
     env = make("frozen-lake-still", observation=observation)

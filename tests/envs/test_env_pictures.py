@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ragen.envs import answers
 from ragen.envs.checker import check
 from ragen.envs.contract import Env
 from ragen.envs.registry import make
+from ragen.envs.worlds import tiles
 from ragen.rollout.guarded import GuardedEnv
 from tests.seeing_envs import Seen
 
@@ -133,3 +135,47 @@ def test_a_state_that_comes_back_with_other_places_is_refused() -> None:
         _, state = env.state()
         with pytest.raises(UserCodeError, match=r"returned 1 after set_state, .* has 2"):
             env.restore(state, PLACE * 2)
+
+
+# Boards of tiles.
+
+
+@pytest.mark.parametrize(
+    ("side", "expected"),
+    [(8, "98dbfe6625d47a1fea0fa2dad5880104"), (16, "fef72ba94782a2f662bee6c06651dd9b")],
+)
+def test_all_tiles_look_different_and_the_same_everywhere(side: tiles.Tile, expected: str) -> None:
+    """Two tiles differ by 50 levels of a colour or more in an eighth of their values or more."""
+    drawn = tiles.tiles(side).astype(int)
+    assert len(drawn) == len(tiles.TILES) == 11
+    for first, second in combinations(drawn, 2):
+        assert (abs(first - second) > 50).mean() >= 1 / 8
+    assert Picture.of(tiles.board(["#_PXO√", "SHG@*_"], side)).hash == expected
+
+
+@pytest.mark.parametrize("name", ["frozen-lake-still", "sokoban"])
+@pytest.mark.parametrize("side", [8, 16])
+def test_a_board_is_seen_as_it_is(name: str, side: tiles.Tile) -> None:
+    """In the same play, what is seen and what is read change together; the rules name no symbol."""
+    seeing, reading = make(name, observation="picture", tile=side), make(name)
+    assert seeing.shows_pictures and not reading.shows_pictures and reading.pictures() == []
+    keys: dict[str, str] = {}
+    for each in (seeing, reading):
+        each.reset(seed=123)
+    for _ in range(20):
+        ((pixels,), board) = seeing.pictures(), seeing.drawing() or []
+        assert pixels.shape == (len(board) * side, len(board[0]) * side, 3)
+        for row, symbols in enumerate(board):
+            for column, symbol in enumerate(symbols):
+                cell = pixels[row * side :, column * side :][:side, :side]
+                assert (cell == tiles.tiles(side)[list(tiles.TILES).index(symbol)]).all()
+        keys[Picture.of(pixels).hash] = seeing.state_key()
+        action, *_ = reading.solve(9, 9, 1) or []
+        answer, expected = seeing.step(action), reading.step(action)
+        assert answer == ("<image>", *expected[1:])
+        assert seeing.state_key() == reading.state_key() == expected[0]
+        if answer[2]:
+            break
+    assert answer[4]["success"] and len(set(keys.values())) == len(keys) > 1
+    assert "picture" in seeing.rules and "symbol" not in seeing.rules and "_" not in seeing.rules
+    assert "symbol" in reading.rules and "picture" not in reading.rules

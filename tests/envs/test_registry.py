@@ -38,6 +38,7 @@ def documented_env(tmp_path):
 VARIANTS = [
     *(("frozen-lake", {"observation": form}) for form in ("coord", "grid_coord", "named")),
     *(("sokoban", {"observation": form}) for form in ("coord", "grid_coord", "named")),
+    *((name, {"observation": "picture", "tile": 16}) for name in ("frozen-lake", "sokoban")),
     ("countdown", {"attempts": 3, "min_numbers": 5, "max_numbers": 8}),
     ("manor", {"rooms": 4, "levers": 0, "delay": 2}),
     ("manor", {"keys": 4}),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count, islice
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,15 @@ from ragen.envs.contract import (
     pick,
 )
 from ragen.envs.worlds.grid import GridEnv, Observation, format_note
+from ragen.envs.worlds.tiles import Tile
 
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 """The change of row and column. Neighbours in this order are perpendicular, so a slip adds ±1."""
 ACTIONS, DELTAS = tuple(MOVES), tuple(MOVES.values())
 DRAWN = str.maketrans("OX√", "H@*")
 """The map's symbols in `Env.drawing`, where `O` is a target and not a hole."""
+SYMBOLS = "P player, _ frozen, O hole, G goal, X player in hole, √ player on goal"
+SEEN = "You are the blue disc, ice is white, holes are black discs, and the goal is a green square."
 Floats = npt.NDArray[np.float64]
 MOST_PLANNED = 5
 """Maximum number of actions that the solver plans for a turn: it compares 4⁵ plans. If a turn may
@@ -48,7 +51,7 @@ class Lake:
     holes: frozenset[int]
     start: int
     goal: int
-    views: dict[str, dict[Hashable, str]] = field(default_factory=dict, compare=False, repr=False)
+    views: dict[str, dict[Hashable, Any]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def neighbours(self) -> list[list[int]]:
@@ -198,7 +201,7 @@ class FrozenLake(GridEnv):
 
     Observation:
         The map: `P` player, `_` frozen, `O` hole, `G` goal, `X` player in a hole, `√` player on
-        the goal.
+        the goal. Or a picture of it.
 
     Actions:
         Left, Down, Right, Up. The player moves in the intended direction with probability
@@ -215,8 +218,9 @@ class FrozenLake(GridEnv):
         size: Rows and columns.
         p_frozen: Probability that a cell is frozen: 0.8 in the paper, 0.9 in its sequel.
         success_probability: 1/3 in the paper, 0.98 in the sequel's text, 0.8 and 1 in its code.
-        observation: The format of the map: its symbols, sizes and positions, both, or every cell
-            with its name (the format of the embedded model).
+        observation: The format of the map: its symbols, sizes and positions, both, every cell
+            with its name (the format of the embedded model), or a picture.
+        tile: The side of a cell in a picture, in pixels.
         min_distance, max_distance: Steps of the shortest path from the start to the goal.
 
     Example:
@@ -241,13 +245,14 @@ class FrozenLake(GridEnv):
         p_frozen: Annotated[float, Field(ge=0.05, le=1)] = 0.8,
         success_probability: Probability = 1 / 3,
         observation: Observation = "grid",
+        tile: Tile = 8,
         min_distance: Annotated[int, Field(ge=1)] = 1,
         max_distance: Annotated[int, Field(ge=1)] | None = None,
     ) -> None:
         self.name = "frozen-lake"
         self._size, self._levels = size, (size, p_frozen, min_distance, max_distance)
         self._success_probability = success_probability
-        self.observation = observation
+        self.observation, self.tile = observation, tile
         self.reset(seed=0)
 
     @property
@@ -259,9 +264,7 @@ class FrozenLake(GridEnv):
         )
         return (
             "You are solving the FrozenLake puzzle. Walk over the frozen cells to the goal and "
-            f"avoid the holes.\n{slip}"
-            "The meaning of each symbol in the state is: P player, _ frozen, O hole, G goal, "
-            f"X player in hole, √ player on goal. {format_note(self.observation)}"
+            f"avoid the holes.\n{slip}{format_note(self.observation, SYMBOLS, SEEN)}"
         )
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:

@@ -1,4 +1,4 @@
-"""Environments on a grid: observations as a map, as coordinates, as both, or cell by cell.
+"""Environments on a grid: the agent reads a map, coordinates, both or each cell, or sees a picture.
 
 A map is a list of rows, with one symbol for each cell. Marks say what the symbols stand for, such
 as ``{"Player": "PX√", "Goal": "G√"}``.
@@ -10,14 +10,17 @@ import re
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from typing_extensions import override
 
+from ragen.core.pictures import MARK
 from ragen.envs.contract import Env, Reading
+from ragen.envs.worlds import tiles
 
-Observation: TypeAlias = Literal["grid", "coord", "grid_coord", "named"]
-"""A map of symbols; sizes and (row, column) positions; both; or every cell with its name."""
+Observation: TypeAlias = Literal["grid", "coord", "grid_coord", "named", "picture"]
+"""A map of symbols; sizes and (row, column) positions; both; every cell with its name; or a picture
+of `tiles`."""
 Cell: TypeAlias = tuple[int, int]
 """Row and column, from 0 at the top left."""
 
@@ -31,15 +34,16 @@ class GridEnv(Env):
 
     `marks` has three entries, and `letters` has their names in thoughts, in the same order. `named`
     observations leave out the outer wall, which is `border` cells wide, because it never changes.
-    `views` holds the observations of the present level so far, by `moving`. All environments that
-    play the level in the same format share it.
+    `views` holds the texts of the present level so far, by `moving`; drawings where pictures are
+    shown, which are larger. All environments that play the level in the same format share it.
     """
 
     marks: Mapping[str, str]
     letters: str
     observation: Observation
+    tile: tiles.Tile
     border = 0
-    views: dict[Hashable, str]
+    views: dict[Hashable, Any]
 
     @property
     @abstractmethod
@@ -60,13 +64,29 @@ class GridEnv(Env):
 
     def observe(self) -> str:
         """The observation of the present state."""
+        return MARK if self.shows_pictures else self._view()
+
+    @override
+    def pictures(self) -> Sequence[tiles.Pixels]:
+        return [tiles.board(self._view(), self.tile)] if self.shows_pictures else []
+
+    def _view(self) -> Any:
+        """The text of the present state; its drawing where a picture is shown."""
         views, moving = self.views, self.moving
         shown = views.get(moving)
         if shown is None:
-            shown = observe(self.rows(), self.marks, self.observation, self.border)
+            if self.shows_pictures:
+                shown = self.drawing()
+            else:
+                shown = observe(self.rows(), self.marks, self.observation, self.border)
             if len(views) < MOST_VIEWS:
                 views[moving] = shown
         return shown
+
+    @property
+    @override
+    def shows_pictures(self) -> bool:
+        return self.observation == "picture"
 
     @override
     def read_thought(self, thought: str) -> Reading | None:
@@ -158,12 +178,15 @@ def read_notes(
     return Reading(len(facts), sum(facts), plan or None)
 
 
-def format_note(observation: Observation) -> str:
-    """The sentence of the rules that describes the format of the state."""
-    return {
+def format_note(observation: Observation, symbols: str, seen: str) -> str:
+    """The sentences of the rules about the state: its symbols or what is seen, and its format."""
+    if observation == "picture":
+        return f"The state is a picture of the map. {seen}"
+    form = {
         "grid": "The state is a map, one row a line.",
         "coord": "The state gives sizes and zero-based (row, column) positions, rows from the top.",
         "grid_coord": "The state is a map, one row a line, followed by zero-based (row, column) "
         "positions, rows from the top.",
         "named": "The state lists each cell: its name (row letter, column number), what is there.",
     }[observation]
+    return f"The meaning of each symbol in the state is: {symbols}. {form}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from pydantic import Field
@@ -18,6 +18,7 @@ from ragen.core.errors import RagenError
 from ragen.envs.contract import Baselines, Info, Options, State, fresh_seed, generators, pick
 from ragen.envs.worlds.grid import GridEnv, Observation, format_note
 from ragen.envs.worlds.search import shortest_path
+from ragen.envs.worlds.tiles import Tile
 
 ACTIONS = ("Up", "Down", "Left", "Right")
 Cells: TypeAlias = int
@@ -38,6 +39,11 @@ class Symbols(NamedTuple):
 
 SYMBOLS = {"standard": Symbols(*"#_O√XPS"), "new": Symbols(*"W.GCBA@")}
 """The paper's symbols, and others that test whether a skill transfers."""
+
+SEEN = (
+    "You are the blue disc, walls are grey, the floor is white, boxes are brown squares, and "
+    "targets are red diamonds, which also show on a box or behind you."
+)
 
 MASKS = (
     ((0, -1), (0, 0), (0, 1)),
@@ -65,7 +71,7 @@ class Room:
     cols: int
     floor: Cells
     targets: Cells
-    views: dict[str, dict[Hashable, str]] = field(default_factory=dict, compare=False, repr=False)
+    views: dict[str, dict[Hashable, Any]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def steps(self) -> tuple[int, int, int, int]:
@@ -251,7 +257,8 @@ class Sokoban(GridEnv):
 
     Observation:
         The map: `#` wall, `_` floor, `O` target, `√` box on target, `X` box, `P` player, `S`
-        player on target. With ``symbols = "new"``, in the same order: ``W . G C B A @``.
+        player on target. With ``symbols = "new"``, in the same order: ``W . G C B A @``. Or a
+        picture of it.
 
     Actions:
         Up, Down, Left, Right. If a box is ahead and the cell behind it is free, the player pushes
@@ -269,7 +276,7 @@ class Sokoban(GridEnv):
         boxes: Number of boxes and of targets.
         search_depth: Moves that the generator plays backwards; it bounds the difficulty.
         symbols: The symbols of the map.
-        observation: The format of the map, as in FrozenLake.
+        observation, tile: The format of the map, as in FrozenLake.
         min_solution, max_solution: Actions of the shortest solution.
 
     Example:
@@ -292,6 +299,7 @@ class Sokoban(GridEnv):
         search_depth: Annotated[int, Field(ge=3)] = 300,
         symbols: Literal["standard", "new"] = "standard",
         observation: Observation = "grid",
+        tile: Tile = 8,
         min_solution: Annotated[int, Field(ge=1)] = 1,
         max_solution: Annotated[int, Field(ge=1)] | None = None,
     ) -> None:
@@ -301,7 +309,7 @@ class Sokoban(GridEnv):
         self._size = (rows, cols)
         self._levels = (rows, cols, boxes, search_depth, min_solution, max_solution)
         self._symbols = s = SYMBOLS[symbols]
-        self.observation = observation
+        self.observation, self.tile = observation, tile
         self.marks = {
             "Player": s.player + s.player_on_target,
             "Boxes": s.box + s.box_on_target,
@@ -312,13 +320,15 @@ class Sokoban(GridEnv):
     @property
     def rules(self) -> str:
         s = self._symbols
+        symbols = (
+            f"{s.wall} wall, {s.floor} empty, {s.target} target, {s.box_on_target} box on target, "
+            f"{s.box} box, {s.player} player, {s.player_on_target} player on target"
+        )
         return (
             "You are solving the Sokoban puzzle. You are the player and need to push all boxes "
             "onto the targets. When you are next to a box you push it by moving towards it. A box "
             "cannot be pushed into a wall or another box, and it cannot be pulled.\n"
-            f"The meaning of each symbol in the state is: {s.wall} wall, {s.floor} empty, "
-            f"{s.target} target, {s.box_on_target} box on target, {s.box} box, {s.player} player, "
-            f"{s.player_on_target} player on target. {format_note(self.observation)}"
+            f"{format_note(self.observation, symbols, SEEN)}"
         )
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
