@@ -23,6 +23,7 @@ from ragen.core.errors import RagenError
 from ragen.core.seeding import TRAIN_LEVELS
 from ragen.core.types import Episode
 from ragen.envs.registry import make
+from ragen.gateway import outside
 from ragen.gateway.outside import TOKEN, Outside
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import Setup, make_setup
@@ -74,6 +75,11 @@ def do_task(client: Client, episode: Mapping[str, Any]) -> None:
     if do == "twice":
         code = client.refusal("/reward", key)
         assert code == 410
+
+
+@pytest.fixture(autouse=True)
+def _ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outside, "LAST_S", 0.1)
 
 
 @pytest.fixture(scope="module")

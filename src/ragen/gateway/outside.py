@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -34,6 +35,8 @@ ADDRESS = "127.0.0.1:8000"
 TOKEN = "RAGEN_GATEWAY_TOKEN"
 """The environment variable of the token that programs send to fetch a task."""
 EPISODES = "/v1/episodes"
+LAST_S = 0.5
+"""Seconds in which programs that post the last rewards can ask once more, and learn of the end."""
 
 
 class _Offer:
@@ -109,6 +112,7 @@ class Outside(Gateway):
     @override
     def close(self) -> None:
         begin(self._waiting.put(None))
+        time.sleep(LAST_S)
         super().close()
 
     @override
