@@ -38,7 +38,7 @@ class Server:
         self.port = self._server.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._connections = []
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def describe(self, connection, request):
         about = {
