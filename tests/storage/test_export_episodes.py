@@ -89,8 +89,8 @@ def test_parquet_holds_the_same_rows_as_jsonl(bandit_run: Path, tmp_path: Path) 
     assert table.column_names == [*COLUMNS, "turns"]
     assert table.to_pylist() == read_jsonl(other)
     assert str(table.schema.field("turns").type.value_type.field("prompt_ids").type) in (
-        "list<element: int32>",
-        "list<item: int32>",
+        "list<element: int64>",
+        "list<item: int64>",
     )
 
 
