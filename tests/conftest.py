@@ -16,7 +16,7 @@ from tests import shared
 collect_ignore = ["mcp_tools.py", "openenv_shop.py", "openenv_walk.py"]
 
 settings.register_profile("ragen", deadline=None, derandomize=True, max_examples=20)
-settings.register_profile("thorough", settings.get_profile("ragen"), max_examples=60)
+settings.register_profile("thorough", settings.get_profile("ragen"), max_examples=100)
 settings.load_profile("ragen")
 
 

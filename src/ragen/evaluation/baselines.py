@@ -113,7 +113,7 @@ def measure_baselines(
             baselines = at_once(levels)
         else:
             with closing_env(make(name, **params)) as played:
-                baselines = compute_baselines(played, budget, levels)
+                baselines = compute_baselines(played, budget, levels, draws=draws)
     except UserCodeError as error:
         raise RagenError(
             f"the environment {name!r} failed while it was played for its baselines: "

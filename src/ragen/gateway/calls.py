@@ -1,9 +1,8 @@
 """The calls of an episode that were answered, and the role of each one.
 
-Most calls go on with a conversation. Others are beside it: titles, replies that nobody got, and
-summaries, which shall take the place of a long conversation. A summary is asked for in a new
-conversation, which tells the earlier replies in messages that are no replies. If the agent uses it,
-a later message tells it in turn; but an agent may also reject it.
+Most calls continue a conversation. Others stand beside it: titles, replies that no client received,
+and summaries that replace a long conversation. The agent asks for a summary in a new conversation,
+whose messages quote earlier replies. If it uses the summary, a later message quotes the summary.
 """
 
 from __future__ import annotations

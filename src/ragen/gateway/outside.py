@@ -1,9 +1,9 @@
-"""An agent outside: programs that fetch a task, work on it, and post what came of it.
+"""An agent outside: programs in any language fetch tasks, work on them and post rewards.
 
-A program is written in any language, and started by whoever likes. ``POST /v1/episodes`` gives it
-the task, the key and the address of an episode that waits for one. Its calls have this key, and
-``POST /v1/reward`` ends the episode. While no episode waits, the first answer is white space, with
-which JSON may begin; when the run is over, it is ``null``.
+RAGEN starts no program. ``POST /v1/episodes`` answers with the task, key and address of a waiting
+episode. The program's calls carry this key, and ``POST /v1/reward`` ends the episode. While no
+episode waits, the server sends white space, which JSON allows before a value; it keeps the client
+from giving up. After the run the answer is ``null``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import HTTPConnection
 from starlette.requests import Request as HttpRequest
@@ -30,13 +30,15 @@ from ragen.gateway.server import QUIET_S, Gateway, body_of, key_of
 from ragen.web.security import AccessControl, is_loopback, token_in
 from ragen.web.server import url_of
 
+T = TypeVar("T")
+
 ADDRESS = "127.0.0.1:8000"
 """Where programs fetch their tasks, unless the user names another address."""
 TOKEN = "RAGEN_GATEWAY_TOKEN"
 """The environment variable of the token that programs send to fetch a task."""
 EPISODES = "/v1/episodes"
 LAST_S = 0.5
-"""Seconds in which programs that post the last rewards can ask once more, and learn of the end."""
+"""Seconds that the server stays after the run, so that programs can ask again and get ``null``."""
 
 
 class _Offer:
@@ -49,18 +51,20 @@ class _Offer:
         self.outcome: asyncio.Future[Outcome] = self._loop.create_future()
 
     def take(self) -> None:
-        """A program has it."""
-        self._loop.call_soon_threadsafe(self.taken.set_result, None)
+        """Note that a program has fetched the task."""
+        self._loop.call_soon_threadsafe(_resolve, self.taken, None)
 
     def end(self, body: Mapping[str, Any]) -> None:
-        """A program has posted what came of it; the first post counts."""
+        """End the episode with what a program has posted; the first post counts."""
         error = body.get("error")
         outcome = Outcome(body, None if error is None else str(error), False)
-        self._loop.call_soon_threadsafe(self._end, outcome)
+        self._loop.call_soon_threadsafe(_resolve, self.outcome, outcome)
 
-    def _end(self, outcome: Outcome) -> None:
-        if not self.outcome.done():
-            self.outcome.set_result(outcome)
+
+def _resolve(future: asyncio.Future[T], value: T) -> None:
+    """Set a result once; a run that stops has cancelled what it waited for."""
+    if not future.done():
+        future.set_result(value)
 
 
 class Outside(Gateway):
@@ -130,7 +134,7 @@ class Outside(Gateway):
         return StreamingResponse(found, media_type="application/json")
 
     async def _next(self, base_url: str) -> AsyncIterator[str]:
-        """The next episode that waits; ``None`` stays in line, so that all programs get it."""
+        """The next waiting episode as JSON; at the end of the run every program gets ``null``."""
         while True:
             try:
                 async with asyncio.timeout(QUIET_S):
