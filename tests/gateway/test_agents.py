@@ -368,7 +368,7 @@ def test_a_command_ends_with_all_that_it_has_started(commands: Played) -> None:
     begun = time.monotonic()
     [outcome] = commands.play({"do": "hang"}, timeout_s=0.2)
     assert outcome.timed_out and time.monotonic() - begun < 2.0
-    assert not sleeping()
+    wait_for_commands()
 
 
 def sleeping() -> list[str]:
@@ -379,6 +379,12 @@ def sleeping() -> list[str]:
             if folder.joinpath("cmdline").read_bytes() == b"sleep\x0061.25\x00":
                 found.append(folder.name)
     return found
+
+
+def wait_for_commands() -> None:
+    """They were killed; the kernel ends a process soon after that, and not at once."""
+    for pid in sleeping():
+        wait_for_end(int(pid))
 
 
 def test_commands_play_at_once(commands: Played) -> None:
@@ -546,7 +552,7 @@ def test_nothing_outlives_a_run_that_is_ended(target: str, do: str, number: int)
     run.wait()
     run.stdout.close()
     wait_for_end(host)
-    assert not sleeping()
+    wait_for_commands()
 
 
 @pytest.mark.slow
@@ -560,7 +566,7 @@ def test_commands_end_when_their_host_is_killed(commands: Played) -> None:
         return await run
 
     assert "signal 9" in str(commands.loop.run_until_complete(killed()).error)
-    assert not sleeping()
+    wait_for_commands()
 
 
 def test_the_host_needs_python_3_9_and_nothing_else() -> None:

@@ -17,7 +17,7 @@ from ragen.rollout.setup import EpisodeSpec, Setup
 
 
 class Playing:
-    """The turns and the state of an episode so far. `stop_reason` holds unless something ends it."""
+    """The turns and state of an episode so far; `stop_reason` holds unless something ends it."""
 
     def __init__(self, setup: Setup, spec: EpisodeSpec, stop_reason: StopReason) -> None:
         self.setup, self.spec, self.stop_reason = setup, spec, stop_reason
