@@ -516,3 +516,19 @@ def test_a_picture_is_a_mark_in_the_terminal(capsys: Capture) -> None:
     show_episode(terminal(), episode)
     shown = capsys.readouterr().out
     assert "Look: <image>" in shown and "page 1: <image>" in shown and PLACE not in shown
+    game = ["play", "frozen-lake-still", "--player", "random"]
+    assert main([*game, "--env.params.observation", "picture"]) == 0
+    shown = capsys.readouterr().out
+    assert "<image>" in shown and PLACE not in shown
+
+
+def test_a_player_of_an_agent_outside_says_where_programs_fetch_the_task(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def played(target: str, overrides: object, *, seed: int, note: Callable[[str], None]) -> Any:
+        note("programs fetch tasks with POST")
+        return seen_episodes()[2]
+
+    monkeypatch.setattr("ragen.evaluation.evaluation.play_target", played)
+    assert main(["play", "agent:outside", "--player", "full"]) == 0
+    assert "programs fetch tasks" in capsys.readouterr().err

@@ -190,7 +190,9 @@ def sampled(episode: Episode) -> Episode:
 def test_a_model_that_reads_no_pictures_is_refused_in_one_line() -> None:
     chat = Chat(tiny_tokenizer("chatml"))
     config = merge(None, {"env.name": "tests/seeing_envs.py:Seen", "model.path": "words"})
-    with pytest.raises(RagenError, match="Seen shows pictures, and words reads no pictures: set"):
+    with pytest.raises(
+        RagenError, match="Seen shows pictures, and words reads no pictures: evaluate"
+    ):
         make_setup(config, chat)
     make_setup(config, None).close()  # a chat endpoint takes them
     make_setup(config, seeing_chat()).close()

@@ -217,7 +217,8 @@ def _play(options: Namespace, overrides: Overrides) -> int:
         return 0
     from ragen.evaluation.evaluation import play_target
 
-    show_episode(console, play_target(options.player, overrides, seed=options.seed))
+    episode = play_target(options.player, overrides, seed=options.seed, note=complain)
+    show_episode(console, episode)
     return 0
 
 

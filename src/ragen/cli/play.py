@@ -47,7 +47,7 @@ def _play(
         title = f"turn {turn} of {budget.max_turns}, {actions_left} actions left"
         console.rule(title, align="left")
         if not env.tools or turn == 1:
-            console.print(Text(env.observation))
+            console.print(Text(for_people(env.observation)))
         most = min(actions_left, budget.actions_per_turn)  # as in an episode
         for action in player(env.env, turns_left, actions_left, budget.actions_per_turn)[:most]:
             reward = env.step(action)
@@ -55,7 +55,7 @@ def _play(
             actions_left -= 1
             console.print(Text(f"> {action}  ({reward:+g})", style="bold"))
             if env.tools:  # each call has a result of its own
-                console.print(Text(env.observation))
+                console.print(Text(for_people(env.observation)))
             if env.terminated or env.truncated:
                 solved = env.terminated and env.info.get("success", False)
                 return "solved" if solved else "failed", total

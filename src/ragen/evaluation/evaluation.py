@@ -234,10 +234,17 @@ def evaluation_of(
 
 
 def play_target(
-    target: str, overrides: Mapping[str, Any] | None = None, *, seed: int = 0
+    target: str,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    seed: int = 0,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Episode:
-    """Play one evaluation level, number `seed`, and return the episode."""
+    """Play one evaluation level, number `seed`, and return the episode.
+
+    `note` receives what the user has to tell an agent outside.
+    """
     config = changed(config_for(target, overrides or {}), {"engine.processes": 1})
     loaded = load_target(target, config)
     spec = EpisodeSpec(EVAL_LEVELS + seed, 0, 0, (seed, "play"))
-    return run_async(play_episodes(*loaded, [spec]))[0]
+    return run_async(play_episodes(*loaded, [spec], note=note))[0]

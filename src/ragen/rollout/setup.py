@@ -153,8 +153,9 @@ def knows_no_tools(env: str) -> RagenError:
 def reads_no_pictures(env: str, model: str) -> RagenError:
     """The refusal of a model of texts in an environment with pictures."""
     return RagenError(
-        f"the environment {env} shows pictures, and {model} reads no pictures: set model.path to a "
-        "model of pictures and text, such as Qwen2.5-VL, or let the environment show text"
+        f"the environment {env} shows pictures, and {model} reads no pictures: evaluate "
+        "a model of pictures at an endpoint (ragen eval MODEL --base-url URL), or let the "
+        "environment show text"
     )
 
 
