@@ -162,11 +162,14 @@ def test_a_program_that_leaves_while_it_waits_takes_no_episode() -> None:
             with socket.create_connection(("127.0.0.1", port)) as gone:
                 gone.sendall(b"POST /v1/episodes HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 await asyncio.to_thread(gone.recv, 9)
-            await asyncio.sleep(0.05)
+                gone.shutdown(socket.SHUT_WR)
+                while await asyncio.to_thread(gone.recv, 999):
+                    pass  # until the server has noticed and closes its side
             never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             withdrawn = asyncio.create_task(server.offer({"n": 0}, "k0", 9.0, never))
             await asyncio.sleep(0)
             withdrawn.cancel()
+            await asyncio.wait([withdrawn])
             offered = asyncio.create_task(server.offer({"n": 1}, "k1", 0.01, never))
             fetched = await asyncio.to_thread(client.post, "/episodes", "")
             assert (fetched["task"], fetched["key"]) == ({"n": 1}, "k1")

@@ -185,11 +185,11 @@ class _Worker:
 
     def kill(self) -> None:
         """Send the signal that ends the processes, and do not wait for their end."""
-        if self.alive:
+        with suppress(ValueError):  # the thread that waited for its answer has closed it meanwhile
+            self._process.kill()
             if hasattr(os, "killpg") and self._process.pid is not None:
                 with suppress(ProcessLookupError, PermissionError):  # not begun yet, or ended
                     os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.kill()
 
 
 def _forward(call: str, read: Callable[[Any], Any] = lambda answer: answer) -> Any:
