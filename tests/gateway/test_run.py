@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ragen.evaluation.baselines import files_of
 from ragen.gateway.messages import Refused
 from ragen.gateway.server import MOST_REFUSED, Gateway, _most_connections, _Open
 from ragen.gateway.session import Budget, Session
+from ragen.rollout.episode import require_room
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, random_player
 from ragen.rollout.policies import NoCompletion
@@ -132,6 +134,11 @@ def test_the_same_seed_gives_the_same_seeds_of_calls_in_any_order(setup: Setup, 
         return sorted(turn.prompt.seed for turn in group.episodes[0].turns)
 
     assert seeds() == seeds()
+
+
+def test_the_task_of_an_agent_is_not_its_prompt(setup: Setup) -> None:
+    assert setup.start is not None
+    require_room(replace(setup, max_length=1))
 
 
 def test_an_agent_at_work_stays_in_its_process(setup: Setup, chat: Chat) -> None:
