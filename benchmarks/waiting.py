@@ -6,8 +6,8 @@ Each episode has three steps of `--delay` seconds. The ideal is the longest chai
 generation, which is the time of the same rollout without waits, in the run's loop. A reply is
 sampled by the embedded model of Bandit and then replaced by the one that plays on. The first
 rollout starts workers, sessions and servers; the table has its seconds and the median of three
-more, over the ideal. With `--tail` one step in fifty takes 3 s. The form agent is an agent that
-waits after each of its calls. The forms openenv, verifiers and mcp need the extras of these names.
+more, over the ideal. With `--tail` one step in fifty takes 3 s. The forms agent and verifiers wait
+after each of their calls. The forms openenv, verifiers and mcp need the extras of these names.
 """
 
 from __future__ import annotations
@@ -126,26 +126,6 @@ def __getattr__(name: str) -> type[Env]:
     return Tools
 
 
-def load_environment(delay: float = 0.0) -> Any:
-    """The environment of verifiers: a tool that waits."""
-    import verifiers
-    from datasets import Dataset
-
-    async def wait() -> str:
-        """Wait."""
-        await asyncio.sleep(delay)
-        return "waited"
-
-    def reward() -> float:
-        return 1.0
-
-    rows = [{"question": f"Wait, number {index}.", "answer": ""} for index in range(8)]
-    rubric = verifiers.Rubric(funcs=[reward])
-    return verifiers.ToolEnv(
-        tools=[wait], max_turns=TURNS, dataset=Dataset.from_list(rows), rubric=rubric
-    )
-
-
 def mcp_server(port: int, delay: float) -> None:
     from mcp.server.fastmcp import FastMCP
 
@@ -191,7 +171,8 @@ def environment(form: str, delay: float, tail: bool, stack: ExitStack) -> dict[s
         tasks.write_text("".join(f'{{"delay": {delay}, "n": {n}}}\n' for n in range(20)))
         return {"env.name": f"agent:{HERE}:agent", "env.params.tasks": str(tasks)}
     if form == "verifiers":
-        return {"env.name": f"verifiers:{HERE}", "env.params.delay": delay}
+        taskset = HERE.with_name("waiting_taskset.py")
+        return {"env.name": f"verifiers:{taskset}", "env.params.delay": delay}
     kind = {"asynchronous": "Asynchronous", "blocking": "Blocking"}.get(form, "Plain")
     return {"env.name": f"{HERE}:{kind}", "env.isolate": form == "isolated"} | about
 
@@ -235,8 +216,9 @@ def measure(form: str, delay: float, tail: bool, episodes: int) -> tuple[float, 
 
     with ExitStack() as stack:
         values = environment(form, delay, tail, stack) | {"env.max_turns": TURNS}
-        values |= {"rollout.max_tokens": 24} if form == "agent" else {}
-        made = make_setup(merge(None, values), chat if form == "agent" else None)
+        through_gateway = form in ("agent", "verifiers")
+        values |= {"rollout.max_tokens": 24} if through_gateway else {}
+        made = make_setup(merge(None, values), chat if through_gateway else None)
         setup = stack.enter_context(closing(made))
         action = write_call("wait") if setup.tools else "on"
         reply = f"t</think>{setup.write([action])}"

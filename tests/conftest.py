@@ -14,6 +14,7 @@ from tests import shared
 
 # Programs that tests start, with extras.
 collect_ignore = ["mcp_tools.py", "openenv_shop.py", "openenv_walk.py"]
+collect_ignore_glob = ["envs/adapters/tasksets/*"]
 
 settings.register_profile("ragen", deadline=None, derandomize=True, max_examples=20)
 settings.register_profile("thorough", settings.get_profile("ragen"), max_examples=100)

@@ -104,7 +104,9 @@ LIBRARIES: Mapping[str, Library] = MappingProxyType(
         "agent": Library(
             "ragen.envs.adapters.agent:AgentEnv", "ragen.gateway.agent_host", "FILE.py:FUNCTION"
         ),
-        "verifiers": Library("ragen.envs.adapters.verifiers:VerifiersEnv", "verifiers", "ID"),
+        "verifiers": Library(
+            "ragen.envs.adapters.verifiers:VerifiersEnv", "ragen.envs.adapters.verifiers", "ID"
+        ),
     }
 )
 """The libraries, by the word before the colon."""

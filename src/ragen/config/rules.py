@@ -44,8 +44,8 @@ class Rule(NamedTuple):
 
 
 def _writes_prompts(c: Sections) -> bool:
-    """True if RAGEN writes the prompts, and not an agent of the user."""
-    return not c.env.name.startswith("agent:")
+    """True if RAGEN writes the prompts, and not an agent or the harness of a library."""
+    return not c.env.name.startswith(("agent:", "verifiers:"))
 
 
 def _estimator_in(c: Sections, *names: str) -> bool:

@@ -20,9 +20,13 @@ class Agent:
     `OUTSIDE`. Nothing is started before the first task, or before `invite`.
     """
 
-    def __init__(self, target: str, python: str, processes: int, address: str) -> None:
+    def __init__(
+        self, target: str, python: str, processes: int, address: str, sees_secrets: bool
+    ) -> None:
         self._address = address
-        self._processes = None if target == OUTSIDE else Agents(target, python, processes)
+        self._processes = (
+            None if target == OUTSIDE else Agents(target, python, processes, sees_secrets)
+        )
         self._gateway: Gateway | None = None
 
     @property

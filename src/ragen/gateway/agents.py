@@ -74,12 +74,15 @@ class Agents:
         python: The interpreter of the agent, Python 3.9 or newer; ours, if it is empty.
         processes: Their number; 0 is one for each core, at most `MOST_PROCESSES`. Commands need
             one, from which each episode starts its own.
+        sees_secrets: The agent gets all variables, also those that look like secrets.
 
     Raises:
         RagenError: The target is no command line, or this system has no process groups.
     """
 
-    def __init__(self, target: str, python: str = "", processes: int = 0) -> None:
+    def __init__(
+        self, target: str, python: str = "", processes: int = 0, sees_secrets: bool = False
+    ) -> None:
         if not hasattr(os, "killpg"):
             raise RagenError("agents cannot run on this system; on Windows, use its Linux (WSL)")
         try:
@@ -92,6 +95,7 @@ class Agents:
             raise RagenError(f"{processes} processes of the agent are too few; 0 chooses a number")
         is_function = agent_host.FUNCTION.fullmatch(target) is not None
         self._target, self._python = target, python or sys.executable
+        self._sees_secrets = sees_secrets
         self._processes = processes or min(usable_cpus(), MOST_PROCESSES) if is_function else 1
         self._workers: list[_Worker] = []
         self._numbers = count(1)
@@ -142,7 +146,7 @@ class Agents:
         self._tidy()
         ready = [worker for worker in self._workers if not worker.is_spent]
         while len(ready) < self._processes:
-            ready.append(_Worker(self._python, self._target))
+            ready.append(_Worker(self._python, self._target, self._sees_secrets))
             self._workers.append(ready[-1])
         # A coroutine that does not end when it is cancelled may hold up the others.
         return min(ready, key=lambda worker: (len(worker.cancelling), len(worker.playing)))
@@ -169,7 +173,7 @@ class Agents:
 class _Worker:
     """One process, our end of its socket, and the end of what it has written."""
 
-    def __init__(self, python: str, target: str) -> None:
+    def __init__(self, python: str, target: str, sees_secrets: bool) -> None:
         self.loop = asyncio.get_running_loop()
         self.playing: dict[int, asyncio.Future[Outcome]] = {}
         self.cancelling: set[int] = set()
@@ -189,7 +193,7 @@ class _Worker:
                 stderr=subprocess.STDOUT,
                 bufsize=0,
                 pass_fds=[fd],
-                env=environment(os.environ),
+                env=environment(os.environ, sees_secrets),
                 start_new_session=True,  # Ctrl-C is for the run
             )
         except OSError as error:
@@ -336,7 +340,7 @@ class _Worker:
             self.loop.remove_reader(self._output)
 
 
-def environment(variables: Mapping[str, str]) -> dict[str, str]:
+def environment(variables: Mapping[str, str], sees_secrets: bool = False) -> dict[str, str]:
     """The variables of an agent's process: ours without secrets; proxies are not for the gateway.
 
     Example:
@@ -346,7 +350,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     kept = {
         name: value
         for name, value in variables.items()
-        if not SECRET.search(name) and not LOGIN.search(value)
+        if sees_secrets or not (SECRET.search(name) or LOGIN.search(value))
     }
     for name in ("NO_PROXY", "no_proxy"):
         kept[name] = ",".join(filter(None, (kept.get(name), "localhost,127.0.0.1,::1")))

@@ -319,7 +319,8 @@ def _agent(env: EnvConfig) -> Agent | None:
         return None
     given = env.params
     address = given.get("address") or ADDRESS
-    return Agent(cls.target, given.get("python", ""), given.get("processes", 0), address)
+    python, processes = given.get("python", ""), given.get("processes", 0)
+    return Agent(cls.program(), python, processes, address, cls.sees_secrets)
 
 
 def _workers(env: EnvConfig) -> Workers:

@@ -17,7 +17,6 @@ from ragen.envs.registry import make
         ("minigrid", "gymnasium:MiniGrid-Nothing-v0", "minigrid"),
         ("reasoning_gym", "reasoning-gym:no_such_task", "reasoning-gym"),
         ("textarena", "textarena:NoSuchGame-v0", "textarena"),
-        ("verifiers", "verifiers:no_such_env", "verifiers"),
         ("websockets", "openenv:http://127.0.0.1:9", "openenv"),
     ],
 )

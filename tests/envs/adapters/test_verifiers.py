@@ -1,244 +1,226 @@
-"""Environments of verifiers through RAGEN: their examples, their messages and their rubrics."""
+"""Environments of verifiers through RAGEN: their own rollouts, through the gateway."""
+
+from __future__ import annotations
 
 import asyncio
-import re
-import threading
+import json
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ragen.algorithms.samples import to_samples
 from ragen.chat.chat import Chat
-from ragen.config.extensions import ENV, load
+from ragen.config.reading import merge
 from ragen.core.errors import RagenError
-from ragen.core.types import Completion
-from ragen.envs.adapters.adapted import version_of
-from ragen.envs.checker import check
+from ragen.core.types import Episode, Prompt
 from ragen.envs.registry import make
-from ragen.envs.tools import write_call
+from ragen.envs.tools import tool_schema, write_call
 from ragen.rollout.groups import run_groups
-from ragen.rollout.setup import Setup
+from ragen.rollout.setup import Setup, make_setup
+from ragen.settings.code import load_code
 from tests.chat.test_histories import check as check_samples
 from tests.scripted_policy import ScriptedPolicy
 from tests.tool_templates import tool_tokenizer
 
-vf = pytest.importorskip("verifiers", reason="needs the extra verifiers")
-NAME = f"verifiers:{Path(__file__).parents[2] / 'verifiers_envs.py'}"
-
-
-def said(env):
-    """The texts of the conversation as the rubric sees them."""
-    return [message["content"] for message in env._messages]
-
-
-def questions(env, levels):
-    return [env.reset(seed=level)[0] for level in levels]
-
-
-def test_one_turn_is_scored_by_the_rubric():
-    env = make(NAME, system_prompt="Add the numbers.")
-    assert env.goal == "Answer (verifiers_envs)", "the same prompt on every machine"
-    assert env.reset(seed=10_000)[0] == "1 + 5" and env.rules == "Add the numbers."
-    assert (env.actions, env.max_turns, env.max_actions) == (None, 1, 1)
-    shown, *rest = env.step("6")
-    assert shown == "Your answer has the reward 1."
-    assert rest == [1.0, True, False, {"success": True, "effective": True}]
-    env.reset(seed=10_000)
-    assert env.step("7")[1:] == (0.0, True, False, {"success": False, "effective": True})
-
-
-def test_levels_are_examples_of_the_training_and_of_the_evaluation_dataset():
-    env = make(NAME, evaluated=3)
-    assert questions(env, (123, 124, 125, 126)) == ["0 + 50", "1 + 50", "2 + 50", "0 + 50"]
-    assert questions(env, (10_000, 10_001, 10_008, 2**31)) == ["0 + 5", "1 + 5", "0 + 5", "0 + 5"]
-
-
-def test_an_only_dataset_is_divided_and_one_example_serves_both():
-    env = make(NAME)  # of 0 … 7, the first of every four is for evaluation
-    assert questions(env, (123, 124, 125)) == ["0 + 5", "4 + 5", "0 + 5"]
-    assert questions(env, range(10_000, 10_006)) == [f"{i} + 5" for i in (1, 2, 3, 5, 6, 7)]
-    assert questions(make(NAME, size=1), (123, 10_000)) == ["0 + 5", "0 + 5"]
-
-
-@pytest.mark.parametrize(
-    ("parser", "answer", "seen"),
-    [
-        ("plain", "6", "6"),
-        ("think", "6", "<think>\n</think>\n6"),
-        ("xml", "6", "<think>\n\n</think>\n<number>\n6\n</number>"),
-        ("xml", "<number>6</number>", "<number>6</number>"),
-    ],
+pytest.importorskip("verifiers", "0.4", reason="needs the extra verifiers")
+FOLDER = Path(__file__).with_name("tasksets")
+SUMS, GUESS, FRUIT, OWN = (
+    f"verifiers:{FOLDER / name}.py" for name in ("sums", "guess", "fruit", "own_harness")
 )
-def test_the_rubric_sees_the_answer_in_the_form_of_its_parser(parser, answer, seen):
-    env = make(NAME, parser=parser)
-    env.reset(seed=10_000)
-    assert env.step(answer)[1] == 1.0
-    assert said(env)[-1] == seen
+
+WITHOUT = str(Path(sys.base_prefix) / "bin/python3")
+"""An interpreter without packages."""
+CHAT = Chat(tool_tokenizer("hermes"), think=False)
+CHAT.expect_tools()
+
+Reply = Callable[[Prompt], str]
 
 
-def number_of(env, level):
-    """The hidden number of a level of `guess`."""
-    env.reset(seed=level)
-    return env._state["number"]
+Play = Callable[..., list[Episode]]
 
 
-def test_turns_are_those_of_the_environment_and_the_reward_comes_at_the_end():
-    env = make(NAME, kind="guess", max_turns=4)
-    assert (env.max_turns, make(NAME, kind="guess").max_turns) == (4, 20)
-    level = next(level for level in range(123, 200) if number_of(env, level) == 3)
-    env.reset(seed=level)
-    first, *rest = env.step("1")
-    assert first.endswith(", higher.") and rest[:3] == [0.0, False, False]
-    assert env.step("7")[0].endswith(", lower.")
-    assert env.step("3") == (
-        *("Yes!", pytest.approx(1 / 3), True, False),
-        {"success": False, "effective": True},
+@pytest.fixture(scope="module")
+def play() -> Iterator[Play]:
+    """Plays an episode of each level, all at once; an environment has one process for all tests."""
+    with ExitStack() as stack:
+
+        @cache
+        def setup_of(name: str) -> Setup:
+            given = {
+                "env.name": name,
+                "env.params.processes": 1,
+                "env.params.success_at": 0.5,
+                "env.timeout_s": 60.0,
+                "prompt.think": False,
+            }
+            return stack.enter_context(closing(make_setup(merge(None, given), CHAT)))
+
+        def played(name: str, reply: Reply, levels: list[int], room: int = 9999) -> list[Episode]:
+            setup = replace(setup_of(name), max_length=room)
+            policy = ScriptedPolicy(reply, lambda text: (*CHAT.encode_text(text), CHAT.end))
+            groups = asyncio.run(run_groups(policy, setup, levels, 1, (0, "t")))
+            samples, trained = to_samples(groups)
+            check_samples(trained, samples)
+            return [group.episodes[0] for group in groups]
+
+        yield played
+
+
+def messages(prompt: Prompt) -> list[str]:
+    return [f"{each['role']}: {each['content']}" for each in prompt.messages]
+
+
+def ends(episodes: list[Episode]) -> list[tuple[str, float, bool]]:
+    return [(each.stop_reason, each.reward, each.success) for each in episodes]
+
+
+def test_a_task_of_one_turn_is_scored_by_its_rewards(play: Play) -> None:
+    replies = {"user: 0 + 5": "5", "user: 5 + 5": "11"}
+    episodes = play(
+        SUMS, lambda prompt: replies.get(messages(prompt)[-1], "Ask a judge."), [123, 124, 10_000]
     )
-    assert said(env)[1::2] == ["1", "7", "3"] and said(env)[-1] == "Yes!"
+    assert messages(episodes[0].turns[0].prompt) == ["system: Add the numbers.", "user: 0 + 5"]
+    assert ends(episodes) == [("solved", 1.0, True), ("failed", 0.0, False), ("error", 0.0, False)]
+    assert "the judge is gone" in (episodes[2].error or "")
 
 
-def test_tools_are_called_and_the_rubric_sees_the_calls():
-    env = make(NAME, kind="tools", max_turns=4)
-    price, times = (each["function"] for each in env.tools)
-    assert price["description"] == "The price of one kilo of a fruit in cents."
-    assert price["parameters"]["properties"]["fruit"]["description"] == "Its name."
-    assert times["parameters"]["required"] == ["first", "second"]
-    assert env.reset(seed=10_000)[0] == "1 + 5" and env.max_turns == 4
-    assert env.step(write_call("price", fruit="apples"))[:3] == ("250", 0.0, False)
-    assert env.step(write_call("times", first=250, second=6))[:3] == ("1500", 0.0, False)
-    assert env.step("1500")[1:3] == (1.0, True)
-    asked, result = env._messages[1:3]
-    assert (asked.role, asked.tool_calls[0].name, result.role) == ("assistant", "price", "tool")
-    assert result.tool_call_id == asked.tool_calls[0].id
-    env.reset(seed=10_000)
-    assert env.step("1500")[1:3] == (0.0, True), "an answer without a call"
+def test_a_prompt_that_is_too_long_ends_the_episode_with_its_context(play: Play) -> None:
+    (episode,) = play(SUMS, lambda prompt: "5", [123], room=10)
+    assert (episode.stop_reason, episode.turns) == ("context", ())
 
 
-def test_wrong_calls_have_the_environments_own_results():
-    env = make(NAME, kind="tools")
-    env.reset(seed=10_000)
-    for call, result in (
-        (write_call("price", fruit="plums"), "'plums'"),
-        (write_call("no_such"), "'no_such'"),
-        (write_call("times", first=1), "missing 1 required positional argument"),
+def test_turns_are_those_of_the_environment_up_to_its_own_limit(play: Play) -> None:
+    def search(prompt: Prompt) -> str:
+        asked = messages(prompt)[-1]
+        return {"user: Find my number.": "2", "user: Higher.": "3"}.get(asked, "1")
+
+    levels = [123, 10_000, 124, 10_001]
+    assert make(GUESS).max_turns == 4
+    numbers = [json.loads(make(GUESS).reset(seed=level)[0])["task"]["number"] for level in levels]
+    assert numbers == [1, 2, 6, 3]
+    low, first, never, high = play(GUESS, search, levels)
+    assert messages(low.turns[1].prompt)[1:] == ["assistant: 2", "user: Lower."]
+    assert ends([first, low, high]) == [("solved", r, True) for r in (1.0, 0.5, 0.5)]
+    assert ends([never]) == [("failed", 0.0, False)]
+    assert [len(each.turns) for each in (low, first, never, high)] == [2, 1, 4, 2]
+    assert [turn.call.parent for turn in never.turns if turn.call] == [-1, 0, 1, 2]
+
+
+def test_an_environment_that_raises_fails_the_episode(play: Play) -> None:
+    (episode,) = play(GUESS, lambda prompt: "seven", [123])
+    assert episode.stop_reason == "error"
+    assert "invalid literal for int() with base 10: 'seven'" in (episode.error or "")
+
+
+def test_tools_are_called_and_the_task_sees_their_calls(play: Play) -> None:
+    calls = {"user: 1 kg of apples?": "price", "user: 6 kg of apples?": "weight"}
+
+    def buy(prompt: Prompt) -> str:
+        asked = messages(prompt)[-1]
+        if asked in calls:
+            return offering.calls.write([write_call(calls[asked], fruit="apples")])
+        return "500" if asked.startswith("user") else asked.removeprefix("tool: ")
+
+    offering = CHAT.offering([tool_schema("price", "", {"type": "object"})])
+    assert offering.calls is not None
+    right, unknown, silent = play(FRUIT, buy, [123, 124, 10_000])
+    assert right.turns[0].results == ("250",)
+    assert unknown.turns[0].results == ("error: there is no tool 'weight'",)
+    assert [each.reward for each in (right, unknown, silent)] == [1.0, 0.5, 0.5]
+    assert "The price of one kilo" in CHAT.spell(right.turns[0].prompt.token_ids)
+
+
+def test_a_call_that_a_server_could_not_answer_is_made_again() -> None:
+    """As when a connection that was kept is closed while it is used."""
+    from aiohttp import web
+
+    from ragen.envs.adapters.verifiers_host import main
+
+    tries = []
+
+    async def answer(request: web.Request) -> web.Response:
+        tries.append(request.headers["X-Api-Key"])
+        if len(tries) == 1:
+            assert request.transport is not None
+            request.transport.close()
+        said = {"message": {"role": "assistant", "content": "6"}, "finish_reason": "stop"}
+        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "policy"}
+        return web.json_response({**reply, "choices": [{"index": 0, **said}]})
+
+    async def played() -> dict[str, Any]:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            await web.SockSite(runner, listening).start()
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+            outcome = await main(told(SUMS)["training"][0], url, "a key")
+            await runner.cleanup()
+        return outcome
+
+    assert asyncio.run(played()) == {"reward": 1.0} and tries == ["a key"] * 2
+
+
+def test_a_harness_of_the_taskset_holds_the_conversation(play: Play) -> None:
+    (episode,) = play(OWN, lambda prompt: "Hello.", [123])
+    assert messages(episode.turns[0].prompt) == ["user: Greet."]
+    assert ends([episode]) == [("solved", 1.0, True)]
+
+
+def told(name: str, taskset: Any = None, test: Any = None, config: Any = None) -> dict[str, Any]:
+    """What the host tells of a taskset, in this process."""
+    from ragen.envs.adapters.verifiers_host import tasks_of
+
+    return tasks_of(name.removeprefix("verifiers:"), taskset or {}, test, config or {})
+
+
+def test_tasks_are_held_out_or_are_those_of_the_settings_for_evaluation() -> None:
+    def prompts(found: list[Any]) -> list[str]:
+        return [each["task"]["prompt"] for each in found]
+
+    found = told(SUMS)
+    assert prompts(found["evaluation"]) == ["0 + 5", "5 + 5"]
+    assert prompts(found["training"]) == [f"{i} + 5" for i in (1, 2, 3, 4, 6, 7, 8, 9)]
+    found = told(SUMS, {"size": 2}, {"plus": 50})
+    assert prompts(found["evaluation"]) == ["0 + 50", "1 + 50"]
+    assert prompts(found["training"]) == ["0 + 5", "1 + 5"]
+    assert found["evaluation"][0]["env"]["taskset"]["plus"] == 50
+    assert len(told(GUESS)["training"]) == 800, "of a taskset without an end"
+
+
+def test_what_cannot_be_played_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "of_before.py").write_text("def load_environment(): ...")
+    for message, name, *settings in (
+        ("load_environment is of verifiers 0.3", f"{tmp_path}/of_before.py"),
+        ("too few tasks", SUMS, {"size": 0}),
+        ("the agents assistant, user; RAGEN plays", SUMS, None, None, {"id": "user-sim"}),
     ):
-        shown, *rest = env.step(call)
-        assert result in shown and rest[:3] == [0.0, False, False]
-    strict = make(NAME, kind="strict")
-    strict.reset(seed=10_000)
-    assert strict.step(write_call("price", fruit="plums"))[1:3] == (0.0, True)
+        with pytest.raises(SystemExit, match=message):
+            told(name, *settings)
 
 
-def test_tools_are_shown_by_a_models_template_and_their_results_are_never_trained():
-    env = make(NAME, kind="tools")
-    chat = Chat(tool_tokenizer("hermes"), think=False, tools=env.tools)
-    call = chat.calls.write([write_call("price", fruit="apples")])
-    policy = ScriptedPolicy([call, "1500"] * 2, lambda text: (*chat.encode_text(text), chat.end))
-    setup = Setup(
-        *(NAME, lambda: make(NAME, kind="tools"), 4, 1, 4),
-        **{"think": False, "prefilled": False, "chat": chat, "tools": env.tools},
-        max_length=9999,
-    )
-    (group,) = asyncio.run(run_groups(policy, setup, [10_000], 2, (0, "eval"), concurrency=1))
-    samples, episodes = to_samples([group])
-    check_samples(episodes, samples)
-    assert [each.success for each in episodes] == [True, True] and len(samples) == 2
-    assert "The price of one kilo" in chat.spell(episodes[0].turns[0].prompt.token_ids)
-    assert episodes[0].turns[0].results == ("250",)
-
-
-def test_randomness_follows_from_the_seeds():
-    env = make(NAME, kind="guess")
-    numbers = [number_of(env, level) for level in range(123, 163)]
-    assert numbers == [number_of(env, level) for level in range(123, 163)]
-    assert set(numbers) == set(range(1, 8))
-    cheers = set()
-    for noise in range(9):
-        env.reset(seed=123, options={"noise_seed": noise})
-        cheers.add(env.step("7" if numbers[0] < 7 else "1")[0].partition(",")[0])
-    assert cheers == {"Well", "Hm", "No"}
-
-
-@pytest.mark.parametrize("kind", ["sums", "half", "tools"])
-def test_environments_keep_the_contract(kind):
-    check(make(NAME, kind=kind, evaluated=4))
-
-
-def test_an_environment_that_does_not_repeat_itself_fails_the_check():
-    with pytest.raises(RagenError):
-        check(make(NAME, kind="restless"))
-
-
-def test_an_episode_that_is_left_is_cleaned_up_and_its_threads_end():
-    others = set(threading.enumerate())  # of other tests
-    env = make(NAME, kind="guess")
-    guess = type(env._loaded.environment)
-    wrong = "7" if number_of(env, 123) < 7 else "1"
-    before = guess.cleaned
-    env.step(wrong)  # which takes a thread
-    env.close()
-    assert guess.cleaned == before + 1
-    assert not set(threading.enumerate()) - others
-    env.reset(seed=123)
-    env.step(wrong)
-    env.close()
-
-
-def test_an_answer_that_the_rubric_cannot_read_has_the_reward_0():
-    env = make(NAME, kind="half")
-    env.reset(seed=10_000)
-    assert env.step("six")[1:3] == (0.0, True)  # int("six") raises
-
-
-def test_a_judge_that_cannot_be_reached_fails_the_episode():
-    class Six:
-        async def complete(self, prompt):
-            return Completion(None, None, "<answer>6</answer>", "stop", 0)
-
-    setup = Setup(
-        NAME,
-        lambda: make(NAME, kind="judged"),
-        turns=1,
-        actions_per_turn=1,
-        actions=1,
-        style="paper",
-        think=False,
-        prefilled=False,
-    )
-    (group,) = asyncio.run(run_groups(Six(), setup, [10_000], 1, (0, "eval")))
-    assert "a reward function raised RuntimeError('Judge model API error" in group.episodes[0].error
-
-
-def test_a_failure_in_the_environment_is_raised():
-    env = make(NAME, kind="guess")
-    env.reset(seed=123)
-    with pytest.raises(ValueError, match="invalid literal for int"):
-        env.step("seven")
-
-
-def test_an_episode_whose_end_no_stop_condition_sees_is_given_up():
-    env = make(NAME, kind="unending")
-    env.reset(seed=123)
-    with pytest.raises(RuntimeError, match="its stop conditions ignore the end of an episode"):
-        for guess in range(1, 8):
-            env.step(str(guess))
-
-
-def test_what_is_unknown_or_cannot_be_played_is_refused_in_one_line():
-    for name, params, message in (
-        (NAME, {"kind": "mcp"}, "is a MCPEnv, which keeps its MCP servers running in a thread"),
-        (NAME, {"kind": "comparing"}, "scores episodes by comparing them"),
-        (NAME, {"size": 0}, "has no examples"),
-        (NAME, {"parser": "no_such"}, "cannot be made: KeyError: 'no_such'"),
-        ("verifiers:no-such-env", {}, "no module 'no_such_env' is installed here: install the p"),
-        ("verifiers:", {}, "no module '' is installed here"),
-        ("verifiers:json", {}, "json has no environment named 'load_environment'"),
+def test_what_the_host_says_is_one_line() -> None:
+    for message, params in (
+        ("sums.py: taskset.sise: extra inputs are not permitted", {"sise": 3}),
+        ("needs verifiers 0.4, here is none: pip install", {"python": WITHOUT}),
+        ("the interpreter no/python does not start", {"python": "no/python"}),
     ):
-        with pytest.raises(RagenError, match=re.escape(message)) as error:
-            make(name, **params)
+        with pytest.raises(RagenError, match=message) as error:
+            make(SUMS, **params)
         assert "\n" not in str(error.value)
 
 
-def test_package_and_code_identify_the_environment():
-    package, _, code = load(NAME, ENV).source.partition(", ")
-    assert package == version_of("verifiers") and code.startswith("blake2b:")
+def test_packages_and_the_file_identify_the_environment() -> None:
+    given = {"env.name": SUMS}
+    found = load_code(merge(None, given)).sources
+    assert found[SUMS].startswith("blake2b:")
+    assert found[f"taskset of {SUMS}"] == f"verifiers {version('verifiers')}"

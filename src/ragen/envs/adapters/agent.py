@@ -69,6 +69,8 @@ class AgentEnv(Adapted):
     actions_per_turn = 1
     max_actions = 16
     prompt_style = "paper"
+    sees_secrets = False
+    """True if the agent's processes get all variables, also those that look like keys."""
 
     def __init__(
         self,
@@ -90,6 +92,11 @@ class AgentEnv(Adapted):
         if verifier:
             self._verify = load_object(verifier, kind="verifier", accepts=callable).object
         self._rules = "An agent of its own works on the task."
+
+    @classmethod
+    def program(cls) -> str:
+        """The function or the command that works on the tasks (`ragen.gateway.agents.Agents`)."""
+        return cls.target
 
     @classmethod
     @override
@@ -126,7 +133,10 @@ class AgentEnv(Adapted):
 
     @override
     def play(self, action: str) -> Played:
-        answer = parse_json(action)
+        try:
+            answer = parse_json(action)
+        except ValueError:
+            raise not_by_hand() from None
         verdict = read_verdict(answer)
         if self._verify is not None and not (isinstance(answer, dict) and "reward" in answer):
             said = answer.get("answer", answer) if isinstance(answer, dict) else answer
@@ -138,6 +148,11 @@ class AgentEnv(Adapted):
             )
         shown = f"The reward is {verdict.reward:g}."
         return Played(shown, verdict.reward, True, False, verdict.success)
+
+
+def not_by_hand() -> RagenError:
+    """The refusal of an action that comes from a person or a checker, and not from an agent."""
+    return RagenError("an agent plays it, with a model: name a run, as in --player RUN")
 
 
 class Verdict(NamedTuple):
