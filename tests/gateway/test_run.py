@@ -345,6 +345,11 @@ def test_a_key_opens_its_own_episode_while_it_is_played(chat: Chat) -> None:
                 models = urllib.request.Request(gateway.base_url + "/models")
                 with await asyncio.to_thread(urllib.request.urlopen, models) as answer:
                     assert json.load(answer)["data"][0]["id"] == "policy"
+                path = "/v1/messages"  # as clients of Anthropic, after any base URL
+                status, text = await asyncio.to_thread(
+                    lambda: ask(gateway.base_url, key, path, max_tokens=9)
+                )
+                assert status == 200 and "You said: Hi." in text
                 path = "/messages/count_tokens"
                 status, text = await asyncio.to_thread(ask, gateway.base_url, key, path)
                 assert status == 200 and json.loads(text)["input_tokens"] > 3

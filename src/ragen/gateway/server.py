@@ -144,9 +144,12 @@ class Gateway:
 
     def routes(self) -> list[Route]:
         """The routes of all dialects."""
-        routes = [Route(f"/v1{path}", self._reply, methods=["POST"]) for path in DIALECTS]
-        count = Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"])
-        return [*routes, count, Route("/v1/models", self._models)]
+        routes = list[Route]()
+        for start in ("/v1", "/v1/v1"):  # clients of Anthropic put /v1 after any base URL
+            routes += [Route(start + path, self._reply, methods=["POST"]) for path in DIALECTS]
+            count = Route(f"{start}/messages/count_tokens", self._count_tokens, methods=["POST"])
+            routes += [count, Route(f"{start}/models", self._models)]
+        return routes
 
     def episode_of(self, http: HttpRequest) -> _Open:
         """The episode of a request's key.
@@ -179,7 +182,7 @@ class Gateway:
         return JSONResponse({"input_tokens": count})
 
     async def _reply(self, http: HttpRequest) -> Response:
-        dialect = DIALECTS[http.url.path.removeprefix("/v1")]
+        dialect = DIALECTS[http.url.path.rpartition("/v1")[2]]
         episode, before = None, 0
         try:
             episode = self.episode_of(http)
