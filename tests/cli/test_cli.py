@@ -15,10 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Never
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 import ragen
+from ragen.cli import play
 from ragen.cli.command import complain, terminal
 from ragen.cli.help import FIRST_KEYS
 from ragen.cli.main import COMMANDS, main
@@ -28,7 +30,7 @@ from ragen.config import reading as settings
 from ragen.config.config import Config
 from ragen.config.keys import keys
 from ragen.core.errors import RagenError, printable
-from ragen.core.pictures import PLACE
+from ragen.core.pictures import PLACE, Picture
 from ragen.core.stopping import StopRequested
 from ragen.core.tables import Section, show
 from ragen.core.types import Completion, Episode, Prompt, Turn
@@ -509,6 +511,25 @@ def test_printed_commands_quote_a_folder_with_a_space(
     monkeypatch.setattr("ragen.bases.env_base.prepare_env", lambda *_: "made")
     assert main(["base", "--env", "bandit", "--out", str(model)]) == 0
     assert f"--env bandit --model '{model}'" in capsys.readouterr().out
+
+
+def test_a_picture_is_half_blocks_in_a_terminal_with_colours() -> None:
+    """Two rows of pixels a line, the last of an odd number twice; wide pictures are shrunk."""
+    pixels = np.zeros((3, 2, 3), np.uint8)
+    pixels[0], pixels[2] = (255, 0, 0), (0, 0, 9)
+    console = Console(
+        force_terminal=True, color_system="truecolor", file=(out := io.StringIO()), width=70
+    )
+    play._show(console, PLACE, [Picture.of(pixels)])
+    red, blue = (
+        f"\x1b[38;2;{above};48;2;{below}m"
+        for above, below in (("255;0;0", "0;0;0"), ("0;0;9",) * 2)
+    )
+    mark, *lines = out.getvalue().splitlines()
+    assert mark == "<image>" and [line.count("▀") for line in lines] == [2, 2]
+    assert lines[0].startswith(red) and lines[1].startswith(blue)
+    wide = play._in_blocks(Picture.of(np.zeros((100, 400), np.uint8)), 64)
+    assert wide.plain.split("\n") == ["▀" * 64] * 8
 
 
 def test_a_picture_is_a_mark_in_the_terminal(capsys: Capture) -> None:

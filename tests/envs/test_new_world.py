@@ -33,6 +33,21 @@ def test_a_new_world_passes_the_checker_and_names_the_next_commands(
     assert "orridor" not in text and "new-world" not in text
 
 
+def test_a_new_world_with_pictures_is_seen_in_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new-world", "deep_mine", "--picture"]) == 0
+    assert "check deep_mine.py:SeenDeepMine" in capsys.readouterr().out
+    env, plain = (make(f"deep_mine.py:{each}DeepMine") for each in ("Seen", ""))
+    assert (env.name, env.shows_pictures, plain.shows_pictures) == ("seen_deep_mine", True, False)
+    text, _ = env.reset(seed=0)
+    assert text == "<image>" and plain.reset(seed=0)[0] == env.state_key()
+    check(env)
+    check(plain)
+    assert "orridor" not in Path("deep_mine.py").read_text("utf-8")
+
+
 def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("precious", "utf-8")
     with pytest.raises(RagenError, match=r"mine.py exists already; choose"):

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from ragen.core.errors import RagenError
+from ragen.envs import answers
 from ragen.envs.adapters import openenv as client
 from ragen.envs.adapters.adapted import _named
 from ragen.envs.checker import check
@@ -26,11 +27,11 @@ TOKEN = "a-token-of-the-tests"
 
 
 @contextmanager
-def served(name: str, token: str | None = None) -> Iterator[str]:
+def served(name: str, token: str | None = None, **params: Any) -> Iterator[str]:
     """The URL of a server in a thread of this process."""
     client._about.cache_clear()
     _named.cache_clear()
-    build = env_factory(name)
+    build = env_factory(name, **params)
     env = build()
     setup = Setup(name, build, env.max_turns, env.actions_per_turn, env.max_actions)
     with listen("127.0.0.1", 0) as listening:
@@ -47,13 +48,19 @@ def served(name: str, token: str | None = None) -> Iterator[str]:
             thread.join(10)
 
 
-@pytest.mark.parametrize("name", ["frozen-lake", "sorting"])
-def test_the_client_plays_as_in_this_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FrozenLake has random events, Sorting has tools."""
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("frozen-lake", {}), ("frozen-lake", {"observation": "picture"}), ("sorting", {})],
+)
+def test_the_client_plays_as_in_this_process(
+    name: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FrozenLake has random events and pictures, Sorting has tools."""
     pytest.importorskip("websockets", reason="needs the extra openenv")
     monkeypatch.setenv("OPENENV_TOKEN", TOKEN)
-    with served(name, TOKEN) as url:
-        there, here = make(f"openenv:{url}"), make(name)
+    with served(name, TOKEN, **params) as url:
+        there, here = make(f"openenv:{url}"), make(name, **params)
+        assert there.shows_pictures == here.shows_pictures == bool(params)
         assert (there.tools, there.actions) == (here.tools, here.actions)
         for level in range(3):
             seeds: Any = {"seed": level, "options": {"noise_seed": level + 9}}
@@ -61,6 +68,7 @@ def test_the_client_plays_as_in_this_process(name: str, monkeypatch: pytest.Monk
             for action in ("Right", "Down", "Right") if here.actions else ("A B C D",):
                 expected = here.step(action)
                 assert there.step(action)[:4] == expected[:4]
+                assert answers.pictures(there.pictures()) == answers.pictures(here.pictures())
                 if expected[2]:
                     break
         there.close()

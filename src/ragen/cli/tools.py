@@ -221,18 +221,20 @@ def _checked(name: str) -> str:
 
 def _new_world_options(parser: Parser) -> None:
     parser.take("name", "NAME", "the environment's name; the file is NAME.py")
+    parser.flag("--picture", "one whose agent sees a picture")
 
 
 def _new_world(options: Namespace, _: Overrides) -> int:
     from ragen.envs.new_world import write_new_world
 
-    file, title = write_new_world(options.name, Path())
+    file, title = write_new_world(options.name, Path(), options.picture)
     reference, model, ragen = f"{file}:{title}", Path("models") / options.name, program()
     print(f"{file} holds a complete environment; change it into your own")
     print(f"check it:      {ragen} check {reference}")
     print(f"play it:       {ragen} play {reference}")
-    print(f"train on it:   {ragen} base --env {reference} --out {model}")
-    print(f"               {ragen} train --env {reference} --model {model}")
+    if not options.picture:  # a base of these commands reads text
+        print(f"train on it:   {ragen} base --env {reference} --out {model}")
+        print(f"               {ragen} train --env {reference} --model {model}")
     return 0
 
 

@@ -51,11 +51,15 @@ class Corridor(Env):
 
     def show(self) -> str:
         """What the agent sees."""
+        return " ".join(self.symbols())
+
+    def symbols(self) -> list[str]:
+        """The cells."""
         symbols = ["_"] * self.cells
         symbols[0] = symbols[-1] = "H"
         symbols[self.goal_cell] = "G"
         symbols[self.player] = "P"
-        return " ".join(symbols)
+        return symbols
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         move = (-1, 1)[self.action_index(action)]  # raises ValueError for an unknown action
@@ -78,7 +82,7 @@ class Corridor(Env):
         self.noise.bit_generator.state = state["noise"]
 
     def state_key(self) -> str:
-        return self.show()
+        return " ".join(self.symbols())
 
     # Optimal play is the baseline beside random play. Leave it out where none is known.
 
@@ -89,4 +93,4 @@ class Corridor(Env):
     # A drawing for `ragen view`, one character a cell. The agent never sees it.
 
     def drawing(self) -> list[str]:
-        return [self.show().replace(" ", "")]
+        return ["".join(self.symbols())]

@@ -4,17 +4,21 @@ Messages and answers are JSON objects with a ``type`` and ``data``. Beyond the p
 client gets all that it needs to play as without a server. A reset takes a ``noise_seed`` and gives
 the goal, the rules and the actions of the level. A step says whether it was a success and whether
 it was truncated. The defaults of a state are the budgets of an episode, and the schema has the
-environment's tools, which a step calls by the text of the call (`ragen.envs.tools`).
+environment's tools, which a step calls by the text of the call (`ragen.envs.tools`). The protocol
+has no pictures: an observation's metadata has them as PNG files in base64, one for each
+``<image>`` in its text.
 """
 
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from contextlib import closing
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ragen.core.pictures import for_people
 from ragen.envs.contract import fresh_seed
 from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.setup import Setup
@@ -89,7 +93,7 @@ def describe(setup: Setup) -> Description:
         for level in range(LOOKED_AT):
             env.reset(level, level)
             found.add(env.actions)
-        tools = env.tools
+        tools, sees = env.tools, env.shows_pictures
         metadata = {"name": env.env.name, "description": f"{env.goal}\n{env.rules}"}
     if len(found) == 1 and (actions := found.pop()) is not None:
         action["properties"]["text"]["enum"] = list(actions)
@@ -99,6 +103,8 @@ def describe(setup: Setup) -> Description:
     schema: Answer = {"action": action, "observation": observation, "state": state}
     if tools:
         schema["tools"] = list(tools)
+    if sees:
+        schema["pictures"] = "observation.metadata.pictures"
     return Description(metadata, schema, began)
 
 
@@ -170,8 +176,11 @@ def _state(setup: Setup) -> State:
 
 def _shown(env: GuardedEnv, reward: float | None, metadata: Answer) -> Answer:
     """The answer to a reset or a step; OpenEnv's clients look for metadata in both places."""
+    seen = {}
+    if env.shows_pictures:
+        seen["pictures"] = [b64encode(each.png()).decode() for each in env.pictures]
     data = {
-        "observation": {"text": env.observation, "metadata": metadata},
+        "observation": {"text": for_people(env.observation), "metadata": metadata | seen},
         "reward": reward,
         "done": env.terminated or env.truncated,
         "metadata": metadata,

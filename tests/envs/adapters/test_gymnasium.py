@@ -132,6 +132,51 @@ def test_environment_keeps_the_contract(target):
     check(make(f"gymnasium:{target}"), levels=2)
 
 
+PICTURES = [(MINIGRID[1], "agent", 56), (MINIGRID[1], "whole", 40)]
+
+
+@pytest.mark.parametrize(("target", "view", "side"), PICTURES)
+def test_minigrid_shows_the_picture_that_the_library_renders(target, view, side):
+    pytest.importorskip("minigrid", reason="needs the extra minigrid")
+    name, params = f"gymnasium:{target}", {"tile_size": 8}
+    env = make(name, view=view, observation="picture", **params)
+    text, _ = env.reset(seed=5)
+    assert text.endswith("and carry nothing\n<image>") and " symbol" not in env.rules
+    assert "The picture shows" in env.rules and "# is a wall" not in env.rules
+    own = gymnasium.make(target, render_mode="rgb_array", agent_pov=view == "agent", **params)
+    own.reset(seed=5)
+    for action in ("left", "forward", "right"):
+        ((pixels,), key) = env.pictures(), env.state_key()
+        assert pixels.shape == (side, side, 3) and (pixels == own.render()).all()
+        env.step(action)
+        own.step(env.actions.index(action))
+        assert (env.state_key() != key) == (own.render() != pixels).any()
+    check(env, levels=1)
+
+
+def test_any_environment_that_renders_can_be_seen():
+    """Its values are no text, and its docstring gives the rules."""
+    pytest.importorskip("pygame", reason="needs the extra minigrid")
+    env = make("gymnasium:CartPole-v1", observation="picture")
+    assert env.reset(seed=1)[0] == "<image>" and env.pictures()[0].shape == (400, 600, 3)
+    before = env.state_key()
+    assert env.step("1")[4]["effective"] and env.state_key() != before
+    env.close()
+
+
+def test_an_environment_without_pictures_is_refused():
+    with pytest.raises(RagenError, match="take its pictures"):
+        make("gymnasium:CartPole-v1")
+    gymnasium.register("Blind-v0", lambda render_mode=None: Words())
+    with pytest.raises(
+        RagenError, match=r"Blind-v0 shows no pictures: .* rgb_array, and it has No"
+    ):
+        make("gymnasium:Blind-v0", observation="picture")
+    gymnasium.registry.pop("Blind-v0")
+    with pytest.raises(RagenError, match=r"FrozenLake-v1 shows no pictures: .* and it has ansi"):
+        make("gymnasium:FrozenLake-v1", observation="picture", render_mode="ansi")
+
+
 def test_floor_is_the_chance_over_all_courses():
     chance = exact_lake(gymnasium.make("FrozenLake-v1").unwrapped.P, 20)
     found = sample_baselines(make("gymnasium:FrozenLake-v1"), Budget(10, 2, 20), 123, 60).random

@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 from abc import abstractmethod
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from typing import IO, Any, ClassVar, NamedTuple
 
 from ragen.config.extensions import LIBRARIES
 from ragen.core.errors import RagenError, last_line, printable
+from ragen.core.pictures import Picture
 from ragen.envs.contract import Env, Info, Options, State, fresh_seed
 
 SAID_CHARS = 300
@@ -38,9 +40,14 @@ class Played(NamedTuple):
 
 
 class Replayed(Env):
-    """An environment that plays its actions again; a subclass defines only `begin` and `play`."""
+    """An environment that plays its actions again; a subclass defines only `begin` and `play`.
 
+    If it `shows_pictures`, both put those of their observation into `_seen`.
+    """
+
+    shows_pictures: bool = False
     _seeds: tuple[int, int]
+    _seen: tuple[Picture, ...] = ()
 
     @abstractmethod
     def begin(self, level_seed: int, noise_seed: int) -> str:
@@ -86,10 +93,16 @@ class Replayed(Env):
             )
 
     def state_key(self) -> str:
-        return self._shown
+        return " ".join((self._shown, *self._hashes()))
+
+    def pictures(self) -> Sequence[Any]:
+        return [each.pixels for each in self._seen]
+
+    def _hashes(self) -> list[str]:
+        return [each.hash for each in self._seen]
 
     def _note(self, *values: Any) -> None:
-        self._record.update(json.dumps(values).encode())
+        self._record.update(json.dumps((*values, *self._hashes())).encode())
 
 
 class Adapted(Replayed):

@@ -1,4 +1,4 @@
-"""Gymnasium's environments with discrete actions, and with texts or discrete values to observe.
+"""Gymnasium's environments with discrete actions: their texts, discrete values or pictures.
 
 Gymnasium draws the level and the random events from one generator (`Env.np_random`). Here, `reset`
 seeds it with the level seed and then replaces it by the generator of the noise seed.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
+from dataclasses import replace
 from enum import EnumType
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import gymnasium
 from gymnasium import spaces
 
 from ragen.core.errors import RagenError, nearest
+from ragen.core.pictures import MARK, Picture
 from ragen.core.plugins import load_module
 from ragen.envs.adapters import minigrid, toy_text
 from ragen.envs.adapters.adapted import Adapted, Played, missing, version_of
@@ -31,14 +33,15 @@ DOCS_CHARS = 1500
 class GymnasiumEnv(Adapted):
     """An environment that is registered with Gymnasium.
 
-    Observation: the toy-text environments and MiniGrid in words and maps, any other as its values.
+    Observation: the toy-text environments and MiniGrid in words and maps, any other as its values;
+    or the picture that the environment renders (`observation="picture"`).
     Actions: the names of the toy-text environments, MiniGrid or an enumeration `actions`, else
     numbers. Reward, Ends when: as in Gymnasium. Success is an end with a positive last reward
     (`success="reward"`), or any end but a truncation (`success="end"`, the default of
     CliffWalking).
 
-    Parameters: `success`; `view` of MiniGrid, what the agent sees or the whole grid; any other
-    keyword goes to `gymnasium.make`.
+    Parameters: `success`; `observation`; `view` of MiniGrid, what the agent sees or the whole grid;
+    any other keyword goes to `gymnasium.make`, such as `tile_size` of MiniGrid's pictures.
 
     Example:
         >>> from ragen.envs.registry import make
@@ -53,13 +56,24 @@ class GymnasiumEnv(Adapted):
         self,
         success: Literal["reward", "end"] | None = None,
         view: Literal["agent", "whole"] = "agent",
+        observation: Literal["text", "picture"] = "text",
         **params: Any,
     ) -> None:
+        self.shows_pictures = observation == "picture"
+        if self.shows_pictures:
+            params = {"render_mode": "rgb_array", **params}
+            if self.target.rpartition(":")[2].startswith(minigrid.FAMILIES):
+                params = {"agent_pov": view == "agent", **params}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._env = gymnasium.make(self.target, disable_env_checker=True, **params)
         bare: Any = self._env.unwrapped
-        about = _about(self.name, bare, view)
+        if self.shows_pictures and bare.render_mode != "rgb_array":
+            raise RagenError(
+                f"{self.name} shows no pictures: they need the render mode rgb_array, and it has "
+                f"{bare.render_mode}"
+            )
+        about = _about(self.name, bare, view, self.shows_pictures)
         self._success = success or about.success
         self._show = about.show
         self.goal, self._rules, self._actions = about.goal, about.rules, about.actions
@@ -89,44 +103,54 @@ class GymnasiumEnv(Adapted):
         observation, _ = self._env.reset(seed=level_seed)
         _, noise = generators(level_seed, {"noise_seed": noise_seed})
         self._env.unwrapped.np_random = noise
-        return self._show(observation)
+        return self._look(observation)
 
     def play(self, action: str) -> Played:
         index = self.action_index(action)
         observation, reward, terminated, truncated, _ = self._env.step(index)
         success = bool(terminated) and (self._success == "end" or float(reward) > 0)
-        shown = self._show(observation)
+        shown = self._look(observation)
         return Played(shown, float(reward), bool(terminated), bool(truncated), success)
+
+    def _look(self, observation: Any) -> str:
+        if self.shows_pictures:
+            self._seen = (Picture.of(self._env.render()),)
+        return self._show(observation)
 
     def close(self) -> None:
         self._env.close()
 
 
-def _about(name: str, env: Any, view: str) -> About:
+def _about(name: str, env: Any, view: str, sees: bool) -> About:
     space = env.action_space
     if not isinstance(space, spaces.Discrete) or space.start != 0:
         raise RagenError(f"{name} has actions {space}: RAGEN plays discrete ones from 0")
-    if found := toy_text.find(env):
+    if (found := toy_text.find(env)) and not sees:
         return found
     goal = getattr(env.spec, "id", type(env).__name__)
     if minigrid.is_one(env):
         return About(
             goal,
-            minigrid.rules(_documented(env), int(space.n), view),
+            minigrid.rules(_documented(env), int(space.n), view, sees),
             minigrid.ACTIONS[: int(space.n)],
-            lambda observation: minigrid.show(env, observation, view),
+            lambda observation: minigrid.show(env, observation, view, sees),
             actions_per_turn=3,
         )
+    rules = _documented(env) or f"Play {goal}."
+    if sees:
+        plain = found or About(goal, rules, _names(env, int(space.n)), str)
+        return replace(plain, rules=rules, show=lambda _: MARK)
     try:
         shown(env.observation_space, env.observation_space.sample())
     except TypeError as error:
         raise RagenError(
             f"{name} has observations in a {error}: RAGEN plays environments that show texts or "
-            "discrete values; wrap it in an environment of your own (docs/environments.md)"
+            "discrete values; take its pictures (env.params.observation = 'picture') or wrap it in "
+            "an environment of your own (docs/environments.md)"
         ) from None
     return About(
         goal,
-        _documented(env) or f"Play {goal}.",
+        rules,
         _names(env, int(space.n)),
         lambda observation: shown(env.observation_space, observation),
     )

@@ -1,8 +1,10 @@
-"""MiniGrid in text: the mission, what is carried, and the grid with a word for each object."""
+"""MiniGrid: the mission, what is carried, and the grid with a word for each object or a picture."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from ragen.core.pictures import MARK
 
 FAMILIES = ("MiniGrid-", "BabyAI-")
 """How the ids of its environments begin."""
@@ -30,50 +32,52 @@ def is_one(env: Any) -> bool:
     )
 
 
-def rules(described: str, num_actions: int, view: str) -> str:
-    """The rules: description, actions (in some environments only the first three) and symbols."""
+def rules(described: str, num_actions: int, view: str, sees: bool) -> str:
+    """The rules: description, actions (in some environments only the first three), what is seen."""
     objects = (
         " pickup takes the object in front of you, drop puts it there, toggle opens or closes a "
         "door or a box in front of you (a locked door needs its key), done says that the mission "
         "is completed."
     )
-    grid = (
-        "The grid shows what you see: you are ^ at the bottom and look up, whichever way you face."
-        if view == "agent"
-        else "The grid shows everything, north on top; you are the arrow."
-    )
+    what, you = ("picture", "the red arrow") if sees else ("grid", "the arrow")
+    if view == "agent":
+        you = you if sees else "^"
+        shows = f"what you see: you are {you} at the bottom and look up, whichever way you face."
+    else:
+        shows = f"everything, north on top; you are {you}."
+    grid = f"The {what} shows {shows}"
+    if not sees:
+        grid += " # is a wall, . is free, ? is not seen, G is the goal, ~ is lava."
     return (
         f"{described}\n"
         "left and right turn you on the spot, forward moves you one cell."
         f"{objects if num_actions == len(ACTIONS) else ''}\n"
-        f"{grid} # is a wall, . is free, ? is not seen, G is the goal, ~ is lava."
+        f"{grid}"
     ).strip()
 
 
-def show(env: Any, observation: Any, view: str) -> str:
+def show(env: Any, observation: Any, view: str, sees: bool) -> str:
     """An observation as text; the whole grid comes from the environment itself."""
+    held = env.carrying
+    carries = "nothing" if held is None else f"a {held.color} {held.type}"
+    grid = MARK if sees else _grid(env, observation["image"], view)
+    facing = FACING[int(observation["direction"])]
+    return f"mission: {observation['mission']}\nyou face {facing} and carry {carries}\n{grid}"
+
+
+def _grid(env: Any, image: Any, view: str) -> str:
     if view == "agent":
-        image = observation["image"]
         size = len(image)
         agent, arrow = (size // 2, size - 1), "^"
     else:
         image = env.grid.encode()
         agent, arrow = (int(env.agent_pos[0]), int(env.agent_pos[1])), ARROWS[env.agent_dir]
-    rows = [
+    return "\n".join(
         " ".join(
             arrow if (column, row) == agent else _cell(image[column][row])
             for column in range(len(image))
         )
         for row in range(len(image[0]))
-    ]
-    held = env.carrying
-    carries = "nothing" if held is None else f"a {held.color} {held.type}"
-    return "\n".join(
-        (
-            f"mission: {observation['mission']}",
-            f"you face {FACING[int(observation['direction'])]} and carry {carries}",
-            *rows,
-        )
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from base64 import b64decode
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import httpx
 
 from ragen.config.keys import BUDGETS
 from ragen.core.errors import RagenError
+from ragen.core.pictures import Picture
 from ragen.core.streams import bound
 from ragen.core.user_code import seconds_left
 from ragen.envs.adapters.adapted import Adapted, Played, version_of
@@ -45,7 +47,8 @@ class About(NamedTuple):
     """A server's description of itself, and a hash of the description, `digest`.
 
     `fields` has the JSON schemas of an action's fields, and `state` those of a state's fields.
-    `tools` are as chat templates take them. If there are no `fields`, every action is a call.
+    `tools` are as chat templates take them. `pictures` says that metadata has those of an
+    observation. If there are no `fields`, every action is a call.
     """
 
     name: str
@@ -54,6 +57,7 @@ class About(NamedTuple):
     fields: dict[str, Any]
     state: dict[str, Any]
     tools: tuple[Schema, ...]
+    pictures: bool
 
 
 class OpenEnvEnv(Adapted):
@@ -76,6 +80,7 @@ class OpenEnvEnv(Adapted):
         self._token = token_in(TOKEN)
         self._fields = about.fields.keys()
         self._tools, self._rules = about.tools, about.description
+        self.shows_pictures = about.pictures
         self._field = _field(self.name, about.fields, field) if self._fields else ""
         self._schema = about.fields.get(self._field, {})
         self.goal = self._rules.partition("\n")[0]
@@ -110,7 +115,7 @@ class OpenEnvEnv(Adapted):
         if isinstance(metadata.get("actions"), list):
             self._schema = {**self._schema, "enum": metadata["actions"]}
             self._actions = tuple(map(str, metadata["actions"]))
-        return _shown(answer["observation"])
+        return self._look(answer["observation"])
 
     def play(self, action: str) -> Played:
         message = self._message(action)
@@ -124,7 +129,7 @@ class OpenEnvEnv(Adapted):
         success = metadata["success"] is True if "success" in metadata else reward > 0
         terminated = done and not truncated
         return Played(
-            _shown(answer["observation"]), reward, terminated, truncated, terminated and success
+            self._look(answer["observation"]), reward, terminated, truncated, terminated and success
         )
 
     def interrupt(self) -> None:
@@ -135,6 +140,12 @@ class OpenEnvEnv(Adapted):
         session, self._session = self._session, None
         if session is not None:
             session.close()
+
+    def _look(self, observation: Any) -> str:
+        if self.shows_pictures:
+            files = map(b64decode, observation["metadata"]["pictures"])
+            self._seen = tuple(map(Picture.of_png, files))
+        return _shown(observation)
 
     def _message(self, action: str) -> dict[str, Any] | None:
         """An action in the server's form; ``None`` if it has to be a call and is not."""
@@ -268,7 +279,7 @@ def _described(url: str, target: str) -> About:
     state = {name: dict(each) for name, each in properties.items()}
     everything = json.dumps([name, description, fields, state, *tools], sort_keys=True)
     digest = hashlib.blake2b(everything.encode(), digest_size=8).hexdigest()
-    return About(name, description, digest, fields, state, tuple(tools))
+    return About(name, description, digest, fields, state, tuple(tools), "pictures" in schema)
 
 
 def _whole(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
