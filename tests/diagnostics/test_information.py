@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ragen.core.metrics import values
+from ragen.core.pictures import Picture
 from ragen.core.types import Group, Turn
 from ragen.diagnostics import information
 from ragen.diagnostics.collapse import REGIMES
@@ -260,7 +261,7 @@ def test_equal_prompts_and_thoughts_are_scored_once() -> None:
     requests: list[Any] = []
 
     class FixedScores:
-        async def cross_scores(self, prompts: Any, thoughts: Any) -> Tensor:
+        async def cross_scores(self, prompts: Any, thoughts: Any, pictures: Any) -> Tensor:
             requests.append((prompts, thoughts))
             return torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
 
@@ -365,7 +366,10 @@ class Scorer:
         self.score = score
 
     async def cross_scores(
-        self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        thoughts: Sequence[Sequence[int]],
+        pictures: Sequence[Picture] = (),
     ) -> Tensor:
         return torch.tensor([[self.score(x, z) for x in prompts] for z in thoughts])
 

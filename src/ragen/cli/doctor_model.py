@@ -84,6 +84,7 @@ def _facts(found: Inspection) -> Section:
         ("padding", _named(found.pad) or "none"),
         ("control tokens", f"{len(found.controls)}: {_named(found.controls)}"),
         *header,
+        *([("pictures", found.pictures)] if found.pictures else []),
         ("prompts", f"{prompt.style}{prefill}"),
         (
             "lengths",

@@ -15,6 +15,7 @@ from ragen.algorithms.batch import Batch
 from ragen.chat.chat import Chat
 from ragen.cluster.child import Host
 from ragen.config.config import Config
+from ragen.core.pictures import Picture
 from ragen.core.types import Episode, Role
 from ragen.engines.factory import make_policy
 from ragen.engines.local import LocalEngine
@@ -101,10 +102,13 @@ class ChildHost(Host):
         await self._engine.update(batch, step)
 
     async def cross_scores(
-        self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        thoughts: Sequence[Sequence[int]],
+        pictures: Sequence[Picture] = (),
     ) -> None:
         """Score thoughts under prompts."""
-        await self._engine.cross_scores(prompts, thoughts)
+        await self._engine.cross_scores(prompts, thoughts, pictures)
 
     async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> None:
         """Measure gradients."""

@@ -28,6 +28,7 @@ from ragen.config.config import Config
 from ragen.config.reading import changed
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics
+from ragen.core.pictures import Picture
 from ragen.core.types import Completion, Episode, Prompt, Role
 from ragen.engines.engine import Engine, assert_sampled
 from ragen.engines.factory import make_policy
@@ -312,9 +313,12 @@ class ProcessEngine(Engine):
 
     @override
     async def cross_scores(
-        self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        thoughts: Sequence[Sequence[int]],
+        pictures: Sequence[Picture] = (),
     ) -> Tensor:
-        scores_NM: Tensor = (await self._in_all("cross_scores", prompts, thoughts))[0]
+        scores_NM: Tensor = (await self._in_all("cross_scores", prompts, thoughts, pictures))[0]
         return scores_NM
 
     @override

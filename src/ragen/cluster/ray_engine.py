@@ -25,6 +25,7 @@ from ragen.cluster.ray_process import Process, ray, start
 from ragen.config.config import Config
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.metrics import Metrics, mean, total
+from ragen.core.pictures import Picture
 from ragen.core.types import Role
 from ragen.engines.engine import Engine, assert_sampled
 from ragen.rollout.setup import make_chat
@@ -136,9 +137,12 @@ class RayEngine(Engine):
 
     @override
     async def cross_scores(
-        self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        thoughts: Sequence[Sequence[int]],
+        pictures: Sequence[Picture] = (),
     ) -> Tensor:
-        scores: Tensor = await self._train("cross_scores", prompts, thoughts)
+        scores: Tensor = await self._train("cross_scores", prompts, thoughts, pictures)
         return scores
 
     @override

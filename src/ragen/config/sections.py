@@ -233,6 +233,8 @@ class ModelConfig(Section):
     """Maximum number of tokens of a prompt and its completion together."""
     critic: Literal["separate", "shared"] = "separate"
     """The critic has its own backbone, or shares the policy's; gae needs a critic."""
+    train_vision: bool = True
+    """Train vision tower and projector of a model that reads pictures, too; LoRA never does."""
 
 
 class LoraConfig(Section):

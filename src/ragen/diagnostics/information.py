@@ -28,6 +28,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from ragen.config.extensions import short_names
 from ragen.core.metrics import Metrics, last, mean, merge, total
-from ragen.core.pictures import for_people
+from ragen.core.pictures import by_key, for_people
 from ragen.core.seeding import derive
 from ragen.core.types import Group, Turn
 from ragen.diagnostics.collapse import REGIMES, SAMPLINGS, Regime, Sampling, regime_of
@@ -240,13 +241,15 @@ async def measure_thoughts(
         observations = {prompt: for_people(turn.observation) for prompt, _, turn in drawn}
         prompts, thoughts = list(observations), list(dict.fromkeys(z for _, z, _ in drawn))
         own_N = tuple(prompts.index(prompt) for prompt, _, _ in drawn)
-        scores = await engine.cross_scores(prompts, thoughts)
+        shown = by_key(chain.from_iterable(turn.prompt.pictures for _, _, turn in drawn))
+        scores = await engine.cross_scores(prompts, thoughts, tuple(shown.values()))
         scores_NM = scores[[thoughts.index(thought) for _, thought, _ in drawn]]
         information = measure(scores_NM, own_N, [len(thought) for _, thought, _ in drawn])
         metrics |= information.metrics(f"information/{sampling}")
         texts = tuple(
             turn.completion.text if turn.thought is None else turn.thought for _, _, turn in drawn
         )
-        shown = tuple(observations.values())
-        matrices.append(CrossScores(sampling, scores_NM, own_N, texts, shown))
+        matrices.append(
+            CrossScores(sampling, scores_NM, own_N, texts, tuple(observations.values()))
+        )
     return metrics, matrices

@@ -11,6 +11,7 @@ from torch import Tensor
 from ragen.algorithms.batch import Batch
 from ragen.chat.chat import Chat
 from ragen.core.metrics import Metrics
+from ragen.core.pictures import Picture
 from ragen.core.types import Role
 from ragen.rollout.policies import Policy
 
@@ -47,9 +48,15 @@ class Engine(Protocol):
         """
 
     async def cross_scores(
-        self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        thoughts: Sequence[Sequence[int]],
+        pictures: Sequence[Picture] = (),
     ) -> Tensor:
-        """Log-probability of each thought under each prompt, (N, M), with the current weights."""
+        """Log-probability of each thought under each prompt, (N, M), with the current weights.
+
+        `pictures` are those that the prompts show.
+        """
 
     async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
         """Gradient norms of each term of the loss, by bucket (`Learner.gradient_norms`)."""

@@ -14,6 +14,7 @@ from ragen.models.loading import load_policy, load_tokenizer, recompute_layers
 from ragen.models.names import POLICY_FILES, base_of, is_adapter
 from ragen.networks import lora
 from ragen.networks.machine import available, usable_device
+from ragen.networks.pictures import freeze_vision
 from ragen.rollout.setup import make_chat
 from ragen.sampling.local_sampler import Sampler
 from ragen.sampling.server import VllmServer
@@ -113,15 +114,25 @@ def load_model(
 
 
 def prepare_model(
-    model: PreTrainedModel, path: str, settings: LoraConfig, seed: int, own_critic: bool = False
+    model: PreTrainedModel,
+    path: str,
+    settings: LoraConfig,
+    seed: int,
+    own_critic: bool = False,
+    train_vision: bool = True,
 ) -> PreTrainedModel:
     """A model of `load_model` made ready for training: with adapters for LoRA, else without.
 
     An adapter that the model already has is trained further, or merged if LoRA is off. With
-    `own_critic`, a critic gets an adapter of its own.
+    `own_critic`, a critic gets an adapter of its own. Without `train_vision`, or with LoRA, vision
+    tower and projector stay as they are.
     """
     if not settings.rank:
-        return lora.merge(model) if lora.has_adapters(model) else model
+        if lora.has_adapters(model):
+            lora.merge(model)
+        if not train_vision:
+            freeze_vision(model)
+        return model
     lora.attach(
         model,
         ("policy", "critic") if own_critic else ("policy",),

@@ -14,6 +14,7 @@ from ragen.chat.chat import Chat
 from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, largest
+from ragen.core.pictures import Picture
 from ragen.core.types import Prompt, Role
 from ragen.engines.engine import Engine, assert_sampled
 from ragen.engines.factory import TOLERANCES, make_sampler
@@ -73,10 +74,13 @@ class LocalEngine(Engine):
 
     @override
     async def cross_scores(
-        self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        thoughts: Sequence[Sequence[int]],
+        pictures: Sequence[Picture] = (),
     ) -> Tensor:
         self.policy.rest()
-        return self.learner.cross_scores(prompts, thoughts)
+        return self.learner.cross_scores(prompts, thoughts, pictures)
 
     @override
     async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:

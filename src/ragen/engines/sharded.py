@@ -74,7 +74,8 @@ class Rank:
                     "merged model"
                 )
             own_critic = critic and not shared
-            return prepare_model(model, path, config.lora, config.seed, own_critic), tokenizer
+            about = config.lora, config.seed, own_critic, config.model.train_vision
+            return prepare_model(model, path, *about), tokenizer
 
         self.model, self.tokenizer = self.ranks.together(load)
         self.chat = make_chat(config, self.tokenizer)

@@ -14,10 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ragen.config.config import Config
 from ragen.config.keys import Flat
 from ragen.config.reading import flatten, merge
 from ragen.core.errors import RagenError
+from ragen.core.pictures import Picture
 from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.stopping import run_async
 from ragen.core.types import Completion, Prompt, Turn
@@ -41,6 +44,8 @@ ENV = "sokoban"
 TURNS = 3
 LEVELS = 8
 """Levels that are tried for an episode of `TURNS` turns."""
+SQUARE = 64, 64
+"""Height and width of the picture whose tokens are counted if the environment shows none."""
 REPLIES, TOKENS = 8, 16
 """The short decode: replies at the same time, and tokens of each."""
 REPLY_S = 20.0
@@ -113,6 +118,7 @@ class Inspection:
             tokens that no text becomes, each with its id.
         header: What the template writes before a reply in the history alone, and every prompt here.
         loses_blanks: A message loses the white space that it begins with.
+        pictures: How many tokens a picture has, in words; empty if the model reads none.
         samples, turns: The training samples of a conversation, and its turns.
         why: Why its turns are one sample, or one each.
         memory: A row for each method of training; `free` GiB are free on the device.
@@ -131,6 +137,7 @@ class Inspection:
     controls: dict[str, int]
     header: str
     loses_blanks: bool
+    pictures: str
     prompt: list[Piece]
     samples: list[list[Piece]]
     turns: int
@@ -160,6 +167,7 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
     sizes = read_sizes(base_of(path))
     from ragen.engines.factory import load_model
     from ragen.networks.machine import use_threads
+    from ragen.networks.pictures import reader_of
     from ragen.sampling.local_sampler import Sampler
 
     use_threads(config.threads)
@@ -188,6 +196,7 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
         controls=tokens_by_text(chat, chat.control_ids),
         header=chat.header,
         loses_blanks=chat.loses_blanks,
+        pictures=of_picture(reader_of(tokenizer), prompt.pictures),
         prompt=pieces(chat, prompt.token_ids or ()),
         samples=samples,
         turns=len(turns),
@@ -196,6 +205,18 @@ def inspect_model(target: str, overrides: Overrides | None = None) -> Inspection
         free=free,
         tokens_per_s=speeds,
         reply=reply,
+    )
+
+
+def of_picture(reader: Any, shown: Sequence[Picture]) -> str:
+    """How many tokens the first of the pictures has, or a square one if none are shown."""
+    if reader is None:
+        return ""
+    picture = shown[0] if shown else Picture.of(np.zeros((*SQUARE, 3), np.uint8))
+    height, width = picture.size
+    return (
+        f"one of {height} × {width} pixels is {reader.count(picture)} picture tokens, "
+        f"{len(reader(picture))} with the model's own around them"
     )
 
 

@@ -53,6 +53,7 @@ KEYS = (
     "model.path",
     "model.dtype",
     "model.gradient_checkpointing",
+    "model.train_vision",
     "model.max_length",
     "update.minibatch_episodes",
     "update.microbatch_tokens",
@@ -178,7 +179,9 @@ def sft(
 def _load(config: Config, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model that is trained, which is the same in all processes, and its tokenizer."""
     model, tokenizer = load_model(config.model, path)
-    return prepare_model(model, path, config.lora, config.seed), tokenizer
+    vision = config.model.train_vision
+    prepared = prepare_model(model, path, config.lora, config.seed, train_vision=vision)
+    return prepared, tokenizer
 
 
 def _load_model(config: Config, path: str) -> PreTrainedModel:

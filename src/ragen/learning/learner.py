@@ -34,6 +34,7 @@ from ragen.algorithms.losses import (
 from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import MismatchError, NotFiniteError
 from ragen.core.metrics import Metric, Metrics, largest, last, mean, merge, total
+from ragen.core.pictures import Picture
 from ragen.core.types import Role
 from ragen.learning.exactness import verify, verify_num_rows, verify_share
 from ragen.learning.models import Models
@@ -191,14 +192,18 @@ class Learner:
 
     @torch.no_grad()
     def cross_scores(
-        self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        thoughts: Sequence[Sequence[int]],
+        pictures: Sequence[Picture] = (),
     ) -> Tensor:
         """Log-probability of each thought under each prompt, (N, M).
 
         Raises:
             NotFiniteError: A score is NaN; −∞ is the score of an impossible thought.
         """
-        scores_NM = self.models.cross_scores(prompts, thoughts, self._update.microbatch_tokens)
+        most = self._update.microbatch_tokens
+        scores_NM = self.models.cross_scores(prompts, thoughts, most, pictures)
         _finite("the scores of thoughts", scores_NM.exp())
         return scores_NM
 

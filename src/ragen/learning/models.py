@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ragen.algorithms.batch import Batch
+from ragen.core.pictures import Picture
 from ragen.learning.ranks import ALONE, Ranks
 from ragen.networks.device import to_device
 from ragen.networks.lora import adapter_of, has_adapters
@@ -26,6 +27,7 @@ from ragen.networks.model import (
     shares_prompts,
     token_logprobs,
 )
+from ragen.networks.pictures import Features, features
 from ragen.networks.sharding import Unit, Units
 
 
@@ -88,7 +90,7 @@ class Models:
         targets_N = to_device(part.token_ids_BT[part.weight_BT > 0], self.device)
 
         def compute() -> tuple[Tensor, Tensor]:
-            hidden_ND = hidden_states(model, *_inputs(part))
+            hidden_ND = hidden_states(model, *_inputs(part), _seen(model, part))
             return token_logprobs(model, hidden_ND, targets_N, self._temperature)
 
         return self.units.within(model, compute)
@@ -98,7 +100,7 @@ class Models:
         shared = self.critic if self.critic is not None and self.critic.shared else None
 
         def compute() -> tuple[Tensor, ...]:
-            hidden_ND = hidden_states(self.policy, *_inputs(part))
+            hidden_ND = hidden_states(self.policy, *_inputs(part), _seen(self.policy, part))
             scores = token_logprobs(self.policy, hidden_ND, targets_N, self._temperature)
             return scores if shared is None else (*scores, shared.read(hidden_ND))
 
@@ -108,11 +110,18 @@ class Models:
         """The critic's values ``(N,)`` of the states before the tokens that the loss covers."""
         critic = self.critic
         assert critic is not None, "this learner trains no critic"
-        module = critic if critic.has_backbone else self.policy
-        return self.units.within(module, lambda: critic.values(*_inputs(part)))
+        module, seen = critic if critic.has_backbone else self.policy, None
+        if part.pictures:
+            with torch.no_grad():
+                seen = self.units.within(self.policy, lambda: _seen(self.policy, part))
+        return self.units.within(module, lambda: critic.values(*_inputs(part), seen))
 
     def cross_scores(
-        self, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]], max_tokens: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        thoughts: Sequence[Sequence[int]],
+        max_tokens: int,
+        pictures: Sequence[Picture] = (),
     ) -> Tensor:
         """Log-probability of each thought under each prompt (`ragen.networks.model.cross_scores`).
 
@@ -123,11 +132,22 @@ class Models:
         scores_NM = self.units.within(
             self.policy,
             lambda: cross_scores(
-                self.policy, prompts, thoughts, self._temperature, most, ranks.rank, ranks.size
+                self.policy,
+                prompts,
+                thoughts,
+                self._temperature,
+                most,
+                ranks.rank,
+                ranks.size,
+                pictures,
             ),
         )
         self.units.rest()
         return ranks.sum(scores_NM)
+
+
+def _seen(model: PreTrainedModel, part: Batch) -> Features | None:
+    return features(model, part.token_ids_BT, part.pictures) if part.pictures else None
 
 
 def _inputs(part: Batch) -> tuple[Tensor, Tensor, Tensor]:

@@ -105,13 +105,17 @@ def optimizers(
     return chosen
 
 
+LOOKED_UP = "embed_tokens.weight", "head.weight", "position_embedding.weight", "pos_embed.weight"
+"""Ends of the names of weights with two axes that are no matrices: embeddings and heads."""
+
+
 def is_matrix(name: str, weight: Tensor) -> bool:
     """True if a weight is a matrix in Muon's sense.
 
-    Embeddings are not: their rows are looked up, not multiplied. Nor are heads: the critic's is one
-    row, which Muon would move by the same length at every step.
+    Embeddings are not, of words or of positions: their rows are looked up, not multiplied. Nor are
+    heads: the critic's is one row, which Muon would move by the same length at every step.
     """
-    return weight.ndim == 2 and not name.endswith(("embed_tokens.weight", "head.weight"))
+    return weight.ndim == 2 and not name.endswith(LOOKED_UP)
 
 
 def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:

@@ -16,12 +16,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -32,15 +32,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from ragen.core.errors import NotFiniteError, RagenError
+from ragen.core.pictures import Picture
 from ragen.models.adapter_folder import fingerprint_of_base, save_adapter
 from ragen.models.hub import model_folder
 from ragen.models.model_files import check_files, shapes, weight_files
 from ragen.models.names import WORDS
-from ragen.models.pretrained import load_errors, model_config
+from ragen.models.pictures import Reader, read_reader, token_types
+from ragen.models.pretrained import load_errors, model_class, model_config
 from ragen.networks.attention import Attending
-from ragen.networks.decoder import HFDecoder
+from ragen.networks.decoder import HFDecoder, logits_of
+from ragen.networks.device import to_device
 from ragen.networks.lora import has_adapters
-from ragen.networks.model import backbone
+from ragen.networks.model import backbone, hidden_states
+from ragen.networks.pictures import attach_reader, features, reader_of
 from ragen.networks.precision import shape_of, widen_products
 
 PROBE = "Go up, 你好 P _ G\n  x = 12345; don't  é🙂\t<b>\n\n end"
@@ -88,6 +92,11 @@ def load_policy(
         widen_products(model)
     with load_errors(name, str(folder / "config.json")):
         _check_output_layer(model, name)
+    reader = read_reader(folder, name, config, tokenizer)
+    if reader is not None:
+        attach_reader(reader, model, model.get_decoder(), tokenizer)
+        with load_errors(name, "its picture processor does not fit its weights"):
+            _check_pictures(model, reader, name)
     _check_saving(model, folder)
     return model, tokenizer
 
@@ -98,7 +107,7 @@ def _check_size(
     """Refuse a config that describes more than its weights hold: transformers makes up the rest."""
     held = sum(map(prod, chain.from_iterable(shapes(file).values() for file in files)))
     with load_errors(name, "config.json"), torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = model_class(config).from_config(
             copy.deepcopy(config), trust_remote_code=False
         )
     tensors = {id(each): each.numel() for each in chain(model.parameters(), model.buffers())}
@@ -132,7 +141,7 @@ def _load_weights(folder: Path, name: str, config: PreTrainedConfig, dtype: str)
     logging.set_verbosity_error()  # it would print a table of what is one error line here
     try:
         with load_errors(name, "the weights or generation_config.json"):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = model_class(config).from_pretrained(
                 str(folder),
                 config=config,
                 dtype=getattr(torch, dtype),
@@ -205,6 +214,9 @@ def load_tokenizer(
     tokenizer = _read_tokenizer(folder, name)
     if model is not None:
         _check_fit(tokenizer, model, name)
+        attach_reader(reader_of(model), tokenizer)
+    elif (folder / "config.json").is_file():
+        attach_reader(read_reader(folder, name, model_config(folder, name), tokenizer), tokenizer)
     return tokenizer
 
 
@@ -293,7 +305,15 @@ def save_model(
         save_adapter(model, folder, base or fingerprint_of_base(model), tensors)
     else:
         model.save_pretrained(folder, state_dict=tensors)
+    save_tokenizer(tokenizer, folder)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer, and how its model reads pictures."""
     tokenizer.save_pretrained(folder)
+    reader: Reader | None = reader_of(tokenizer)
+    if reader is not None:
+        reader.save(folder)
 
 
 def recompute_layers(model: PreTrainedModel) -> None:
@@ -364,6 +384,43 @@ def _check_output_layer(model: PreTrainedModel, name: str) -> None:
     is_known = _agree(logits, shape.of(head(states).float()), model.dtype)
     is_known = is_known and _agree(capped, shape.of(large_V).expand_as(capped), model.dtype)
     check(is_known, "transforms its logits after the output layer in an unknown way")
+
+
+@torch.no_grad()
+def _check_pictures(model: PreTrainedModel, reader: Reader, name: str) -> None:
+    """Compare a row with a picture to the model's own forward, and find out what its tokens see.
+
+    Raises:
+        RagenError: They differ, whether or not a picture's tokens see all of it.
+    """
+    picture = Picture.of(np.arange(56 * 84 * 3).astype(np.uint8).reshape(56, 84, 3))
+    ids_1T = torch.tensor([[1, 2, *reader(picture), 3, 4]])
+    is_picture_1T = ids_1T < 0
+    own: Any = model.base_model
+    given = dict(reader.tensors(picture))
+    given["input_ids"] = ids_1T.masked_fill(is_picture_1T, model.config.image_token_id)
+    given |= token_types(model.config.model_type, is_picture_1T)
+    given = {key: to_device(each, model.device) for key, each in given.items()}
+    expected_1TD = own(**given, use_cache=False).last_hidden_state
+    every_1T, lengths_1 = torch.ones_like(is_picture_1T), torch.tensor([ids_1T.shape[1]])
+    last_1V = logits_of(model, expected_1TD[:, -1])
+
+    def agrees() -> bool:
+        seen = features(model, ids_1T, [picture])
+        states_TD = hidden_states(model, ids_1T, lengths_1, every_1T, seen)
+        decoder = HFDecoder(model, 1, ids_1T.shape[1])
+        decoder.album.show([picture])
+        logits_1V = decoder.prefill([0], [0], ids_1T.tolist())
+        same = _agree(states_TD, expected_1TD[0], model.dtype)
+        return same and _agree(logits_1V, last_1V, model.dtype)
+
+    for reader.sees_ahead in (False, True):
+        if agrees():
+            return
+    raise RagenError(
+        f"the model '{name}' computes pictures in a way that is not known here; use a Qwen-VL, "
+        "SmolVLM, Idefics3, LLaVA or Gemma 3 model"
+    )
 
 
 def _agree(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:

@@ -16,7 +16,7 @@ from math import prod
 from ragen.config.config import Config
 from ragen.config.extensions import ESTIMATOR, JUDGE, load
 from ragen.config.rules import CRITIC
-from ragen.config.sections import EngineConfig, LoraConfig, ModelConfig, RolloutConfig
+from ragen.config.sections import EngineConfig, LoraConfig, ModelConfig, RolloutConfig, most_turns
 from ragen.core.errors import RagenError
 from ragen.core.inputs import names_input
 from ragen.models.names import base_of, resolve_model
@@ -49,7 +49,7 @@ steps, and stays there."""
 ADDRESS_ENV = "RAY_ADDRESS"
 """The environment variable from which Ray takes the address of a running cluster."""
 
-ESTIMATED = "cache", "activations", "logits", "programs", "libraries"
+ESTIMATED = "cache", "activations", "pictures", "logits", "programs", "libraries"
 """Rows that depend on how long episodes are; the program itself is one of them."""
 SMALLER = {
     "gradients": "lora.rank",
@@ -153,6 +153,7 @@ def plans(config: Config) -> list[Plan]:
         usable_device(),
         config.threads,
         config.update.microbatch_tokens,
+        most_turns(config.env),
         has_reference=config.loss.kl > 0,
         has_critic=_needs_critic(config.advantage.name),
     )
@@ -199,7 +200,10 @@ def _num_gpus() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Facts for the table; `adapter` has a role's LoRA shapes, `tokens` counts a microbatch's."""
+    """Facts for the table.
+
+    `adapter` has a role's LoRA shapes, `tokens` counts a microbatch's, `turns` an episode's.
+    """
 
     sizes: Sizes
     adapter: Sequence[Shape]
@@ -209,6 +213,7 @@ class Run:
     device: str
     threads: int
     tokens: int
+    turns: int
     has_reference: bool
     has_critic: bool
 
@@ -233,7 +238,8 @@ def rows_of(run: Run) -> list[Row]:
     split = run.engine.learners if on_ray else 1
     part, own = _parts(sizes.weights.values(), split), _parts(adapter, split)
     base, all_weights = item * _numbers(part), item * sizes.numbers
-    gradients, optimiser = _trained(own, FLOAT) if adapter else _trained(part, item)
+    trained = part if run.model.train_vision else _parts(sizes.language.values(), split)
+    gradients, optimiser = _trained(own, FLOAT) if adapter else _trained(trained, item)
     # With one thread on AMD's processors, oneDNN computes float32 products (`use_threads`).
     may_use_onednn = item < FLOAT or (run.threads < 2 and is_amd())
     programs = PROGRAMS if run.device == "cpu" and may_use_onednn else 0
@@ -250,6 +256,7 @@ def rows_of(run: Run) -> list[Row]:
         Row("copies", "sampler", _copies(run)),
         Row("cache", "sampler", _cache(run)),
         Row("activations", "learner", _activations(run)),
+        Row("pictures", "learner", _pictures(run)),
         Row("logits", "learner", _logits(run)),
         Row("programs", "learner", programs),
         Row("libraries", "learner", libraries),
@@ -332,7 +339,7 @@ def _logits(run: Run) -> int:
     """Estimate for one chunk five times, the output layer's gradient, and a tied embedding's."""
     sizes = run.sizes
     kept = KEPT_LOGITS_GPU if run.device == "cuda" else KEPT_LOGITS
-    is_tied = len(sizes.backbone) == len(sizes.weights)
+    is_tied = len(sizes.backbone) == len(sizes.language)
     layer = 0 if run.adapter else (1 + is_tied) * sizes.vocabulary * sizes.width
     return FLOAT * (5 * min(kept, run.tokens * sizes.vocabulary) + layer)
 
@@ -365,6 +372,23 @@ def _activations(run: Run) -> int:
     if model.gradient_checkpointing:
         kept = run.item * sizes.width * sizes.num_layers + kept // sizes.num_layers
     return kept * max(run.tokens, model.max_length)
+
+
+def _pictures(run: Run) -> int:
+    """Estimate for what a trained vision tower keeps of one microbatch's pictures.
+
+    A layer keeps about the inputs and outputs of its matrices for each patch. A row of full length
+    has a picture in each turn. If sizes differ, what is not sampled of a row is picture tokens.
+    """
+    sizes, model = run.sizes, run.model
+    if run.adapter or not model.train_vision or not sizes.tower:
+        return 0
+    tokens = model.max_length - run.turns * run.rollout.max_tokens
+    patches = run.turns * sizes.patches or max(0, tokens) * sizes.merged
+    kept = run.item * sum(map(sum, sizes.tower))
+    if model.gradient_checkpointing:
+        kept //= sizes.num_layers
+    return kept * patches * max(run.tokens, model.max_length) // model.max_length
 
 
 def adapter_shapes(lora: LoraConfig, sizes: Sizes) -> list[Shape]:

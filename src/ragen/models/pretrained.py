@@ -6,13 +6,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
 
 from ragen.core.errors import RagenError
 from ragen.models.model_files import read_config, shown
 from ragen.models.names import is_adapter
 from ragen.networks.attention import use_eager
+
+SEEING = ("gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
+"""The architectures, by `model_type`, that read pictures (`ragen.models.pictures`)."""
 
 
 def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrainedConfig:
@@ -32,7 +43,9 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
         )
     with load_errors(name, str(path)):
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if config.is_encoder_decoder or not (
+        type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or config.model_type in SEEING
+    ):
         raise RagenError(
             f"the model '{name}' ({config.model_type}) is no causal language model: it does not "
             "write on where a text ends; use one such as Qwen/Qwen2.5-0.5B-Instruct"
@@ -54,6 +67,11 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
             f"set model.max_length to {most} or less"
         )
     return config
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """Transformers' class that builds and loads a model of this config."""
+    return AutoModelForImageTextToText if config.model_type in SEEING else AutoModelForCausalLM
 
 
 @contextmanager

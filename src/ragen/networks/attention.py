@@ -22,6 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ragen.networks.device import to_device
+from ragen.networks.pictures import Features, inputs
 
 Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """Attention of a layer, given its number, queries (F, H, D), keys and values (F, K, D), and the
@@ -85,18 +86,25 @@ class Run:
     window: float = inf
 
 
-def read(model: PreTrainedModel, token_ids_F: Tensor, positions_F: Tensor, run: Run) -> Tensor:
+def read(
+    model: PreTrainedModel,
+    token_ids_F: Tensor,
+    positions_F: Tensor,
+    run: Run,
+    seen: Features | None = None,
+) -> Tensor:
     """Last hidden states (F, D) of a backbone that has a `ragen.networks.packed.longest`.
 
-    Differentiable if the attention is. Ids and positions are on the CPU or on the model's device.
+    Differentiable if the attention is. Ids and positions, (F,) or on three axes (3, F), are on the
+    CPU or on the model's device.
 
     Raises:
         UnknownAttention: The model has no `longest`.
     """
     with Attending(model.config, FLAT):
         states_1FD: Tensor = model(
-            input_ids=to_device(token_ids_F[None], model.device),
-            position_ids=to_device(positions_F[None], model.device),
+            **inputs(model, token_ids_F[None], seen),
+            position_ids=to_device(positions_F[..., None, :], model.device),
             use_cache=False,
             ragen_run=run,
         ).last_hidden_state

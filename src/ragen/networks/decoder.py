@@ -28,6 +28,14 @@ from ragen.networks.attention import Run, grouped, read
 from ragen.networks.device import to_device
 from ragen.networks.fast_decoder import Qwen2Decoder
 from ragen.networks.key_store import FEW, Apart, KeyStore, Reach, has_bags
+from ragen.networks.pictures import (
+    Album,
+    inputs,
+    last_seen,
+    mask_up_to,
+    reader_of,
+    slot_places,
+)
 from ragen.networks.precision import output_logits, shape_of
 
 PADDED_QUERIES = 4096
@@ -76,7 +84,8 @@ class FlatDecoder:
     """
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
-        self.model = model
+        self.model, self.album = model, Album(model)
+        self.places = slot_places(model, num_slots, max_length)
         self.store = KeyStore(num_slots, max_length, model.dtype)
 
     @torch.no_grad()
@@ -98,7 +107,7 @@ class FlatDecoder:
             what = slots_N[part], starts_N[part], counts_N[part]
             self.store.begin(*what[:2])
             reach = self.store.reach_many(*what)
-            logits.append(self._read(reach, counts_N[part], token_ids_F))
+            logits.append(self._read(reach, *what, token_ids_F))
         return torch.cat(logits)
 
     @torch.no_grad()
@@ -106,10 +115,13 @@ class FlatDecoder:
         """Read one new token in each of several slots."""
         counts_N = torch.ones_like(slots_N)
         self.store.begin(slots_N, starts_N)
-        return self._read(self.store.reach(slots_N, starts_N, counts_N), counts_N, tokens_N)
+        reach = self.store.reach(slots_N, starts_N, counts_N)
+        return self._read(reach, slots_N, starts_N, counts_N, tokens_N)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Give `target` the first `length` keys and values of `source`."""
+        if self.places is not None:
+            self.places.copy(source, target, length)
         if self.store.independent:
             self.store.copy(source, target, length)
         else:
@@ -117,6 +129,7 @@ class FlatDecoder:
 
     def refresh(self, is_idle: bool = True) -> None:
         """Read changed weights, which make every stored key and value out of date."""
+        self.album.forget()
         if is_idle:  # or running slots may begin in others
             self.store.clear()
 
@@ -124,9 +137,23 @@ class FlatDecoder:
         """Zero all keys and values."""
         self.store.erase()
 
-    def _read(self, reach: Reach | Apart, counts_N: Tensor, token_ids_F: Tensor) -> Tensor:
+    def _read(
+        self,
+        reach: Reach | Apart,
+        slots_N: Tensor,
+        starts_N: Tensor,
+        counts_N: Tensor,
+        token_ids_F: Tensor,
+    ) -> Tensor:
         """Logits (N, V) after each slot's last new token."""
         count, fill = len(token_ids_F), self.store.filled
+        seen, positions_F = self.album.seen(token_ids_F), reach.places[1]
+        if self.places is not None:
+            is_real_NT = torch.arange(int(counts_N.max())) < counts_N[:, None]
+            tokens_NT = torch.zeros(is_real_NT.shape, dtype=torch.long)
+            tokens_NT[is_real_NT] = token_ids_F
+            places_3NT = self.places.read(slots_N, starts_N, tokens_NT, is_real_NT, seen)
+            positions_F = places_3NT[:, is_real_NT]
 
         def attention(
             layer: int, q_FHD: Tensor, k_FKD: Tensor, v_FKD: Tensor, scale: float
@@ -136,7 +163,8 @@ class FlatDecoder:
             return mixed_FE.view(*q_FHD.shape[:2], -1).to(q_FHD.dtype)
 
         decoder = self.model.get_decoder()
-        states_FD = read(decoder, fill(token_ids_F), fill(reach.places[1]), Run(attention))
+        positions_F = fill(positions_F.t()).t()  # on one axis or three
+        states_FD = read(decoder, fill(token_ids_F), positions_F, Run(attention), seen)
         last_N = fill(counts_N.cumsum(0) - 1)
         return logits_of(self.model, states_FD[last_N])[: len(counts_N)]
 
@@ -167,7 +195,8 @@ class HFDecoder:
                 f"layers of this model attend to {window or 'their own choice of'} tokens only; "
                 f"model.max_length, here {max_length}, must not be above its sliding window"
             )
-        self.model = model
+        self.model, self.album = model, Album(model)
+        self.places = slot_places(model, num_slots, max_length)
         self.cache, self._cache_name = _SlotCache(num_slots, max_length), names[0]
 
     @torch.no_grad()
@@ -197,6 +226,8 @@ class HFDecoder:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Give `target` the first `length` keys and values of `source`."""
+        if self.places is not None:
+            self.places.copy(source, target, length)
         for stored in chain.from_iterable(self.cache.stored):
             stored[target, :, :length] = stored[source, :, :length]
 
@@ -205,6 +236,7 @@ class HFDecoder:
 
         Unless `is_idle`, unfinished sequences keep theirs. Here each call reads the weights anyway.
         """
+        self.album.forget()
 
     def erase(self) -> None:
         """Zero keys and values after NaN or ∞, which no mask hides from later sequences."""
@@ -228,21 +260,29 @@ class HFDecoder:
             to_device(slots_N[rows_F], device),
             to_device(positions_NT[rows_F, columns_F], device),
         )
-        positions_NT = to_device(positions_NT.clamp_max(width - 1), device)
-        return self._forward(to_device(tokens_NT, device), positions_NT, width)
+        columns_NT = positions_NT.clamp_max(width - 1)
+        seen, last_NT, places = self.album.seen(tokens_NT), columns_NT, columns_NT
+        if seen is not None and reader_of(self.model).sees_ahead:
+            last_NT = starts_N[:, None] + last_seen(tokens_NT)
+        if self.places is not None:
+            places = self.places.read(slots_N, starts_N, tokens_NT, is_real_NT, seen)
+        given = inputs(self.model.get_decoder(), tokens_NT, seen)
+        return self._forward(given, to_device(places, device), to_device(last_NT, device), width)
 
-    def _forward(self, tokens_NT: Tensor, positions_NT: Tensor, width: int) -> Tensor:
-        """States (N, T, D), with keys up to `width`; all tensors are on the model's device."""
-        dtype = self.model.dtype
-        hidden_NTW = torch.arange(width, device=tokens_NT.device) > positions_NT[:, :, None]
-        mask_NTW = torch.zeros(hidden_NTW.shape, dtype=dtype, device=tokens_NT.device)
-        mask_NTW = mask_NTW.masked_fill_(hidden_NTW, torch.finfo(dtype).min)
+    def _forward(
+        self, given: dict[str, Any], places: Tensor, last_NT: Tensor, width: int
+    ) -> Tensor:
+        """States (N, T, D), with keys up to `width`; all tensors are on the model's device.
+
+        `given` are the decoder's `inputs`, `places` positions (N, T), or on three axes (3, N, T).
+        Each token sees up to its column of `last_NT`.
+        """
         decoder = self.model.get_decoder()
         with grouped(decoder.config):
             states_NTD: Tensor = decoder(
-                input_ids=tokens_NT,
-                attention_mask=mask_NTW[:, None],
-                position_ids=positions_NT,
+                **given,
+                attention_mask=mask_up_to(last_NT, width, self.model.dtype),
+                position_ids=places,
                 use_cache=True,
                 **{self._cache_name: self.cache},
             ).last_hidden_state
@@ -270,6 +310,7 @@ def set_independent(decoder: Decoder, wanted: bool) -> bool:
     store.independent = wanted and has_bags(store.dtype)
     if store.independent:
         store.independent = _passes(decoder)
+    decoder.album.alone = store.independent
     return store.independent
 
 

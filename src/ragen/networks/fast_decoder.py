@@ -29,6 +29,7 @@ from ragen.networks.fast_qwen2 import (
     rope_table,
 )
 from ragen.networks.key_store import Apart, KeyStore, Reach
+from ragen.networks.pictures import Album, embedded
 
 
 @torch.no_grad()
@@ -39,7 +40,7 @@ def fused_layers(model: PreTrainedModel) -> list[tuple[Tensor, Tensor, Tensor, T
     and down. Queries include the scale 1/√D.
     """
     fused = []
-    for layer in model.model.layers:
+    for layer in model.get_decoder().layers:
         attn = layer.self_attn
         qkv = torch.cat(projections(attn)) * layer.input_layernorm.weight
         bias = torch.cat(projection_biases(attn))
@@ -79,8 +80,9 @@ class Qwen2Decoder:
     """Slots for a model that `fast_qwen2.supports` accepts; `refresh` copies changed weights."""
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
-        self.model = model
-        attn = model.model.layers[0].self_attn
+        self.model, self.album = model, Album(model)
+        self._backbone = model.get_decoder()
+        attn = self._backbone.layers[0].self_attn
         self.kv_heads = attn.k_proj.out_features // attn.head_dim
         self.max_length = max_length
         self.store = KeyStore(num_slots, max_length)
@@ -93,10 +95,11 @@ class Qwen2Decoder:
             self.store.clear()
         for name in ("weights", "head", "embedding"):
             vars(self).pop(name, None)  # or there would be two copies for a while
-        self.rope_T1R = rope_table(self.model.model, self.max_length)
+        self.album.forget()
+        self.rope_T1R = rope_table(self._backbone, self.max_length)
         self.weights = fused_layers(self.model)
-        self.head = (self.model.lm_head.weight * self.model.model.norm.weight).t()
-        self.embedding = self.model.model.embed_tokens.weight.clone()
+        self.head = (self.model.lm_head.weight * self._backbone.norm.weight).t()
+        self.embedding = self._backbone.embed_tokens.weight.clone()
 
     def erase(self) -> None:
         """Zero all keys and values."""
@@ -128,10 +131,11 @@ class Qwen2Decoder:
         self, tokens_F: Tensor, every: Reach | Apart, last: Reach, last_N: Tensor | None
     ) -> Tensor:
         """Logits (N, V). `last_N` are the flat rows that are needed after the last layer's keys."""
-        epsilon, count = self.model.config.rms_norm_eps, len(tokens_F)
+        epsilon, count = self._backbone.config.rms_norm_eps, len(tokens_F)
         fill = self.store.filled
         rope_F1R = self.rope_T1R[fill(every.places[1])]
-        x_FD = self.embedding[fill(tokens_F)]
+        seen = None if last_N is None else self.album.seen(tokens_F)
+        x_FD = embedded(self.embedding.__getitem__, fill(tokens_F), seen)
         for layer, weights in enumerate(self.weights):
             q_FHD, k_FHD, v_FHD = project(x_FD, weights, rope_F1R, epsilon, self.kv_heads)
             stored = self.store.write(layer, every.places, k_FHD[:count], v_FHD[:count])

@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ragen.networks.packing import Blocks, attend, attend_backward, pack
+from ragen.networks.pictures import Features, embedded
 from ragen.networks.sizes import KEPT_SCORES
 
 CHUNK = 512
@@ -26,11 +27,14 @@ CHUNK = 512
 
 
 def supports(model: PreTrainedModel) -> bool:
-    """True for a plain float32 Qwen2 or its backbone, also with LoRA, without a sliding window."""
-    config: Any = model.config
+    """True for a plain float32 Qwen2 or its backbone, also with LoRA, without a sliding window.
+
+    It may be the decoder of a model with a vision tower.
+    """
+    backbone: Any = model.get_decoder()
+    config: Any = backbone.config
     if config.model_type != "qwen2" or model.dtype != torch.float32:
         return False
-    backbone: Any = getattr(model, "model", model)
     linears = [
         getattr(block, name + "_proj")
         for layer in backbone.layers
@@ -52,16 +56,20 @@ def supports(model: PreTrainedModel) -> bool:
 
 
 def hidden_states(
-    model: PreTrainedModel, token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor
+    model: PreTrainedModel,
+    token_ids_BT: Tensor,
+    lengths_B: Tensor,
+    wanted_BT: Tensor,
+    seen: Features | None = None,
 ) -> Tensor:
     """`ragen.networks.model.hidden_states` for a model that `supports` accepts; differentiable."""
-    backbone: Any = getattr(model, "model", model)
+    backbone: Any = model.get_decoder()
     packing = pack(token_ids_BT, lengths_B, wanted_BT)
     columns_F, wanted_N = packing.places[1], packing.wanted_N
     rope_T1R = rope_table(backbone, token_ids_BT.shape[1])
     rope_F1R, rope_N1R = rope_T1R[columns_F], rope_T1R[columns_F[wanted_N]]
 
-    states_FD = backbone.embed_tokens(token_ids_BT[packing.places])
+    states_FD = embedded(backbone.embed_tokens, token_ids_BT[packing.places], seen)
     *body, last = backbone.layers
     every = packing.blocks()
     for layer in body:

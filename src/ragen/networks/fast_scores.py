@@ -22,27 +22,29 @@ from ragen.networks.beginnings import Beginnings
 from ragen.networks.fast_decoder import finish, fused_layers, project
 from ragen.networks.fast_qwen2 import rope_table
 from ragen.networks.key_store import SCORES, matmul
+from ragen.networks.pictures import Features, embedded
 
 
 class PrefixReader:
     """Reads prompts, and thoughts that follow the last one, with copies of a Qwen2's weights."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        attention = model.model.layers[0].self_attn
+        self._model = model.get_decoder()
+        attention = self._model.layers[0].self_attn
         self.head_width = attention.head_dim
         self.heads = attention.q_proj.out_features // attention.head_dim
         self.key_heads = attention.k_proj.out_features // attention.head_dim
-        self._model, self._epsilon = model.model, model.config.rms_norm_eps
+        self._epsilon = self._model.config.rms_norm_eps
         self._layers = fused_layers(model)
         self._keys = [torch.empty(0)] * len(self._layers)
         self._values = [torch.empty(0)] * len(self._layers)
 
     @torch.no_grad()
-    def read(self, prompt: Sequence[int]) -> None:
+    def read(self, prompt: Sequence[int], seen: Features | None = None) -> None:
         """Keep a prompt's keys and values, and its last state."""
         device = self._model.device
         rope_P1R = rope_table(self._model, len(prompt))
-        x_PD = self._model.embed_tokens(torch.tensor(prompt, device=device))
+        x_PD = embedded(self._model.embed_tokens, torch.tensor(prompt, device=device), seen)
         for layer, weights in enumerate(self._layers):
             q_PHE, k_PKE, v_PKE = project(x_PD, weights, rope_P1R, self._epsilon, self.key_heads)
             self._keys[layer] = k_PKE.permute(1, 2, 0).contiguous()  # (K, E, P)

@@ -92,7 +92,8 @@ class GraphDecoder(HFDecoder):
         record: Callable[[Compute], Compute],
     ) -> None:
         super().__init__(model, num_slots + 1, max_length)
-        self._spare, self._record, self._can_record = num_slots, record, True
+        self._spare, self._record = num_slots, record
+        self._can_record = self.places is None  # positions that pictures move are not recorded
         self._graphs: dict[tuple[int, int], tuple[Tensor, Compute]] = {}
         self._addresses: list[int] = []
 
@@ -124,6 +125,7 @@ class GraphDecoder(HFDecoder):
     @override
     def refresh(self, is_idle: bool = True) -> None:
         """Drop the graphs if the weights have moved; changes in place need no new graphs."""
+        super().refresh(is_idle)
         tensors = chain(self.model.parameters(), self.model.buffers())
         addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses != self._addresses:
@@ -137,6 +139,7 @@ class GraphDecoder(HFDecoder):
 
         def compute() -> Tensor:
             self.cache.aim(read, width, (slice(None), 0), slots_R, positions_R)
-            return self._forward(tokens_R[:, None], positions_R[:, None], width)[:, 0]
+            given = {"input_ids": tokens_R[:, None]}
+            return self._forward(given, positions_R[:, None], positions_R[:, None], width)[:, 0]
 
         return self._record(compute)

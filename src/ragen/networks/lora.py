@@ -15,6 +15,7 @@ model computes as the policy by default; `acting` switches the role temporarily.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from ragen.core.errors import RagenError
 from ragen.core.seeding import derive
 from ragen.core.types import Role
+from ragen.networks.pictures import reader_of
 from ragen.networks.sizes import adapted
 
 MATRICES = ("lora_A", "lora_B")
@@ -63,12 +65,21 @@ def attach(
 
     shapes = {name: tuple(layer.weight.shape) for name, layer in linear_layers(model).items()}
     names = adapted(shapes, targets, rank)
+    chosen: list[str] | str = names
+    if reader_of(model) is not None:  # a pattern of paths: its tower has layers of the same names
+        decoder = model.get_decoder()
+        path = next(name for name, each in model.named_modules() if each is decoder)
+        chosen = rf"{re.escape(path)}\..*\.({'|'.join(map(re.escape, names))})"
     for role in roles:
         if role == "policy" and has_adapters(model):
             _refuse_other_shape(model, rank, alpha, names)
             continue
         config = LoraConfig(
-            r=rank, lora_alpha=alpha, target_modules=names, lora_dropout=0.0, task_type="CAUSAL_LM"
+            r=rank,
+            lora_alpha=alpha,
+            target_modules=chosen,
+            lora_dropout=0.0,
+            task_type="CAUSAL_LM",
         )
         _inject(model, role, config, base)
         generator = torch.Generator().manual_seed(derive(seed, "lora", role))
@@ -98,13 +109,17 @@ def attach_saved(model: PreTrainedModel, folder: Path, base: str) -> None:
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
-    """Linear layers, adapted or not; no output layer: it is read as a matrix, and may be tied."""
-    head = model.get_output_embeddings()
+    """Linear layers, adapted or not, of the language model.
+
+    Without the output layer: it is read as a matrix, and may be tied.
+    """
+    head, inside = model.get_output_embeddings(), {*model.get_decoder().modules()}
     return {
         name.removesuffix(".base_layer"): module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
         and module is not head
+        and module in inside
         and not is_adapter_weight(name)
     }
 

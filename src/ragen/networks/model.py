@@ -20,30 +20,45 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ragen.core.pictures import Picture
 from ragen.networks import fast_qwen2, packed
 from ragen.networks.attention import Attending
 from ragen.networks.beginnings import Beginnings, find_beginnings
 from ragen.networks.device import to_device
 from ragen.networks.fast_scores import PrefixReader
 from ragen.networks.lora import adapter_of, has_adapters
+from ragen.networks.pictures import (
+    Features,
+    features,
+    inputs,
+    last_seen,
+    mask_up_to,
+    reader_of,
+    row_places,
+)
 from ragen.networks.precision import Shape, add_product, output_logits, product, shape_of
 from ragen.networks.sizes import KEPT_LOGITS, KEPT_LOGITS_GPU
 
 
 def hidden_states(
-    model: PreTrainedModel, token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor
+    model: PreTrainedModel,
+    token_ids_BT: Tensor,
+    lengths_B: Tensor,
+    wanted_BT: Tensor,
+    seen: Features | None = None,
 ) -> Tensor:
     """Final hidden states at the wanted positions: the input of the output layer or a value head.
 
     The model may be a backbone alone; the rest is on the CPU. Rows of `lengths_B` tokens are padded
     on the right with any valid id, which never changes the result. `wanted_BT` is true only within
-    `lengths_B`. The states are (N, D), row by row, for N true entries.
+    `lengths_B`. `seen` are the features of all pictures that the rows show. The states are (N, D),
+    row by row, for N true entries.
     """
     if is_fast(model):
-        return fast_qwen2.hidden_states(model, token_ids_BT, lengths_B, wanted_BT)
+        return fast_qwen2.hidden_states(model, token_ids_BT, lengths_B, wanted_BT, seen)
     if token_ids_BT.shape[1] <= packed.longest(backbone(model)):
-        return packed.hidden_states(backbone(model), token_ids_BT, lengths_B, wanted_BT)
-    return padded_hidden_states(model, token_ids_BT, lengths_B, wanted_BT)
+        return packed.hidden_states(backbone(model), token_ids_BT, lengths_B, wanted_BT, seen)
+    return padded_hidden_states(model, token_ids_BT, lengths_B, wanted_BT, seen)
 
 
 def is_fast(model: PreTrainedModel) -> bool:
@@ -59,16 +74,26 @@ def shares_prompts(model: PreTrainedModel) -> bool:
 
 
 def padded_hidden_states(
-    model: PreTrainedModel, token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor
+    model: PreTrainedModel,
+    token_ids_BT: Tensor,
+    lengths_B: Tensor,
+    wanted_BT: Tensor,
+    seen: Features | None = None,
 ) -> Tensor:
     """`hidden_states` for any architecture: the model's own padded forward.
 
-    Padding follows every real token, so attention is plainly causal, which has the fastest kernels.
+    Padding follows every real token, so attention is plainly causal, which has the fastest kernels,
+    but for pictures whose tokens see all of the picture.
     """
-    ids_BT = to_device(token_ids_BT, model.device)
     used = backbone(model)
+    given = inputs(used, token_ids_BT, seen)
+    if seen is not None and reader_of(used).has_grid:
+        given["position_ids"] = to_device(row_places(token_ids_BT, seen), model.device)
+    if seen is not None and reader_of(used).sees_ahead:
+        seen_BT = to_device(last_seen(token_ids_BT), model.device)
+        given["attention_mask"] = mask_up_to(seen_BT, token_ids_BT.shape[1], model.dtype)
     with Attending(used.config):
-        states_BTD = used(input_ids=ids_BT, use_cache=False).last_hidden_state
+        states_BTD = used(**given, use_cache=False).last_hidden_state
     # Indices, since counting the entries of a mask would wait for a GPU.
     wanted = (to_device(places_N, model.device) for places_N in wanted_BT.nonzero(as_tuple=True))
     states_ND: Tensor = states_BTD[tuple(wanted)]
@@ -109,6 +134,8 @@ class Critic(nn.Module):
     adapter, active inside `ragen.networks.lora.acting`; or, if `shared`, the policy's as it is. The
     head and the copy or adapter belong to the critic, and are optimised and saved with it.
 
+    With pictures, a critic of its own reads the features of the policy's tower.
+
     The value of a token is the estimate of the state *before* it, so it is computed at the position
     before; `wanted_BT` is the same as for the policy's logprobs.
     """
@@ -130,9 +157,15 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def values(self, token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor) -> Tensor:
+    def values(
+        self,
+        token_ids_BT: Tensor,
+        lengths_B: Tensor,
+        wanted_BT: Tensor,
+        seen: Features | None = None,
+    ) -> Tensor:
         """Values (N,) in float32 at the wanted positions; arguments as for `hidden_states`."""
-        return self.read(hidden_states(self._backbone[0], token_ids_BT, lengths_B, wanted_BT))
+        return self.read(hidden_states(self._backbone[0], token_ids_BT, lengths_B, wanted_BT, seen))
 
     def read(self, states_ND: Tensor) -> Tensor:
         """Values (N,) in float32 of its backbone's hidden states."""
@@ -225,13 +258,15 @@ def cross_scores(
     max_tokens: int,
     rank: int = 0,
     num_ranks: int = 1,
+    pictures: Sequence[Picture] = (),
 ) -> Tensor:
     """The matrix S_ij = log p(z_i | x_j) at a temperature, (N, M) in float64 on the CPU.
 
-    At least one x_j and one z_i are given as token ids. At most `max_tokens` tokens are in memory
-    at once; a single row may be longer. Thoughts scored together share their prompt where the model
-    `shares_prompts`; then `max_tokens` bounds the thoughts alone. With several ranks, each computes
-    a part in equally many forwards, and leaves the rest 0: their matrices add up to S.
+    At least one x_j and one z_i are given as token ids, with the `pictures` that the x_j show. At
+    most `max_tokens` tokens are in memory at once; a single row may be longer. Thoughts scored
+    together share their prompt where the model `shares_prompts`; then `max_tokens` bounds the
+    thoughts alone. With several ranks, each computes a part in equally many forwards, and leaves
+    the rest 0: their matrices add up to S.
     """
     scores_NM = torch.zeros(len(thoughts), len(prompts), dtype=torch.float64)
     reader = PrefixReader(model) if is_fast(model) else None
@@ -240,8 +275,9 @@ def cross_scores(
         known = [find_beginnings([thoughts[row] for row in rows]) for rows in parts]
     lengths, shares = [len(thought) for thought in thoughts], shares_prompts(model)
     for column, prompt in enumerate(prompts):
+        seen = features(model, torch.tensor(prompt), pictures)
         if reader is not None:
-            reader.read(prompt)
+            reader.read(prompt, seen)
         else:
             parts = rectangles(lengths, 0 if shares else len(prompt), max_tokens)
         for first in range(0, len(parts), num_ranks):
@@ -252,7 +288,7 @@ def cross_scores(
             else:
                 part = [thoughts[row] for row in rows]
                 targets_N = torch.tensor(list(chain.from_iterable(part)), device=model.device)
-                states_ND = _states_before(model, prompt, part)
+                states_ND = _states_before(model, prompt, part, seen)
                 logprobs_N, _ = token_logprobs(model, states_ND, targets_N, temperature)
             if first + rank >= len(parts):
                 continue
@@ -303,7 +339,10 @@ def rectangles(lengths: Sequence[int], prefix: int, max_tokens: int) -> list[lis
 
 
 def _states_before(
-    model: PreTrainedModel, prompt: Sequence[int], thoughts: Sequence[Sequence[int]]
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    thoughts: Sequence[Sequence[int]],
+    seen: Features | None,
 ) -> Tensor:
     """The states from which each token of the thoughts is predicted, thought by thought."""
     rows = [torch.tensor([*prompt, *thought]) for thought in thoughts]
@@ -311,4 +350,4 @@ def _states_before(
     lengths_R = torch.tensor([len(row) for row in rows])
     columns_T = torch.arange(ids_RT.shape[1])
     before_RT = (columns_T >= len(prompt) - 1) & (columns_T < lengths_R[:, None] - 1)
-    return hidden_states(model, ids_RT, lengths_R, before_RT)
+    return hidden_states(model, ids_RT, lengths_R, before_RT, seen)

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from ragen.networks.attention import Attention, Run, UnknownAttention, can_replace, read
 from ragen.networks.device import to_device
 from ragen.networks.packing import SHARED, Blocks, Packing, attend, attend_backward, pack
+from ragen.networks.pictures import Features, reader_of, row_places
 from ragen.networks.precision import bfloat16_products
 
 
@@ -31,9 +32,13 @@ def longest(model: PreTrainedModel) -> float:
     """The longest row, in tokens, for which `read` is exact with this backbone; 0 if there is none.
 
     This is found by trying, once for each device and dtype. Every layer's attention must be
-    replaceable, without additions like sinks, and nothing else may let tokens see each other. A GPU
+    replaceable, without additions like sinks, and nothing else may let tokens see each other, as
+    pictures do whose tokens see all of the picture (found when a model is loaded). A GPU
     must have a kernel for the dtype. A row must fit in a sliding window.
     """
+    reader = reader_of(model)
+    if reader is not None and reader.sees_ahead:
+        return 0
     known = _LONGEST.setdefault(model, {})
     where = model.device.type, model.dtype
     if where not in known:
@@ -92,12 +97,19 @@ def _takes_groups(kernel: Callable[..., Any]) -> bool:
 
 
 def hidden_states(
-    model: PreTrainedModel, token_ids_BT: Tensor, lengths_B: Tensor, wanted_BT: Tensor
+    model: PreTrainedModel,
+    token_ids_BT: Tensor,
+    lengths_B: Tensor,
+    wanted_BT: Tensor,
+    seen: Features | None = None,
 ) -> Tensor:
     """`ragen.networks.model.hidden_states` for a backbone and rows up to its `longest`."""
     packing = pack(token_ids_BT, lengths_B, wanted_BT)
     run = Run(_learning(packing, model.device))
-    states_FD = read(model, token_ids_BT[packing.places], packing.places[1], run)
+    positions_F = packing.places[1]
+    if seen is not None and reader_of(model).has_grid:
+        positions_F = row_places(token_ids_BT, seen)[(slice(None), *packing.places)]
+    states_FD = read(model, token_ids_BT[packing.places], positions_F, run, seen)
     return states_FD[to_device(packing.wanted_N, model.device)]
 
 

@@ -38,6 +38,8 @@ WORDS = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\
 """The embedding of tokens, among all embeddings."""
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.weight$")
 MIXTURE = re.compile(r"\.experts\.|\.gate\.weight$")
+VISION = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|connector)\.")
+"""Weights of a vision tower, and of the projector behind it."""
 BLOCK = re.compile(r"\.(\d+)\.")
 MATRIX = 2
 MASK = 4
@@ -51,7 +53,8 @@ class Sizes:
     `weights` are the shapes of all parameters by name; a tied output layer is not repeated.
     `inner` is the width between the two layers of a feed-forward block. `stores_scores` says that
     attention keeps its scores for the backward pass, and `is_qwen2` that the fast path of
-    `ragen.networks.fast_qwen2` usually computes it in float32.
+    `ragen.networks.fast_qwen2` usually computes it in float32. Of a vision tower, `patches` is how
+    many a picture has, 0 if that depends on its size, and `merged` how many become one token.
     """
 
     weights: Mapping[str, Shape]
@@ -64,6 +67,8 @@ class Sizes:
     inner: int
     stores_scores: bool = False
     is_qwen2: bool = False
+    patches: int = 0
+    merged: int = 1
 
     @property
     def numbers(self) -> int:
@@ -72,22 +77,36 @@ class Sizes:
 
     @property
     def backbone(self) -> list[Shape]:
-        """The shapes of all weights except the output layer's."""
-        return [shape for name, shape in self.weights.items() if not HEAD.search(name)]
+        """The shapes of the language model's weights except the output layer's."""
+        return [shape for name, shape in self.language.items() if not HEAD.search(name)]
+
+    @property
+    def language(self) -> Mapping[str, Shape]:
+        """The shapes of all weights but those of a vision tower and its projector."""
+        return {name: shape for name, shape in self.weights.items() if not VISION.search(name)}
+
+    @property
+    def tower(self) -> list[Shape]:
+        """The shapes of the matrices in a vision tower's layers."""
+        return [
+            shape
+            for name, shape in self.weights.items()
+            if len(shape) == MATRIX and VISION.search(name) and BLOCK.search(name)
+        ]
 
     @property
     def linear(self) -> dict[str, Shape]:
         """The linear layers that an adapter may change, (outputs, inputs) by name.
 
         The output layer, embeddings, and a mixture's experts with their router are excluded.
-        Experts and router are not linear modules.
+        Experts and router are not linear modules, and a vision tower is not adapted.
         """
         return {
             name.removesuffix(".weight"): shape
             for name, shape in self.weights.items()
             if len(shape) == MATRIX
             and name.endswith(".weight")
-            and not any(kind.search(name) for kind in (EMBEDDING, HEAD, MIXTURE))
+            and not any(kind.search(name) for kind in (EMBEDDING, HEAD, MIXTURE, VISION))
         }
 
 
@@ -98,17 +117,21 @@ def sizes_of(raw: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Sizes:
     weights = {name: shape for name, shape in shapes.items() if len(shape) < MASK}
     if config.get("tie_word_embeddings", raw.get("tie_word_embeddings")) is True:
         weights = {name: shape for name, shape in weights.items() if not HEAD.search(name)}
-    matrices = [shape for shape in weights.values() if len(shape) == MATRIX]
+    language = [name for name in weights if not VISION.search(name)]
+    matrices = [weights[name] for name in language if len(weights[name]) == MATRIX]
     words = [
         weights[name] for name in weights if WORDS.search(name) and len(weights[name]) == MATRIX
     ]
     vocabulary, width = (words or sorted(matrices, key=prod)[-1:] or [(1, 1)])[0]
+    given = raw.get("vision_config")
+    vision: Mapping[str, Any] = given if isinstance(given, dict) else {}
+    patch = _number(vision, ("patch_size",)) or 1
     heads = _number(config, HEADS) or max(1, width // USUAL_HEAD)
     key_heads = _number(config, KEY_HEADS) or heads
     head_width = _number(config, ("head_dim",)) or max(1, width // heads)
     return Sizes(
         weights,
-        num_layers=len({found[1] for found in map(BLOCK.search, weights) if found}) or 1,
+        num_layers=len({found[1] for found in map(BLOCK.search, language) if found}) or 1,
         width=width,
         vocabulary=vocabulary,
         heads=heads,
@@ -117,6 +140,8 @@ def sizes_of(raw: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Sizes:
         inner=_number(config, INNER) or 4 * width,
         stores_scores=bool(config.get("attn_logit_softcapping")),
         is_qwen2=config.get("model_type") == "qwen2",
+        patches=((_number(vision, ("image_size",)) or 0) // patch) ** 2,
+        merged=(_number(vision, ("spatial_merge_size",)) or 1) ** 2,
     )
 
 

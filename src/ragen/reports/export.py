@@ -24,7 +24,7 @@ from ragen.core.seeding import EVAL_LEVELS
 from ragen.core.user_code import UserCodeError
 from ragen.engines.factory import load_model
 from ragen.models.adapter_folder import ADAPTER_WEIGHTS
-from ragen.models.loading import load_tokenizer
+from ragen.models.loading import load_tokenizer, save_tokenizer
 from ragen.models.names import ADAPTER_CONFIG, BASE, is_adapter
 from ragen.networks import lora
 from ragen.reports.card import Usage, card
@@ -91,7 +91,7 @@ def export(
         else:
             for path in chain.from_iterable(map(checkpoint.glob, WEIGHTS)):
                 shutil.copyfile(path, folder / path.name)
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
         generation_config(
             tokenizer, chat.end_ids, temperature, config.rollout.max_tokens
         ).save_pretrained(folder)

@@ -17,6 +17,7 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -69,6 +70,8 @@ class Sampler(QueuedPolicy):
     `fast` uses the fast path if the architecture has one, `graphs` CUDA graphs on a GPU, where the
     launches of kernels take most of a decode otherwise.
     """
+
+    reads_pictures = True
 
     def __init__(
         self,
@@ -276,6 +279,8 @@ class Sampler(QueuedPolicy):
         rows = list(range(len(resumed)))  # of each request's logits
         leaders: dict[Tokens, int] = {}
         followers = []
+        admitted = resumed + fresh
+        self._decoder.album.show(chain.from_iterable(r.prompt.pictures for r in admitted))
         for request in fresh:
             row = leaders.setdefault(request.tokens, len(reads))
             rows.append(row)
@@ -294,7 +299,7 @@ class Sampler(QueuedPolicy):
             self._decoder.copy(reads[row][0].slot, request.slot, len(request.tokens))
         for request in fresh:
             self._table.set_first_prompt(request.slot, request.tokens)
-        prompts = sum(len(request.tokens) for request in resumed + fresh)
+        prompts = sum(len(request.tokens) for request in admitted)
         self.stats.reused += prompts - (self.stats.prefilled - before)
         return logits_NV[rows] if followers else logits_NV
 
@@ -386,13 +391,15 @@ class Sampler(QueuedPolicy):
         return self._read_until(request, known, known + parts * PREFILL_TOKENS)
 
     def _read_until(self, request: _Request, known: int, end: int) -> int:
-        """Read a prompt's tokens before `end`, and return it."""
-        for start in range(known, end, PREFILL_TOKENS):
-            tokens = request.tokens[start : min(start + PREFILL_TOKENS, end)]
-            self._decoder.prefill([request.slot], [start], [tokens])
+        """Read a prompt's tokens before `end`, or up to the end of a picture there; returns it."""
+        start = known
+        while start < end:
+            stop = picture_end(request.tokens, min(start + PREFILL_TOKENS, end))
+            self._decoder.prefill([request.slot], [start], [request.tokens[start:stop]])
             self.stats.forwards += 1
-        self.stats.prefilled += end - known
-        return end
+            start = stop
+        self.stats.prefilled += start - known
+        return start
 
     def _step(self) -> None:
         if self._rows is None:
@@ -419,6 +426,13 @@ class Sampler(QueuedPolicy):
         done = last | (count + 1 >= self._max_tokens[slots])
         for slot in slots[done].tolist():
             self._finish(slot)
+
+
+def picture_end(tokens: Tokens, end: int) -> int:
+    """The first place from `end` on that cuts no picture, whose tokens may see each other."""
+    while end < len(tokens) - 1 and tokens[end] < 0 and tokens[end] == tokens[end - 1] - 1:
+        end += 1
+    return end
 
 
 def draw(

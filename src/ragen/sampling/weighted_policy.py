@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from ragen.core.errors import NotFiniteError
+from ragen.core.errors import NotFiniteError, RagenError
 from ragen.core.metrics import Metrics, mean
 from ragen.core.types import Completion, FinishReason, Prompt, fingerprint
 
@@ -64,6 +64,9 @@ class WeightedPolicy:
     tokens since they were last reset. `source` names the origin of the first weights in messages.
     """
 
+    reads_pictures = False
+    """A policy whose prompts may show pictures."""
+
     def __init__(self, chat: Chat, max_length: int) -> None:
         self.version = 0
         self.source = "the model"
@@ -111,6 +114,11 @@ class WeightedPolicy:
     def _checked_ids(self, prompt: Prompt) -> tuple[int, ...]:
         ids = prompt.token_ids
         assert ids, "the sampler needs token ids"
+        if prompt.pictures and not self.reads_pictures:
+            raise RagenError(
+                "the environment shows pictures, which only RAGEN's own sampler reads: set "
+                'rollout.sampler = "local"'
+            )
         assert prompt.max_tokens > 0 and prompt.temperature >= 0
         assert len(ids) + prompt.max_tokens <= self.max_length, "over the model's length"
         return ids
