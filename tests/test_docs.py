@@ -25,6 +25,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXTEND = (ROOT / "docs" / "extend.md").read_text("utf-8")
 AGENTS = (ROOT / "docs" / "agents.md").read_text("utf-8")
 NAMES = [page.name for page in PAGES]
+FOR_AGENTS = [ROOT / "AGENTS.md", *sorted((ROOT / ".agents" / "skills").glob("*/SKILL.md"))]
 
 
 def anchors(page: Path) -> set[str]:
@@ -81,6 +82,20 @@ def test_commands_in_pages_are_accepted(
         assert name in COMMANDS
         if name == "train":
             assert main([name, *rest, "--dry-run"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("page", FOR_AGENTS, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_what_coding_agents_read_names_existing_files_keys_and_metrics(page: Path) -> None:
+    text = page.read_text("utf-8")
+    assert len(text.splitlines()) <= 60
+    test_links_resolve(page)
+    for key in re.findall(r"(?:--|`)([a-z_]+\.[a-z_.]+[a-z_])[` ]", text):
+        if not key.endswith((".py", ".md", ".sqlite")):
+            canonical_key(key)
+    metrics = (ROOT / "docs" / "diagnostics.md").read_text("utf-8")
+    for name in re.findall(r"`([a-z_.]+/[\w./]+)`", text):
+        paths = [ROOT / name, ROOT / "src" / "ragen" / name]
+        assert any(path.exists() for path in paths) or f"`{name}`" in metrics, name
 
 
 def test_environment_cards_follow_from_the_code() -> None:
