@@ -98,10 +98,12 @@ def test_what_coding_agents_read_names_existing_files_keys_and_metrics(page: Pat
         assert any(path.exists() for path in paths) or f"`{name}`" in metrics, name
 
 
-def test_environment_cards_follow_from_the_code() -> None:
-    page = (ROOT / "docs" / "environment-cards.md").read_text("utf-8")
-    script = runpy.run_path(str(ROOT / "scripts" / "environment_cards.py"))
-    assert script["renewed"](page) == page, "run python scripts/environment_cards.py"
+@pytest.mark.parametrize("name", ["environment_cards", "gallery"])
+def test_pages_that_a_script_writes_are_new(name: str) -> None:
+    """Cards follow from the code, the gallery from the recipes and the numbers of other pages."""
+    script = runpy.run_path(str(ROOT / "scripts" / f"{name}.py"))
+    page = script["PAGE"].read_text("utf-8")
+    assert script["renewed"](page) == page, f"run python scripts/{name}.py"
 
 
 def test_preset_table_is_complete() -> None:
