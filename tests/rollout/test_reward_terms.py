@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from ragen.rollout.reward_terms import (
     consistency,
     grounding,
     length,
+    part_info,
     repetition,
     reward_term_metrics,
     thought_info,
@@ -51,6 +53,12 @@ def lake() -> Env:
     env = make("frozen-lake-still", observation="named")
     env.reset(seed=123)
     return env
+
+
+def read(env: Env, thought: str) -> Reading | None:
+    """The reading without its F1."""
+    reading = env.read_thought(thought)
+    return reading and replace(reading, f1=None)
 
 
 # Readings by the environments.
@@ -76,7 +84,7 @@ def lake() -> Env:
 def test_frozen_lake_reads_its_own_notation(
     thought: str, stated: int, true: int, plan: tuple[str, ...] | None
 ) -> None:
-    assert lake().read_thought(thought) == Reading(stated, true, plan)
+    assert read(lake(), thought) == Reading(stated, true, plan)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +99,9 @@ def test_prose_has_no_reading(thought: str) -> None:
 def test_a_thought_is_compared_with_the_state_before_the_turn() -> None:
     env = lake()
     thought = " P a3 : a3 b3 _ Down"
-    assert env.read_thought(thought) == Reading(2, 2, ("Down",))
+    assert read(env, thought) == Reading(2, 2, ("Down",))
     env.step("Down")
-    assert env.read_thought(thought) == Reading(2, 0, ("Down",))
+    assert read(env, thought) == Reading(2, 0, ("Down",))
 
 
 @pytest.mark.parametrize("symbols", ["standard", "new"])
@@ -104,9 +112,9 @@ def test_sokoban_reads_its_own_notation(symbols: str) -> None:
     # ######
     # #PX_O#   P b1, X b2, O b4, floor b3 and c2
     thought = f" P b1 X b2 O b4 push Right b1 b4 : b2 b3 {floor} Right b3 b4 {target} Right"
-    assert env.read_thought(thought) == Reading(5, 5, ("Right", "Right"))
+    assert env.read_thought(thought) == Reading(5, 5, ("Right", "Right"), 1.0)
     wrong = f" P b1 X b3 O b4 push Right b1 b4 : b2 c2 # Right b3 b4 {floor} Right"
-    assert env.read_thought(wrong) == Reading(5, 2, ("Right", "Right"))
+    assert env.read_thought(wrong) == Reading(5, 2, ("Right", "Right"), 2 / 3)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +142,37 @@ def test_demonstrations_state_true_facts_and_follow_their_plans(name: str, write
         assert env.get_state() == before
 
 
+@pytest.mark.parametrize(
+    ("thought", "f1"),
+    [
+        ("P a3 G d1 O b2 O c3 O d3", 1.0),
+        ("P a3 G d1", 4 / 7),  # two of five, and both are true
+        ("P a3 G d2 O b2 O c3 O d3", 4 / 5),
+        ("P a3 P a3 P a3 P a3", 2 / 6),  # each fact counts once
+        (" ".join(f"P {row}{column}" for row in "abcd" for column in range(4)), 2 / 21),
+        ("P a0", 0.0),
+    ],
+)
+def test_f1_compares_positions_with_all_that_hold(thought: str, f1: float) -> None:
+    reading = lake().read_thought(thought)
+    assert reading is not None and reading.f1 == pytest.approx(f1)
+
+
+@pytest.mark.parametrize("name", ["frozen-lake", "sokoban"])
+def test_rules_ask_for_the_parts_of_a_thought(name: str) -> None:
+    free, state, transition, world = (
+        make(name, observation="picture", thoughts=form).rules
+        for form in ("free", "state", "transition", "world")
+    )
+    assert free == make(name, observation="picture").rules and "<" not in free
+    assert "<observation> … </observation><reasoning> … </reasoning>. Say" in state
+    assert "<reasoning> … </reasoning><prediction> … </prediction>. Say" in transition
+    assert "in <observation> before your actions and in <prediction> after your actions" in world
+    (example,) = re.findall(r", as (.+?): a letter", world)
+    reading = make(name, thoughts="world").read_thought(example)
+    assert reading is not None and reading.stated == 3
+
+
 # Info of a turn, and metrics over turns.
 
 
@@ -157,6 +196,61 @@ def test_turn_info_is_written_when_the_turn_is_played() -> None:
     assert second.info.items() >= (read | {"facts_true": 1, "plan_kept": False}).items()
     assert third.info["thought_read"] is False
     assert third.info.keys().isdisjoint({"facts_stated", "plan_kept", "reward_terms"})
+
+
+WORLD = (
+    "<observation>P a3 G d1 O b2 O c3 O d3</observation><reasoning>Left</reasoning>"
+    "<prediction>P a2 G d1 O b2 O c3 O d3</prediction></think><answer>Left</answer>",
+    "<observation>P a2 G d1</observation>"
+    "<prediction>P b2 G d1</prediction></think><answer>Down</answer>",
+)
+"""The second turn leaves out the holes, and moves into one of them."""
+
+
+def test_parts_of_a_thought_are_compared_with_the_states_before_and_after_the_actions() -> None:
+    setup = resolve_setup(
+        "frozen-lake-still", **{"reward.terms": {"observation": 0.5, "prediction": 0.5}}
+    )
+    first, second = play(*WORLD, setup=setup).turns
+    assert first.info.items() >= {"observation_f1": 1.0, "prediction_f1": 1.0}.items()
+    assert first.info.items() >= {"facts_stated": 5, "facts_true": 5}.items()
+    assert second.info["observation_f1"] == second.info["prediction_f1"] == pytest.approx(4 / 7)
+    assert [first.penalty, second.penalty] == pytest.approx([0, -3 / 7])
+    assert (
+        values(thought_metrics([first, second])).items()
+        >= {
+            "thought/observation_f1": pytest.approx(11 / 14),
+            "thought/prediction_f1": pytest.approx(11 / 14),
+        }.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("reply", "costs"),
+    [
+        (TRUE, (1, 1)),  # no parts
+        ("<observation>all of it</observation></think><answer>Left</answer>", (1, 1)),
+        ("<observation>P a3</observation></think><answer>Left</answer>", (2 / 3, 1)),
+        ("<prediction>P a2</prediction></think><answer>Left</answer>", (1, 2 / 3)),
+        ("<prediction>P a3</prediction></think><answer>Left</answer>", (1, 1)),  # it moved
+        ("<observation>P a3</observation>" * 2 + "</think><answer>Left</answer>", (1, 1)),
+        ("<observation>P a3</observation></think><answer>Fly</answer>", (1, 1)),  # invalid
+        ("<prediction>P a3</prediction></think>", (1, 1)),
+        ("<observation>P a3</prediction></think><answer>Left</answer>", (1, 1)),
+    ],
+)
+def test_a_part_that_is_missing_or_unreadable_costs_its_whole_weight(
+    reply: str, costs: tuple[float, float]
+) -> None:
+    (turn, *_) = play(*[reply] * 5).turns
+    charged = with_terms(turn, {"observation": 1.0, "prediction": 1.0})
+    terms = charged.info["reward_terms"]
+    assert (-terms["observation"], -terms["prediction"]) == pytest.approx(costs)
+
+
+def test_without_f1_a_part_is_as_good_as_its_facts() -> None:
+    assert part_info("observation", Reading(4, 3, None)) == {"observation_f1": 3 / 4}
+    assert part_info("prediction", Reading(0, 0, None)) == {"prediction_f1": 0.0}
 
 
 def test_an_invalid_reply_does_not_keep_its_plan() -> None:
@@ -195,14 +289,13 @@ def test_thought_metrics_golden() -> None:
 
 
 def test_isolated_environments_read_thoughts_identically() -> None:
+    replies = (" prose</think><answer>Up</answer>", FALSE, *WORLD)
     setup, workers = resolve_setup("frozen-lake-still"), Workers("frozen-lake-still", {}, 10.0)
     try:
-        isolated = play(
-            *(TRUE, FALSE, PROSE), setup=replace(setup, venue=Venue("workers", workers))
-        )
+        isolated = play(*replies, setup=replace(setup, venue=Venue("workers", workers)))
     finally:
         workers.close()
-    plain = play(TRUE, FALSE, PROSE, setup=setup)
+    plain = play(*replies, setup=setup)
     assert [each.info for each in isolated.turns] == [each.info for each in plain.turns]
 
 
@@ -235,6 +328,7 @@ def test_a_reading_of_the_wrong_type_fails_the_episode() -> None:
         ("moves", "must not change the environment"),
         ("much", "a Reading or None is expected"),
         (Reading(1, 2, None), "true ≤ stated"),
+        (Reading(2, 1, None, 1.5), "f1 from 0 to 1"),
     ],
 )
 def test_checker_names_the_rule_that_a_reading_breaks(reading: object, words: str) -> None:
@@ -322,7 +416,7 @@ def test_reward_term_metrics_golden() -> None:
 
 
 def test_a_reward_term_that_the_environment_cannot_support_is_refused() -> None:
-    for name in ("grounding", "consistency"):
+    for name in ("grounding", "consistency", "observation", "prediction"):
         with pytest.raises(
             RagenError, match=f"reward.terms.{name}: the environment bandit cannot read"
         ):

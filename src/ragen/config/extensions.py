@@ -247,7 +247,7 @@ LOSS = Kind(
     lambda function: inputs_of(function, LOSS_INPUTS, 2),
 )
 SCORE = Kind("filter score", "ragen.filters", ("reward_std", "variance"), _takes("group"))
-THOUGHT_TERMS = ("grounding", "consistency", "length", "repetition")
+THOUGHT_TERMS = ("grounding", "consistency", "observation", "prediction", "length", "repetition")
 JUDGE = "judge"
 """The reward term that asks a language model (section ``judge``)."""
 TERM = Kind("reward term", "ragen.rewards", (*THOUGHT_TERMS, JUDGE), judged_by)

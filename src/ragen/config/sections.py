@@ -285,8 +285,9 @@ class RewardConfig(Section):
     """The episodes over which reward.normalise takes its mean and std: of one group, of one
     environment, or all."""
     terms: dict[Annotated[str, TERM], Weight] = {}
-    """Reward terms and their weights. Grounding, consistency, length and repetition have the
-    highest cost of a fault in one turn, such as grounding = 0.1; judge is the section judge."""
+    """Reward terms and their weights. Grounding, consistency, observation, prediction, length and
+    repetition have the highest cost of a fault in one turn, such as grounding = 0.1; judge is the
+    section judge."""
 
 
 class JudgeConfig(Section):

@@ -249,8 +249,13 @@ def reading(value: Any) -> Reading | None:
         raise UserCodeError(
             f"read_thought returned {shortened(value)}: counts with true ≤ stated are expected"
         )
+    f1 = scalar_of(value.f1)
+    if f1 is not None and not (isinstance(f1, numbers.Real) and 0 <= float(f1) <= 1):
+        raise UserCodeError(
+            f"read_thought returned {shortened(value)}: an f1 from 0 to 1 or None is expected"
+        )
     plan = action_names(value.plan, "read_thought") if value.plan else None
-    return Reading(int(stated), int(true), plan)
+    return Reading(int(stated), int(true), plan, None if f1 is None else float(f1))
 
 
 def scalar_of(value: Any) -> Any:

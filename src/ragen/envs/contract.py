@@ -52,12 +52,15 @@ class Reading:
     """The content of a thought about the environment: facts, and the actions that it plans.
 
     `stated` is the number of facts, and `true` the number of those that hold in the environment's
-    state. `plan` is ``None`` if the thought has no plan.
+    state. `plan` is ``None`` if the thought has no plan. `f1`, from 0 to 1, compares what is stated
+    with all that holds: 2 · true / (stated + all), each fact once. An environment that does not
+    count all facts leaves it ``None``.
     """
 
     stated: int
     true: int
     plan: tuple[str, ...] | None
+    f1: float | None = None
 
 
 class Env(gymnasium.Env[str, str], ABC):
@@ -180,7 +183,9 @@ class Env(gymnasium.Env[str, str], ABC):
     def read_thought(self, thought: str) -> Reading | None:
         """The facts and the plan that a thought states about the present state.
 
-        A thought that cannot be read with certainty gives ``None`` and is not measured.
+        A thought that cannot be read with certainty gives ``None`` and is not measured. Of a
+        thought with ``<observation>…</observation>``, RAGEN passes that part alone; it passes
+        ``<prediction>…</prediction>`` when the actions of the turn have been carried out.
         """
         return None
 

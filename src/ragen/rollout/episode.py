@@ -24,7 +24,13 @@ from ragen.rollout.guarded import GuardedEnv
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.playing import Playing
 from ragen.rollout.policies import NoCompletion, Policy, written_completion
-from ragen.rollout.reward_terms import apply_reward_terms, thought_info, weights_for
+from ragen.rollout.reward_terms import (
+    apply_reward_terms,
+    part_info,
+    thought_info,
+    thought_parts,
+    weights_for,
+)
 from ragen.rollout.setup import FIRST, BranchSpec, EpisodeSpec, Setup, Start
 
 
@@ -254,8 +260,13 @@ class _Playthrough(Playing):
         """Carry out the actions of a reply: all that a turn asks of its environment."""
         (key, snapshot), drawing = env.state(), env.drawing()
         read: dict[str, Any] = {}
+        parts: dict[str, str] = {}
         if parsed.thought is not None and env.reads_thoughts:
-            read = thought_info(env.read_thought(parsed.thought), parsed.actions_asked)
+            parts = thought_parts(parsed.thought) if parsed.valid else {}
+            reading = env.read_thought(parts.get("observation", parsed.thought))
+            read = thought_info(reading, parsed.actions_asked)
+            if "observation" in parts:
+                read |= part_info("observation", reading)
         executed: list[str] = []
         shown: list[str] = []
         pictures: list[Picture] = []
@@ -269,6 +280,8 @@ class _Playthrough(Playing):
             self.actions_left -= 1
             if env.terminated or env.truncated:
                 break
+        if executed and "prediction" in parts:
+            read |= part_info("prediction", env.read_thought(parts["prediction"]))
         if executed:  # every call has a result; other actions have one observation
             self.pictures = tuple(pictures) if parsed.calls else env.pictures
         info = {**(env.info if executed else {}), "effective": effective, **read}

@@ -12,11 +12,14 @@ The results are written into `Turn.info` when the turn is played:
 - ``facts_stated``, ``facts_true``: the facts of the thought, and those that hold in the
   environment's state before the turn.
 - ``plan_kept``: true if the answer has the actions that the thought planned, in their order.
+- ``observation_f1``, ``prediction_f1``: how well these parts of the thought (`thought_parts`)
+  describe the states before and after the actions; absent where the reply was not valid.
 - ``reward_terms``: the amount that each reward term added to the turn, by name.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import isawaitable
@@ -45,8 +48,10 @@ turn's reward, which filters read. Any term may be ``async``.
 TERM_S = 30.0
 """Seconds that one call of a reward term from outside may take."""
 
-NEED_READING = frozenset({"grounding", "consistency"})
+NEED_READING = frozenset({"grounding", "consistency", "observation", "prediction"})
 """Terms that need an environment that reads thoughts."""
+
+_PART = re.compile(r"<(observation|prediction)>([^<]*)</\1>")
 
 NGRAM = 4
 """Length, in words, of the n-grams that `repeated_ngrams` compares."""
@@ -68,6 +73,16 @@ def grounding(turn: Turn) -> float:
 def consistency(turn: Turn) -> float:
     """1 if the answer does something other than the thought planned."""
     return float(turn.info.get("plan_kept") is False)
+
+
+def observation(turn: Turn) -> float:
+    """1 − F1 of the thought's ``<observation>``: 1 if there is none or the reply is not valid."""
+    return 1 - float(turn.info.get("observation_f1", 0.0))
+
+
+def prediction(turn: Turn) -> float:
+    """1 − F1 of the thought's ``<prediction>``, likewise."""
+    return 1 - float(turn.info.get("prediction_f1", 0.0))
 
 
 def length(turn: Turn) -> float:
@@ -111,7 +126,8 @@ def _charge(fault: Callable[[Turn], float]) -> Callable[[Turn], float]:
     return term
 
 
-TERMS = {each.__name__: _charge(each) for each in (grounding, consistency, length, repetition)}
+_FAULTS = (grounding, consistency, observation, prediction, length, repetition)
+TERMS = {each.__name__: _charge(each) for each in _FAULTS}
 """RAGEN's own reward terms by their name in the config: each costs its fault. The form of a reply
 has a key of its own, ``reward.format_penalty``."""
 
@@ -192,6 +208,29 @@ def reward_term_metrics(episodes: Sequence[Episode]) -> Metrics:
     }
 
 
+def thought_parts(thought: str) -> dict[str, str]:
+    """The contents of ``<observation>`` and ``<prediction>``, none if one appears twice.
+
+    Example:
+        >>> thought_parts("<observation>P a0</observation>go<prediction>P a1</prediction>")
+        {'observation': 'P a0', 'prediction': 'P a1'}
+    """
+    found = _PART.findall(thought)
+    parts = dict(found)
+    return parts if len(parts) == len(found) else {}
+
+
+def part_info(part: str, reading: Reading | None) -> dict[str, float]:
+    """The entry of `Turn.info` about a part of a thought, from the environment's reading of it.
+
+    Without `Reading.f1`, it is the share of stated facts that are true.
+    """
+    if reading is None or reading.stated == 0:
+        return {f"{part}_f1": 0.0}
+    f1 = reading.true / reading.stated if reading.f1 is None else reading.f1
+    return {f"{part}_f1": f1}
+
+
 def thought_info(reading: Reading | None, actions_asked: Sequence[str]) -> dict[str, Any]:
     """The entries of `Turn.info` about a thought, from the environment's reading of it."""
     if reading is None:
@@ -209,6 +248,7 @@ def thought_metrics(turns: Sequence[Turn]) -> Metrics:
       environment.
     - ``thought/hallucinated_fraction``: false facts, of those stated.
     - ``thought/consistent_fraction``: plans that the answer carries out, of those stated.
+    - ``thought/observation_f1``, ``thought/prediction_f1``: the means of the entries in the info.
     """
     read = [turn.info["thought_read"] for turn in turns if "thought_read" in turn.info]
     infos = [turn.info for turn in turns if "facts_stated" in turn.info]
@@ -221,4 +261,7 @@ def thought_metrics(turns: Sequence[Turn]) -> Metrics:
         metrics["thought/hallucinated_fraction"] = mean(1 - true / stated, stated)
     if kept:
         metrics["thought/consistent_fraction"] = mean(fmean(kept), len(kept))
+    for name in ("observation_f1", "prediction_f1"):
+        if scores := [turn.info[name] for turn in turns if name in turn.info]:
+            metrics[f"thought/{name}"] = mean(fmean(scores), len(scores))
     return metrics

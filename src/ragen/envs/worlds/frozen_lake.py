@@ -25,7 +25,7 @@ from ragen.envs.contract import (
     generators,
     pick,
 )
-from ragen.envs.worlds.grid import GridEnv, Observation, format_note
+from ragen.envs.worlds.grid import GridEnv, Observation, Thoughts, format_note, thought_note
 from ragen.envs.worlds.tiles import Tile
 
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
@@ -221,6 +221,8 @@ class FrozenLake(GridEnv):
         observation: The format of the map: its symbols, sizes and positions, both, every cell
             with its name (the format of the embedded model), or a picture.
         tile: The side of a cell in a picture, in pixels.
+        thoughts: What the rules ask of a thought besides reasoning: nothing, the positions before
+            the actions (``"state"``), after them (``"transition"``), or both (``"world"``).
         min_distance, max_distance: Steps of the shortest path from the start to the goal.
 
     Example:
@@ -246,13 +248,14 @@ class FrozenLake(GridEnv):
         success_probability: Probability = 1 / 3,
         observation: Observation = "grid",
         tile: Tile = 8,
+        thoughts: Thoughts = "free",
         min_distance: Annotated[int, Field(ge=1)] = 1,
         max_distance: Annotated[int, Field(ge=1)] | None = None,
     ) -> None:
         self.name = "frozen-lake"
         self._size, self._levels = size, (size, p_frozen, min_distance, max_distance)
         self._success_probability = success_probability
-        self.observation, self.tile = observation, tile
+        self.observation, self.tile, self.thoughts = observation, tile, thoughts
         self.reset(seed=0)
 
     @property
@@ -265,6 +268,7 @@ class FrozenLake(GridEnv):
         return (
             "You are solving the FrozenLake puzzle. Walk over the frozen cells to the goal and "
             f"avoid the holes.\n{slip}{format_note(self.observation, SYMBOLS, SEEN)}"
+            f"{thought_note(self.thoughts, self.letters, self.marks)}"
         )
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:

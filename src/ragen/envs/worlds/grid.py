@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
@@ -21,6 +21,9 @@ from ragen.envs.worlds import tiles
 Observation: TypeAlias = Literal["grid", "coord", "grid_coord", "named", "picture"]
 """A map of symbols; sizes and (row, column) positions; both; every cell with its name; or a picture
 of `tiles`."""
+Thoughts: TypeAlias = Literal["free", "state", "transition", "world"]
+"""What the rules ask of a thought: nothing, the state before the actions, the state after them, or
+both, as in VAGEN (arXiv:2510.16907)."""
 Cell: TypeAlias = tuple[int, int]
 """Row and column, from 0 at the top left."""
 
@@ -42,6 +45,7 @@ class GridEnv(Env):
     letters: str
     observation: Observation
     tile: tiles.Tile
+    thoughts: Thoughts
     border = 0
     views: dict[Hashable, Any]
 
@@ -151,23 +155,26 @@ def read_notes(
     The thought begins with positions (``P b0 G c1``). After a colon come looks and the actions of
     the plan. The last two words of a look are a fact (``b0 c0 O``: from b0, there is a hole at c0).
     Other words in between, such as Sokoban's ``push Right c1 c4``, state no fact. All facts are
-    about the map before the turn. A thought that does not begin with a letter of `marks` and a cell
-    is prose, and gives ``None``.
+    about the map. A thought that does not begin with a letter of `marks` and a cell is prose, and
+    gives ``None``. `Reading.f1` compares the positions with those of all marks.
 
     Example:
         >>> marks = {"P": "P", "G": "G"}  # and the hole is at b0, not a1
         >>> read_notes("P a0 G b1 : a0 a1 O a0 b0 O Down", ["P_", "OG"], marks, ["Down", "Right"])
-        Reading(stated=4, true=3, plan=('Down',))
+        Reading(stated=4, true=3, plan=('Down',), f1=1.0)
         >>> read_notes("I am at a0 and go Down", ["P_", "OG"], marks, ["Down", "Right"])
     """
     words, at = thought.split(), cells_of(rows)
-    facts = []
+    stated = []
     for letter, word in zip(words[::2], words[1::2], strict=False):
         if letter not in marks or (cell := cell_named(word)) is None:
             break
-        facts.append(cell in at and at[cell] in marks[letter])
-    if not facts:
+        stated.append((letter, cell))
+    if not stated:
         return None
+    true = {(letter, cell) for letter in marks for cell in at if at[cell] in marks[letter]}
+    facts = [fact in true for fact in stated]
+    f1 = 2 * len(true.intersection(stated)) / (len(true) + len(set(stated)))
     looks = words[words.index(":") + 1 :] if ":" in words else []
     facts += [
         at.get(cell) == symbol
@@ -175,7 +182,28 @@ def read_notes(
         if len(symbol) == 1 and symbol != ":" and (cell := cell_named(word)) is not None
     ]
     plan = tuple(word for word in looks if word in actions)
-    return Reading(len(facts), sum(facts), plan or None)
+    return Reading(len(facts), sum(facts), plan or None, f1)
+
+
+def thought_note(parts: Thoughts, letters: str, marks: Iterable[str]) -> str:
+    """The sentences of the rules about a thought in parts, if it has any."""
+    if parts == "free":
+        return ""
+    names = {
+        "state": ("observation", "reasoning"),
+        "transition": ("reasoning", "prediction"),
+        "world": ("observation", "reasoning", "prediction"),
+    }[parts]
+    when = {"observation": "before your actions", "prediction": "after your actions"}
+    asked = " and ".join(f"in <{name}> {when[name]}" for name in names if name in when)
+    example = " ".join(map(" ".join, zip(letters, ("c1", "d3", "b2"), strict=True)))
+    each = ", ".join(map(" ".join, zip(letters, map(str.lower, marks), strict=True)))
+    return (
+        "\nYour thought, inside <think>, has these parts: "
+        f"{''.join(f'<{name}> … </{name}>' for name in names)}. Say where everything is, "
+        f"{asked}, as {example}: a letter ({each}) and a cell for each thing. A cell is a row "
+        "letter and a column number, and a0 is at the top left."
+    )
 
 
 def format_note(observation: Observation, symbols: str, seen: str) -> str:

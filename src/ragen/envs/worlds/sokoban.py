@@ -16,7 +16,7 @@ from pydantic import Field
 
 from ragen.core.errors import RagenError
 from ragen.envs.contract import Baselines, Info, Options, State, fresh_seed, generators, pick
-from ragen.envs.worlds.grid import GridEnv, Observation, format_note
+from ragen.envs.worlds.grid import GridEnv, Observation, Thoughts, format_note, thought_note
 from ragen.envs.worlds.search import shortest_path
 from ragen.envs.worlds.tiles import Tile
 
@@ -276,7 +276,7 @@ class Sokoban(GridEnv):
         boxes: Number of boxes and of targets.
         search_depth: Moves that the generator plays backwards; it bounds the difficulty.
         symbols: The symbols of the map.
-        observation, tile: The format of the map, as in FrozenLake.
+        observation, tile, thoughts: The format of the map and of thoughts, as in FrozenLake.
         min_solution, max_solution: Actions of the shortest solution.
 
     Example:
@@ -300,6 +300,7 @@ class Sokoban(GridEnv):
         symbols: Literal["standard", "new"] = "standard",
         observation: Observation = "grid",
         tile: Tile = 8,
+        thoughts: Thoughts = "free",
         min_solution: Annotated[int, Field(ge=1)] = 1,
         max_solution: Annotated[int, Field(ge=1)] | None = None,
     ) -> None:
@@ -309,7 +310,7 @@ class Sokoban(GridEnv):
         self._size = (rows, cols)
         self._levels = (rows, cols, boxes, search_depth, min_solution, max_solution)
         self._symbols = s = SYMBOLS[symbols]
-        self.observation, self.tile = observation, tile
+        self.observation, self.tile, self.thoughts = observation, tile, thoughts
         self.marks = {
             "Player": s.player + s.player_on_target,
             "Boxes": s.box + s.box_on_target,
@@ -329,6 +330,7 @@ class Sokoban(GridEnv):
             "onto the targets. When you are next to a box you push it by moving towards it. A box "
             "cannot be pushed into a wall or another box, and it cannot be pulled.\n"
             f"{format_note(self.observation, symbols, SEEN)}"
+            f"{thought_note(self.thoughts, self.letters, self.marks)}"
         )
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
