@@ -8,6 +8,6 @@ set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 . "$root/scripts/setup.sh"
 [ $# -eq 1 ] || die "usage: scripts/agents.sh FOLDER"
-base=$(find_python) || exit 1
+base=$(find_python)
 "$base" -m venv "$1" || die "Cannot make $1; see the message above."
 exec "$1/bin/python" -m pip install -r "$root/scripts/requirements-agents.txt"

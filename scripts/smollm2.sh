@@ -7,5 +7,5 @@ set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 . "$root/scripts/setup.sh"
 [ $# -eq 1 ] || die "usage: scripts/smollm2.sh OUT"
-set_up ""
-exec "$python" "$root/scripts/smollm2.py" "$1"
+python=$(find_python)
+exec "$python" "$root/scripts/set_up.py" "$root/scripts/smollm2.py" "$1"
