@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from ragen.core.errors import RagenError
-from ragen.core.files import file_errors, whole_file, whole_folder
+from ragen.core.files import file_errors, flush, whole_file, whole_folder
 
 
 def test_a_file_is_replaced_only_when_it_is_complete(tmp_path: Path) -> None:
@@ -66,3 +68,18 @@ def test_an_error_is_one_line_with_the_remedy(tmp_path: Path) -> None:
 def test_too_many_open_files_are_no_fault_of_the_file() -> None:
     with pytest.raises(OSError, match="too many"), file_errors("read", "a.txt"):
         raise OSError(errno.EMFILE, "too many")
+
+
+def test_on_windows_no_folder_is_opened_and_files_are_flushed_by_a_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[tuple[Path, int]] = []
+    (tmp_path / "file").touch()
+    real = os.open
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(
+        os, "open", lambda path, flags: opened.append((path, flags)) or real(path, flags)
+    )
+    flush(tmp_path)
+    flush(tmp_path / "file")
+    assert opened == [(tmp_path / "file", os.O_RDWR)]

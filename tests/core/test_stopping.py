@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from ragen.core.stopping import run_async
+from ragen.core.stopping import Stop, StopRequested, run_async
 
 
 class Long:
@@ -74,3 +74,27 @@ def test_an_interrupt_in_a_notebook_cancels_the_work(set_sigint: Callable[[Any],
         loop.run_until_complete(notebook())
     loop.close()
     assert ends == ["cancelled"]
+
+
+def test_where_the_loop_takes_no_signals_the_first_stops_and_the_second_interrupts(
+    monkeypatch: pytest.MonkeyPatch, set_sigint: Callable[[Any], None]
+) -> None:
+    """As on Windows, which has neither SIGHUP nor SIGXCPU."""
+    set_sigint(signal.default_int_handler)
+    monkeypatch.setattr("ragen.core.stopping.SIGNALS", (signal.SIGINT, signal.SIGTERM))
+    for name in ("HANGUP", "CPU_TIME"):
+        monkeypatch.setattr(f"ragen.core.stopping.{name}", None)
+
+    async def work() -> None:
+        loop, stop = asyncio.get_running_loop(), Stop()
+        for name in ("add_signal_handler", "remove_signal_handler"):
+            monkeypatch.setattr(loop, name, getattr(asyncio.AbstractEventLoop(), name))
+        with stop.listening():
+            signal.raise_signal(signal.SIGINT)
+            with pytest.raises(StopRequested):
+                await stop.or_finish(asyncio.sleep(60))
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+    asyncio.run(work())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

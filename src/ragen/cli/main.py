@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code
         except BrokenPipeError:  # as head and less do: no other command complains about it
             drop_output()
-            return 128 + signal.SIGPIPE
+            return 128 + getattr(signal, "SIGPIPE", 13)  # which Windows lacks
         except (
             ValueError,
             ExceptionGroup,

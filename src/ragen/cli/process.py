@@ -17,7 +17,9 @@ from traceback import walk_tb
 
 STARTED = time.perf_counter()
 """When the command began; Python itself started some hundredths of a second before."""
-ENDINGS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
+ENDINGS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGXCPU") if hasattr(signal, name)
+)
 """The signals that end a command like Ctrl-C: from `kill`, a closed terminal, a limit of time."""
 
 MEMORY = "memory ran out; set rollout.slots, update.microbatch_tokens or model.max_length lower"
@@ -68,7 +70,7 @@ def ending_signals() -> Iterator[list[int]]:
 
     def pass_on(number: int, _: object) -> None:
         received.append(number)
-        if number == signal.SIGXCPU and received.count(number) > 1:
+        if number == getattr(signal, "SIGXCPU", None) and received.count(number) > 1:
             return  # it comes every second
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.raise_signal(signal.SIGINT)

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -168,7 +169,10 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 def flush(path: Path) -> None:
     """Wait until a file or folder is on disk."""
-    handle = os.open(path, os.O_RDONLY)
+    windows = sys.platform == "win32"  # where folders are not opened, nor what is only read flushed
+    if windows and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

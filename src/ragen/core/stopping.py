@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -18,9 +18,30 @@ SIGNALS = tuple(
     if hasattr(signal, name)
 )
 """The signals that request a stop: from Ctrl-C, `kill`, a closed terminal, a limit of CPU time."""
+HANGUP, CPU_TIME = (getattr(signal, name, None) for name in ("SIGHUP", "SIGXCPU"))
+"""The two that Windows lacks."""
 
 _RUNNING: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 """The loop and the task of `run_async`."""
+
+
+def _set_handler(
+    loop: asyncio.AbstractEventLoop, number: int, handler: Callable[[int], None]
+) -> None:
+    """Let the loop call the handler when the signal arrives."""
+    try:
+        loop.add_signal_handler(number, handler, number)
+    except NotImplementedError:  # by the loops of Windows
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(handler, number))
+
+
+def _set_default(loop: asyncio.AbstractEventLoop, number: int) -> None:
+    """Give the signal its default effect again."""
+    try:
+        loop.remove_signal_handler(number)
+    except NotImplementedError:
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, default)
 
 
 class StopRequested(Exception):
@@ -50,22 +71,22 @@ class Stop:
             return
         loop = asyncio.get_running_loop()
         before = {number: signal.getsignal(number) for number in SIGNALS}
-        if before[signal.SIGHUP] is signal.SIG_IGN:  # as under nohup
-            del before[signal.SIGHUP]
+        if HANGUP is not None and before[HANGUP] is signal.SIG_IGN:  # as under nohup
+            del before[HANGUP]
         for number in before:
-            loop.add_signal_handler(number, self._request, number)
+            _set_handler(loop, number, self._request)
         try:
             yield
         finally:
             for number, handler in before.items():
-                loop.remove_signal_handler(number)
+                _set_default(loop, number)
                 signal.signal(number, handler)
 
     def _request(self, number: int) -> None:
         self._signal_number = self._signal_number or number
         self._requested.set()
-        if number != signal.SIGXCPU:  # which comes every second
-            asyncio.get_running_loop().remove_signal_handler(number)
+        if number != CPU_TIME:  # which comes every second
+            _set_default(asyncio.get_running_loop(), number)
 
     def check(self) -> None:
         """Raise if a stop was requested."""
