@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from pretend import Answer, pretend_server
 from tiny import tiny_model, tiny_tokenizer
@@ -17,6 +19,7 @@ from tiny import tiny_model, tiny_tokenizer
 from ragen.chat.chat import Chat
 from ragen.config.reading import merge
 from ragen.core.errors import RagenError
+from ragen.core.pictures import Picture
 from ragen.core.types import Prompt
 from ragen.networks.lora import attach
 from ragen.sampling.server import VllmServer
@@ -91,6 +94,15 @@ def test_requests_and_completions_hold_tokens() -> None:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
     }
+
+
+def test_a_prompt_with_pictures_is_refused_in_one_line() -> None:
+    shown = Picture.of(np.zeros((2, 2), np.uint8))
+    prompt = replace(PROMPT, token_ids=(5, *shown.token_ids(2), 7), pictures=(shown,))
+    with pretend_server(answers()) as url:
+        server = connect(url)
+        with pytest.raises(RagenError, match=r'rollout\.sampler = "local"'):
+            server.ask(prompt)
 
 
 def test_weights_are_published_through_a_temporary_folder() -> None:

@@ -16,7 +16,7 @@ from ragen.chat.chat import Chat
 from ragen.cluster.child import Host
 from ragen.config.config import Config
 from ragen.core.pictures import Picture
-from ragen.core.types import Episode, Role
+from ragen.core.types import Episode, Role, TokenRows
 from ragen.engines.factory import make_policy
 from ragen.engines.local import LocalEngine
 from ragen.networks.machine import use_threads
@@ -102,10 +102,7 @@ class ChildHost(Host):
         await self._engine.update(batch, step)
 
     async def cross_scores(
-        self,
-        prompts: Sequence[Sequence[int]],
-        thoughts: Sequence[Sequence[int]],
-        pictures: Sequence[Picture] = (),
+        self, prompts: TokenRows, thoughts: TokenRows, pictures: Sequence[Picture] = ()
     ) -> None:
         """Score thoughts under prompts."""
         await self._engine.cross_scores(prompts, thoughts, pictures)

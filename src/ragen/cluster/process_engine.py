@@ -29,7 +29,7 @@ from ragen.config.reading import changed
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics
 from ragen.core.pictures import Picture
-from ragen.core.types import Completion, Episode, Prompt, Role
+from ragen.core.types import Completion, Episode, Prompt, Role, TokenRows
 from ragen.engines.engine import Engine, assert_sampled
 from ragen.engines.factory import make_policy
 from ragen.engines.local import LocalEngine
@@ -313,10 +313,7 @@ class ProcessEngine(Engine):
 
     @override
     async def cross_scores(
-        self,
-        prompts: Sequence[Sequence[int]],
-        thoughts: Sequence[Sequence[int]],
-        pictures: Sequence[Picture] = (),
+        self, prompts: TokenRows, thoughts: TokenRows, pictures: Sequence[Picture] = ()
     ) -> Tensor:
         scores_NM: Tensor = (await self._in_all("cross_scores", prompts, thoughts, pictures))[0]
         return scores_NM

@@ -26,7 +26,7 @@ from ragen.config.config import Config
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.metrics import Metrics, mean, total
 from ragen.core.pictures import Picture
-from ragen.core.types import Role
+from ragen.core.types import Role, TokenRows
 from ragen.engines.engine import Engine, assert_sampled
 from ragen.rollout.setup import make_chat
 from ragen.sampling.pool import SamplerPool
@@ -137,10 +137,7 @@ class RayEngine(Engine):
 
     @override
     async def cross_scores(
-        self,
-        prompts: Sequence[Sequence[int]],
-        thoughts: Sequence[Sequence[int]],
-        pictures: Sequence[Picture] = (),
+        self, prompts: TokenRows, thoughts: TokenRows, pictures: Sequence[Picture] = ()
     ) -> Tensor:
         scores: Tensor = await self._train("cross_scores", prompts, thoughts, pictures)
         return scores

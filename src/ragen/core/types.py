@@ -22,6 +22,9 @@ Message = Mapping[str, str]
 """One chat message: ``{"role": "user", "content": "…"}``. One in the role ``tool`` has the ``name``
 of the tool and the ``tool_call_id``, too. Pictures stand at the `ragen.core.pictures.PLACE`s."""
 
+TokenRows = Sequence[Sequence[int]]
+"""Several sequences of token ids."""
+
 FinishReason = Literal["stop", "length", "control"]
 """Why sampling ended: the end-of-turn token was drawn, `Prompt.max_tokens` was reached, or another
 control token of the chat was drawn, such as ``<|user|>``."""

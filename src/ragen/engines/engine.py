@@ -12,7 +12,7 @@ from ragen.algorithms.batch import Batch
 from ragen.chat.chat import Chat
 from ragen.core.metrics import Metrics
 from ragen.core.pictures import Picture
-from ragen.core.types import Role
+from ragen.core.types import Role, TokenRows
 from ragen.rollout.policies import Policy
 
 
@@ -48,10 +48,7 @@ class Engine(Protocol):
         """
 
     async def cross_scores(
-        self,
-        prompts: Sequence[Sequence[int]],
-        thoughts: Sequence[Sequence[int]],
-        pictures: Sequence[Picture] = (),
+        self, prompts: TokenRows, thoughts: TokenRows, pictures: Sequence[Picture] = ()
     ) -> Tensor:
         """Log-probability of each thought under each prompt, (N, M), with the current weights.
 

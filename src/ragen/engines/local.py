@@ -15,7 +15,7 @@ from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, largest
 from ragen.core.pictures import Picture
-from ragen.core.types import Prompt, Role
+from ragen.core.types import Prompt, Role, TokenRows
 from ragen.engines.engine import Engine, assert_sampled
 from ragen.engines.factory import TOLERANCES, make_sampler
 from ragen.engines.sharded import Rank
@@ -74,10 +74,7 @@ class LocalEngine(Engine):
 
     @override
     async def cross_scores(
-        self,
-        prompts: Sequence[Sequence[int]],
-        thoughts: Sequence[Sequence[int]],
-        pictures: Sequence[Picture] = (),
+        self, prompts: TokenRows, thoughts: TokenRows, pictures: Sequence[Picture] = ()
     ) -> Tensor:
         self.policy.rest()
         return self.learner.cross_scores(prompts, thoughts, pictures)

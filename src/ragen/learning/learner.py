@@ -35,7 +35,7 @@ from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.core.errors import MismatchError, NotFiniteError
 from ragen.core.metrics import Metric, Metrics, largest, last, mean, merge, total
 from ragen.core.pictures import Picture
-from ragen.core.types import Role
+from ragen.core.types import Role, TokenRows
 from ragen.learning.exactness import verify, verify_num_rows, verify_share
 from ragen.learning.models import Models
 from ragen.learning.optimizers import WEIGHT_DECAY, optimizers
@@ -192,10 +192,7 @@ class Learner:
 
     @torch.no_grad()
     def cross_scores(
-        self,
-        prompts: Sequence[Sequence[int]],
-        thoughts: Sequence[Sequence[int]],
-        pictures: Sequence[Picture] = (),
+        self, prompts: TokenRows, thoughts: TokenRows, pictures: Sequence[Picture] = ()
     ) -> Tensor:
         """Log-probability of each thought under each prompt, (N, M).
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ragen.algorithms.batch import Batch
 from ragen.core.pictures import Picture
+from ragen.core.types import TokenRows
 from ragen.learning.ranks import ALONE, Ranks
 from ragen.networks.device import to_device
 from ragen.networks.lora import adapter_of, has_adapters
@@ -118,8 +119,8 @@ class Models:
 
     def cross_scores(
         self,
-        prompts: Sequence[Sequence[int]],
-        thoughts: Sequence[Sequence[int]],
+        prompts: TokenRows,
+        thoughts: TokenRows,
         max_tokens: int,
         pictures: Sequence[Picture] = (),
     ) -> Tensor:

@@ -92,7 +92,8 @@ def load_policy(
         widen_products(model)
     with load_errors(name, str(folder / "config.json")):
         _check_output_layer(model, name)
-    reader = read_reader(folder, name, config, tokenizer)
+    with load_errors(name, "its picture processor"):
+        reader = read_reader(folder, config, tokenizer)
     if reader is not None:
         attach_reader(reader, model, model.get_decoder(), tokenizer)
         with load_errors(name, "its picture processor does not fit its weights"):
@@ -216,7 +217,9 @@ def load_tokenizer(
         _check_fit(tokenizer, model, name)
         attach_reader(reader_of(model), tokenizer)
     elif (folder / "config.json").is_file():
-        attach_reader(read_reader(folder, name, model_config(folder, name), tokenizer), tokenizer)
+        config = model_config(folder, name)
+        with load_errors(name, "its picture processor"):
+            attach_reader(read_reader(folder, config, tokenizer), tokenizer)
     return tokenizer
 
 
@@ -414,13 +417,13 @@ def _check_pictures(model: PreTrainedModel, reader: Reader, name: str) -> None:
         same = _agree(states_TD, expected_1TD[0], model.dtype)
         return same and _agree(logits_1V, last_1V, model.dtype)
 
-    for reader.sees_ahead in (False, True):
-        if agrees():
-            return
-    raise RagenError(
-        f"the model '{name}' computes pictures in a way that is not known here; use a Qwen-VL, "
-        "SmolVLM, Idefics3, LLaVA or Gemma 3 model"
-    )
+    if not agrees():
+        reader.sees_ahead = True
+        if not agrees():
+            raise RagenError(
+                f"the model '{name}' computes pictures in a way that is not known here; use "
+                "another one that reads pictures (docs/models.md)"
+            )
 
 
 def _agree(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:

@@ -378,7 +378,8 @@ def _pictures(run: Run) -> int:
     """Estimate for what a trained vision tower keeps of one microbatch's pictures.
 
     A layer keeps about the inputs and outputs of its matrices for each patch. A row of full length
-    has a picture in each turn. If sizes differ, what is not sampled of a row is picture tokens.
+    has a picture in each turn, and a group's first is one. If sizes differ, what is not sampled of
+    a row is picture tokens.
     """
     sizes, model = run.sizes, run.model
     if run.adapter or not model.train_vision or not sizes.tower:
@@ -388,7 +389,8 @@ def _pictures(run: Run) -> int:
     kept = run.item * sum(map(sum, sizes.tower))
     if model.gradient_checkpointing:
         kept //= sizes.num_layers
-    return kept * patches * max(run.tokens, model.max_length) // model.max_length
+    distinct = (run.turns - 1 + 1 / run.rollout.group_size) / run.turns
+    return int(distinct * kept * patches * max(run.tokens, model.max_length) / model.max_length)
 
 
 def adapter_shapes(lora: LoraConfig, sizes: Sizes) -> list[Shape]:

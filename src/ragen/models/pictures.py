@@ -19,7 +19,6 @@ from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedTokeniz
 
 from ragen.core.errors import RagenError
 from ragen.core.pictures import MOST_PIXELS, Picture
-from ragen.models.pretrained import load_errors
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of a folder that describe how pictures become pixels; those that exist are kept."""
@@ -170,22 +169,22 @@ class Reader:
 
 
 def read_reader(
-    folder: Path, name: str | Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+    folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Reader | None:
     """The reader of a model's folder; ``None`` if the model or the folder reads no pictures.
 
     Raises:
-        RagenError: The folder's picture processor cannot be loaded; the text names `name`.
+        RagenError: The folder's picture processor makes pictures of a senseless size.
+        Exception: transformers cannot load it.
     """
     files = {file: (folder / file).read_bytes() for file in FILES if (folder / file).is_file()}
     if config.model_type not in RULES or not files:
         return None
-    with load_errors(name, "its picture processor"):
-        processor = AutoImageProcessor.from_pretrained(
-            str(folder), backend="pil", trust_remote_code=False
-        )
-        about = "size", "crop_size", "max_image_size"
-        sizes = [number for key in about for number in _sides(getattr(processor, key, None))]
+    processor = AutoImageProcessor.from_pretrained(
+        str(folder), backend="pil", trust_remote_code=False
+    )
+    about = "size", "crop_size", "max_image_size"
+    sizes = [number for key in about for number in _sides(getattr(processor, key, None))]
     if max(sizes, default=0) > (MOST_PIXELS if RULES[config.model_type].has_grid else MOST_SIDE):
         raise RagenError(
             f"{folder}: its picture processor makes pictures with {max(sizes)} pixels on a side, "

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -20,10 +21,8 @@ from transformers import (
 from ragen.core.errors import RagenError
 from ragen.models.model_files import read_config, shown
 from ragen.models.names import is_adapter
+from ragen.models.pictures import RULES
 from ragen.networks.attention import use_eager
-
-SEEING = ("gemma3", "idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
-"""The architectures, by `model_type`, that read pictures (`ragen.models.pictures`)."""
 
 
 def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrainedConfig:
@@ -43,9 +42,13 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
         )
     with load_errors(name, str(path)):
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    if config.is_encoder_decoder or not (
-        type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or config.model_type in SEEING
-    ):
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or config.model_type in RULES
+    if not known and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise RagenError(
+            f"the model '{name}' ({config.model_type}) reads pictures in a way that is not known "
+            f"here; use a model of one of these: {', '.join(RULES)}"
+        )
+    if config.is_encoder_decoder or not known:
         raise RagenError(
             f"the model '{name}' ({config.model_type}) is no causal language model: it does not "
             "write on where a text ends; use one such as Qwen/Qwen2.5-0.5B-Instruct"
@@ -71,7 +74,7 @@ def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrai
 
 def model_class(config: PreTrainedConfig) -> Any:
     """Transformers' class that builds and loads a model of this config."""
-    return AutoModelForImageTextToText if config.model_type in SEEING else AutoModelForCausalLM
+    return AutoModelForImageTextToText if config.model_type in RULES else AutoModelForCausalLM
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ragen.core.pictures import Picture
+from ragen.core.types import TokenRows
 from ragen.networks import fast_qwen2, packed
 from ragen.networks.attention import Attending
 from ragen.networks.beginnings import Beginnings, find_beginnings
@@ -252,8 +253,8 @@ def _log_softmax(logits_NV: Tensor, temperature: float) -> Tensor:
 @torch.no_grad()
 def cross_scores(
     model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    thoughts: Sequence[Sequence[int]],
+    prompts: TokenRows,
+    thoughts: TokenRows,
     temperature: float,
     max_tokens: int,
     rank: int = 0,
@@ -312,7 +313,7 @@ def _after_beginnings(
     return logprobs_P[known.pairs_N]
 
 
-def neighbours(thoughts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+def neighbours(thoughts: TokenRows, max_tokens: int) -> list[list[int]]:
     """Parts of at most `max_tokens`; what begins alike is together. A single one may be longer."""
     parts, room = list[list[int]](), 0
     for row in sorted(range(len(thoughts)), key=lambda row: tuple(thoughts[row])):
@@ -341,7 +342,7 @@ def rectangles(lengths: Sequence[int], prefix: int, max_tokens: int) -> list[lis
 def _states_before(
     model: PreTrainedModel,
     prompt: Sequence[int],
-    thoughts: Sequence[Sequence[int]],
+    thoughts: TokenRows,
     seen: Features | None,
 ) -> Tensor:
     """The states from which each token of the thoughts is predicted, thought by thought."""

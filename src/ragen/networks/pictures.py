@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from ragen.core.pictures import Picture, by_key, keys_and_indices
 from ragen.networks.device import to_device
 
-KEPT_ROWS = 2**15
+KEPT_ROWS = 2**14
 """Rows of features beyond which a decoder forgets the pictures of earlier prompts."""
 
 
@@ -90,14 +90,15 @@ class Features:
         firsts = np.array([self.firsts[key] for key in known.tolist()], dtype=np.int64)
         return to_device(torch.from_numpy(firsts[which] + indices), self.rows_MD.device)
 
-    def apart(self) -> dict[int, Features]:
-        """The features of each picture alone, by its key."""
-        ends = [*sorted(self.firsts.values())[1:], len(self.rows_MD)]
-        found = {}
-        for (key, first), end in zip(self.firsts.items(), ends, strict=True):
-            added = tuple(rows_MD[first:end] for rows_MD in self.added)
-            found[key] = Features(self.rows_MD[first:end], added, {key: 0}, {key: self.grids[key]})
-        return found
+    def joined(self, others: Features) -> Features:
+        """These and the features of other pictures."""
+        count = len(self.rows_MD)
+        return Features(
+            torch.cat((self.rows_MD, others.rows_MD)),
+            tuple(map(torch.cat, zip(self.added, others.added, strict=True))),
+            {**self.firsts, **{key: count + first for key, first in others.firsts.items()}},
+            {**self.grids, **others.grids},
+        )
 
 
 def look(model: PreTrainedModel, pictures: Sequence[Picture]) -> Features:
@@ -235,41 +236,28 @@ class Album:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self.alone = model, False
         self._pictures: dict[int, Picture] = {}
-        self._known: dict[int, Features] = {}
+        self._known: Features | None = None
 
     def show(self, pictures: Iterable[Picture]) -> None:
         """Say which pictures the next tokens may show, besides those shown before."""
-        if sum(len(each.rows_MD) for each in self._known.values()) > KEPT_ROWS:
+        if self._known is not None and len(self._known.rows_MD) > KEPT_ROWS:
             self.forget()
-        for key, picture in by_key(pictures).items():
-            by_key((self._pictures.setdefault(key, picture), picture))
+        self._pictures = by_key((*self._pictures.values(), *pictures))
 
     def forget(self) -> None:
         """Drop all pictures: the weights have changed, or there are too many."""
-        self._pictures.clear()
-        self._known.clear()
+        self._pictures, self._known = {}, None
 
     @torch.no_grad()
     def seen(self, ids: Tensor) -> Features | None:
-        """The features of the pictures that token ids show; ``None`` if they show none."""
+        """Features of all pictures that token ids show, and of others; ``None`` without any."""
         keys = shown_keys(ids) if self._pictures else []
-        new = [self._pictures[key] for key in keys if key not in self._known]
+        known = self._known
+        new = [self._pictures[key] for key in keys if known is None or key not in known.firsts]
         for part in [[each] for each in new] if self.alone else [new] if new else []:
-            self._known |= look(self._model, part).apart()
-        return joined([self._known[key] for key in keys]) if keys else None
-
-
-def joined(each: Sequence[Features]) -> Features:
-    """The features of the pictures of several."""
-    rows_MD, *added = (
-        torch.cat(parts) for parts in zip(*((x.rows_MD, *x.added) for x in each), strict=True)
-    )
-    firsts, grids, before = dict[int, int](), dict[int, tuple[int, int] | None](), 0
-    for one in each:
-        firsts |= {key: before + first for key, first in one.firsts.items()}
-        grids |= one.grids
-        before += len(one.rows_MD)
-    return Features(rows_MD, tuple(added), firsts, grids)
+            seen = look(self._model, part)
+            known = self._known = seen if known is None else known.joined(seen)
+        return known if keys else None
 
 
 class SlotPlaces:
