@@ -29,6 +29,7 @@ from ragen.algorithms.batch import Batch, collate
 from ragen.algorithms.samples import to_samples
 from ragen.bases.curriculum import FAMILIES, WARMUP_STEPS, Lesson, Stage
 from ragen.bases.demonstrations import Demonstrator, mask_untrained, unfailing
+from ragen.bases.seeing import picture_side, with_sight
 from ragen.bases.tokenizer import build
 from ragen.chat.chat import Chat
 from ragen.cluster.process_learner import learner_in
@@ -41,6 +42,7 @@ from ragen.core.types import Sample
 from ragen.learning.learner import Learner
 from ragen.models.loading import save_model
 from ragen.networks.machine import use_threads
+from ragen.networks.pictures import reader_of
 from ragen.rollout.groups import run_groups
 from ragen.storage.checkpoint import new_folder
 
@@ -68,7 +70,9 @@ def prepare(
     use_threads(1)  # the same weights however many cores are free
     tokenizer, stages = build(), FAMILIES[family]
     model = new_model(tokenizer, 2 if family == "bandit" else LAYERS, seed)
-    player = LessonPlayer(Chat(tokenizer), seed)
+    if side := picture_side(stages[0].lessons[0].setup.make):
+        model = with_sight(model, tokenizer, side, seed)
+    player = LessonPlayer(Chat(tokenizer, pictures=reader_of(tokenizer)), seed)
     with new_folder(out) as whole:
         for number, stage in enumerate(stages):
             teach(model, player, stage, number, steps, watch, processes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ragen.bases.demonstrations import Lookup, Teacher, bandit_knowledge, look_up
+from ragen.bases.demonstrations import Lookup, SeenLookup, Teacher, bandit_knowledge, look_up
 from ragen.bases.demonstrations_lake import (
     careful_turn,
     hard_level,
@@ -130,6 +130,24 @@ SOKOBAN = (
 )
 SOKOBAN_MIX = (Lesson(sokoban_plan(0.25), BOX),)
 
+
+# The same lessons, seen. Look-ups go on until all tiles are read.
+SEE_LAKE, SEE_BOX = "frozen-lake-picture", "sokoban-picture"
+LAKE_TILES = {"_": "_", "O": "H", "P": "P", "G": "G"}
+BOX_TILES = {symbol: symbol for symbol in "#_O√XPS"}
+LAKE_PICTURE = partial(SeenLookup, "abcd", "0123", "FrozenLake", LAKE_TILES)
+BOX_PICTURE = partial(SeenLookup, "bcde", "1234", "Sokoban", BOX_TILES, border=1)
+SEEN_LAKE = replace(LOOKUP_LAKE, setup=Setup("look-up", LAKE_PICTURE))
+SEEN_BOX = replace(LOOKUP_SOKOBAN, setup=Setup("look-up", BOX_PICTURE))
+
+
+def seen(env: str, *lessons: Lesson, **params: Any) -> tuple[Lesson, ...]:
+    """The lessons in an environment that shows pictures."""
+    return tuple(replace(lesson, setup=played(env, **params)) for lesson in lessons)
+
+
+SEEN_MAPS = SEEN_LAKE, *seen(SEE_LAKE, replace(SAFE_WALKS, share=1.0), p_frozen=0.5)
+
 TEACHERS = {
     "frozen-lake": lake_turns(slippery_turn, careful=1.0),
     "frozen-lake-still": lake_turns(careful_turn, careful=1.0),
@@ -168,6 +186,18 @@ FAMILIES: dict[str, tuple[Stage, ...]] = {
         Stage("skill", 500, SOKOBAN, context_weight=0.1),
         Stage("skill, settling", 700, SOKOBAN, context_weight=0.1, lr_end=0.02),
         Stage("mix", 120, SOKOBAN_MIX, context_weight=0.1, lr=5e-4, muon_lr=0.004, lr_end=0.02),
+    ),
+    SEE_LAKE: (
+        Stage("look-up", 500, SEEN_MAPS, episodes=24),
+        Stage("still ice", 500, seen(SEE_LAKE, *STILL_LAKE)),
+        Stage("settling", 300, seen(SEE_LAKE, *STILL_LAKE), lr_end=0.02),
+        Stage("mix", 120, seen(SEE_LAKE, *STILL_LAKE_MIX), lr=6e-4, muon_lr=0.004, lr_end=0.02),
+    ),
+    SEE_BOX: (
+        Stage("look-up", 500, (SEEN_BOX,), episodes=24),
+        Stage("skill", 500, seen(SEE_BOX, *SOKOBAN)),
+        Stage("skill, settling", 500, seen(SEE_BOX, *SOKOBAN), lr_end=0.02),
+        Stage("mix", 120, seen(SEE_BOX, *SOKOBAN_MIX), lr=5e-4, muon_lr=0.004, lr_end=0.02),
     ),
     "frozen-lake-no-skill": (
         Stage("look-up", 250, LOOKING),

@@ -17,9 +17,11 @@ from typing_extensions import override
 from ragen.chat.chat import Chat
 from ragen.chat.prompt import Limits
 from ragen.core.errors import RagenError, last_line
+from ragen.core.pictures import MARK
 from ragen.core.seeding import derive
 from ragen.core.types import Completion, Episode, Group, Prompt, Sample
 from ragen.envs.contract import Env, Info, Options, State, generators, pick
+from ragen.envs.worlds import tiles
 from ragen.envs.worlds.bandit import Bandit
 from ragen.envs.worlds.grid import GridEnv, cell_name
 from ragen.rollout.players import PlayerPolicy
@@ -152,6 +154,7 @@ class Lookup(Env):
     name = "lookup"
     actions = ("Left",)
     rules = "Say what the map holds."
+    symbols = "#_O√XPSG"
 
     def __init__(self, rows: str, cols: str, title: str) -> None:
         self.goal = title
@@ -160,7 +163,7 @@ class Lookup(Env):
     @override
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         level, _ = generators(seed, options)
-        symbols = level.choice(list("#_O√XPSG"), 4, replace=False)
+        symbols = level.choice(list(self.symbols), 4, replace=False)
         names = [name for row in self.cells for name in row]
         self.contents = dict(zip(names, level.choice(symbols, len(names)).tolist(), strict=True))
         return self.state_key(), {}
@@ -181,6 +184,40 @@ class Lookup(Env):
     def state_key(self) -> str:
         rows = (" ".join(f"{name} {self.contents[name]}" for name in row) for row in self.cells)
         return "\n".join(rows)
+
+
+CELL: tiles.Tile = 8
+"""Pixels on a side of a cell in the pictures of look-ups."""
+
+
+class SeenLookup(Lookup):
+    """The map of a `Lookup` as a picture, with a wall of `border` cells around it.
+
+    `drawn` are the tiles of the symbols.
+    """
+
+    shows_pictures = True
+
+    def __init__(
+        self, rows: str, cols: str, title: str, drawn: Mapping[str, str], border: int = 0
+    ) -> None:
+        super().__init__(rows, cols, title)
+        self.symbols, self._drawn, self._border = "".join(drawn), drawn, border
+
+    @override
+    def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
+        return MARK, super().reset(seed=seed, options=options)[1]
+
+    @override
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+        return MARK, *super().step(action)[1:]
+
+    @override
+    def pictures(self) -> Sequence[tiles.Pixels]:
+        rows = ["".join(self._drawn[self.contents[name]] for name in row) for row in self.cells]
+        side = "#" * self._border
+        wall = ["#" * (len(rows[0]) + 2 * self._border)] * self._border
+        return [tiles.board([*wall, *(f"{side}{row}{side}" for row in rows), *wall], CELL)]
 
 
 QUERIES = 30

@@ -82,7 +82,10 @@ def _typed(overrides: Overrides, prefixes: tuple[str, ...], but: Container[str] 
 
 
 def _base_options(parser: Parser) -> None:
-    families = "bandit, frozen-lake, frozen-lake-no-skill, frozen-lake-still or sokoban; or --env"
+    families = (
+        "bandit, frozen-lake, frozen-lake-no-skill, frozen-lake-picture, frozen-lake-still, "
+        "sokoban or sokoban-picture; or --env"
+    )
     parser.take("family", "FAMILY", families, nargs="?")
     parser.take("--out", "DIR", "folder of the model", Path, required=True)
     parser.take("--seed", "N", "seed", whole(0), 0)

@@ -64,6 +64,11 @@ ENVS: dict[str, EnvSpec] = {
         {"success_probability": 1.0},
         "FrozenLake without slipping: a shortest path around the holes.",
     ),
+    "frozen-lake-picture": EnvSpec(
+        FROZEN_LAKE,
+        {"success_probability": 1.0, "observation": "picture"},
+        "FrozenLake without slipping, as a picture.",
+    ),
     "manor": EnvSpec(
         MANOR, {}, "Open a vault: the key that is chosen first decides it fifteen turns later."
     ),
@@ -73,6 +78,7 @@ ENVS: dict[str, EnvSpec] = {
         {"rows": 8, "cols": 8, "boxes": 2, "search_depth": 10},
         "Sokoban on 8×8 cells with two boxes.",
     ),
+    "sokoban-picture": EnvSpec(SOKOBAN, {"observation": "picture"}, "Sokoban as a picture."),
     "sokoban-new-symbols": EnvSpec(
         SOKOBAN,
         {"symbols": "new"},

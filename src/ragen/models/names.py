@@ -17,7 +17,9 @@ EMBEDDED = {
     "bandit-rev": "bandit",
     "frozen-lake": "frozen-lake",
     "frozen-lake-still": "frozen-lake-still",
+    "frozen-lake-picture": "frozen-lake-picture",
     "sokoban": "sokoban",
+    "sokoban-picture": "sokoban-picture",
     "sokoban-large": "sokoban",
     "sokoban-new-symbols": "sokoban",
 }
