@@ -1,4 +1,4 @@
-# RAGEN on CPUs; what is installed takes 1.2 GB, most of it torch.
+# RAGEN on CPUs; what is installed takes 1.4 GB, most of it torch.
 #
 #     docker build -t ragen .
 #     docker run --rm -it -v ragen:/home/agent ragen train bandit
