@@ -171,7 +171,7 @@ def environment(form: str, delay: float, tail: bool, stack: ExitStack) -> dict[s
         tasks.write_text("".join(f'{{"delay": {delay}, "n": {n}}}\n' for n in range(20)))
         return {"env.name": f"agent:{HERE}:agent", "env.params.tasks": str(tasks)}
     if form == "verifiers":
-        taskset = HERE.with_name("waiting_taskset.py")
+        taskset = HERE.parent / "tasksets" / "waiting_taskset.py"
         return {"env.name": f"verifiers:{taskset}", "env.params.delay": delay}
     kind = {"asynchronous": "Asynchronous", "blocking": "Blocking"}.get(form, "Plain")
     return {"env.name": f"{HERE}:{kind}", "env.isolate": form == "isolated"} | about
