@@ -25,6 +25,7 @@ from ragen.bases.demonstrations_sokoban import sokoban_plan, solved_in
 from ragen.core.seeding import BASE_LEVELS, EVAL_LEVELS
 from ragen.envs.contract import Env
 from ragen.envs.registry import env_factory
+from ragen.envs.worlds.frozen_lake import DRAWN
 from ragen.rollout.setup import Setup
 
 NUM_HELD_OUT = 1024
@@ -133,7 +134,7 @@ SOKOBAN_MIX = (Lesson(sokoban_plan(0.25), BOX),)
 
 # The same lessons, seen. Look-ups go on until all tiles are read.
 SEE_LAKE, SEE_BOX = "frozen-lake-picture", "sokoban-picture"
-LAKE_TILES = {"_": "_", "O": "H", "P": "P", "G": "G"}
+LAKE_TILES = {symbol: symbol.translate(DRAWN) for symbol in "_OPG"}
 BOX_TILES = {symbol: symbol for symbol in "#_O√XPS"}
 LAKE_PICTURE = partial(SeenLookup, "abcd", "0123", "FrozenLake", LAKE_TILES)
 BOX_PICTURE = partial(SeenLookup, "bcde", "1234", "Sokoban", BOX_TILES, border=1)

@@ -1,9 +1,9 @@
 """How a model reads pictures: its tokens for them, and the pixels that its vision tower gets.
 
-Pixels go through the image processor of the model's folder, in its form for Pillow. What stands for
-a picture in a prompt, a number of picture tokens with the model's own tokens around, follows from
-the config, by one rule for each architecture (`RULES`). `ragen.models.loading` compares both with
-the model's own forward.
+Pixels go through the image processor of the model's folder, in its form for Pillow. A prompt shows
+a picture as picture tokens, with tokens of the model around them. Their number follows from the
+config, by one rule for each architecture (`RULES`). `ragen.models.loading` compares pixels and
+tokens with the model's own forward.
 """
 
 # mypy: allow-untyped-calls
@@ -35,9 +35,9 @@ Part = int | str
 class Rule(NamedTuple):
     """How an architecture reads pictures.
 
-    `parts` are what stands for a picture, by the config and by what the processor returned for it.
-    `inputs` are the tensors for the vision tower, and `axis` the one along which pictures are
-    stacked. `has_grid`: positions have three axes (M-RoPE).
+    `parts` gives the tokens and texts of a picture in a prompt, from the config and the processor's
+    result. `inputs` are the tensors for the vision tower; pictures are stacked along `axis`.
+    `has_grid` is true if positions have three axes (M-RoPE).
     """
 
     parts: Callable[[Any, Mapping[str, Any]], list[Part]]
@@ -117,7 +117,7 @@ class Reader:
         self._kept_numbers = 0
 
     def __call__(self, picture: Picture) -> tuple[int, ...]:
-        """All ids that stand for a picture in a prompt."""
+        """All ids of a picture in a prompt."""
         return self._read(picture)[1]
 
     def __deepcopy__(self, memo: object) -> Reader:
@@ -133,7 +133,7 @@ class Reader:
         return _grid(self._config, self._read(picture)[0]) if self.has_grid else None
 
     def tensors(self, picture: Picture) -> dict[str, Tensor]:
-        """What the vision tower reads."""
+        """The tensors for the vision tower."""
         read, _ = self._read(picture)
         return {name: read[name] for name in self._rule.inputs if name in read}
 
@@ -143,7 +143,7 @@ class Reader:
             (folder / name).write_bytes(content)
 
     def _read(self, picture: Picture) -> tuple[Mapping[str, Any], tuple[int, ...]]:
-        """What the processor returns for a picture, and the ids that stand for it."""
+        """The processor's result for a picture, and its ids in a prompt."""
         if picture in self._kept:
             return self._kept[picture]
         from PIL import Image
