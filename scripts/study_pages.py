@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ragen.studies.overview import FIGURE, draw_overview, overview, sentences
+from ragen.studies.overview import FIGURE, draw_overview, overview, undecided
 from ragen.studies.results import RUNS, Findings, page, read_findings, written
 from ragen.studies.study import load_study, study_names
 
@@ -35,7 +35,7 @@ def texts() -> Iterator[tuple[Path, str]]:
     for name, each in findings.items():
         yield FOLDER / name / "study.md", "\n".join(page(each)) + "\n"
     table = overview([load_study(name) for name in study_names()], findings)
-    lines = [*table, "", FIGURE, "", *sentences(list(findings.values()))]
+    lines = [*table, "", FIGURE, "", *undecided(list(findings.values()))]
     yield between_markers(FOLDER / "index.md", lines)
     yield between_markers(REPORT, summary(findings))
 

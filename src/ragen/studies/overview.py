@@ -38,14 +38,12 @@ def overview(studies: Sequence[Study], found: Mapping[str, Findings]) -> Iterato
 FIGURE = "![each effect with its interval, and the published one](studies.svg)"
 
 
-def sentences(found: Sequence[Findings]) -> Iterator[str]:
-    """A sentence on each claim, and what remains undecided with the seeds that it would take."""
-    for each in found:
-        yield f"- **{each.study.name}.** {each.sentence}"
+def undecided(found: Sequence[Findings]) -> Iterator[str]:
+    """How many claims are decided, and the rest with the seeds that it would take."""
     rows = [(each.study, decision) for each in found for decision in each.decisions]
     judged = [(study, d) for study, d in rows if is_judged(d.outcome)]
     left = [(study, d) for study, d in judged if d.outcome == "undecided"]
-    yield f"\n{len(judged) - len(left)} of {len(judged)} judged claims by environment are decided."
+    yield f"{len(judged) - len(left)} of {len(judged)} judged claims by environment are decided."
     if left:
         yield "Undecided:\n"
     for study, decision in left:
@@ -59,7 +57,8 @@ def write_overview(found: Sequence[Findings], out: Path) -> None:
         draw_overview(found).savefig(path)
     table = overview([each.study for each in found], {each.study.name: each for each in found})
     with written(out / "index.md") as path:
-        lines = [*table, "", FIGURE, "", *sentences(found), ""]
+        sentences = [f"- **{each.study.name}.** {each.sentence}" for each in found]
+        lines = [*table, "", FIGURE, "", *sentences, "", *undecided(found), ""]
         path.write_text("\n".join(lines), encoding="utf-8")
 
 
