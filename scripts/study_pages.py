@@ -5,8 +5,8 @@
     cp runs/study-NAME-laptop/runs.csv runs/study-NAME-laptop/study.svg docs/studies/NAME/
     python scripts/study_pages.py
 
-It writes each ``study.md``, the table and the figure of ``index.md``, and the summary of the
-report. A test compares the pages with the tables, so that no verdict is written by hand.
+It writes each ``study.md``, and the table and the figure of ``index.md``. A test compares the pages
+with the tables, so that no verdict is written by hand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from ragen.studies.results import RUNS, Findings, page, read_findings, written
 from ragen.studies.study import load_study, study_names
 
 FOLDER = Path(__file__).parents[1] / "docs" / "studies"
-REPORT = FOLDER.parent / "report.md"
 MARKERS = "<!-- scripts/study_pages.py writes the table. -->\n", "<!-- The table ends. -->\n"
 
 
@@ -36,24 +35,15 @@ def texts() -> Iterator[tuple[Path, str]]:
         yield FOLDER / name / "study.md", "\n".join(page(each)) + "\n"
     table = overview([load_study(name) for name in study_names()], findings)
     lines = [*table, "", FIGURE, "", *undecided(list(findings.values()))]
-    yield between_markers(FOLDER / "index.md", lines)
-    yield between_markers(REPORT, summary(findings))
+    yield FOLDER / "index.md", between_markers(FOLDER / "index.md", lines)
 
 
-def summary(findings: dict[str, Findings]) -> Iterator[str]:
-    """A row for each claim that was tested, in the words of the study."""
-    yield "| claim | outcome here | study |\n|---|---|---|"
-    for name, each in findings.items():
-        outcome = each.sentence.removeprefix("The claim ").removesuffix(".")
-        yield f"| {each.study.claim} | {outcome} | [{name}](studies/{name}/study.md) |"
-
-
-def between_markers(path: Path, lines: Iterable[str]) -> tuple[Path, str]:
-    """A page with these lines between its markers."""
+def between_markers(path: Path, lines: Iterable[str]) -> str:
+    """The text of a page with these lines between its markers."""
     head, start, rest = path.read_text("utf-8").partition(MARKERS[0])
     _, end, tail = rest.partition(MARKERS[1])
     assert start and end, f"{path} has lost its markers"
-    return path, head + start + "\n" + "\n".join(lines) + "\n\n" + end + tail
+    return head + start + "\n" + "\n".join(lines) + "\n\n" + end + tail
 
 
 if __name__ == "__main__":
