@@ -74,8 +74,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def apply(weights: dict[str, float], *episodes: Episode) -> tuple[Episode, ...]:
-    (group,) = asyncio.run(apply_episode_terms([Group(episodes)], weights, None, 0, 0))
-    return group.episodes
+    return asyncio.run(apply_episode_terms(Group(episodes), weights, None, 0, 0)).episodes
 
 
 def test_terms_are_added_to_the_last_turns_reward(file: Path) -> None:

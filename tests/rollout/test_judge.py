@@ -17,6 +17,7 @@ from ragen.core.metrics import values
 from ragen.core.types import Episode
 from ragen.rollout import endpoint
 from ragen.rollout.endpoint import ChatEndpoint
+from ragen.rollout.groups import together
 from ragen.rollout.judge import (
     KEY_ENV,
     Failure,
@@ -62,9 +63,8 @@ def ask(
     async def run() -> tuple[list[list[float | Failure]], dict[str, float]]:
         judge = Judge(settings(server), endpoint_of(server), folder)
         try:
-            scores = await judge.scores(groups, step, range(seed, seed + len(groups)))
-            assert judge.seconds > 0
-            return scores, values(judge.metrics())
+            asked = (judge.scores(each, step, seed + at) for at, each in enumerate(groups))
+            return await together(asked), values(judge.metrics())
         finally:
             await judge.close()
 

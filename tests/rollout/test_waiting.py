@@ -14,7 +14,7 @@ import pytest
 from ragen.config.config import Config
 from ragen.config.reading import merge
 from ragen.core.errors import RagenError
-from ragen.core.types import Completion, Episode
+from ragen.core.types import Completion, Episode, Group
 from ragen.core.user_code import UserCodeError
 from ragen.envs.checker import check
 from ragen.envs.contract import Baselines
@@ -191,3 +191,19 @@ def test_no_bit_depends_on_how_long_answers_take() -> None:
         assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
         for one, other in zip(ours, theirs, strict=True):
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_a_group_is_finished_while_others_are_still_played() -> None:
+    seen: list[tuple[str, int]] = []
+
+    async def finish(group: Group) -> Group:
+        seen.append(("finished", group.episodes[0].group))
+        return group
+
+    def note(episode: Episode) -> None:
+        seen.append(("ended", episode.group))
+
+    with closing(setup_of("Asynchronous", delay=0.01)) as setup:
+        asyncio.run(run_groups(ON, setup, [0, 1], 2, (0, "train", 0), 2, note, 5, finish))
+    one, other = [("ended", 5)] * 2 + [("finished", 5)], [("ended", 6)] * 2 + [("finished", 6)]
+    assert seen == one + other

@@ -1,4 +1,4 @@
-"""Reward terms of whole episodes and of groups, and the judge: added after the last turn.
+"""Reward terms of whole episodes and of groups, and the judge: added when a group has ended.
 
 Their values are added to `Turn.reward` of the last turn. So filters and diagnostics compare the
 rewards that the run learns from, even if the environment itself gives none. The terms are computed
@@ -21,29 +21,24 @@ from ragen.rollout.reward_terms import call_term, weights_for
 
 
 async def apply_episode_terms(
-    groups: Sequence[Group],
-    weights: Mapping[str, float],
-    judge: Judge | None,
-    seed: int,
-    step: int,
-) -> list[Group]:
-    """The groups with their terms added to the last turns' rewards, and listed in their info.
+    group: Group, weights: Mapping[str, float], judge: Judge | None, seed: int, step: int
+) -> Group:
+    """The group with its terms added to the last turns' rewards, and listed in their info.
 
     `weights` may have reward terms of turns, which are left out. Episodes that failed or have no
     turn are not judged. If a term fails, the episode that it judged fails, or all episodes of the
     group. `seed` is the run's, `step` counts finished steps.
     """
     for name, weight in weights_for("episode", weights).items():
-        found = await together(_values(name, each) for group in groups for each in judged(group))
-        groups = _with(groups, name, weight, found)
+        found = await together(_values(name, each) for each in judged(group))
+        group = _with(group, name, weight, chain.from_iterable(found))
     for name, weight in weights_for("episodes", weights).items():
-        found = await together(_values(name, judged(group)) for group in groups)
-        groups = _with(groups, name, weight, found)
+        group = _with(group, name, weight, await _values(name, judged(group)))
     if judge is not None:
-        seeds = [derive(seed, "judge", step, group.episodes[0].group) for group in groups]
-        scores = await judge.scores([judged(group) for group in groups], step, seeds)
-        groups = _with(groups, JUDGE, weights[JUDGE], scores)
-    return list(groups)
+        order = derive(seed, "judge", step, group.episodes[0].group)
+        scores = await judge.scores(judged(group), step, order)
+        group = _with(group, JUDGE, weights[JUDGE], scores)
+    return group
 
 
 def judged(group: Group) -> list[Episode]:
@@ -64,20 +59,15 @@ async def _values(name: str, judged: Episode | Sequence[Episode]) -> Sequence[fl
         return [Failure(str(failure), "timeout" if failure.timed_out else "error")] * count
 
 
-def _with(
-    groups: Sequence[Group], name: str, weight: float, values: Iterable[Iterable[float | Failure]]
-) -> list[Group]:
-    """The groups with a term's values for their judged episodes, in order."""
-    left = chain.from_iterable(values)
-    return [
-        Group(
-            tuple(
-                _rewarded(each, name, weight, next(left)) if _is_judged(each) else each
-                for each in group.episodes
-            )
+def _with(group: Group, name: str, weight: float, values: Iterable[float | Failure]) -> Group:
+    """The group with a term's values for its judged episodes, in order."""
+    left = iter(values)
+    return Group(
+        tuple(
+            _rewarded(each, name, weight, next(left)) if _is_judged(each) else each
+            for each in group.episodes
         )
-        for group in groups
-    ]
+    )
 
 
 def _rewarded(episode: Episode, name: str, weight: float, value: float | Failure) -> Episode:

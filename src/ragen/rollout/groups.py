@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ragen.core.errors import RagenError
@@ -41,6 +42,7 @@ async def run_groups(
     concurrency: int | asyncio.Semaphore = 64,
     on_episode: Callable[[Episode], None] | None = None,
     first_group: int = 0,
+    finish: Callable[[Group], Awaitable[Group]] | None = None,
 ) -> list[Group]:
     """Play `group_size` episodes on each level and return them as groups, in level order.
 
@@ -56,9 +58,26 @@ async def run_groups(
     ]
     if not isinstance(setup, Setup):
         setup = [each for each in setup for _ in range(group_size)]
-    episodes = await run_episodes(policy, setup, specs, concurrency, on_episode)
-    starts = range(0, len(episodes), group_size)
-    return [Group(tuple(episodes[start : start + group_size])) for start in starts]
+    whole = [asyncio.get_running_loop().create_future() for _ in levels]
+    ended: dict[int, dict[int, Episode]] = defaultdict(dict)
+
+    def note(episode: Episode) -> None:
+        place = episode.group - first_group
+        ended[place][episode.member] = episode
+        if len(ended[place]) == group_size:
+            members = ended.pop(place)
+            whole[place].set_result(Group(tuple(members[at] for at in range(group_size))))
+        if on_episode is not None:
+            on_episode(episode)
+
+    async def finished(group: Awaitable[Group]) -> Group:
+        return await (group if finish is None else finish(await group))
+
+    work: list[Coroutine[Any, Any, Any]] = [
+        run_episodes(policy, setup, specs, concurrency, note),
+        *map(finished, whole),
+    ]
+    return (await together(work))[1:]
 
 
 async def run_episodes(

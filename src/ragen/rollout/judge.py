@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -34,7 +33,6 @@ from ragen.core.metrics import Metrics, total
 from ragen.core.pictures import for_people
 from ragen.core.types import Episode, Message, Prompt, StopReason, Usage
 from ragen.rollout.endpoint import Server, check_address
-from ragen.rollout.groups import together
 from ragen.rollout.policies import Closable, NoCompletion, Policy
 from ragen.storage.judgements import Judgement, Judgements
 
@@ -86,8 +84,8 @@ class Judge:
     """Asks for scores, keeps the answers in a run's folder (or in memory), and counts their cost.
 
     `policy` answers the questions, and is closed with the judge. `attempt` is the run's attempt;
-    the guard begins another one with a rollback. `seconds` is the time of the questions since the
-    last call of `metrics`.
+    the guard begins another one with a rollback. `seconds` is what the step has waited for its
+    judge after its last episode.
     """
 
     def __init__(
@@ -112,18 +110,10 @@ class Judge:
             await self._policy.close()
         self._kept.close()
 
-    async def scores(
-        self, groups: Sequence[Sequence[Episode]], step: int, seeds: Sequence[int]
-    ) -> list[list[float | Failure]]:
-        """A score in [0, 1] of each episode, or why there is none; a seed orders each group."""
-        start = perf_counter()
-        orders = [shuffled(group, seed) for group, seed in zip(groups, seeds, strict=True)]
-        found = await together(self._answer(order, step) for order in orders)
-        self.seconds += perf_counter() - start
-        return [
-            [scores[episode_text(episode)] for episode in group]
-            for group, scores in zip(groups, found, strict=True)
-        ]
+    async def scores(self, group: Sequence[Episode], step: int, seed: int) -> list[float | Failure]:
+        """A score in [0, 1] of each episode, or why there is none; the seed orders the group."""
+        found = await self._answer(shuffled(group, seed), step)
+        return [found[episode_text(episode)] for episode in group]
 
     async def _answer(self, texts: Sequence[str], step: int) -> dict[str, float | Failure]:
         """The score of each text of a group; the judge sees the texts in the given order."""

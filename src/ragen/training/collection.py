@@ -100,6 +100,8 @@ async def collect_groups(
 ) -> list[Group]:
     """Play the groups of a step with the engine's policy, and add their terms to their rewards.
 
+    A group that has ended is judged while others are still played.
+
     A group without any spread of reward teaches nothing. DAPO's dynamic sampling (arXiv:2503.14476)
     plays another group for each of them, in at most `rollout.refill` rounds. The flat groups stay
     in the result, counted and recorded as all others; the filter leaves them out.
@@ -109,11 +111,23 @@ async def collect_groups(
     """
     engine.forget()
     groups: list[Group] = []
+    ended = time.perf_counter()
+
+    def note(episode: Episode) -> None:
+        nonlocal ended
+        ended = time.perf_counter()
+        if on_episode is not None:
+            on_episode(episode)
+
+    async def finish(group: Group) -> Group:
+        return await apply_episode_terms(group, starts[0].setup.reward_terms, judge, seed, step)
+
     for _ in range(1 + rollout.refill):
         setups, levels = zip(*starts, strict=True)
         what = engine.policy, setups, levels, rollout.group_size, (seed, "train", step)
-        fresh = await run_groups(*what, concurrency, on_episode, first_group=len(groups))
-        fresh = await apply_episode_terms(fresh, starts[0].setup.reward_terms, judge, seed, step)
+        fresh = await run_groups(*what, concurrency, note, len(groups), finish)
+        if judge is not None:
+            judge.seconds += time.perf_counter() - ended
         groups += fresh
         whole = zip(starts, fresh, strict=True)
         flat = [start.setup for start, group in whole if reward_std(group) == 0]
