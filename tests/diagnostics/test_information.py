@@ -342,6 +342,11 @@ def test_cross_scores_equal_those_of_concatenated_sequences(
     found = cross_scores(model, prompts, thoughts, temperature, max_tokens)
     expected = [[plain_score(model, x, z, temperature) for x in prompts] for z in thoughts]
     assert_close(found, torch.tensor(expected).double())
+    ranks = [
+        cross_scores(model, prompts, thoughts, temperature, max_tokens, r, 3) for r in range(3)
+    ]
+    assert_close(sum(ranks), found)
+    assert [each.any(0).sum() for each in ranks] == [2, 1, 1], "they take the prompts in turn"
 
 
 @given(st.lists(st.integers(1, 30), min_size=1), st.integers(1, 20), st.integers(1, 200))

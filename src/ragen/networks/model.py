@@ -266,23 +266,27 @@ def cross_scores(
     At least one x_j and one z_i are given as token ids, with the `pictures` that the x_j show. At
     most `max_tokens` tokens are in memory at once; a single row may be longer. Thoughts scored
     together share their prompt where the model `shares_prompts`; then `max_tokens` bounds the
-    thoughts alone. With several ranks, each computes a part in equally many forwards, and leaves
-    the rest 0: their matrices add up to S.
+    thoughts alone. With several ranks, they take the prompts in turn, in equally many forwards,
+    and each leaves the rest 0: their matrices add up to S.
     """
     scores_NM = torch.zeros(len(thoughts), len(prompts), dtype=torch.float64)
     reader = PrefixReader(model) if is_fast(model) else None
-    if reader is not None:
-        parts = neighbours(thoughts, max_tokens)
-        known = [find_beginnings([thoughts[row] for row in rows]) for rows in parts]
     lengths, shares = [len(thought) for thought in thoughts], shares_prompts(model)
-    for column, prompt in enumerate(prompts):
+    if reader is not None:
+        near = neighbours(thoughts, max_tokens)
+        known = [find_beginnings([thoughts[row] for row in rows]) for rows in near]
+        parts_M = [near] * len(prompts)
+    else:
+        parts_M = [rectangles(lengths, 0 if shares else len(x), max_tokens) for x in prompts]
+    for first in range(0, len(prompts), num_ranks):
+        at_once = parts_M[first : first + num_ranks]
+        column = first + min(rank, len(at_once) - 1)
+        prompt, parts = prompts[column], parts_M[column]
         seen = features(model, torch.tensor(prompt), pictures)
         if reader is not None:
             reader.read(prompt, seen)
-        else:
-            parts = rectangles(lengths, 0 if shares else len(prompt), max_tokens)
-        for first in range(0, len(parts), num_ranks):
-            number = min(first + rank, len(parts) - 1)
+        for forward in range(max(map(len, at_once))):
+            number = min(forward, len(parts) - 1)
             rows = parts[number]
             if reader is not None:
                 logprobs_N = _after_beginnings(model, reader, known[number], temperature)
@@ -291,8 +295,8 @@ def cross_scores(
                 targets_N = torch.tensor(list(chain.from_iterable(part)), device=model.device)
                 states_ND = _states_before(model, prompt, part, seen)
                 logprobs_N, _ = token_logprobs(model, states_ND, targets_N, temperature)
-            if first + rank >= len(parts):
-                continue
+            if column != first + rank or number != forward:
+                continue  # done once more, since another rank is not ready yet
             counts_R = torch.tensor([lengths[row] for row in rows])
             row_N = torch.repeat_interleave(torch.tensor(rows), counts_R)
             scores_NM[:, column].index_add_(0, row_N, logprobs_N.double().cpu())
