@@ -45,17 +45,18 @@ def renewed(page: str) -> str:
 
 def card(name: str, facts: Mapping[str, str] | None) -> Iterator[str]:
     """The lines of a recipe."""
-    yield f"## {name}\n\n{first_comment(recipes()[name])}\n"
+    words = re.sub(r"(ragen (?:base|sft) .+)$", r"`\1`", first_comment(recipes()[name]))
+    yield f"## {name}\n\n{words}\n"
     if facts is None:
         yield f"`ragen train {name}`: no figures are recorded."
         return
     text = section(facts["from"])
     yield f"| command | `ragen train {name}` |\n|---|---|"
     for key, title in ROWS.items():
-        value = facts[key] or "not recorded"
-        for number in NUMBER.findall(value):
+        for number in NUMBER.findall(facts[key]):
             assert re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", text), (name, number)
-        yield f"| {title} | {value} |"
+        if facts[key]:
+            yield f"| {title} | {facts[key]} |"
     yield f"\nMeasured as in [{facts['from'].partition('.')[0]}]({facts['from']})."
     if study := facts["study"]:
         page, settings = f"studies/{study}/study.md", load_study(study).laptop

@@ -76,7 +76,7 @@ class WebShop(Env):
 
     Reward:
         For a purchase, from 0 to 1: the share of the attributes, options and price limit that it
-        meets, times a factor for its type (`webshop_catalogue.score`). Nothing else pays.
+        meets, times a factor for its type (`catalogue.score`). Nothing else pays.
 
     Ends when:
         Something is bought. The episode is a success if the reward is exactly 1.
