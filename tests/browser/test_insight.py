@@ -19,11 +19,11 @@ def test_a_level_is_shown_side_by_side_at_two_steps(visitor: Visitor) -> None:
     page = visitor.visit("#/levels/lake?phase=eval&level_seed=125")
     level = visitor.api("/api/level?run=lake&phase=eval&level_seed=125")["episodes"]
     assert [each["step"] for each in level] == [0, 2, 4]
-    beside = page.get_by_test_id("beside")
+    beside = page.get_by_role("region", name="side by side")
     for episode in (level[0], level[-1]):
         thought = episode["turns"][0]["thought"].split()
         expect(beside).to_contain_text(thought[0])
-        expect(beside.locator("xpath=..")).to_contain_text(f"step {episode['step']}")
+        expect(beside).to_contain_text(f"step {episode['step']}")
     page.get_by_label("then: step").select_option("2")
     expect(page).to_have_url(re.compile(r"steps=2,4"))
     page.reload()
@@ -34,19 +34,6 @@ def test_a_level_is_shown_side_by_side_at_two_steps(visitor: Visitor) -> None:
     expect(page).to_have_url(re.compile("level_seed=126"))
     rows.filter(has_text="130").get_by_role("button").click()
     expect(page).to_have_url(re.compile("level_seed=130"))
-
-
-def test_words_that_two_thoughts_share_are_marked(visitor: Visitor) -> None:
-    """The policy of ``collapse`` ends with the same words at every level."""
-    page = visitor.visit("#/levels/collapse?phase=eval&steps=4,8")
-    marks = page.get_by_test_id("beside").locator("mark")
-    expect(marks.first).to_be_visible()
-    left, right = marks.first.inner_text(), marks.last.inner_text()
-    assert left.split() and right.split()
-    shares = page.get_by_test_id("pairs").get_by_role("button")
-    expect(shares.last).to_have_attribute(
-        "aria-label", re.compile(r"steps \d+ and \d+ share \d+ % of their words")
-    )
 
 
 def test_the_collapse_page_has_regime_plane_and_gradients(visitor: Visitor) -> None:

@@ -196,7 +196,7 @@ export function SideBySide({ columns, from = 0, selected = null }) {
 }
 
 /** The head of an episode beside others: its title, which may be a link, and its outcome. */
-export function ColumnHead({ title, episode, href }) {
+function ColumnHead({ title, episode, href }) {
   return html`<a href=${href}>${title}</a>
     <div><${Outcome} episode=${episode} /></div>
     <div><${Balance} ...${episode} /><span class="muted small">${" "}
@@ -219,7 +219,7 @@ function SmallTurn({ turn, env, board }) {
 }
 
 /** Whether there is more than text to show before a turn. */
-export const hasBoard = ({ drawing, pictures }) => drawing !== null || pictures.length > 0;
+const hasBoard = ({ drawing, pictures }) => drawing !== null || pictures.length > 0;
 
 function smallBoards(episodes) {
   const drawings = episodes.flatMap(({ turns }) => turns.map(({ drawing }) => drawing ?? []));

@@ -1,18 +1,14 @@
 // Then and now: evaluations play the same levels each time, so that the thoughts about a level at two
-// steps can be compared, with the words that both share marked. The thoughts about two levels at one
-// step are compared in the same way: that shows the Echo Trap.
+// steps can be read side by side.
 
+import { link } from "../addresses.js";
 import { useLive } from "../api.js";
-import { Compared, useShares } from "../two_episodes.js";
-import { heat } from "../heat.js";
 import { VERTICAL, useRowKeys } from "../keys.js";
-import { clamp, percent, plural } from "../numbers.js";
+import { clamp, percent } from "../numbers.js";
 import { Status, Tabs, picked, useReady } from "../parts.js";
 import { Phrases } from "../phrases.js";
-import { MIN_RUN } from "../words.js";
+import { SideBySide } from "../turns.js";
 import { html, useEffect, useMemo, useRef } from "../vendor/preact-htm.js";
-
-const MOST_STEPS = 12; // Columns of the table of pairs; of more steps, this many, evenly spaced.
 
 /** The phases of evaluations: their ways of sampling. */
 const PHASES = { eval: { title: "sampled" }, "eval greedy": { title: "greedy" } };
@@ -68,7 +64,7 @@ function Levels({ run, levels, all, query, setQuery }) {
   );
   const level = named ?? here.find((one) => one.level_seed === usual) ?? here[0];
   const place = shown.indexOf(level);
-  const choose = (one) => setQuery({ level_seed: one.level_seed, other: null });
+  const choose = (one) => setQuery({ level_seed: one.level_seed });
   useRowKeys("level", {
     count: shown.length, at: place, select: (at) => choose(shown[at]), arrows: VERTICAL,
   });
@@ -92,7 +88,7 @@ function Levels({ run, levels, all, query, setQuery }) {
       <${LevelTable} levels=${shown} chosen=${level} onChoose=${choose} />
     </section>
     <${Level} key=${`${phase} ${env} ${level.level_seed}`}
-      ...${{ run, level, others: here.filter((one) => one !== level), query, setQuery }} />
+      ...${{ run, level, query, setQuery }} />
   </div>`;
 }
 
@@ -131,98 +127,29 @@ function Sign({ success }) {
   return html`<span title="share of its episodes that solved it">${percent(success, 0)}</span>`;
 }
 
-/** One level: the table of its pairs of steps, and two of its episodes side by side. */
-function Level({ run, level, others, query, setQuery }) {
+/** One level: its episodes of two steps side by side. */
+function Level({ run, level, query, setQuery }) {
   const { phase, env, level_seed } = level;
   const answer = useLive("/api/level", { run, phase, env, level_seed });
-  const otherSeed = others.find((one) => String(one.level_seed) === query.other)?.level_seed;
-  const path = otherSeed === undefined ? null : "/api/level";
-  const another = useLive(path, { run, phase, env, level_seed: otherSeed });
-  const episodes = answer.data?.episodes ?? [];
+  useReady(Boolean(answer.data || answer.error));
+  if (!answer.data || answer.error) return html`<div><${Status} ...${answer} /></div>`;
+  const { episodes } = answer.data;
   const steps = episodes.map(({ step }) => step);
   const wanted = (query.steps ?? "").split(",").map(Number);
-  const [from, to] = wanted.length === 2 && wanted.every((step) => steps.includes(step))
+  const two = wanted.length === 2 && wanted.every((step) => steps.includes(step))
     ? wanted : [steps[0], steps.at(-1)];
-  const setSteps = (a, b) => setQuery({ steps: `${a},${b}`, other: null });
-  const now = episodes.find(({ step }) => step === to);
-  const left = otherSeed === undefined
-    ? episodes.find(({ step }) => step === from)
-    : another.data?.episodes.find(({ step }) => step === to);
-  useReady(Boolean(left && now) || Boolean(answer.error));
-  if (!answer.data || answer.error) return html`<div><${Status} ...${answer} /></div>`;
-  const compare = { episodes, from, to, setSteps, run, others, otherSeed, setQuery };
-  return html`<div>
-    <section class="panel">
-      <h2>Level ${level_seed}: words that two steps share</h2>
-      <${Pairs} ...${compare} />
-    </section>
-    <section class="panel">
-      <${Choice} ...${compare} />
-      ${left && now ? html`<${Compared} left=${left} right=${now} run=${run} />`
-        : html`<${Status} />`}
-    </section>
-  </div>`;
-}
-
-const MODES = {
-  steps: { title: "two steps of the level" },
-  levels: { title: "two levels of a step", hint: "shows what does not depend on the level" },
-};
-
-/** What is compared: two steps of a level, or two levels of a step. */
-function Choice({ episodes, from, to, others, otherSeed, setQuery }) {
-  const steps = episodes.map(({ step }) => step);
-  const mode = otherSeed === undefined ? "steps" : "levels";
-  const seeds = others.map(({ level_seed: seed }) => seed);
-  const setSteps = (a, b, change) => setQuery({ steps: `${a},${b}`, ...change });
-  const swap = (key) =>
-    setSteps(from, to, { other: key === "steps" ? null : others[0].level_seed });
-  const choice = (label, value, values, onChange) => html`<label>${label}
-    <select value=${value} onChange=${(event) => onChange(Number(event.target.value))}>
-      ${values.map((one) =>
-        html`<option key=${one} value=${one} selected=${one === value}>${one}</option>`)}
-    </select></label>`;
-  return html`<div class="row toolbar">
-    ${others.length > 0 && html`<${Tabs} label="Compare" options=${MODES} value=${mode}
-      onChange=${swap} />`}
-    ${mode === "steps"
-      ? choice("then: step", from, steps, (step) => setSteps(step, to))
-      : choice("other level", otherSeed, seeds, (seed) => setQuery({ other: seed }))}
-    ${choice("now: step", to, steps, (step) => setSteps(from, step))}
-  </div>`;
-}
-
-/** The share of shared words for each pair of steps; a click on a cell chooses its pair. */
-function Pairs({ episodes, from, to, otherSeed, setSteps }) {
-  const every = Math.ceil(episodes.length / MOST_STEPS);
-  const chosen = episodes.filter((_, i) => i % every === 0 || i === episodes.length - 1);
-  const shares = useShares(chosen);
-  if (chosen.length < 2) return html`<p class="muted">This level was played at one step only.</p>`;
-  const cell = (i, j) => {
-    const share = shares[`${i},${j}`];
-    const [a, b] = [chosen[j].step, chosen[i].step];
-    const on = otherSeed === undefined && [from, to].includes(a) && [from, to].includes(b);
-    const text = share === null ? "–" : Math.round(100 * share);
-    const said = `steps ${a} and ${b} share ${percent(share, 0)} of their words`;
-    return html`<td key=${j} class=${heat(share)}>
-      <button aria-label=${said} title=${said} aria-pressed=${on ? "true" : "false"}
-        onClick=${() => setSteps(a, b)}>${share === undefined ? "…" : text}</button>
-    </td>`;
+  const choice = (label, place) => html`<label>${label} <select value=${two[place]}
+    onChange=${(event) => setQuery({ steps: two.with(place, event.target.value).join() })}>
+    ${steps.map((step) =>
+      html`<option key=${step} value=${step} selected=${step === two[place]}>${step}</option>`)}
+  </select></label>`;
+  const column = (step) => {
+    const episode = episodes.find((one) => one.step === step);
+    return { title: `step ${step}`, episode, href: link("episode", { run, id: episode.id }) };
   };
-  const columns = chosen.slice(0, -1);
-  return html`<div class="row"><div class="scroll"><table class="pair-table"
-    aria-label="Words that two steps share" data-testid="pairs">
-    <tbody>${chosen.slice(1).map((episode, at) => html`<tr key=${episode.step}>
-      <th scope="row">${episode.step}</th>
-      ${columns.map((_, j) => (j <= at ? cell(at + 1, j) : html`<td key=${j}></td>`))}
-    </tr>`)}</tbody>
-    <tfoot><tr><th>step</th>${columns.map(({ step }) =>
-      html`<th scope="col" key=${step}>${step}</th>`)}</tr></tfoot>
-  </table></div>
-  <p class="muted roomy">A cell is the percentage of the words of two steps' thoughts that belong to
-    runs of ${MIN_RUN} or more words in both. Choose a cell to read the two. In the Echo Trap, late steps
-    share nearly all words with each other, and so do two levels of one step: the thoughts are the
-    same whatever the policy observes.${
-    every > 1 && ` The table shows ${chosen.length} of ${plural(episodes.length, "step")}.`}</p>
-  </div>`;
+  return html`<section class="panel">
+    <h2>Level ${level_seed}</h2>
+    <div class="row toolbar">${choice("then: step", 0)} ${choice("now: step", 1)}</div>
+    <${SideBySide} columns=${two.map(column)} />
+  </section>`;
 }
