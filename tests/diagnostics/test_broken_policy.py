@@ -29,7 +29,6 @@ from ragen.storage.checkpoint import (
 )
 from ragen.storage.reader import read_events
 from ragen.training import recovery
-from ragen.training.failures import Rollback
 from ragen.training.trainer import examine, train
 from tests.bandit_model import bandit_model
 from tests.diagnostics.test_guard_run import PPO, events, steps_of
@@ -131,7 +130,7 @@ def test_a_broken_policy_is_rolled_back_until_no_rollback_is_left(
     tmp_path: Path, break_after: Break, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    monkeypatch.setattr(recovery, "ROLLBACK", Rollback(most=1))
+    monkeypatch.setattr(recovery, "MOST_ROLLBACKS", 1)
     break_after(2, 4)  # step 2, and step 3 of the second attempt
     more = {"guard__responses": {"non_finite": "rollback"}, "eval__episodes": 0}
     with pytest.raises(GuardStop, match=r"no rollback is left; the run is kept as it was after st"):

@@ -45,7 +45,7 @@ from ragen.diagnostics.guard import (
     remedy,
     tighten_filter,
 )
-from ragen.training.failures import ROLLBACK
+from ragen.training.recovery import GRACE_STEPS
 from tests.diagnostics.replay import replay
 
 Curve = Callable[[int], float]
@@ -215,7 +215,7 @@ def test_a_lasting_condition_raises_an_alarm_only_after_the_grace_period() -> No
         for step in range(1, 60)
         for _ in raise_alarms({ENTROPY: {s: v for s, v in norms.items() if s <= step}}, step, state)
     ]
-    assert steps == [31] and ROLLBACK.grace_steps >= 2 * WINDOW
+    assert steps == [31] and GRACE_STEPS >= 2 * WINDOW
 
 
 def test_a_detector_that_is_off_is_not_called() -> None:

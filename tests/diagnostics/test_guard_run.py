@@ -29,8 +29,7 @@ from ragen.storage import checkpoint
 from ragen.storage.checkpoint import folders
 from ragen.storage.reader import read_events, read_metrics
 from ragen.storage.recorder import Recorder
-from ragen.training import loop, recovery
-from ragen.training.failures import Rollback, Stall
+from ragen.training import loop, recovery, watchdog
 from ragen.training.progress import OfCommand, Watcher
 from ragen.training.running import LoopState, evaluated
 from ragen.training.trainer import Result, resume, train
@@ -147,7 +146,7 @@ def test_a_resumed_run_stops_again_if_the_condition_still_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "select", lambda *_, **__: [])
-    monkeypatch.setattr(recovery, "ROLLBACK", Rollback(grace_steps=2))
+    monkeypatch.setattr(recovery, "GRACE_STEPS", 2)
     few = {"rollout__num_groups": 1, "rollout__group_size": 2}
     settings = make_config(steps=30, checkpoint__every=0, eval__episodes=0, **few)
     with pytest.raises(GuardStop, match=f"step {EMPTY_STEPS}, empty_filter"):
@@ -295,7 +294,7 @@ def test_a_command_whose_run_hangs_reports_its_stacks_and_exits_with_3(
         return await update(engine, batch, step)
 
     monkeypatch.setattr(LocalEngine, "update", hangs)
-    monkeypatch.setattr(loop, "STALL", Stall(1.0))
+    monkeypatch.setattr(watchdog, "STALL_S", 1.0)
     start = time.monotonic()
     config = make_config(eval__episodes=0)
     assert exit_code(fork(lambda: train(config, run, watcher=OfCommand()))) == 3
@@ -316,7 +315,7 @@ def test_a_run_in_python_that_waits_forever_raises_and_ends_no_process(
         return {}
 
     monkeypatch.setattr(LocalEngine, "update", hangs)
-    monkeypatch.setattr(loop, "STALL", Stall(0.5))
+    monkeypatch.setattr(watchdog, "STALL_S", 0.5)
     with pytest.raises(GuardStop, match=r"stalled: .* the last checkpoint is step-0; all st"):
         train(make_config(eval__episodes=0), tmp_path / "run")
     monkeypatch.undo()
@@ -331,7 +330,7 @@ def test_a_stall_can_be_logged_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         await publish(engine)
 
     monkeypatch.setattr(LocalEngine, "publish", slow)
-    monkeypatch.setattr(loop, "STALL", Stall(1.0))
+    monkeypatch.setattr(watchdog, "STALL_S", 1.0)
     config = make_config(guard__responses={"stalled": "log"}, steps=1, eval__episodes=0)
     result = train(config, tmp_path / "run", watcher=seen)
     assert [alarm.detector for alarm in result.alarms] == ["stalled"]

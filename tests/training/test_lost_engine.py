@@ -18,7 +18,6 @@ from ragen.sampling.local_sampler import Seat
 from ragen.storage import checkpoint
 from ragen.storage.reader import read_events
 from ragen.training import recovery, running
-from ragen.training.failures import LostEngine
 from ragen.training.trainer import resume, train
 from tests.shared import own
 from tests.training.runs import (
@@ -152,7 +151,7 @@ def test_losses_without_a_new_checkpoint_end_the_run(
     tmp_path: Path, losing: Losing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    monkeypatch.setattr(recovery, "LOST_ENGINE", LostEngine(most=1))
+    monkeypatch.setattr(recovery, "MOST_LOSSES", 1)
     losing(Moment("publish"), Moment("publish", 2), Moment("publish"))
     with pytest.raises(
         RagenError, match=f"after step 1.*{TEXT}; 2 engines were lost since .*ragen resume"

@@ -16,7 +16,7 @@ from typing import Any
 from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.batch import Batch, collate, minibatches, num_minibatches
 from ragen.algorithms.credit import credit
-from ragen.algorithms.estimator import needs_values
+from ragen.algorithms.estimator import compares_group, needs_values
 from ragen.algorithms.filters import reward_std, scores_of, select
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
@@ -32,7 +32,6 @@ from ragen.rollout.episode_terms import apply_episode_terms
 from ragen.rollout.groups import run_groups
 from ragen.rollout.judge import Judge
 from ragen.training.ahead import Buffer, Played
-from ragen.training.failures import SMALL_GROUP
 from ragen.training.mixture import Start, first_starts
 from ragen.training.running import Run, is_due
 
@@ -143,7 +142,8 @@ async def collect_groups(
 
 def filter_settings(settings: FilterConfig, advantage: AdvantageConfig) -> dict[str, Any]:
     """The keyword arguments of `select`; an estimator that compares needs two episodes a group."""
-    return settings.model_dump() | {"min_played": SMALL_GROUP.min_played(advantage.name)}
+    is_compared = compares_group(find_estimator(advantage.name))
+    return settings.model_dump() | {"min_played": 2 if is_compared else 1}
 
 
 async def make_batch(

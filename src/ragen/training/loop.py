@@ -40,7 +40,6 @@ from ragen.training.collection import (
     split_batch,
 )
 from ragen.training.curriculum import update_stage
-from ragen.training.failures import STALL
 from ragen.training.recovery import check_episodes, respond, run_guard, update
 from ragen.training.running import (
     Clock,
@@ -51,7 +50,7 @@ from ragen.training.running import (
     is_due,
     save,
 )
-from ragen.training.watchdog import Watchdog, report_stall
+from ragen.training.watchdog import Watchdog, report_stall, stall_limit
 
 
 async def loop(run: Run) -> None:
@@ -167,7 +166,7 @@ async def run_to_the_end(run: Run) -> None:
     A policy that did not work before it was trained is no such failure: `NotFiniteError` is raised.
     """
     first = run.engine
-    limit = STALL.limit(run.original.guard.response("stalled"))
+    limit = stall_limit(run.original.guard.response("stalled"))
     watchdog = Watchdog(limit, partial(report_stall, run), run.watcher.hangs)
     run.beat = watchdog.beat
     trouble: EngineLost | NotFiniteError | None = None

@@ -1,4 +1,9 @@
-"""The responses to a run in trouble: an alarm, a stop, a rollback, or a new engine (`failures`)."""
+"""The responses to a run in trouble: an alarm, a stop, a rollback, or a new engine.
+
+docs/reproducibility.md has the whole list, also of what stands elsewhere: `rollout.endpoint` sends
+a request again, and after a loss the processes of an engine wait for each other
+(`cluster.lost.GRACE_S`).
+"""
 
 from __future__ import annotations
 
@@ -18,11 +23,12 @@ from ragen.core.errors import (
     MismatchError,
     NotFiniteError,
     RagenError,
+    last_line,
 )
 from ragen.core.metrics import Metrics
 from ragen.core.stopping import StopRequested
-from ragen.core.types import Group
-from ragen.diagnostics.collapse import since_advance
+from ragen.core.types import Episode, Group
+from ragen.diagnostics.collapse import WINDOW, since_advance
 from ragen.diagnostics.detectors import active_detectors
 from ragen.diagnostics.guard import (
     Alarm,
@@ -33,6 +39,7 @@ from ragen.diagnostics.guard import (
     remedy,
 )
 from ragen.diagnostics.step_metrics import untrained
+from ragen.evaluation.outcomes import outcome_of, refuse_unplayable
 from ragen.settings.first_model import find_first
 from ragen.storage.checkpoint import (
     drop_after,
@@ -46,27 +53,57 @@ from ragen.storage.checkpoint import (
     verified_state,
 )
 from ragen.storage.recorder import Recorder
-from ragen.training.failures import FAILED_EPISODES, LOST_ENGINE, ROLLBACK, UNTRAINED_CALLS
 from ragen.training.progress import Watcher
 from ragen.training.running import LoopState, Run, make_engine, save
 
+FAILED_FRACTION = 0.5
+"""An alarm is raised if at least this share of a step's episodes failed."""
+UNTRAINED_FRACTION = 0.2
+"""An alarm is raised if more than this share of an agent's sampled tokens is not trained on."""
+MOST_ROLLBACKS = 2
+GRACE_STEPS = 2 * WINDOW
+"""Steps after a rollback or a stop in which no detector fires: trailing means still mix in old
+values."""
+MOST_LOSSES = 3
+"""How often a new engine continues from the same checkpoint."""
+
 
 def check_episodes(run: Run, groups: Sequence[Group]) -> None:
-    """Raise an alarm if many episodes of the next step failed, `UnplayableError` if all did.
+    """Raise an alarm if many episodes of the next step failed.
 
     Another one if much of what was sampled for an agent is not trained on.
+
+    Raises:
+        UnplayableError: All episodes failed, or none had room for its first prompt.
     """
     episodes = [episode for group in groups for episode in group.episodes]
+    refuse_unplayable([outcome_of(episode) for episode in episodes])
     failed = sum(episode.failed for episode in episodes) / len(episodes)
     left, _ = untrained(episodes)
-    for name, share, complaint in (
-        ("failed_episodes", failed, FAILED_EPISODES.complaint(episodes)),
-        ("untrained_calls", left, UNTRAINED_CALLS.complaint(left)),
-    ):
-        if complaint:
-            step = run.state.step + 1
-            alarm = Alarm(name, step, step, share, 0.0)
-            run.report("alarm", f"step {step}, {name}: {complaint}", asdict(alarm), step)
+    complaints: dict[str, tuple[float, str]] = {}
+    if failed >= FAILED_FRACTION:
+        complaints["failed_episodes"] = failed, describe_failed(episodes)
+    if left > UNTRAINED_FRACTION:
+        text = (
+            f"{left:.0%} of the tokens that were sampled for the agent are not trained on: their "
+            "calls offer no tools, were lost or rejected, or say so (docs/agents.md)"
+        )
+        complaints["untrained_calls"] = left, text
+    for name, (share, complaint) in complaints.items():
+        step = run.state.step + 1
+        alarm = Alarm(name, step, step, share, 0.0)
+        run.report("alarm", f"step {step}, {name}: {complaint}", asdict(alarm), step)
+
+
+def describe_failed(episodes: Sequence[Episode]) -> str:
+    """How many episodes failed, of which some did, with the commonest reason."""
+    reasons = Counter(last_line(each.error) for each in episodes if each.failed)
+    ((reason, count),) = reasons.most_common(1)
+    failed = reasons.total()
+    return (
+        f"{failed} of {len(episodes)} episodes ({failed / len(episodes):.0%}) failed and are not "
+        f"trained on, {count} of them with: {reason}"
+    )
 
 
 async def run_guard(run: Run) -> bool:
@@ -161,10 +198,10 @@ async def update(run: Run, minibatch: Batch) -> Metrics:
 async def stop(run: Run, reason: str) -> NoReturn:
     """Save the run and stop it.
 
-    After a resume, no detector fires for `ROLLBACK.grace_steps` steps. If the trouble persists, the
+    After a resume, no detector fires for `GRACE_STEPS` steps. If the trouble persists, the
     run stops again.
     """
-    run.guard.grace = run.state.step + ROLLBACK.grace_steps
+    run.guard.grace = run.state.step + GRACE_STEPS
     run.guard.last_held.clear()
     _record_stop(run, reason)
     await save(run)
@@ -198,7 +235,7 @@ async def roll_back(run: Run, alarm: Alarm, is_broken: bool = False) -> None:
     guard = replace(
         GuardState(**saved["guard"]),
         rollbacks=run.guard.rollbacks + 1,
-        grace=began + ROLLBACK.grace_steps,
+        grace=began + GRACE_STEPS,
         changes=run.guard.changes | changes,
     )
     drop_after(run.folder, began)
@@ -218,7 +255,7 @@ async def _checkpoint_before(run: Run, alarm: Alarm, is_broken: bool) -> Path:
     # Only regular ones: a run that was stopped in between must return to the same checkpoint.
     before = [path for path in regular(run.folder, run.spacing) if step_of(path) < alarm.onset]
     good = [path for path in before if is_intact(path)]
-    if good and run.guard.rollbacks < ROLLBACK.most:
+    if good and run.guard.rollbacks < MOST_ROLLBACKS:
         return good[-1]
     why = "no rollback is left" if good else f"no checkpoint before step {alarm.onset} is left"
     if is_broken:
@@ -249,7 +286,7 @@ async def restore(run: Run, loss: EngineLost, losses: Counter[str]) -> None:
         raise StopRequested(stop.signal_number, f"stopped, and {text}; {then}") from None
     newest = "".join(path.name for path in folders(run.folder)[-1:])
     losses[newest] += 1
-    if LOST_ENGINE.ends_run(losses[newest]):
+    if losses[newest] > MOST_LOSSES:
         report("the run ends")
         count = f"{losses[newest]} engines were lost since the last checkpoint"
         raise RagenError(f"{text}; {count}; {then}")

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from ragen.cluster.process_engine import ProcessEngine
 from ragen.config.config import Config
-from ragen.config.sections import CheckpointConfig, EvalConfig
+from ragen.config.sections import CheckpointConfig, EvalConfig, GuardConfig
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics, last, total
 from ragen.core.stopping import Stop
-from ragen.diagnostics.collapse import Sign, echo_trap_signs
+from ragen.diagnostics.collapse import WINDOW, Sign, echo_trap_signs
 from ragen.diagnostics.detectors import EVALUATED, LEVELS
 from ragen.diagnostics.guard import Alarm, GuardState, read_alarms
 from ragen.engines.engine import Engine
@@ -38,8 +38,10 @@ from ragen.storage.checkpoint import (
 from ragen.storage.reader import read_evaluations, read_metrics
 from ragen.storage.recorder import Recorder
 from ragen.training.ahead import Buffer
-from ragen.training.failures import ROLLBACK
 from ragen.training.progress import Watcher
+
+REACH_STEPS = 2 * WINDOW
+"""How far checkpoints reach back for a rollback: an onset lies a window before its alarm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,9 +353,18 @@ async def save(run: Run) -> None:
 def kept_checkpoints(run: Run) -> int:
     """How many of the regular checkpoints stay: as many as a rollback may reach back."""
     config = run.config
-    reach = ROLLBACK.kept_checkpoints(config.guard, config.eval.every, run.spacing)
+    reach = kept_for_rollback(config.guard, config.eval.every, run.spacing)
     # A run may stop before the guard has checked the step: its checkpoint must push no other out.
     return max(config.checkpoint.keep, reach) + (run.guard.checked_step < run.state.step)
+
+
+def kept_for_rollback(guard: GuardConfig, eval_every: int, spacing: int) -> int:
+    """Regular checkpoints, `spacing` steps apart, that a rollback may need."""
+    if "rollback" not in guard.responses.values():
+        return 0
+    # A drop of success shows in two evaluations in a row, and its onset lies before both.
+    evaluations = 2 * eval_every * (guard.responses.get("reward_drop") == "rollback")
+    return 1 + math.ceil(max(REACH_STEPS, evaluations) / spacing)
 
 
 def result_of(folder: Path, env: str, temperature: float, state: LoopState) -> Result:

@@ -18,6 +18,14 @@ from ragen.training.running import Run
 STACKS = "stalled.txt"
 """The file to which a run that hangs writes the stacks of its threads."""
 
+STALL_S = 1800.0
+"""Seconds without progress after which a run hangs."""
+
+
+def stall_limit(response: str) -> float:
+    """The watchdog's limit for a response of the detector ``stalled``; 0 where nobody looks."""
+    return 0.0 if response == "off" else STALL_S
+
 
 class Watchdog:
     """Calls `report` if no beat comes for `limit` seconds, and `end` if it returns a reason.
