@@ -17,7 +17,7 @@ from ragen.core.statistics import wilson
 from ragen.storage.branches import FILE
 from ragen.storage.database import DATABASE
 from ragen.viewer import branching as module
-from ragen.viewer.branching import Branching, Job
+from ragen.viewer.branching import Branching
 from tests.records import edit_settings
 from tests.viewer.test_viewer_server import wait_until
 
@@ -36,24 +36,24 @@ def states(branching: Branching, run: Path) -> list[str]:
 
 
 def replace_command(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """Replace the command of a job by a few lines of Python."""
+    """Replace the command of a request by a few lines of Python."""
     command = [sys.executable, "-S", "-c", code]
-    monkeypatch.setattr(Job, "arguments", lambda job: [*command, str(job.folder)])
+    monkeypatch.setattr(module, "command_of", lambda folder, _: [*command, str(folder)])
 
 
 def test_a_branch_is_played_and_read(
     own_bandit_run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job's own command, here in this process, which has loaded torch already."""
-    run, arguments = own_bandit_run, Job.arguments
+    """The request's own command, here in this process, which has loaded torch already."""
+    run, command_of = own_bandit_run, module.command_of
     before = branching.branches(run, 1)
     assert before == {"reason": None, "checkpoints": [0, 1, 2, 3], "jobs": []}
     replace_command(monkeypatch, "import time; time.sleep(60)")
     key = branching.start(run, {**REQUEST, "checkpoint": 1, "temperature": 0.5, "run": "bandit"})
     (job,) = branching.branches(run, 1)["jobs"]
     assert (job["id"], job["state"], job["episodes"]) == (key, "running", [])
-    (queued,) = branching._jobs
-    command = arguments(queued)
+    assert branching._job is not None
+    command = command_of(run.resolve(), branching._job.request)
     assert command[:3] == [sys.executable, "-m", "ragen"] and main(command[3:]) == 0
     assert states(branching, run) == ["done"]
     (job,) = branching.branches(run, 1)["jobs"]
@@ -90,26 +90,22 @@ def test_a_failed_branch_reports_the_last_line_of_its_process(
     for code in expected:
         replace_command(monkeypatch, code)
         branching.start(bandit_run, REQUEST)
-        wait_until(lambda: "running" not in states(branching, bandit_run))
-    jobs = branching.branches(bandit_run, 1)["jobs"]
-    assert [job["problem"] for job in jobs] == list(expected.values())
+        wait_until(lambda: states(branching, bandit_run) == ["failed"])
+        (job,) = branching.branches(bandit_run, 1)["jobs"]
+        assert job["problem"] == expected[code]
     assert not (bandit_run / FILE).exists()
 
 
-def test_requests_wait_for_the_first_one_and_are_bounded(
+def test_a_second_request_is_refused_while_one_is_played(
     bandit_run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace_command(monkeypatch, "import time; time.sleep(60)")
-    for _ in range(module.MOST_WAITING):
+    branching.start(bandit_run, REQUEST)
+    with pytest.raises(RagenError, match="other branches are played now"):
         branching.start(bandit_run, REQUEST)
-    with pytest.raises(RagenError, match="wait already; cancel some"):
-        branching.start(bandit_run, REQUEST)
-    jobs = branching._jobs
-    wait_until(lambda: jobs[0].process is not None)
-    # The newest checkpoint and the run's temperature by default, and another seed each time.
-    values = {(job.request.checkpoint, job.request.temperature) for job in jobs}
-    assert values == {(3, 1.0)} and [job.request.seed for job in jobs] == list(range(len(jobs)))
-    assert [job.process is not None for job in jobs] == [True, *[False] * (len(jobs) - 1)]
+    (job,) = branching.branches(bandit_run, 1)["jobs"]
+    # The newest checkpoint and the run's temperature by default.
+    assert (job["checkpoint"], job["temperature"], job["seed"]) == (3, 1.0, 0)
     branching.stop()
     assert states(branching, bandit_run) == []
 
@@ -124,23 +120,22 @@ STUBBORN = (
 
 
 def test_a_cancelled_branch_ends_with_all_its_processes_and_the_next_one_starts(
-    own_bandit_run: Path, monkeypatch: pytest.MonkeyPatch
+    own_bandit_run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = own_bandit_run
     monkeypatch.setattr(module, "PATIENCE_S", 0.1)
-    branching = Branching()
     replace_command(monkeypatch, STUBBORN)
-    first, waiting, last = (branching.start(run, REQUEST) for _ in range(3))
+    first = branching.start(run, REQUEST)
     wait_until(lambda: len(list(run.glob("pid-*"))) == 1)
     (child,) = run.glob("pid-*")
-    branching.cancel(run, {"id": waiting})
     branching.cancel(run, {"id": first})
-    assert [job["id"] for job in branching.branches(run, 1)["jobs"]] == [last]
-    wait_until(lambda: ended(int(child.name[4:])) and len(list(run.glob("pid-*"))) == 2)
-    for folder, key in ((run, first), (run, "unknown"), (run, None), (run.parent, last)):
-        with pytest.raises(RagenError, match="does not wait or run"):
+    assert states(branching, run) == []
+    wait_until(lambda: ended(int(child.name[4:])))
+    last = branching.start(run, REQUEST)
+    assert states(branching, run) == ["running"]
+    for folder, key in ((run, "unknown"), (run, None), (run.parent, last)):
+        with pytest.raises(RagenError, match="is not played any more"):
             branching.cancel(folder, {"id": key})
-    branching.stop()
 
 
 def ended(pid: int) -> bool:

@@ -13,11 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
@@ -30,17 +28,11 @@ from ragen.storage.checkpoint import folders, step_of
 from ragen.viewer.episode_page import detail
 from ragen.viewer.reading import Answer, NotFound, Unanswered, reading
 
-MOST_WAITING = 16
-"""Maximum number of requests that wait or run; a user would not send more by hand."""
-
 LONGEST_S = 3600.0
-"""Time limit of a process in seconds. Otherwise, one that hangs would hold up the others."""
+"""Time limit of a process in seconds."""
 
 PATIENCE_S = 5.0
 """Seconds that a process may take to end before it is killed."""
-
-TAIL = 4096
-"""Bytes of a process's last output that are kept; the last line is its problem."""
 
 
 class Wanted(BaseModel, strict=True):
@@ -59,36 +51,13 @@ class Wanted(BaseModel, strict=True):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request that waits, runs or failed; a finished one is in the database."""
+    """A request that is played or failed; a finished one is in the database."""
 
     folder: Path
     request: Request
+    process: subprocess.Popen[bytes]
     time: float = field(default_factory=time.time)
     problem: str | None = None
-    process: subprocess.Popen[bytes] | None = None
-
-    def arguments(self) -> list[str]:
-        """The command line: numbers, and a folder that begins with a slash or a drive."""
-        request = self.request
-        return [
-            sys.executable,
-            "-m",
-            "ragen",
-            "branch",
-            str(self.folder),
-            str(request.episode),
-            "--turn",
-            str(request.turn),
-            "--n",
-            str(request.n),
-            "--checkpoint",
-            str(request.checkpoint),
-            "--temperature",
-            repr(request.temperature),
-            "--seed",
-            str(request.seed),
-            "--json",
-        ]
 
     def answer(self) -> Answer:
         """The job as the API returns it."""
@@ -97,31 +66,38 @@ class Job:
         return about | {"problem": self.problem, "episodes": []}
 
 
+def command_of(folder: Path, request: Request) -> list[str]:
+    """The command line: numbers, and a folder that begins with a slash or a drive."""
+    names = ("turn", "n", "checkpoint", "temperature", "seed")
+    options = (f"--{name}={getattr(request, name)!r}" for name in names)
+    what = "branch", str(folder), str(request.episode)
+    return [sys.executable, "-m", "ragen", *what, *options, "--json"]
+
+
 class Branching:
-    """Answers about branches, and the requests in order: the first one runs, the others wait."""
+    """Answers about branches, and the last request, which is played or failed."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._jobs: list[Job] = []
-        self._thread = ThreadPoolExecutor(1, "branches")
+        self._job: Job | None = None
 
     def branches(self, folder: Path, episode: int) -> Answer:
         """The branches of an episode, and a ``reason`` (or ``None``) why no more can be played."""
-        # The queue is read first: a job that finishes in between is then in both, not in neither.
-        with self._lock:
-            place = folder.resolve(), episode
-            queued = [job for job in self._jobs if (job.folder, job.request.episode) == place]
-        finished = _finished(folder, episode)
-        known = {job["id"] for job in finished}
+        job = self._job  # first: one that finishes in between is then in both, not in neither
+        jobs = _finished(folder, episode)
+        place = folder.resolve(), episode
+        if job is not None and (job.folder, job.request.episode) == place:
+            is_stored = any(each["id"] == job.request.id for each in jobs)
+            jobs += [] if is_stored else [job.answer()]
         return {
             "reason": _obstacle(folder, episode),
             # The steps whose weights can play; 0 is the model that the run began with.
             "checkpoints": sorted({0, *(step_of(path) for path in folders(folder))}),
-            "jobs": [*finished, *(job.answer() for job in queued if job.request.id not in known)],
+            "jobs": jobs,
         }
 
     def start(self, folder: Path, request: Mapping[str, Any]) -> str:
-        """Queue a request (`Wanted`); returns its id, under which `branches` lists it."""
+        """Play a request (`Wanted`); returns its id, under which `branches` lists it."""
         try:
             wanted = Wanted.model_validate(request)
         except ValidationError as error:
@@ -131,8 +107,8 @@ class Branching:
             known = self.branches(folder, wanted.episode)
             if known["reason"] is not None:
                 raise Unanswered(known["reason"])
-            if sum(job.problem is None for job in self._jobs) >= MOST_WAITING:
-                raise Unanswered("many branches wait already; cancel some, or wait until they end")
+            if self._job is not None and self._job.problem is None:
+                raise Unanswered("other branches are played now: wait until they end, or cancel")
             given = wanted.model_dump()
             if wanted.checkpoint is None:
                 given["checkpoint"] = known["checkpoints"][-1]
@@ -141,64 +117,53 @@ class Branching:
             # Without a seed of its own, the same request again would give the same branches.
             same = ("episode", "turn", "checkpoint")
             seeds = [job["seed"] for job in known["jobs"] if all(job[k] == given[k] for k in same)]
-            job = Job(folder.resolve(), Request(**given, seed=max(seeds, default=-1) + 1))
-            self._jobs.append(job)
-        self._thread.submit(self._work, job)
-        return job.request.id
+            asked = Request(**given, seed=max(seeds, default=-1) + 1)
+            process = subprocess.Popen(
+                command_of(folder.resolve(), asked),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # so that its own processes end with it
+            )
+            self._job = job = Job(folder.resolve(), asked, process)
+        threading.Thread(target=self._wait, args=(job,), daemon=True).start()
+        return asked.id
 
     def cancel(self, folder: Path, request: Mapping[str, Any]) -> None:
-        """End a request that waits or runs, by its ``id``; stored branches stay."""
-        wanted = folder.resolve(), request.get("id")
+        """End a request that is played, by its ``id``; stored branches stay."""
         with self._lock:
-            jobs = [job for job in self._jobs if (job.folder, job.request.id) == wanted]
-        if not any(job.problem is None for job in jobs):
-            raise NotFound("this request does not wait or run any more")
-        self._drop(jobs)
+            job = self._job
+            wanted = folder.resolve(), request.get("id")
+            if job is None or job.problem is not None or (job.folder, job.request.id) != wanted:
+                raise NotFound("this request is not played any more")
+            self.stop()
 
     def stop(self) -> None:
-        """End the process that runs, and drop the requests that wait."""
-        self._drop(self._jobs)
-
-    def _drop(self, jobs: list[Job]) -> None:
+        """End the process that runs."""
         with self._lock:
-            self._jobs = [job for job in self._jobs if job not in jobs]
-            running = [job.process for job in jobs if job.process is not None]
-        for process in running:
-            _end(process)
+            job, self._job = self._job, None
+        if job is not None:
+            _end(job.process)
 
-    def _work(self, job: Job) -> None:
-        with TemporaryFile() as output:
-            with self._lock:
-                if job not in self._jobs:  # it was dropped
-                    return
-                try:
-                    job.process = process = subprocess.Popen(
-                        job.arguments(),
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        stderr=output,
-                        start_new_session=True,  # so that its own processes end with it
-                    )
-                except OSError as error:
-                    job.problem = f"the process could not be started: {error}"
-                    return
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(LONGEST_S)
-            late = process.poll() is None
-            code = _end(process)
-            output.seek(max(0, output.seek(0, os.SEEK_END) - TAIL))
-            lines = output.read().decode(errors="replace").split("\n")
+    def _wait(self, job: Job) -> None:
+        """Wait for a request's process, and keep its problem if it failed."""
+        output, late = b"", False
+        try:
+            _, output = job.process.communicate(timeout=LONGEST_S)
+        except subprocess.TimeoutExpired:
+            late = True
+        code = _end(job.process)
+        lines = reversed(output.decode(errors="replace").split("\n"))
+        last = next(filter(str.strip, lines), f"it ended with code {code}")
         with self._lock:
-            job.process = None
-            if code == 0 and job in self._jobs:
-                self._jobs.remove(job)  # from now on it is read from the database
-            elif late:
+            if late:
                 job.problem = f"it took longer than {LONGEST_S:g} s, and was ended"
             elif code < 0:
                 job.problem = f"it was ended by signal {-code}; perhaps the memory is too small"
             elif code:
-                last = next(filter(str.strip, reversed(lines)), f"it ended with code {code}")
                 job.problem = last.removeprefix("ragen: ")
+            elif self._job is job:
+                self._job = None  # from now on it is read from the database
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
