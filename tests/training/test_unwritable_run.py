@@ -85,7 +85,9 @@ def test_a_run_that_cannot_be_written_goes_on_in_a_copy(
         for words in (branch, ["resume", run]):
             error = refused(capsys, *words)
             assert "restore" not in error and "--out" not in error
-            advice = re.search(r"make (\S+) writable, or work in a copy \((.*)\)", error)
+            advice = re.search(
+                r"make (\S+) writable, or work in a copy on a local disk \((.*)\)", error
+            )
             assert advice is not None and advice[1] == str(run), error
         subprocess.run(advice[2], shell=True, check=True)
         assert main(["resume", "COPY"]) == 0

@@ -37,7 +37,9 @@ WRITERS_S = 10.0
 READERS_S = 0.5
 """Seconds that a closing writer waits for readers; the viewer's queries take a tenth of it."""
 
-UNREAD = (sqlite3.SQLITE_IOERR_READ, sqlite3.SQLITE_IOERR_SHORT_READ)
+UNREAD = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_IOERR_READ, sqlite3.SQLITE_IOERR_SHORT_READ)
+"""Codes of operational errors that mean damage, such as a missing table or a cut file; with any
+other, the system refuses the file."""
 UNSHARED = (
     sqlite3.SQLITE_IOERR_SHMMAP,
     sqlite3.SQLITE_IOERR_SHMLOCK,
@@ -46,26 +48,6 @@ UNSHARED = (
     sqlite3.SQLITE_PROTOCOL,
 )
 """Codes of SQLite's errors on a file system without the shared memory of WAL."""
-UNLOCKED = (
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_IOERR_LOCK,
-    sqlite3.SQLITE_IOERR_RDLOCK,
-    sqlite3.SQLITE_IOERR_CHECKRESERVEDLOCK,
-)
-"""Codes of SQLite's errors on a file system without locks; another process may also have one."""
-UNWRITTEN = (
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_PROTOCOL,
-)
-"""Codes of SQLite's errors if the system refuses a file. The codes in `UNREAD` mean damage."""
-
-LOCAL = "its file system, perhaps a network disk, lacks locks or shared memory"
-"""The cause of the codes in `UNSHARED` and `UNLOCKED`."""
 
 CLAIM_S = 0.1
 """Seconds that `claim` waits for the lock, which `is_claimed` holds for some microseconds."""
@@ -128,7 +110,7 @@ def create_database(folder: Path, config_text: str) -> sqlite3.Connection:
                 (folder / f"{DATABASE}{end}").unlink(missing_ok=True)
             config.unlink(missing_ok=True)
             folder.rmdir()
-        raise cannot_write(folder, error) from None
+        raise unusable(database, error) from None
     return connection
 
 
@@ -151,11 +133,7 @@ def open_database(
     except (sqlite3.DatabaseError, RagenError) as error:
         if connection is not None:
             close_database(connection)
-        if isinstance(error, RagenError):
-            raise
-        if _is_refused(error):
-            raise cannot_write(folder, error, file) from None
-        raise unreadable(database, error) from None
+        raise error if isinstance(error, RagenError) else unusable(database, error) from None
     return connection
 
 
@@ -219,7 +197,12 @@ def connect_to_read(database: Path) -> sqlite3.Connection:
     a copy of a run in progress; SQLite would create the log's files only to find it empty.
     """
     if database.with_name(f"{database.name}-journal").exists():
-        _finish_closing(database)
+        # The writer was killed in a write, which only a connection that may write can undo.
+        with (
+            contextlib.suppress(sqlite3.OperationalError),
+            contextlib.closing(sqlite3.connect(database, timeout=WRITERS_S)) as writing,
+        ):
+            _version(writing)  # the first read does it
     announces_log = False
     with contextlib.suppress(OSError), database.open("rb") as file:
         announces_log = file.read(20)[18:] == b"\x02\x02"  # by SQLite's file format
@@ -244,19 +227,7 @@ def reading_database(folder: Path) -> Iterator[sqlite3.Connection]:
             check_schema(connection, database)
             yield connection
     except sqlite3.DatabaseError as error:
-        raise unreadable(database, error) from None
-
-
-def _finish_closing(database: Path) -> None:
-    """Undo the last write of a writer that was killed, or found the disk full, while it closed.
-
-    Before this, no read-only connection is possible.
-    """
-    try:
-        with contextlib.closing(sqlite3.connect(database, timeout=WRITERS_S)) as connection:
-            _version(connection)  # the first read does it
-    except sqlite3.OperationalError as error:
-        raise _interrupted(database.parent, error, database.name) from None
+        raise unusable(database, error) from None
 
 
 def check_schema(connection: sqlite3.Connection, database: Path | str) -> None:
@@ -292,14 +263,7 @@ def transaction(
     except sqlite3.DatabaseError as error:
         if type(error) not in (sqlite3.OperationalError, sqlite3.DatabaseError):
             raise  # a wrong statement: a bug
-        raise _interrupted(folder, error, file) from None
-
-
-def _interrupted(folder: Path, error: sqlite3.Error, file: str) -> RagenError:
-    failure = cannot_write(folder, error, file)
-    if file == DATABASE and _can_go_on(folder):
-        return RagenError(f"{failure}; then continue with: ragen resume {shlex.quote(str(folder))}")
-    return failure
+        raise unusable(folder / file, error) from None
 
 
 def claim(folder: Path) -> int | None:
@@ -346,23 +310,11 @@ def _lock(handle: int, kind: int) -> bool:
     return True
 
 
-def cannot_write(folder: Path, error: sqlite3.Error | OSError, file: str = DATABASE) -> RagenError:
-    """The error for a database that cannot be written."""
-    has_run = (folder / CHECKPOINTS).is_dir()
-    remedy = free_run(folder) if has_run else OTHER_OUT
-    code = getattr(error, "sqlite_errorcode", 0)
-    if code in (*UNSHARED, *UNLOCKED):
-        cause = f"another process uses it, or {LOCAL}" if code == sqlite3.SQLITE_BUSY else LOCAL
-        copy = f"work in a copy on a local disk (cp -r {shlex.quote(str(folder))} COPY)"
-        remedy = f"{cause}: {copy if has_run else 'choose a local disk with --out'}"
-    return cannot("write", folder / file, error, remedy)
-
-
 def free_run(folder: Path) -> str:
     """The remedy if a run's folder cannot be written."""
     run = shlex.quote(str(folder))
     return (
-        f"free space there or make {run} writable, or work in a copy "
+        f"free space there or make {run} writable, or work in a copy on a local disk "
         f"(cp -r {run} COPY; chmod -R u+w COPY)"
     )
 
@@ -389,26 +341,21 @@ def restoring_config(folder: Path) -> str:
     return f'sqlite3 {database} "{query}" > {config}'
 
 
-def unreadable(database: Path, error: sqlite3.Error | OSError) -> RagenError:
-    """The error for a database that cannot be read."""
-    if isinstance(error, sqlite3.Error) and _is_refused(error):
-        has_log = database.with_name(f"{database.name}-wal").exists()
-        if error.sqlite_errorcode == sqlite3.SQLITE_CANTOPEN and not has_log:
-            return RagenError(f"{database} cannot be read: {error}; make it readable")
-        # Reading the log of a run that was killed writes its index.
-        return _interrupted(database.parent, error, database.name)
+def unusable(database: Path, error: sqlite3.Error | OSError) -> RagenError:
+    """The error for a database that the system refuses to read or write, or that is damaged."""
+    folder, code = database.parent, getattr(error, "sqlite_errorcode", 0)
+    has_run = (folder / CHECKPOINTS).is_dir()
+    if isinstance(error, OSError | sqlite3.OperationalError) and code not in UNREAD:
+        remedy = free_run(folder) if has_run else OTHER_OUT
+        if database.name == DATABASE and _can_go_on(folder):
+            remedy += f"; then continue with: ragen resume {shlex.quote(str(folder))}"
+        return cannot("use", database, error, remedy)
     remedy = ""
-    if database.name == DATABASE and (database.parent / CHECKPOINTS).is_dir():
-        remedy = f"; {_without_database(database.parent)}"
+    if database.name == DATABASE and has_run:
+        remedy = f"; {_without_database(folder)}"
     elif database.name != DATABASE:  # of branches or of a judge's answers
         remedy = "; restore it, or move it away: the run goes on without it"
     return RagenError(f"{database} cannot be read: {error}{remedy}")
-
-
-def _is_refused(error: sqlite3.Error) -> bool:
-    """True if the system refused to read or write a file, which may itself be good."""
-    code: int = getattr(error, "sqlite_errorcode", 0)
-    return code & 0xFF in UNWRITTEN and code not in UNREAD
 
 
 def _without_database(folder: Path) -> str:

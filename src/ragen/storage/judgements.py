@@ -10,7 +10,7 @@ import sqlite3
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from ragen.storage.database import cannot_write, close_database, connect, unreadable
+from ragen.storage.database import close_database, connect, unusable
 
 FILE = "judgements.sqlite"
 
@@ -48,7 +48,7 @@ class Judgements:
             )
             self._connection.execute(_TABLE)
         except sqlite3.DatabaseError as error:
-            raise unreadable(file, error) from None
+            raise unusable(file, error) from None
 
     def find(self, question: str) -> Judgement | None:
         """The answer to a question, if it is known."""
@@ -73,7 +73,7 @@ class Judgements:
         try:
             return self._connection.execute(query, values).fetchall()
         except sqlite3.DatabaseError as error:
-            raise cannot_write(self._folder, error, FILE) from None
+            raise unusable(self._folder / FILE, error) from None
 
     def close(self) -> None:
         """Leave one plain file."""

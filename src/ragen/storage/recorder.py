@@ -23,13 +23,12 @@ from ragen.core.metrics import Metric, merge
 from ragen.core.types import Episode, Group
 from ragen.storage.database import (
     DATABASE,
-    cannot_write,
     claim,
     close_database,
     create_database,
     open_database,
     transaction,
-    unreadable,
+    unusable,
 )
 from ragen.storage.schema import ARRAYS, SAMPLE_ARRAYS, Row, as_json, compress, insert, storable
 from ragen.storage.stored_episodes import (
@@ -70,7 +69,7 @@ class Recorder:
             try:
                 rows = connection.execute("SELECT id FROM tokens").fetchall()
             except sqlite3.DatabaseError as error:
-                raise unreadable(folder / DATABASE, error) from None
+                raise unusable(folder / DATABASE, error) from None
             stack.pop_all()
         self._known_tokens = {token for (token,) in rows}
         self._pending = _Step(attempt, 0)
@@ -323,7 +322,7 @@ def append_event(
             insert(connection, "events", [_event(attempt, step, kind, text, data)])
             connection.commit()
     except sqlite3.Error as error:
-        raise cannot_write(folder, error) from None
+        raise unusable(folder / DATABASE, error) from None
 
 
 def _event(attempt: int, step: int, kind: str, text: str, data: Mapping[str, Any] | None) -> Row:
