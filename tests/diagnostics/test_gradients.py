@@ -31,7 +31,7 @@ from ragen.storage import checkpoint
 from ragen.storage.database import DATABASE, read
 from ragen.storage.schema import decompress
 from ragen.training.running import is_due
-from ragen.training.trainer import examine, resume, train
+from ragen.training.trainer import resume, train
 from tests.learning.test_learner import batch, equal, learner, model, weights
 from tests.shared import once, own
 from tests.tolerance import GRADIENT, LOGPROB, rounding
@@ -294,12 +294,3 @@ def test_a_resumed_run_stores_the_same_rows(measured_run: Path, tmp_path: Path) 
 def test_information_is_measured_every_fifth_step_from_the_first() -> None:
     every = DiagnoseConfig().information_every
     assert [step + 1 for step in range(11) if is_due(step, every)] == [1, 6, 11]
-
-
-def test_examine_measures_a_checkpoint(measured_run: Path) -> None:
-    """The checkpoint after step 2 is measured with the episodes of the next step."""
-    before = metrics(measured_run)
-    found = examine(measured_run)
-    assert found["information/first/thoughts"] + found["information/first/left_out"] == 8
-    assert found["gradient_by_std/0/groups"] >= 1
-    assert metrics(measured_run) == before

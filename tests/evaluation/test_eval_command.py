@@ -67,19 +67,18 @@ def without_seconds(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in ("seconds", "folder")}
 
 
-def test_an_endpoint_is_evaluated_once_with_tokens_and_cost(
+def test_an_endpoint_is_evaluated_once_with_its_tokens(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """At most two turns per episode, each of which solves the level or moves one step left."""
     monkeypatch.setenv(endpoint.KEY_ENV, KEY)
-    more = shlex.split("--env.max_turns 2 --price-in 2 --price-out 10 --markdown table.md")
+    more = shlex.split("--env.max_turns 2 --markdown table.md")
     with FaultyServer(solves_by_seed) as server:
         assert main(eval_command(server, *more, episodes=12)) == 0
         result = json.loads(capsys.readouterr().out)
         turns = len(server.requests)
         assert result["total_prompt_tokens"] == 100 * turns
         assert result["total_completion_tokens"] == 20 * turns
-        assert result["cost"] == pytest.approx((200 * turns + 200 * turns) / 1e6)
         assert result["mean_turns"] == turns / 12
         assert 0 < result["success"] < 1
         assert (result["optimal"], result["failed"], result["valid_fraction"]) == (1.0, 0, 1.0)
@@ -367,14 +366,13 @@ def test_evaluation_table_equals_values_computed_by_hand() -> None:
         5.0,
         0.75,
     )
-    section = evaluation_table(summary, outcomes, (1000.0, 2000.0))
+    section = evaluation_table(summary, outcomes)
     assert section.rows[1][:2] == ("m, greedy", "25.0%") and section.columns[4] == "pass@2"
     assert section.rows[0][:2] == ("random play", "50.0%")
     # k = 1: .5 and 0, with an added 0 and 1; k = 2: Wilson's interval for 1 of 2.
     passed = "pass@1 25.0% [0.0%, 100.0%], pass@2 50.0% [9.5%, 90.5%]"
     assert section.lines[2] == f"At least one of k episodes of a level: {passed}."
-    # 30 tokens at 1000 and 15 at 2000 a million: 0.03 + 0.03.
-    assert section.lines[3] == "Tokens: 30 read, 15 written; at the given prices they cost 0.06."
+    assert section.lines[3] == "Tokens: 30 read, 15 written."
     assert section.lines[4:] == tuple(describe_failures(outcomes)) and len(section.lines) == 5
     assert result.samples == 2
 
@@ -389,7 +387,6 @@ def test_wrong_arguments_are_reported_in_one_line(capsys: Capture) -> None:
         ("--base-url nowhere", "--base-url 'nowhere' is not an address"),
         ("--key-env NO_SUCH_KEY --base-url http://127.0.0.1:1/v1", "NO_SUCH_KEY: that environmen"),
         ("--rpm 5", "configure an endpoint: add --base-url URL"),
-        ("--price-in=-1", "argument --price-in: expected a number ≥ 0"),
         ("--slip 5", "unknown key 'slip'"),
         ("--env.mix.sokoban 0.5 --env.mix.bandit 0.5", "name it with --env: sokoban, bandit"),
         ("--markdown no/such/page.md", "cannot write no/such/page.md: there is no such folder"),

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 from records import episode, turn
@@ -61,7 +62,7 @@ def ask(
     """The scores of groups and what they cost."""
 
     async def run() -> tuple[list[list[float | Failure]], dict[str, float]]:
-        judge = Judge(settings(server), endpoint_of(server), folder)
+        judge = Judge(settings(server), endpoint_of(server), folder or Path(mkdtemp()))
         try:
             asked = (judge.scores(each, step, seed + at) for at, each in enumerate(groups))
             return await together(asked), values(judge.metrics())

@@ -25,8 +25,6 @@ def _eval_options(parser: Parser) -> None:
     parser.take("target", "TARGET", "a run, a checkpoint, base, random, solver, or a model")
     agent_options(parser)
     _playing_options(parser)
-    parser.take("--price-in", "P", "price of a million input tokens", number(0, 1e9), 0.0)
-    parser.take("--price-out", "P", "price of a million output tokens", number(0, 1e9), 0.0)
 
 
 def _eval(options: Namespace, overrides: Overrides) -> int:
@@ -37,7 +35,6 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
     from ragen.settings.target import config_for, envs_of
 
     server = _server(options)
-    prices = options.price_in, options.price_out
     overrides = with_agent(options, overrides)
     named = [overrides["env.name"]] if options.agent else _named_envs(options)
     names = named or envs_of(options.target, server)
@@ -51,7 +48,7 @@ def _eval(options: Namespace, overrides: Overrides) -> int:
     with _output(options) as put:
         for env, values in zip(envs, by_env, strict=True):
             found = _evaluate(options, options.target, values, server, env.name)
-            put(evaluation_table(*found, prices), evaluation_record(*found, prices))
+            put(evaluation_table(*found), evaluation_record(*found))
     return 0
 
 

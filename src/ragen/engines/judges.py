@@ -81,9 +81,7 @@ def check_judge(judge: JudgeConfig, env: str) -> None:
 
 
 @asynccontextmanager
-async def open_judge(
-    config: Config, folder: Path | None, attempt: int = 0
-) -> AsyncIterator[Judge | None]:
+async def open_judge(config: Config, folder: Path, attempt: int = 0) -> AsyncIterator[Judge | None]:
     """The judge of a run, if a reward term asks for it; its answers are kept in `folder`.
 
     Raises:

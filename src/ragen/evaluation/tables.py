@@ -17,15 +17,7 @@ from ragen.evaluation.results import Evaluation
 PLAYER_COLUMNS = ("player", "success", "95 %", "mean return")
 
 
-def cost_of(evaluation: Evaluation, prices: tuple[float, float]) -> float:
-    """The cost of all tokens, at prices per million of prompt and of completion tokens."""
-    tokens = evaluation.total_prompt_tokens, evaluation.total_completion_tokens
-    return sum(price * count for price, count in zip(prices, tokens, strict=True)) / 1e6
-
-
-def evaluation_table(
-    evaluation: Evaluation, outcomes: Sequence[Outcome], prices: tuple[float, float]
-) -> Section:
+def evaluation_table(evaluation: Evaluation, outcomes: Sequence[Outcome]) -> Section:
     """One target in one environment."""
     e = evaluation
     title = f"{e.env}, {e.episodes} held-out levels"
@@ -36,10 +28,10 @@ def evaluation_table(
         value, low, high = e.pass_at[str(e.samples)]
         chance = f"{value:.1%}", f"{low:.1%} – {high:.1%}"
         rows = tuple(row + (chance if row[2] else ("", "")) for row in rows)
-    return Section(title, tuple(_lines(e, outcomes, cost_of(e, prices))), columns, rows)
+    return Section(title, tuple(_lines(e, outcomes)), columns, rows)
 
 
-def _lines(e: Evaluation, outcomes: Sequence[Outcome], cost: float) -> list[str]:
+def _lines(e: Evaluation, outcomes: Sequence[Outcome]) -> list[str]:
     # One level says nothing about the spread over levels.
     spread = f" [{e.mean_return_low:.3f}, {e.mean_return_high:.3f}]" if e.episodes > 1 else ""
     lines = [
@@ -58,20 +50,16 @@ def _lines(e: Evaluation, outcomes: Sequence[Outcome], cost: float) -> list[str]
         lines.append(f"At least one of k episodes of a level: {', '.join(chances)}.")
     if e.total_prompt_tokens:
         lines.append(
-            f"Tokens: {e.total_prompt_tokens:,} read, {e.total_completion_tokens:,} written"
-            + (f"; at the given prices they cost {cost:.4g}." if cost else ".")
+            f"Tokens: {e.total_prompt_tokens:,} read, {e.total_completion_tokens:,} written."
         )
     if e.folder:
         lines.append(f"Every episode, with its replies: ragen view {shlex.quote(e.folder)}")
     return lines + describe_failures(outcomes)
 
 
-def evaluation_record(
-    evaluation: Evaluation, outcomes: Sequence[Outcome], prices: tuple[float, float]
-) -> dict[str, Any]:
+def evaluation_record(evaluation: Evaluation, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """The object that ``ragen eval --json`` prints for one environment."""
     return evaluation.record() | {
-        "cost": cost_of(evaluation, prices),
         "failed_requests": sum(outcome.stop_reason == "request" for outcome in outcomes),
         "failures": describe_failures(outcomes),
     }

@@ -81,7 +81,7 @@ class UnreadableAnswer(Exception):
 
 
 class Judge:
-    """Asks for scores, keeps the answers in a run's folder (or in memory), and counts their cost.
+    """Asks for scores, keeps the answers in a run's folder, and counts their cost.
 
     `policy` answers the questions, and is closed with the judge. `attempt` is the run's attempt;
     the guard begins another one with a rollback. `seconds` is what the step has waited for its
@@ -89,11 +89,7 @@ class Judge:
     """
 
     def __init__(
-        self,
-        settings: JudgeConfig,
-        policy: Policy,
-        folder: Path | None = None,
-        attempt: int = 0,
+        self, settings: JudgeConfig, policy: Policy, folder: Path, attempt: int = 0
     ) -> None:
         self._settings, self._policy = settings, policy
         self._kept = Judgements(folder)

@@ -35,20 +35,15 @@ class Judgement:
 
 
 class Judgements:
-    """Answers by question, in a run's folder or in memory; every method may raise `RagenError`."""
+    """Answers by question, in a run's folder; every method may raise `RagenError`."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder or Path()
-        file = self._folder / FILE
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / FILE
         try:
-            self._connection = (
-                sqlite3.connect(":memory:", isolation_level=None)
-                if folder is None
-                else connect(file)
-            )
+            self._connection = connect(self._file)
             self._connection.execute(_TABLE)
         except sqlite3.DatabaseError as error:
-            raise unusable(file, error) from None
+            raise unusable(self._file, error) from None
 
     def find(self, question: str) -> Judgement | None:
         """The answer to a question, if it is known."""
@@ -73,7 +68,7 @@ class Judgements:
         try:
             return self._connection.execute(query, values).fetchall()
         except sqlite3.DatabaseError as error:
-            raise unusable(self._folder / FILE, error) from None
+            raise unusable(self._file, error) from None
 
     def close(self) -> None:
         """Leave one plain file."""

@@ -1,4 +1,4 @@
-"""A run from its start or its checkpoint to its result: `train`, `resume`, `examine`."""
+"""A run from its start or its checkpoint to its result: `train` and `resume`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from ragen.config.extensions import JUDGE, load, short_name
 from ragen.config.reading import changed, dump, flatten, unread, with_preset
 from ragen.config.rules import READ_WITH
 from ragen.core.errors import RagenError
-from ragen.core.metrics import Metrics, values
 from ragen.core.stopping import run_async
 from ragen.core.user_code import can_interrupt
 from ragen.diagnostics.guard import GuardState, remedy
-from ragen.diagnostics.information import measure_envs
 from ragen.engines.engine import Engine
 from ragen.engines.judges import check_judge, open_judge
 from ragen.models.memory import plans, refuse_too_large
@@ -38,7 +36,7 @@ from ragen.settings.saved import (
     write_settings,
 )
 from ragen.settings.target import is_measured
-from ragen.storage.checkpoint import newest, newest_intact, sound
+from ragen.storage.checkpoint import newest_intact
 from ragen.storage.database import (
     DATABASE,
     check_run_folder,
@@ -48,9 +46,7 @@ from ragen.storage.database import (
 from ragen.storage.recorder import Recorder
 from ragen.training.ahead import Buffer
 from ragen.training.code_check import refuse_lonely
-from ragen.training.collection import collect_groups, gradient_norms
 from ragen.training.loop import run_to_the_end
-from ragen.training.mixture import first_starts
 from ragen.training.progress import Watcher
 from ragen.training.recovery import forget_later, states_of
 from ragen.training.running import (
@@ -273,44 +269,6 @@ def _with_changes(before: Config, overrides: Mapping[str, Any], folder: Path) ->
             "the run's; it cannot change when a run is resumed"
         )
     return config
-
-
-def examine(folder: Path) -> dict[str, float]:
-    """Run the diagnostics of `config.diagnose` on a run's newest checkpoint.
-
-    The episodes of the next step are played. The result has the metrics ``information/…`` and
-    ``gradient_by_std/…``. Nothing is written, and the run can be resumed as before.
-
-    Raises:
-        RagenError: There is no run or no checkpoint, the model it began with is gone, or another
-            version of RAGEN wrote the checkpoint.
-    """
-    checkpoint = newest(folder)
-    saved = sound(checkpoint, ())
-    state, guard = states_of(folder, checkpoint, saved)
-    config = changed(run_config(folder), guard.changes)
-    if config.rollout.sampler != "vllm":  # a server may hold the weights of a run in progress
-        config = changed(config, {"rollout.sampler": "local"})
-    use_threads(state.threads)
-    engine = make_engine(config, find_first(config, checkpoint))
-
-    async def measure() -> Metrics:
-        note = Watcher().note
-        async with opened(engine, config, note) as tasks, open_judge(config, None) as judge:
-            await engine.load(checkpoint, saved["engine"])
-            playing, rollout = tasks.at(state.stage), config.rollout
-            starts = first_starts(playing, rollout, config.env.mix, state.step, state.groups)
-            at_once = config.episodes_at_once
-            groups = await collect_groups(
-                engine, starts, rollout, config.seed, state.step, at_once, judge=judge
-            )
-            metrics: Metrics = {}
-            if config.prompt.think:
-                of_step = config.seed, state.step
-                metrics, _ = await measure_envs(engine, groups, *of_step, config.env.mix)
-            return metrics | await gradient_norms(engine, groups, config)
-
-    return values(run_async(measure()))
 
 
 @asynccontextmanager
