@@ -59,6 +59,12 @@ class Job:
     time: float = field(default_factory=time.time)
     problem: str | None = None
 
+    @property
+    def is_playing(self) -> bool:
+        """True until the branches are stored, after which the process ends, or it failed."""
+        stored = _finished(self.folder, self.request.episode)
+        return self.problem is None and all(each["id"] != self.request.id for each in stored)
+
     def answer(self) -> Answer:
         """The job as the API returns it."""
         state = "running" if self.problem is None else "failed"
@@ -107,7 +113,7 @@ class Branching:
             known = self.branches(folder, wanted.episode)
             if known["reason"] is not None:
                 raise Unanswered(known["reason"])
-            if self._job is not None and self._job.problem is None:
+            if self._job is not None and self._job.is_playing:
                 raise Unanswered("other branches are played now: wait until they end, or cancel")
             given = wanted.model_dump()
             if wanted.checkpoint is None:
