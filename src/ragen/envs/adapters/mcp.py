@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, ClassVar, TextIO, cast
 
@@ -191,7 +192,9 @@ class _Session:
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """The text that a call returns; a wrong call, or one that failed, raises `ToolError`."""
-        refused, _ = _names()
+        import mcp
+
+        refused: type[Any] = getattr(mcp, "MCPError", None) or mcp.McpError  # of mcp 2, or of 1
         try:
             answer = await self._client.call_tool(name, arguments)
         except refused as error:
@@ -248,10 +251,12 @@ class _Session:
 
         address, values = self._address, dict(self._address.values)
         if address.url:
-            _, http_client = _names()
             async with (
-                http_client(
-                    headers=values, timeout=CALL_S, event_hooks={"response": [bound_async]}
+                _http().AsyncClient(
+                    headers=values,
+                    timeout=CALL_S,
+                    event_hooks={"response": [bound_async]},
+                    verify=_certificates(),
                 ) as http,
                 streamable_http_client(address.url, http_client=http) as (reads, writes, *_),
             ):
@@ -283,17 +288,15 @@ class _Session:
         return printable(" ".join((f"{said} ({last})" if last else said).split()))
 
 
-def _names() -> tuple[Any, Any]:
-    """The error of a request and the HTTP client, which mcp 1 and 2 name differently."""
-    import mcp
+def _http() -> Any:
+    """The HTTP library of the installed mcp, 1 or 2."""
+    return import_module("httpx2" if find_spec("httpx2") else "httpx")
 
-    if hasattr(mcp, "MCPError"):
-        import httpx2
 
-        return mcp.MCPError, httpx2.AsyncClient
-    import httpx
-
-    return mcp.McpError, httpx.AsyncClient
+@cache
+def _certificates() -> Any:
+    """Read once: that takes 40 ms, most of what a session costs."""
+    return _http().create_ssl_context()
 
 
 @lru_cache(maxsize=16)
