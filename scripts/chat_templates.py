@@ -148,18 +148,17 @@ def outcome(words: Any, **options: Any) -> str:
         return "no"
     if chat.warning == NOT_EXACT:
         return "by turn"
-    return "exact" if chat.warning is None else "exact, parts stay"
+    return "exact" if chat.warning is None else "parts stay"
 
 
-def row(family: str, template: str) -> str:
-    """A row of the table."""
+def outcomes(template: str) -> tuple[str, str, str]:
+    """How replies are trained with thoughts, without, and with tools."""
     words = tokenizer(template)
-    kinds = (
+    return (
         outcome(words, think=True),
         outcome(words, think=False),
         outcome(words, think=True, tools=[TOOL]),
     )
-    return f"| {family} | {' | '.join(kinds)} |"
 
 
 def renewed(page: str, found: dict[str, str]) -> str:
@@ -168,11 +167,13 @@ def renewed(page: str, found: dict[str, str]) -> str:
     head, _, rest = page.partition(begin)
     _, marker, tail = rest.partition(end)
     assert marker, f"{PAGE} has lost its markers"
-    rows = [row(family, found.get(name, name)) for family, name in FAMILIES.items()]
+    families: dict[tuple[str, str, str], list[str]] = {}
+    for family, name in FAMILIES.items():
+        families.setdefault(outcomes(found.get(name, name)), []).append(family)
     lines = [
-        "| template of | with thoughts | without | with tools |",
+        "| templates of | with thoughts | without | with tools |",
         "|---|---|---|---|",
-        *rows,
+        *(f"| {', '.join(families[kinds])} | {' | '.join(kinds)} |" for kinds in sorted(families)),
     ]
     return head + begin + "".join(f"{line}\n" for line in lines) + end + tail
 
