@@ -347,6 +347,13 @@ def test_check_accepts_registered_environments(capsys: Capture) -> None:
     assert capsys.readouterr().out.count("keeps the contract") == 2
 
 
+def test_check_takes_parameters_of_the_environment_alone(capsys: Capture) -> None:
+    assert main(["check", "sokoban", "--env.params.observation", "picture"]) == 0
+    assert main(["check", "bandit", "--env.params.observation", "picture"]) == 2
+    assert main(["check", "bandit", "--env.max_turns", "2"]) == 2
+    assert "env.max_turns has no effect on a check" in capsys.readouterr().err
+
+
 def test_person_can_play_and_quit(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Dragon\n"))
     assert main(["play", "bandit"]) == 0

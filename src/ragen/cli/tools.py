@@ -187,20 +187,25 @@ def _check_options(parser: Parser) -> None:
     parser.take("names", "NAME", names, nargs="*")
 
 
-def _check(options: Namespace, _: Overrides) -> int:
+def _check(options: Namespace, overrides: Overrides) -> int:
+    from ragen.config.keys import PARAMS, dotted
     from ragen.envs.registry import registered_envs
 
+    given = dotted(overrides)
+    if other := [key for key in given if not key.startswith(f"{PARAMS}.")]:
+        raise RagenError(f"{other[0]} has no effect on a check; leave it out")
+    params = {key.removeprefix(f"{PARAMS}."): value for key, value in given.items()}
     exit_code = 0
     for name in options.names or registered_envs():
         try:
-            print(f"{name}: {_checked(name)}", flush=True)
+            print(f"{name}: {_checked(name, params)}", flush=True)
         except RagenError as error:
             complain(str(error))
             exit_code = error.exit_code
     return exit_code
 
 
-def _checked(name: str) -> str:
+def _checked(name: str, params: Overrides) -> str:
     from ragen.config.extensions import ENV, KINDS, library_of
     from ragen.core.plugins import load_object
     from ragen.envs.checker import check
@@ -215,8 +220,10 @@ def _checked(name: str) -> str:
         functions = (kind.complaint(name) is None for key, kind in KINDS.items() if kind is not ENV)
         is_env = name in registered_envs() or not any(functions)
     if is_env:
-        check(make(name))
+        check(make(name, **params))
         return "keeps the contract"
+    if params:
+        raise RagenError(f"{name} is a function: env.params are for environments; leave them out")
     from ragen.training.code_check import check_function
 
     return f"passes as {check_function(name)}"
@@ -284,7 +291,7 @@ COMMANDS: dict[str, Command] = {
         "make a small model from scratch for an environment", _base_options, _base, True
     ),
     "envs": Command("list the environments with random and optimal play", _envs_options, _envs),
-    "check": Command("check environments and your own functions", _check_options, _check),
+    "check": Command("check environments and your own functions", _check_options, _check, True),
     "new-world": Command(
         "write a small environment of your own to begin from", _new_world_options, _new_world
     ),
