@@ -169,6 +169,7 @@ def test_a_child_that_is_killed_changes_no_result(
 
     def killing(child: Child, method: str, *arguments: Any, **named: Any) -> Any:
         call = begin(child, method, *arguments, **named)
+        method = arguments[0] if method == "call" else method
         if left and left[0][0] == method:
             left[0] = method, left[0][1] - 1
             if not left[0][1]:

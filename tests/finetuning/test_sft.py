@@ -127,7 +127,7 @@ def test_a_process_that_is_killed_or_has_other_weights_is_one_line_and_leaves_no
     def killing(child: Child, method: str, *arguments: Any, **named: Any) -> Any:
         children[child] = None
         call = begin(child, method, *arguments, **named)
-        if method == "update" and arguments[1] == 1:
+        if arguments[:1] == ("update",) and arguments[2] == 1:
             child.kill()
         return call
 

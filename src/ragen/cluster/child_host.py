@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from typing_extensions import override
 
-from ragen.algorithms.batch import Batch
 from ragen.chat.chat import Chat
 from ragen.cluster.child import Host
 from ragen.config.config import Config
-from ragen.core.pictures import Picture
-from ragen.core.types import Episode, Role, TokenRows
+from ragen.core.types import Episode
 from ragen.engines.factory import make_policy
 from ragen.engines.local import LocalEngine
 from ragen.networks.machine import use_threads
@@ -93,34 +89,8 @@ class ChildHost(Host):
             self._setups = {(each.env, each.stage): each for each in (*full.values(), *early)}
         return replace(self._setups[kind["env"], kind["stage"]], **kind)
 
-    async def score(self, batch: Batch, role: Role) -> None:
-        """Compute this process's share, as all of the following do."""
-        await self._engine.score(batch, role)
-
-    async def update(self, batch: Batch, step: int) -> None:
-        """Take the same step as the first process."""
-        await self._engine.update(batch, step)
-
-    async def cross_scores(
-        self, prompts: TokenRows, thoughts: TokenRows, pictures: Sequence[Picture] = ()
-    ) -> None:
-        """Score thoughts under prompts."""
-        await self._engine.cross_scores(prompts, thoughts, pictures)
-
-    async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> None:
-        """Measure gradients."""
-        await self._engine.gradient_norms(batch, bucket_B)
-
-    async def save(self, folder: Path) -> None:
-        """Take part in a checkpoint, which the first process writes."""
-        await self._engine.save(folder)
-
-    async def load(self, folder: Path, state: dict[str, Any]) -> dict[str, int]:
-        """Load a checkpoint; returns the checksums of the trained weights."""
-        await self._engine.load(folder, state)
-        return checksums(self._engine.learner.trained_weights())
-
-    async def publish(self) -> dict[str, int]:
-        """Sample with the weights as they are now; returns their checksums."""
-        await self._engine.publish()
-        return checksums(self._engine.learner.trained_weights())
+    async def call(self, method: str, *arguments: Any) -> dict[str, int] | None:
+        """Compute this process's share of a method; returns the checksums of other weights."""
+        await getattr(self._engine, method)(*arguments)
+        has_others = method in ("publish", "load")
+        return checksums(self._engine.learner.trained_weights()) if has_others else None

@@ -1,13 +1,23 @@
-"""The loss of a process: its description in one line, and the calls that wait for an answer."""
+"""Engines of several processes: the calls that all get, and the loss of one, in one line."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from typing_extensions import override
+
+from ragen.algorithms.batch import Batch
 from ragen.core.errors import EngineLost, RagenError, last_line
+from ragen.core.metrics import Metrics
+from ragen.core.pictures import Picture
+from ragen.core.types import Role, TokenRows
+from ragen.engines.engine import Engine, assert_sampled
 
 GRACE_S = 30.0
 """Seconds for which a failed call waits for the others. Within this time Ray notices the loss of a
@@ -94,3 +104,45 @@ def _most_telling(failures: Sequence[Exception]) -> Exception:
     losses = [each for each in failures if isinstance(each, EngineLost)]
     mistakes = [each for each in failures if isinstance(each, RagenError) and each not in losses]
     return [*mistakes, *losses, *failures][0]
+
+
+class SeveralProcesses(Engine):
+    """An `Engine` whose processes compute together, each with a learner, and are lost together."""
+
+    _error: Exception | None = None
+
+    @abstractmethod
+    async def _in_all(self, method: str, *arguments: Any) -> list[Any]:
+        """The learners' answers to a call that all get, of which the first counts."""
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    @override
+    async def score(self, batch: Batch, role: Role) -> Batch:
+        scored: Batch = (await self._in_all("score", batch, role))[0]
+        return scored
+
+    @override
+    async def update(self, batch: Batch, step: int) -> Metrics:
+        assert_sampled(batch)
+        metrics: Metrics = (await self._in_all("update", batch, step))[0]
+        return metrics
+
+    @override
+    async def cross_scores(
+        self, prompts: TokenRows, thoughts: TokenRows, pictures: Sequence[Picture] = ()
+    ) -> Tensor:
+        scores_NM: Tensor = (await self._in_all("cross_scores", prompts, thoughts, pictures))[0]
+        return scores_NM
+
+    @override
+    async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
+        metrics: Metrics = (await self._in_all("gradient_norms", batch, bucket_B))[0]
+        return metrics
+
+    @override
+    async def save(self, folder: Path) -> dict[str, Any]:
+        state: dict[str, Any] = (await self._in_all("save", folder.resolve()))[0]
+        return state

@@ -8,8 +8,9 @@ lost, and the run continues from its last checkpoint with a new one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent import futures
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -17,20 +18,16 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
-from ragen.algorithms.batch import Batch
 from ragen.cluster.child import Child
 from ragen.cluster.child_host import OF_PROCESS, ChildHost
-from ragen.cluster.lost import GRACE_S, answers_of
+from ragen.cluster.lost import GRACE_S, SeveralProcesses, answers_of
 from ragen.config.config import Config
 from ragen.config.reading import changed
 from ragen.core.errors import RagenError
 from ragen.core.metrics import Metrics
-from ragen.core.pictures import Picture
-from ragen.core.types import Completion, Episode, Prompt, Role, TokenRows
-from ragen.engines.engine import Engine, assert_sampled
+from ragen.core.types import Completion, Episode, Prompt
 from ragen.engines.factory import make_policy
 from ragen.engines.local import LocalEngine
 from ragen.learning.ranks import Ranks, leave
@@ -170,20 +167,27 @@ def _fields(setup: Setup) -> dict[str, Any]:
     return {name: getattr(setup, name) for name in names}
 
 
+@contextmanager
+def killed_with_errors(children: Sequence[Child]) -> Iterator[None]:
+    """Kill the children if the body fails."""
+    try:
+        yield
+    except BaseException:
+        for each in children:
+            each.kill()
+        raise
+
+
 def load_policy(config: Config, path: str) -> tuple[SpreadSampler | WeightedPolicy, Setup]:
     """The policy of an evaluation (`make_policy`), in all processes of a config, and its set-up."""
     children = start_children(config.engine.processes)
     threads = torch.get_num_threads()
-    try:
+    with killed_with_errors(children):
         begun = [each.begin("start", threads, config, path) for each in children]
         policy, chat = make_policy(config, path)
         setup = make_setup(config, chat)
         for call in begun:
             call.answer.result()
-    except BaseException:
-        for each in children:
-            each.kill()
-        raise
     return (SpreadSampler(policy, children) if children else policy), setup
 
 
@@ -200,13 +204,9 @@ def start_children(size: int, module: str = ChildHost.__module__) -> list[Child]
             "GPU (CUDA_VISIBLE_DEVICES=)"
         )
     children = [Child(f"process {rank} of {size}", module) for rank in range(2, size + 1)]
-    try:
+    with killed_with_errors(children):
         for call in [each.begin("ready") for each in children]:
             call.answer.result()
-    except BaseException:
-        for each in children:
-            each.kill()
-        raise
     return children
 
 
@@ -221,7 +221,7 @@ def started(children: Sequence[Child], arguments: Sequence[Any], own: Callable[.
     """
     size = 1 + len(children)
     try:
-        with TemporaryDirectory(prefix="ragen-") as folder:
+        with killed_with_errors(children), TemporaryDirectory(prefix="ragen-") as folder:
             store = f"file://{folder}/store"
             begun = [
                 each.begin("start", *arguments, rank, size, store)
@@ -239,8 +239,6 @@ def started(children: Sequence[Child], arguments: Sequence[Any], own: Callable[.
                 call.answer.result()
             return made
     except BaseException:
-        for each in children:
-            each.kill()
         leave(Ranks(0, size))
         raise
 
@@ -260,7 +258,7 @@ def refuse_other_weights(
             )
 
 
-class ProcessEngine(Engine):
+class ProcessEngine(SeveralProcesses):
     """The `Engine` of several processes on this machine's CPU.
 
     `path` is the folder or hub id of the policy's first weights, which each process reads.
@@ -276,7 +274,6 @@ class ProcessEngine(Engine):
         if Path(path).exists():
             path = str(Path(path).resolve())
         size, threads = config.engine.processes, torch.get_num_threads()
-        self._error: Exception | None = None
         self.version = 0
         self._children = start_children(size)
         own = partial(LocalEngine, config, path)
@@ -284,44 +281,18 @@ class ProcessEngine(Engine):
         self.chat = self._own.chat
         self.policy = SpreadSampler(self._own.policy, self._children)
 
+    @override
     async def _in_all(self, method: str, *arguments: Any) -> list[Any]:
         """The answers of all processes to a call, this one's first."""
-        if self._error is not None:
-            raise self._error
-        begun = [(each, each.begin(method, *arguments)) for each in self._children]
+        self._raise_failure()
+        begun = [(each, each.begin("call", method, *arguments)) for each in self._children]
         own = getattr(self._own, method)(*arguments)
         return await answers_of([own, *(each.wait(call) for each, call in begun)], self._fail)
 
     def _fail(self, error: Exception) -> None:
         self._error = error
-        self._kill()
-
-    def _kill(self) -> None:
         for each in self._children:
             each.kill()
-
-    @override
-    async def score(self, batch: Batch, role: Role) -> Batch:
-        scored: Batch = (await self._in_all("score", batch, role))[0]
-        return scored
-
-    @override
-    async def update(self, batch: Batch, step: int) -> Metrics:
-        assert_sampled(batch)
-        metrics: Metrics = (await self._in_all("update", batch, step))[0]
-        return metrics
-
-    @override
-    async def cross_scores(
-        self, prompts: TokenRows, thoughts: TokenRows, pictures: Sequence[Picture] = ()
-    ) -> Tensor:
-        scores_NM: Tensor = (await self._in_all("cross_scores", prompts, thoughts, pictures))[0]
-        return scores_NM
-
-    @override
-    async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
-        metrics: Metrics = (await self._in_all("gradient_norms", batch, bucket_B))[0]
-        return metrics
 
     @override
     async def publish(self) -> None:
@@ -340,11 +311,6 @@ class ProcessEngine(Engine):
     @override
     def metrics(self) -> Metrics:
         return self.policy.metrics()
-
-    @override
-    async def save(self, folder: Path) -> dict[str, Any]:
-        state: dict[str, Any] = (await self._in_all("save", folder.resolve()))[0]
-        return state
 
     @override
     async def load(self, folder: Path, state: dict[str, Any]) -> None:

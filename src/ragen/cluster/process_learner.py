@@ -19,7 +19,12 @@ from typing_extensions import override
 from ragen.algorithms.batch import Batch
 from ragen.cluster.child import Child, Host
 from ragen.cluster.lost import answers_of
-from ragen.cluster.process_engine import refuse_other_weights, start_children, started
+from ragen.cluster.process_engine import (
+    killed_with_errors,
+    refuse_other_weights,
+    start_children,
+    started,
+)
 from ragen.core.metrics import Metrics
 from ragen.core.stopping import run_async
 from ragen.learning.learner import Learner
@@ -48,13 +53,9 @@ class ChildHost(Host):
         use_threads(threads)
         self._learner = Learner(_models(load, *of_rank), **settings)
 
-    async def update(self, batch: Batch, step: int) -> None:
-        """Take the same step as the first process."""
-        self._learner.update(batch, step)
-
-    async def logprobs(self, batch: Batch) -> None:
-        """Compute this process's share."""
-        self._learner.logprobs(batch)
+    async def call(self, method: str, *arguments: Any) -> None:
+        """Compute this process's share of a method."""
+        getattr(self._learner, method)(*arguments)
 
     async def weights(self) -> dict[str, int]:
         """The checksums of the trained weights."""
@@ -100,7 +101,7 @@ class SpreadLearner(Learner):
                 each.kill()
 
         async def every() -> T:
-            begun = [(each, each.begin(method, *arguments)) for each in self._children]
+            begun = [(each, each.begin("call", method, *arguments)) for each in self._children]
             calls = [here(), *(each.wait(call) for each, call in begun)]
             result: T = (await answers_of(calls, end))[0]
             return result
@@ -128,14 +129,11 @@ def learner_in(
     arguments = torch.get_num_threads(), load, settings
     models = started(children, arguments, partial(_models, lambda: model))
     try:
-        learner = SpreadLearner(children, models, settings)
-        yield learner
-        learner.refuse_other_weights()
-        for each in children:
-            each.end()
-    except BaseException:
-        for each in children:
-            each.kill()
-        raise
+        with killed_with_errors(children):
+            learner = SpreadLearner(children, models, settings)
+            yield learner
+            learner.refuse_other_weights()
+            for each in children:
+                each.end()
     finally:
         leave(models.ranks)

@@ -14,26 +14,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from typing_extensions import override
 
 from ragen.algorithms.batch import Batch
-from ragen.cluster.lost import answers_of
+from ragen.cluster.lost import SeveralProcesses, answers_of
 from ragen.cluster.model_hosts import LearnerHost, SamplerHost
 from ragen.cluster.ray_cluster import Cluster
 from ragen.cluster.ray_process import Process, ray, start
 from ragen.config.config import Config
 from ragen.core.errors import EngineLost, RagenError
 from ragen.core.metrics import Metrics, mean, total
-from ragen.core.pictures import Picture
-from ragen.core.types import Role, TokenRows
-from ragen.engines.engine import Engine, assert_sampled
+from ragen.engines.engine import Engine
 from ragen.rollout.setup import make_chat
 from ragen.sampling.pool import SamplerPool
 from ragen.sampling.weights import some
 
 
-class RayEngine(Engine):
+class RayEngine(SeveralProcesses):
     """The `Engine` of learners and samplers on Ray.
 
     `path` is the folder or hub id of the policy's first weights. Weights are published through the
@@ -53,7 +50,6 @@ class RayEngine(Engine):
         if Path(path).exists():  # the processes have other working folders
             path = str(Path(path).resolve())
         self._config, self.version = config, 0
-        self._error: Exception | None = None
         self._published_bytes = 0
         self._measured = time.monotonic()
         needs_gpus = isinstance(after, RayEngine) and after.cluster.uses_gpus
@@ -98,13 +94,14 @@ class RayEngine(Engine):
             self._raise_failure()  # the loss for which all processes were ended
             raise
 
-    async def _train(self, method: str, *arguments: Any) -> Any:
-        """The answer of the first learner to a call that all learners get."""
+    @override
+    async def _in_all(self, method: str, *arguments: Any) -> list[Any]:
         self._raise_failure()
         if self._config.rollout.sampler == "vllm" and self.cluster.shares_gpus:
             await self._rest()
-        calls = [each.call("call", method, *arguments, phase=method) for each in self._learners]
-        return (await self._all(calls))[0]
+        sent = [ray.put(each) if isinstance(each, Batch) else each for each in arguments]
+        calls = [each.call("call", method, *sent, phase=method) for each in self._learners]
+        return await self._all(calls)
 
     async def _rest(self) -> None:
         if self._config.engine.max_staleness == 0:
@@ -120,41 +117,13 @@ class RayEngine(Engine):
         for each in (*self._learners, *self._samplers):
             each.kill()
 
-    def _raise_failure(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    @override
-    async def score(self, batch: Batch, role: Role) -> Batch:
-        scored: Batch = await self._train("score", ray.put(batch), role)
-        return scored
-
-    @override
-    async def update(self, batch: Batch, step: int) -> Metrics:
-        assert_sampled(batch)
-        metrics: Metrics = await self._train("update", ray.put(batch), step)
-        return metrics
-
-    @override
-    async def cross_scores(
-        self, prompts: TokenRows, thoughts: TokenRows, pictures: Sequence[Picture] = ()
-    ) -> Tensor:
-        scores: Tensor = await self._train("cross_scores", prompts, thoughts, pictures)
-        return scores
-
-    @override
-    async def gradient_norms(self, batch: Batch, bucket_B: Tensor) -> Metrics:
-        metrics: Metrics = await self._train("gradient_norms", ray.put(batch), bucket_B)
-        return metrics
-
     @override
     async def save(self, folder: Path) -> dict[str, Any]:
-        state: dict[str, Any] = await self._train("save", folder.resolve())
-        return state | {"version": self.version}
+        return await super().save(folder) | {"version": self.version}
 
     @override
     async def load(self, folder: Path, state: dict[str, Any]) -> None:
-        await self._train("load", folder.resolve(), state)
+        await self._in_all("load", folder.resolve(), state)
         self.version = int(state["version"])
         await self._push()
 
