@@ -27,6 +27,12 @@ KINDS = (
 EACH = [pytest.param(kind, marks=pytest.mark.slow if kind != "llava" else ()) for kind in KINDS]
 """The same for a parametrised test, which takes the first by default."""
 
+
+def first_and_slow(*kinds: str) -> list[Any]:
+    """The first kind and, in slow tests, those that compute differently in the tested point."""
+    return ["llava", *(pytest.param(kind, marks=pytest.mark.slow) for kind in kinds)]
+
+
 _TEXT = {
     "hidden_size": 32,
     "intermediate_size": 64,
