@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen.envs.contract import Env, Info, Options, State
+from ragen.envs.worlds.frozen_lake import FrozenLake
 
 TURNS = 3
 REPEATS = 3
@@ -84,6 +85,19 @@ class Asynchronous(Plain):
     async def step(self, action: str) -> Step:
         await asyncio.sleep(self._wait())
         return self._next()
+
+
+class Lake(FrozenLake):
+    """For whole runs: a step waits 0.1 s, and one in fifty 3 s."""
+
+    def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
+        self._number = 7 * (options or {}).get("noise_seed", 0)
+        return super().reset(seed=seed, options=options)
+
+    async def step(self, action: str) -> Step:
+        self._number += 1
+        await asyncio.sleep(0.1 if self._number % 50 else 3.0)
+        return super().step(action)
 
 
 async def agent(task: Any, base_url: str, api_key: str) -> float:
