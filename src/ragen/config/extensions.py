@@ -98,9 +98,7 @@ LIBRARIES: Mapping[str, Library] = MappingProxyType(
             "ragen.envs.adapters.reasoning_gym:ReasoningGymEnv", "reasoning_gym", "TASK"
         ),
         "textarena": Library("ragen.envs.adapters.textarena:TextArenaEnv", "textarena", "GAME"),
-        "openenv": Library(
-            "ragen.envs.adapters.openenv:OpenEnvEnv", "websockets", "URL-OR-APPLICATION"
-        ),
+        "openenv": Library("ragen.envs.adapters.openenv:OpenEnvEnv", "websockets", "URL"),
         "agent": Library(
             "ragen.envs.adapters.agent:AgentEnv", "ragen.gateway.agent_host", "FILE.py:FUNCTION"
         ),

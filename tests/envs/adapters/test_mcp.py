@@ -226,20 +226,14 @@ def test_what_is_no_server_is_told_in_one_line(address: Any, said: str) -> None:
 
 ENDLESS = """
 import json, sys
-def pages():
-    number = 0
-    while True:
-        number += 1
-        yield {"tools": [TOOL] * TOOLS, "nextCursor": CURSOR}
 TOOL = {"name": "price", "description": "", "inputSchema": {"type": "object"}}
-lists = pages()
 for line in sys.stdin:
     asked = json.loads(line)
     if asked["method"] == "initialize":
         result = {"protocolVersion": asked["params"]["protocolVersion"],
                   "capabilities": {"tools": {}}, "serverInfo": {"name": "endless", "version": "1"}}
     elif asked["method"] == "tools/list":
-        result = next(lists)
+        result = {"tools": [TOOL], "nextCursor": "2"}
     else:
         continue
     print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
@@ -247,23 +241,9 @@ for line in sys.stdin:
 """A server whose list of tools has no end."""
 
 
-@pytest.mark.parametrize(
-    ("tools", "cursor", "said"),
-    [
-        ("1", "'2'", "a page of its list of tools comes again"),
-        ("1", "str(number % 3)", "a page of its list of tools comes again"),
-        ("0", "str(number)", "lists more than 20 tools or pages"),
-        ("1", "str(number)", "lists more than 20 tools or pages"),
-        ("21", "None", "lists more than 20 tools or pages"),
-    ],
-)
-def test_a_list_of_tools_has_an_end(
-    tools: str, cursor: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ragen.envs.adapters.mcp.MOST_TOOLS", 20)
-    code = ENDLESS.replace("TOOLS", tools).replace("CURSOR", cursor)
-    with pytest.raises(RagenError, match=said):
-        McpServer([sys.executable, "-c", code]).tools()
+def test_a_list_of_tools_has_an_end() -> None:
+    with pytest.raises(RagenError, match="lists more than 100 pages of tools"):
+        McpServer([sys.executable, "-c", ENDLESS]).tools()
 
 
 def test_two_tools_of_one_name_and_a_missing_library_are_refused(

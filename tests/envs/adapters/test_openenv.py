@@ -3,9 +3,13 @@
 import asyncio
 import json
 import re
+import socket
+import subprocess
+import sys
 import threading
 import time
 from http import HTTPStatus
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,6 +19,7 @@ from ragen.core.errors import RagenError
 from ragen.envs.adapters import openenv
 from ragen.envs.checker import check
 from ragen.envs.registry import make
+from ragen.envs.tools import write_call
 from ragen.rollout.groups import run_groups
 from ragen.rollout.players import PlayerPolicy, random_player
 from ragen.rollout.setup import Setup, make_setup
@@ -226,3 +231,60 @@ def test_episodes_wait_for_the_server_side_by_side_and_the_loop_goes_on(server):
     assert gap < 0.1, "no wait stops the loop"
     server.slow = True
     assert {each.stop_reason for each in asyncio.run(play_all())} == {"timeout"}
+
+
+@pytest.fixture
+def served(request):
+    """The URL of an application of OpenEnv's own library, which a process of its own serves."""
+    pytest.importorskip("openenv", reason="needs the package openenv")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "uvicorn", f"{request.param}:app", "--port", str(port)]
+    folder = Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL) as process:
+        until = time.monotonic() + 60
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+        process.kill()
+
+
+@pytest.mark.parametrize("served", ["openenv_walk"], indirect=True)
+def test_episodes_in_an_application_of_the_library_are_played_beside_each_other(served):
+    env = make(f"openenv:{served}")
+    assert env.actions == ("left", "right")
+    assert env.reset(seed=2)[0].startswith("text: You are at 1.")
+    assert env.step("right")[1:3] == (0.0, False)
+    assert env.step("right")[1:] == (1.0, True, False, {"success": True, "effective": True})
+    setup = Setup("walk", lambda: make(f"openenv:{served}"), env.max_turns, 1, env.max_actions)
+    policy = PlayerPolicy(random_player, setup.think, setup.prefill)
+    groups = asyncio.run(run_groups(policy, setup, [1, 2], 3, (0, "eval")))
+    episodes = [episode for group in groups for episode in group.episodes]
+    assert len(episodes) == 6 and all(each.terminated and not each.failed for each in episodes)
+    env.close()
+
+
+@pytest.mark.parametrize("served", ["openenv_shop"], indirect=True)
+def test_the_tools_of_an_mcp_environment_are_the_agents(served):
+    """They are listed once, and a call is an action; what is no call does not reach the server."""
+    env = make(f"openenv:{served}")
+    about = [each["function"] for each in env.tools]
+    assert [each["name"] for each in about] == ["price", "pay"] and env.actions is None
+    assert about[0]["parameters"]["properties"] == {"fruit": {"type": "string"}}
+    assert env.reset(seed=1)[0] == "Pay for 2 kg of plums."
+    assert env.step(write_call("price", fruit="plums"))[:4] == ("5", 0.0, False, False)
+    for wrong, said in [
+        (write_call("price", fruit="x"), "Error: Error calling tool 'price'"),
+        (write_call("steal"), "Error: Unknown tool: 'steal'"),
+        ("10", "Error: call a tool; there are price, pay"),
+    ]:
+        observation, *rest, _ = env.step(wrong)
+        assert observation.startswith(said) and rest == [0.0, False, False]
+    state = env.get_state()
+    paid = env.step(write_call("pay", euros=10))
+    assert paid == ("You pay 10.", 1.0, True, False, {"success": True, "effective": True})
+    env.set_state(state)
+    failed = {"success": False, "effective": True}
+    assert env.step(write_call("pay", euros=5))[1:] == (0.0, True, False, failed)
+    env.close()

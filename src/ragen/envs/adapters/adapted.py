@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
-from typing import IO, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ragen.config.extensions import LIBRARIES
-from ragen.core.errors import RagenError, last_line, printable
+from ragen.core.errors import RagenError
 from ragen.core.pictures import Picture
 from ragen.envs.contract import Env, Info, Options, State, fresh_seed
-
-SAID_CHARS = 300
-"""Maximum number of characters kept of the reason why a server did not start."""
-SAID_BYTES = 2**16
-"""The number of bytes at the end of a log among which that reason is looked for."""
 
 
 class Played(NamedTuple):
@@ -158,17 +151,6 @@ def version_of(module: str) -> str:
     except PackageNotFoundError:
         names = packages_distributions().get(root, ())
         return ", ".join(f"{each} {version(each)}" for each in names) or root
-
-
-def error_log() -> IO[str]:
-    """A file for the standard error of a program that is started; see `last_error`."""
-    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-
-
-def last_error(log: IO[str]) -> str:
-    """The last line of an `error_log`, at most `SAID_CHARS` characters of it."""
-    log.seek(max(0, log.seek(0, os.SEEK_END) - SAID_BYTES))
-    return printable(last_line(log.read())[-SAID_CHARS:])
 
 
 def missing(name: str, package: str, extra: str) -> RagenError:

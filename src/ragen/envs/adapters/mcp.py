@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import shlex
+import tempfile
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from copy import copy
@@ -23,11 +25,11 @@ from typing import Any, ClassVar, TextIO, cast
 
 from anyio import BrokenResourceError, ClosedResourceError
 
-from ragen.core.errors import RagenError, printable
+from ragen.core.errors import RagenError, last_line, printable
 from ragen.core.streams import bound_async
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.core.waiting import begin, wait
-from ragen.envs.adapters.adapted import Played, Replayed, error_log, last_error, missing
+from ragen.envs.adapters.adapted import Played, Replayed, missing
 from ragen.envs.contract import Schema
 from ragen.envs.tools import Tool, ToolEnv, ToolError, read_call
 
@@ -35,8 +37,10 @@ CALL_S = 60.0
 """Seconds that a server may take to answer, unless the limit of the call is shorter."""
 CLOSE_S = 5.0
 """Seconds that a session may take to close; the library ends a process after two or four."""
-MOST_TOOLS = 1000
-"""Maximum number of a server's tools, and of the pages of its list."""
+MOST_PAGES = 100
+"""Maximum number of pages of a server's list of tools."""
+SAID_CHARS, SAID_BYTES = 300, 2**16
+"""What is shown of a server's last line of error, which is looked for at the end of its output."""
 INVALID_PARAMS = -32602
 """JSON-RPC's error for a wrong call; the agent reads it, like an error of the tool."""
 
@@ -158,7 +162,7 @@ class _Session:
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._log = error_log()
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - `close` does
         self._ready, self._closing = asyncio.Event(), asyncio.Event()
         self._client: Any = None
         self._holder: asyncio.Task[None] = wait(begin(self._begin()))
@@ -176,19 +180,14 @@ class _Session:
         """The server's tools: name, description and the JSON schema of the arguments."""
         from mcp.types import PaginatedRequestParams
 
-        found, cursor, cursors = list[tuple[str, str, Schema]](), None, set[str]()
-        while True:
+        found, cursor = list[tuple[str, str, Schema]](), None
+        for _ in range(MOST_PAGES):
             page = await self._client.list_tools(params=PaginatedRequestParams(cursor=cursor))
             said = page.model_dump(by_alias=True)  # the protocol's names, in mcp 1 and 2
             found += [(t["name"], t["description"] or "", t["inputSchema"]) for t in said["tools"]]
-            cursor = said["nextCursor"]
-            if cursor in cursors:
-                raise RuntimeError(f"{self._address}: a page of its list of tools comes again")
-            if max(len(found), len(cursors)) > MOST_TOOLS:
-                raise RuntimeError(f"{self._address} lists more than {MOST_TOOLS} tools or pages")
-            if not cursor:
+            if not (cursor := said["nextCursor"]):
                 return found
-            cursors.add(cursor)
+        raise RuntimeError(f"{self._address} lists more than {MOST_PAGES} pages of tools")
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """The text that a call returns; a wrong call, or one that failed, raises `ToolError`."""
@@ -284,7 +283,8 @@ class _Session:
             said = "Connection closed"
         else:
             said = "the session has ended" if error is None else f"{type(error).__name__}: {error}"
-        last = last_error(self._log)
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - SAID_BYTES))
+        last = last_line(self._log.read())[-SAID_CHARS:]
         return printable(" ".join((f"{said} ({last})" if last else said).split()))
 
 

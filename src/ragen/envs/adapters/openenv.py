@@ -1,8 +1,8 @@
 """Environments on a server that speaks OpenEnv's protocol: JSON messages over a WebSocket.
 
-A server is named by its URL, or is started here (`openenv_servers`). It describes itself at
-``/metadata`` and ``/schema``. An environment has one session at ``/ws``. After a call that failed,
-the next `reset` opens a new session. A server that is slow or gone fails the episode.
+A server is named by its URL. It describes itself at ``/metadata`` and ``/schema``. An environment
+has one session at ``/ws``. After a call that failed, the next `reset` opens a new session. A server
+that is slow or gone fails the episode.
 
 A server whose actions are calls of tools (OpenEnv's `MCPEnvironment`) lists the tools in a step. A
 server of `ragen serve` also tells what RAGEN needs to play as in this process
@@ -28,7 +28,6 @@ from ragen.core.streams import bound
 from ragen.core.user_code import seconds_left
 from ragen.envs.adapters.adapted import Adapted, Played, version_of
 from ragen.envs.adapters.mcp import text_of
-from ragen.envs.adapters.openenv_servers import address_of, code_of, is_url
 from ragen.envs.contract import Schema
 from ragen.envs.tools import read_call, tool_schema
 from ragen.web.security import token_in
@@ -39,6 +38,10 @@ TOKEN = "OPENENV_TOKEN"
 """The environment variable of the token that a server asks for."""
 CALL_FIELDS = {"type", "tool_name", "arguments"}
 """The fields of an action that is a call of a tool."""
+URL_EXPECTED = (
+    "the URL of a server is expected, as in openenv:http://host:8000; `uvicorn package.module:app` "
+    "serves an application, `docker run -p 8000:8000 IMAGE` an image"
+)
 MOST_SAID = 200
 """The most characters of a refusal that are shown."""
 
@@ -61,7 +64,7 @@ class About(NamedTuple):
 
 
 class OpenEnvEnv(Adapted):
-    """An environment of an OpenEnv server, named by its URL or its application.
+    """An environment of an OpenEnv server, named by its URL.
 
     Observation: the server's text if that is its only field, else all fields by name. Actions: the
     names of an enumeration, else free text, which becomes the action's field, or is the whole
@@ -76,7 +79,7 @@ class OpenEnvEnv(Adapted):
     waits = "threads"
 
     def __init__(self, field: str | None = None) -> None:
-        about = _about(address_of(self.target), self.target)
+        about = _about(self.target)
         self._token = token_in(TOKEN)
         self._fields = about.fields.keys()
         self._tools, self._rules = about.tools, about.description
@@ -96,11 +99,9 @@ class OpenEnvEnv(Adapted):
 
     @classmethod
     def find(cls, target: str) -> tuple[str, ...]:
-        if is_url(target):
-            _check_url(target)
-        about = _about(address_of(target), target)
-        code = (f"{about.name} {about.digest}", *code_of(target))
-        return version_of("websockets"), *code
+        _check_url(target)
+        about = _about(target)
+        return version_of("websockets"), f"{about.name} {about.digest}"
 
     @property
     def tools(self) -> tuple[Schema, ...]:
@@ -196,9 +197,8 @@ class OpenEnvEnv(Adapted):
     def _connect(self) -> Any:
         from websockets.sync.client import connect
 
-        address = f"ws{address_of(self.target).removeprefix('http').rstrip('/')}/ws"
         return connect(
-            address,
+            f"ws{self.target.removeprefix('http').rstrip('/')}/ws",
             open_timeout=seconds_left(CALL_S),
             close_timeout=1,
             max_size=2**26,
@@ -228,21 +228,21 @@ def _check_url(target: str) -> None:
     try:
         url = urlsplit(target)
     except ValueError:
-        raise RagenError("openenv:…: a URL is expected, as in openenv:http://host:8000") from None
+        raise RagenError(f"openenv:…: {URL_EXPECTED}") from None
     if "@" in url.netloc or url.query:
         raise RagenError(
             f"openenv:{url.scheme}://…: runs record the URL, so it may hold neither a password "
             f"nor a query; put a token into the environment variable {TOKEN}"
         )
     if url.scheme not in ("http", "https"):
-        raise RagenError(f"openenv:{target}: a URL is expected, as in openenv:http://host:8000")
+        raise RagenError(f"openenv:{target}: {URL_EXPECTED}")
 
 
 @lru_cache(maxsize=16)
-def _about(url: str, target: str) -> About:
+def _about(target: str) -> About:
     """A server's description of itself; one that has answered is not asked again."""
     try:
-        return _described(url, target)
+        return _described(target)
     except (AttributeError, KeyError, TypeError, RecursionError):
         raise RagenError(f"openenv:{target}: what answers there is not an OpenEnv server") from None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
@@ -259,13 +259,13 @@ def _about(url: str, target: str) -> About:
         raise RagenError(f"openenv:{target}: no OpenEnv server answers there ({said})") from None
 
 
-def _described(url: str, target: str) -> About:
-    metadata, schema = (_fetch(url, part) for part in ("metadata", "schema"))
+def _described(target: str) -> About:
+    metadata, schema = (_fetch(target, part) for part in ("metadata", "schema"))
     action, tools = schema.get("action", {}), schema.get("tools") or ()
     fields = {name: _whole(each, action) for name, each in action.get("properties", {}).items()}
     fields.pop("metadata", None)
     if "tools" not in schema and fields.keys() in (CALL_FIELDS, set()):
-        listed = _fetch(url, "step", {"action": {"type": "list_tools"}})
+        listed = _fetch(target, "step", {"action": {"type": "list_tools"}})
         tools = [
             tool_schema(each["name"], each["description"], each["input_schema"])
             for each in listed["observation"]["tools"]
