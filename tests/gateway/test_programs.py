@@ -165,12 +165,11 @@ def test_a_program_that_leaves_while_it_waits_takes_no_episode() -> None:
                 gone.shutdown(socket.SHUT_WR)
                 while await asyncio.to_thread(gone.recv, 999):
                     pass  # until the server has noticed and closes its side
-            never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            withdrawn = asyncio.create_task(server.offer({"n": 0}, "k0", 9.0, never))
+            withdrawn = asyncio.create_task(server.offer({"n": 0}, "k0", 9.0))
             await asyncio.sleep(0)
             withdrawn.cancel()
             await asyncio.wait([withdrawn])
-            offered = asyncio.create_task(server.offer({"n": 1}, "k1", 0.01, never))
+            offered = asyncio.create_task(server.offer({"n": 1}, "k1", 0.01))
             fetched = await asyncio.to_thread(client.post, "/episodes", "")
             assert (fetched["task"], fetched["key"]) == ({"n": 1}, "k1")
             assert (await offered).timed_out

@@ -27,8 +27,7 @@ from ragen.envs.adapters.agent import AgentEnv, read_tasks, read_verdict, split_
 from ragen.envs.registry import make
 from ragen.envs.tools import tool_schema, write_call
 from ragen.evaluation.baselines import files_of
-from ragen.gateway.messages import Refused
-from ragen.gateway.server import MOST_REFUSED, Gateway, _most_connections, _Open
+from ragen.gateway.server import Gateway
 from ragen.gateway.session import Budget, Session
 from ragen.rollout.episode import require_room
 from ragen.rollout.groups import run_groups
@@ -38,6 +37,7 @@ from ragen.rollout.setup import Setup, make_chat, make_setup
 from ragen.sampling.weighted_policy import WeightedPolicy
 from ragen.settings.code import load_code, refuse_changed
 from ragen.storage.stored_episodes import episode_rows
+from ragen.web.server import make_room
 from tests.gateway.agents_at_work import TASKS
 from tests.scripted_policy import ScriptedPolicy
 from tests.tiny import tiny_tokenizer
@@ -99,7 +99,6 @@ def play(setup: Setup, chat: Chat, names: list[str]) -> dict[str, Group]:
 
 def test_agents_work_at_once_and_each_ends_as_its_page_says(setup: Setup, chat: Chat) -> None:
     names = ["talk", "raise late", "raise early", "silent", "hang", "too many", "no completion"]
-    names.append("ignore refusals")
     before = dict(os.environ)
     played = {name: group.episodes[0] for name, group in play(setup, chat, names).items()}
     assert os.environ == before  # a verifier, which plays here, sees no key
@@ -112,11 +111,7 @@ def test_agents_work_at_once_and_each_ends_as_its_page_says(setup: Setup, chat: 
         "hang": ("timeout", 0.0),
         "too many": ("solved", 1.0),
         "no completion": ("request", 0.0),
-        "ignore refusals": ("failed", 0.0),
     }
-    assert (played["ignore refusals"].error or "").startswith(
-        "the agent ignored 8 refusals in a row, the last one: the conversation has no message"
-    )
     talk = played["talk"]
     assert [turn.completion.text for turn in talk.turns] == ["You said: Hello.", "You said: And?"]
     assert [turn.call.parent for turn in talk.turns if turn.call] == [-1, 0]
@@ -241,44 +236,16 @@ def test_a_parameter_that_is_no_whole_path_is_no_file(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("limits", "most", "raised"),
-    [((1024, 2**20), 4096, 4224), ((256, 512), 384, 512), ((9999, 9999), 4096, 9999)],
+    [((1024, 2**20), 4224, [4224]), ((256, 512), 512, [512]), ((9999, 9999), 4224, [])],
 )
-def test_a_gateway_takes_as_many_connections_as_it_may_open_files(
-    limits: tuple[int, int], most: int, raised: int, monkeypatch: pytest.MonkeyPatch
+def test_a_server_opens_as_many_files_as_it_may(
+    limits: tuple[int, int], most: int, raised: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: given.append(new))
-    assert _most_connections() == most
-    assert given == [(raised, limits[1])]
-
-
-def test_requests_that_are_refused_at_once_count_as_one(chat: Chat) -> None:
-    async def complete(prompt: Prompt, is_first: bool) -> Completion:
-        raise AssertionError
-
-    async def script() -> list[str]:
-        reasons: list[str] = []
-        session = Session(chat, Budget(9, 40, 999), complete, lambda ids, times: 0)
-        episode, refused = _Open(session, reasons.append), Refused(400, "no", "it is too long")
-
-        async def rounds(count: int) -> None:
-            for _ in range(count):
-                before = episode.num_refused
-                for _ in range(3):
-                    episode.answered(before, refused)
-            await asyncio.sleep(0)
-
-        await rounds(MOST_REFUSED - 1)
-        episode.answered(episode.num_refused, None)
-        await rounds(MOST_REFUSED - 1)
-        assert not reasons
-        await rounds(3)
-        return reasons
-
-    assert asyncio.run(script()) == [
-        "the agent ignored 8 refusals in a row, the last one: it is too long"
-    ]
+    assert make_room(4224) == most
+    assert given == [(each, limits[1]) for each in raised]
 
 
 def test_a_player_is_refused_in_one_line(setup: Setup) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,23 +45,15 @@ class Agent:
     async def work(self, task: Mapping[str, Any], session: Session, timeout_s: float) -> Outcome:
         """Let the agent work on a task; its calls are answered in `session`, up to its end.
 
-        An agent that goes on although its calls are refused is ended.
-
         Raises:
             RagenError: The agent cannot be loaded.
         """
         gateway = self._server()
-        given_up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-        def give_up(why: str) -> None:
-            if not given_up.done():
-                given_up.set_result(why)
-
-        with gateway.session(session, give_up) as key:
+        with gateway.session(session) as key:
             if isinstance(gateway, Outside):
-                return await gateway.offer(task, key, timeout_s, given_up)
+                return await gateway.offer(task, key, timeout_s)
             assert self._processes is not None
-            return await self._processes.run(task, gateway.base_url, key, timeout_s, given_up)
+            return await self._processes.run(task, gateway.base_url, key, timeout_s)
 
     def close(self) -> None:
         """End the agent's processes and the server."""

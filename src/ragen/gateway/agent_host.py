@@ -23,7 +23,6 @@ import inspect
 import json
 import os
 import re
-import selectors
 import shlex
 import shutil
 import signal
@@ -36,7 +35,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
 FUNCTION = re.compile(r"(.+\.py|[\w.]+):([A-Za-z_]\w*)")
 """A target that names a function; any other is a command."""
@@ -144,7 +143,7 @@ class Threads:
 
 
 class Commands(Threads):
-    """Episodes of a command, each a process that leads a group; a thread reads what it writes."""
+    """Episodes of a command, each a process that leads a group; a thread waits for its end."""
 
     def __init__(self, words: list[str], channel: Channel) -> None:
         super().__init__(lambda *_: None, channel)
@@ -176,30 +175,31 @@ class Commands(Threads):
             "ANTHROPIC_BASE_URL": re.sub(r"/v1/?$", "", base_url),  # its client adds /v1/messages
             "ANTHROPIC_API_KEY": key,
         }
-        # A pipe would wait for a command that does not read it.
-        with tempfile.TemporaryFile() as stdin, self._lock:
+        # Files and no pipes: a pipe would wait for a command that does not read it, and for what
+        # the command has started.
+        file = tempfile.TemporaryFile
+        with file() as stdin, file() as out, file() as err:
             stdin.write(line.encode() + b"\n")
             stdin.seek(0)
-            if number not in self._playing:
-                return "error", "cancelled"
-            process = self._running[number] = subprocess.Popen(
-                self._words,
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=variables,
-                start_new_session=True,
-            )
-        self._channel.send("started", number, str(process.pid))
-        out, err = read_tails(process)
-        code = process.wait()
-        with self._lock:
-            kill_group(self._running.pop(number))  # what it has left running
-        if code:
-            how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            written = err.decode("utf-8", "replace")[-ERROR_CHARS:]
-            return "error", f"{self._words[0]} {how}\n{written}".rstrip()
-        return as_json(answer_in(out.decode("utf-8", "replace")))
+            with self._lock:
+                if number not in self._playing:
+                    return "error", "cancelled"
+                process = self._running[number] = subprocess.Popen(
+                    self._words,
+                    stdin=stdin,
+                    stdout=out,
+                    stderr=err,
+                    env=variables,
+                    start_new_session=True,
+                )
+            self._channel.send("started", number, str(process.pid))
+            code = process.wait()
+            with self._lock:
+                kill_group(self._running.pop(number))  # what it has left running
+            if code:
+                how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                return "error", f"{self._words[0]} {how}\n{end_of(err, ERROR_CHARS)}".rstrip()
+            return as_json(answer_in(end_of(out, ANSWER_BYTES + 1000)))
 
 
 def answer_in(output: str) -> Any:
@@ -212,30 +212,10 @@ def answer_in(output: str) -> Any:
     return value if as_json(value)[0] == "json" else line  # NaN and 1e999 are no JSON
 
 
-def read_tails(process: subprocess.Popen[bytes]) -> tuple[bytearray, bytearray]:
-    """The ends of what a process writes to its standard output and error.
-
-    They are read until both are closed, or until the process has ended: what it has started may
-    keep them open.
-    """
-    assert process.stdout is not None and process.stderr is not None
-    tails = {process.stdout: bytearray(), process.stderr: bytearray()}
-    with process.stdout, process.stderr, selectors.DefaultSelector() as selector:
-        for pipe in tails:
-            selector.register(pipe, selectors.EVENT_READ)
-        while selector.get_map():
-            has_ended = process.poll() is not None
-            ready = selector.select(0.0 if has_ended else 0.5)
-            if has_ended and not ready:
-                break
-            for key, _ in ready:
-                chunk = os.read(key.fd, 2**16)
-                tail = tails[key.fileobj]  # type: ignore[index]
-                tail += chunk
-                del tail[: -ANSWER_BYTES - 1000]
-                if not chunk:
-                    selector.unregister(key.fileobj)
-        return tails[process.stdout], tails[process.stderr]
+def end_of(file: IO[bytes], size: int) -> str:
+    """The last bytes of a file as text, at most `size`."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+    return file.read().decode("utf-8", "replace")
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -30,8 +30,6 @@ MOST_PROCESSES = 8
 """Maximum number of processes, unless the user names another: each loads the agent's libraries."""
 START_S = 120.0
 """Seconds that an agent may take to be loaded."""
-STARTS = 3
-"""Processes in a row that may end while they load the agent."""
 GRACE_S = 5.0
 """Seconds that a cancelled coroutine may take to end."""
 END_S = 1.0
@@ -99,36 +97,25 @@ class Agents:
         self._processes = processes or min(usable_cpus(), MOST_PROCESSES) if is_function else 1
         self._workers: list[_Worker] = []
         self._numbers = count(1)
-        self._failures: dict[_Worker, str] = {}
         self._refusal = ""
 
     async def run(
-        self,
-        task: Mapping[str, Any],
-        base_url: str,
-        key: str,
-        timeout_s: float,
-        given_up: asyncio.Future[str] | None = None,
+        self, task: Mapping[str, Any], base_url: str, key: str, timeout_s: float
     ) -> Outcome:
         """Let the agent play one episode; its time limit does not include the loading.
-
-        The episode ends early with the reason that is set in `given_up`.
 
         Raises:
             RagenError: The agent cannot be loaded, or the interpreter does not start.
         """
-        message = [dict(task), base_url, key]
-        given_up = given_up or asyncio.get_running_loop().create_future()
-        while True:
-            worker = self._least_busy()
-            try:
-                outcome = await worker.play(next(self._numbers), message, timeout_s, given_up)
-            finally:
-                self._tidy()
-            if outcome is not None:
-                self._failures.clear()
-                return outcome
-            self._give_up_on(worker)
+        worker = self._least_busy()
+        try:
+            outcome = await worker.play(next(self._numbers), [dict(task), base_url, key], timeout_s)
+        finally:
+            self._tidy()
+        if outcome is None:
+            self._refusal = self._refusal or f"the agent cannot run: {worker.failure}"
+            raise RagenError(self._refusal)
+        return outcome
 
     def close(self) -> None:
         """Kill all processes and what they have started; episodes in progress fail."""
@@ -158,17 +145,6 @@ class Agents:
                 worker.stop("the agent's process was replaced")
         self._workers = [worker for worker in self._workers if worker.alive]
 
-    def _give_up_on(self, worker: _Worker) -> None:
-        """Note that a process could not load the agent: several may have waited for it."""
-        self._failures[worker] = worker.failure
-        if worker.is_refused:
-            self._refusal = self._refusal or worker.failure
-        elif len(self._failures) >= STARTS:
-            self._refusal = self._refusal or (
-                f"the agent {self._target} cannot be loaded, {STARTS} times in a row: "
-                f"{worker.failure}"
-            )
-
 
 class _Worker:
     """One process, our end of its socket, and the end of what it has written."""
@@ -177,7 +153,7 @@ class _Worker:
         self.loop = asyncio.get_running_loop()
         self.playing: dict[int, asyncio.Future[Outcome]] = {}
         self.cancelling: set[int] = set()
-        self.alive, self.is_spent, self.is_refused = True, False, False
+        self.alive, self.is_spent = True, False
         self.failure = ""
         self._ready: asyncio.Future[bool] = self.loop.create_future()
         self._to_send, self._received, self._written = bytearray(), b"", b""
@@ -208,9 +184,7 @@ class _Worker:
         self.loop.add_reader(self._socket, self._receive)
         self.loop.add_reader(self._output, self._keep_output)
 
-    async def play(
-        self, number: int, message: list[Any], timeout_s: float, given_up: asyncio.Future[str]
-    ) -> Outcome | None:
+    async def play(self, number: int, message: list[Any], timeout_s: float) -> Outcome | None:
         """Play an episode; ``None`` if the process has not loaded the agent."""
         ended: asyncio.Future[Outcome] = self.loop.create_future()
         self.playing[number] = ended
@@ -221,20 +195,17 @@ class _Worker:
             if not self._ready.result():
                 return None
             self._send(["play", number, *message])
-            ends: list[asyncio.Future[Any]] = [ended, given_up]
-            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([ended], timeout=timeout_s)
             if ended.done():
                 return ended.result()
-            timed_out = not given_up.done()
             late = f"the agent took longer than {timeout_s:g} s"
-            late = late if timed_out else given_up.result()
             self.cancelling.add(number)
             self._send(["cancel", number])
             await asyncio.wait([ended], timeout=GRACE_S)
             if not ended.done():
                 self.is_spent = True
                 late += "; cancelled, it went on: an async function must await what takes time"
-            return Outcome(None, late, timed_out)
+            return Outcome(None, late, True)
         finally:
             del self.playing[number]
             self.cancelling.discard(number)
@@ -302,7 +273,7 @@ class _Worker:
                 ended.set_result(_outcome(kind, text))
 
     def _refuse(self, why: str) -> None:
-        self.is_refused, self.failure = True, f"the agent cannot run: {printable(why)}"
+        self.failure = printable(why)
         self.stop(self.failure)
 
     def _end(self, wait_s: float) -> tuple[str, str]:

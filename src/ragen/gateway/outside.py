@@ -92,23 +92,15 @@ class Outside(Gateway):
         self._offers: dict[str, _Offer] = {}
         self.serve()
 
-    async def offer(
-        self, task: Mapping[str, Any], key: str, timeout_s: float, given_up: asyncio.Future[str]
-    ) -> Outcome:
-        """Let a program work on a task. Its time begins when it has fetched the task.
-
-        The episode ends early with the reason that is set in `given_up`.
-        """
+    async def offer(self, task: Mapping[str, Any], key: str, timeout_s: float) -> Outcome:
+        """Let a program work on a task. Its time begins when it has fetched the task."""
         offer = self._offers[key] = _Offer(key, task, timeout_s)
         begin(self._waiting.put(offer))
         try:
             await offer.taken
-            ends: list[asyncio.Future[Any]] = [offer.outcome, given_up]
-            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if offer.outcome.done():
-                return offer.outcome.result()
-            if given_up.done():
-                return Outcome(None, given_up.result(), False)
+            async with asyncio.timeout(timeout_s):
+                return await offer.outcome
+        except TimeoutError:
             return Outcome(None, f"no reward was posted in {timeout_s:g} s", True)
         finally:
             del self._offers[key]

@@ -12,7 +12,7 @@ import asyncio
 import hmac
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -26,9 +26,9 @@ from starlette.types import ASGIApp
 from ragen.core.types import CallRole
 from ragen.core.waiting import begin
 from ragen.gateway.dialects import DIALECTS, Dialect
-from ragen.gateway.messages import ChatMessage, Refused, Reply
+from ragen.gateway.messages import Refused, Reply
 from ragen.gateway.session import Session, ended
-from ragen.web.server import Server, listen
+from ragen.web.server import Server, listen, make_room
 
 T = TypeVar("T")
 
@@ -49,8 +49,6 @@ MOST = 4096
 """Connections at the same time: agents of some hundred episodes, each with several clients."""
 OTHER_FILES = 128
 """Files that the process opens beside these connections."""
-MOST_REFUSED = 8
-"""Requests of an episode that are refused one after the other before its agent is ended."""
 QUIET_S = 10.0
 """Seconds after which a client that asked for events gets a comment, so that it goes on waiting."""
 END_S = 5.0
@@ -60,34 +58,16 @@ END_S = 5.0
 class _Open:
     """An episode that is being played, and the loop of its run."""
 
-    def __init__(self, session: Session, give_up: Callable[[str], object]) -> None:
-        self.session = session
-        self._loop, self._give_up = asyncio.get_running_loop(), give_up
-        self.num_refused = 0
+    def __init__(self, session: Session) -> None:
+        self.session, self._loop = session, asyncio.get_running_loop()
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the run's loop and wait for it in this one."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
-    def known(self, reply_id: str) -> tuple[ChatMessage, ...]:
-        """`Session.known`, which only reads what does not change any more."""
-        return self.session.known(reply_id)
-
     def lost(self, reply: Reply) -> None:
         """Tell the session that a client has left before a reply was sent to it."""
         self._loop.call_soon_threadsafe(self.session.lost, reply)
-
-    def answered(self, before: int, refused: Refused | None) -> None:
-        """Count the refusals in a row: an agent that ignores them would go on to its time limit.
-
-        `before` is their number when the request came, so that requests at once count as one.
-        """
-        known, self.num_refused = self.num_refused, 0
-        if refused is not None:
-            self.num_refused = max(known, before + 1)
-        if self.num_refused == MOST_REFUSED > known:
-            why = f"the agent ignored {MOST_REFUSED} refusals in a row, the last one: {refused}"
-            self._loop.call_soon_threadsafe(self._give_up, why)
 
 
 class Gateway:
@@ -105,23 +85,19 @@ class Gateway:
 
     def serve(self) -> None:
         """Begin to answer requests."""
-        self._server = Server(self.application(), most=_most_connections())
+        most = make_room(MOST + OTHER_FILES) - OTHER_FILES
+        self._server = Server(self.application(), most=most)
         self._serving = begin(self._server.serve(sockets=[self.listening]))
 
     @contextmanager
-    def session(
-        self, session: Session, give_up: Callable[[str], object] = lambda why: None
-    ) -> Iterator[str]:
-        """Answer the requests of an episode; gives its key.
-
-        `give_up` is called once, with the reason, if the agent goes on although it is refused.
-        """
+    def session(self, session: Session) -> Iterator[str]:
+        """Answer the requests of an episode; gives its key."""
         if self._server is None:
             self.serve()
         self._count += 1
         number = str(self._count)
         key = f"{number}-{self._sign(number)}"
-        self._open[key] = _Open(session, give_up)
+        self._open[key] = _Open(session)
         try:
             yield key
         finally:
@@ -175,7 +151,7 @@ class Gateway:
         try:
             episode = self.episode_of(http)
             _, body = await body_of(http)
-            request = dialect.read(body, episode.known)
+            request = dialect.read(body, episode.session.known)
             count = await episode.run(episode.session.count_tokens(request))
         except Refused as refused:
             return JSONResponse(dialect.error(refused), refused.status)
@@ -183,12 +159,10 @@ class Gateway:
 
     async def _reply(self, http: HttpRequest) -> Response:
         dialect = DIALECTS[http.url.path.rpartition("/v1")[2]]
-        episode, before = None, 0
         try:
             episode = self.episode_of(http)
-            before = episode.num_refused
             content, body = await body_of(http)
-            request = dialect.read(body, episode.known)
+            request = dialect.read(body, episode.session.known)
             answer = asyncio.ensure_future(
                 episode.run(
                     episode.session.reply(
@@ -203,14 +177,11 @@ class Gateway:
             if request.stream:
                 await asyncio.wait({answer}, timeout=QUIET_S)
                 if not answer.done():
-                    slow = _slowly(episode, before, answer, dialect, model, body)
+                    slow = _slowly(episode, answer, dialect, model, body)
                     return StreamingResponse(slow, media_type="text/event-stream")
             reply = await answer
         except Refused as refused:
-            if episode is not None:
-                episode.answered(before, refused)
             return JSONResponse(dialect.error(refused), refused.status)
-        episode.answered(before, None)
         if await http.is_disconnected():
             episode.lost(reply)
         if request.stream:
@@ -254,22 +225,8 @@ def _declared(http: HttpRequest) -> CallRole | None:
     return ROLES[role]
 
 
-def _most_connections() -> int:
-    """`MOST`, or fewer where the process may not open as many files; its limit is raised first."""
-    import resource  # Windows, where agents do not run, has none
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY:
-        wanted = max(soft, MOST + OTHER_FILES)
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        return min(MOST, soft - OTHER_FILES)
-    return MOST
-
-
 async def _slowly(
     episode: _Open,
-    before: int,
     answer: asyncio.Future[Reply],
     dialect: Dialect,
     model: str,
@@ -284,9 +241,7 @@ async def _slowly(
         try:
             for event in dialect.events(await answer, model, body):
                 yield event
-            episode.answered(before, None)
         except Refused as refused:
-            episode.answered(before, refused)
             yield f"data: {json.dumps(dialect.error(refused))}\n\n"
         sent = True
     finally:

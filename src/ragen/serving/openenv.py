@@ -30,7 +30,7 @@ from ragen.envs.adapters.openenv import TOKEN
 from ragen.rollout.setup import Setup
 from ragen.serving.sessions import Answer, Description, Refused, Session, describe
 from ragen.web.security import AccessControl, is_loopback, token_in
-from ragen.web.server import MOST, Server, listen, url_of
+from ragen.web.server import MOST, Server, listen, make_room, url_of
 
 Result = TypeVar("Result")
 
@@ -161,7 +161,7 @@ def serve(
     token = token_in(TOKEN)
     shown = None if token is None else f"${TOKEN}"
     # For each session, one more connection may wait. An environment's process takes three files.
-    _make_room(most * (5 if setup.venue.workers else 2) + MOST + RESERVE)
+    make_room(most * (5 if setup.venue.workers else 2) + MOST + RESERVE)
     try:
         about = describe(setup)
     except UserCodeError as failure:
@@ -174,14 +174,3 @@ def serve(
         server = EnvServer(setup, about, most, listening.getsockname()[1], token, report)
         say(url_of(listening, host, tls), shown)
         Server(server.app, tls, most=most + MOST, web_sockets=True).serve_on(listening)
-
-
-def _make_room(files: int) -> None:
-    """Let the process open this many files, or as many as the system allows."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < files:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files if hard < 0 else min(files, hard), hard))

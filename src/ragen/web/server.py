@@ -77,6 +77,19 @@ def _is_news(record: logging.LogRecord) -> bool:
     return "timeout graceful shutdown" not in str(record.msg)
 
 
+def make_room(files: int) -> int:
+    """Let the process open this many files, or as many as the system allows; returns how many."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return files
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < files:
+        soft = files if hard < 0 else min(files, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return files if soft < 0 else min(files, soft)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket, so that the address is known before the server starts.
 
