@@ -11,8 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from math import inf
 from typing import Any
 
@@ -60,12 +58,10 @@ VALUE = re.compile(
     r"\bonly\b[^.\d]*(?<![-\w])(\d+(?:\.\d+)?)|range|between|(?:less|greater) than|positive|[<>]=?"
 )
 """Words that refuse a value, with the one that is taken: "only the default (1)", "only 0.6 is"."""
-DELAY = re.compile(r"(?:try again|retry) (?:in|after) ((?:\d+(?:\.\d+)? ?(?:ms|[smh])[a-z]* ?)+)")
 CODES = ("code", "type", "status", "reason", "error_type")
 """Keys of codes in an error."""
 PARAMETERS = ("param", "loc", "field")
 """Keys under which an error names parameters."""
-UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 USUAL = frozenset({"role", "content", "tool_calls", "id", "type", "function"})
 """Fields of replies and calls that every server takes."""
 SYSTEM, EMPTY = "the role system", "a reply without text"
@@ -142,13 +138,12 @@ def read_refusal(status: int, headers: Mapping[str, str], data: bytes) -> Refusa
             return None
         codes = (str(value) for key, value in leaves if key == "code")
         status = next((int(each) for each in codes if re.fullmatch(r"[45]\d\d", each)), 200)
-    message = error_message(data)[0][:MOST_WORDS]
     refusal = Refusal(
         status,
-        message,
+        error_message(data)[:MOST_WORDS],
         frozenset(str(value).lower() for key, value in leaves if key in CODES),
         " ".join(str(value) for key, value in leaves if key in PARAMETERS)[:MOST_WORDS],
-        _after(headers, message, [str(value) for key, value in leaves if key == "retryDelay"]),
+        retry_after(headers.get("Retry-After", "")),
     )
     return refusal if status != 200 or refusal.is_too_long else None
 
@@ -166,30 +161,12 @@ def _leaves(value: Any, key: str = "", levels: int = MOST_LEVELS) -> Iterator[tu
         yield key, value
 
 
-def _after(headers: Mapping[str, str], message: str, delays: Sequence[str]) -> float:
-    """The seconds to wait: of a header, of Gemini's ``retryDelay``, or of the message."""
-    if (seconds := retry_after(headers.get("retry-after-ms", "")) / 1000) > 0:
-        return seconds
-    if (seconds := retry_after(headers.get("Retry-After", ""))) > 0:
-        return seconds
-    for text in (*(f"retry in {delay}" for delay in delays), message.lower()):
-        if found := DELAY.search(text):
-            parts = re.findall(r"(\d+(?:\.\d+)?) ?(ms|[smh])", found[1])
-            return retry_after(str(sum(float(number) * UNITS[unit] for number, unit in parts)))
-    return 0.0
-
-
 def retry_after(header: str) -> float:
-    """Seconds of a ``Retry-After`` header (RFC 9110, 10.2.3), or until its date; 0 for no wait."""
+    """Seconds of a ``Retry-After`` header (RFC 9110, 10.2.3); 0 for no wait, or for a date."""
     try:
         seconds = float(header)
     except ValueError:
-        try:
-            until = parsedate_to_datetime(header)
-        except (ValueError, OverflowError):
-            return 0.0
-        zone = until if until.tzinfo else until.replace(tzinfo=UTC)
-        seconds = (zone - datetime.now(UTC)).total_seconds()
+        return 0.0
     return seconds if 0 < seconds < inf else 0.0
 
 

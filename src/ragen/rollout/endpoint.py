@@ -21,7 +21,6 @@ import ssl
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
@@ -186,7 +185,6 @@ class ChatEndpoint:
                 timeout=httpx.Timeout(None, connect=CONNECT_S),
                 limits=httpx.Limits(max_connections=None),
                 cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
-                verify=_certificates(),
             )
         except (OSError, ValueError, ImportError, httpx.InvalidURL) as error:
             raise RagenError(
@@ -335,12 +333,6 @@ class _RequestFailed(Exception):
     after_s: float = 0.0
     is_gone: bool = False
     remedy: str = "is it running?"
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    """The authorities that every client trusts; reading them takes 0.05 s."""
-    return httpx.create_ssl_context()
 
 
 async def _body_of(response: httpx.Response) -> bytes:

@@ -24,7 +24,7 @@ from ragen.core.json_text import hide_json
 from ragen.core.pictures import PLACE, Picture, for_people
 from ragen.core.types import Completion, FinishReason, Message, Usage
 from ragen.envs.answers import is_deeper
-from ragen.envs.tools import MOST_LEVELS
+from ragen.envs.tools import MOST_LEVELS, read_object
 
 EMPTY_THOUGHT = "<think></think>"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -49,20 +49,18 @@ class WrongAnswer(Exception):
         self.is_temporary = is_temporary
 
 
-def error_message(data: bytes) -> tuple[str, str]:
-    """The message of an error's body and its code, in any of the usual formats."""
+def error_message(data: bytes) -> str:
+    """The message of an error's body, in any of the usual formats."""
     text = data.decode("utf-8-sig", "replace")
     try:
-        body, code = json.loads(text), ""
+        body = json.loads(text)
         body = body[0] if isinstance(body, list) and body else body  # Gemini's
         for _ in range(3):  # {"error": {"message": …}}, {"detail": {"error": …}}
             if isinstance(body, dict):
-                code = code or next((body[k] for k in ("code", "type") if body.get(k)), "")
                 body = next((body[k] for k in ("error", "message", "detail") if body.get(k)), "")
-        message = body if isinstance(body, str) else json.dumps(body)
+        return body if isinstance(body, str) else json.dumps(body)
     except (ValueError, RecursionError):
-        return text, ""
-    return message, str(code) if isinstance(code, str | int) else ""
+        return text
 
 
 def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
@@ -84,7 +82,7 @@ def read_reply(data: bytes, think: bool, tools: bool = False) -> Completion:
     except (ValueError, RecursionError):  # RecursionError: thousands of brackets
         raise WrongAnswer("an answer that is not JSON", text) from None
     if not isinstance(answer, dict) or answer.get("error"):
-        raise WrongAnswer("an error in place of an answer", error_message(data)[0])
+        raise WrongAnswer("an error in place of an answer", error_message(data))
     match answer.get("choices"):
         case [{"finish_reason": "error"}, *_]:  # the model behind the server failed
             raise WrongAnswer("a reply that broke off", is_temporary=True)
@@ -171,20 +169,10 @@ def _text(call: Any) -> str:
     match call:
         case {"function": {"name": str(name), "arguments": arguments}}:
             if isinstance(arguments, str):  # most servers send the object as JSON text
-                found = _object(arguments or "{}")
+                found = read_object(arguments or "{}")
                 arguments = arguments if found is None else found
             call = {"name": name, "arguments": arguments}
     return json.dumps(call, ensure_ascii=False).replace("<", "\\u003c")
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    """The object of a JSON text, if it is one that can be written again."""
-    try:
-        found = json.loads(text)
-        json.dumps(found)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def for_server(
@@ -285,7 +273,7 @@ def _call(call: Any, id_: str) -> dict[str, Any]:
     call = call if isinstance(call, dict) else {"function": call}
     function = call["function"] if isinstance(call.get("function"), dict) else {}
     written, given = _function(_text(call)), function.get("arguments")
-    if isinstance(given, dict) or (isinstance(given, str) and _object(given) is not None):
+    if isinstance(given, dict) or (isinstance(given, str) and read_object(given) is not None):
         written = {**written, "arguments": given}
     return {"type": "function", **call, "id": id_, "function": {**function, **written}}
 
@@ -314,7 +302,7 @@ def without_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _function(text: str) -> dict[str, Any]:
-    found = _object(text) or {}
+    found = read_object(text) or {}
     name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
     if not isinstance(name, str) or not NAME.fullmatch(name):
         name = UNKNOWN

@@ -315,7 +315,7 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         format_penalty=config.reward.format_penalty,
         reward_terms=config.reward.terms,
         timeout_s=env.timeout_s,
-        venue=Venue(waits, _workers(env)),
+        venue=Venue(waits, _workers(env) if waits == "workers" else None),
         agent=_agent(env),
     )
 

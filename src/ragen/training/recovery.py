@@ -86,7 +86,7 @@ def check_episodes(run: Run, groups: Sequence[Group]) -> None:
     if left > UNTRAINED_FRACTION:
         text = (
             f"{left:.0%} of the tokens that were sampled for the agent are not trained on: their "
-            "calls offer no tools, were lost or rejected, or say so (docs/agents.md)"
+            "calls offer no tools, were lost, or say so (docs/agents.md)"
         )
         complaints["untrained_calls"] = left, text
     for name, (share, complaint) in complaints.items():
