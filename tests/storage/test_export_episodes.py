@@ -7,6 +7,7 @@ import re
 import sqlite3
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ import pytest
 
 from ragen.cli.main import main
 from ragen.core.errors import RagenError
-from ragen.core.types import Group
+from ragen.core.types import Completion, Group, Prompt
 from ragen.storage.database import DATABASE
-from ragen.storage.export_episodes import COLUMNS, TURN_COLUMNS, export_episodes
+from ragen.storage.export_episodes import COLUMNS, TURN_COLUMNS, export_episodes, export_traces
 from ragen.storage.recorder import Recorder
 from ragen.storage.stored_episodes import read_episode
 from tests.records import episode, turn
+from tests.viewer_run import agent_episode, make_agent_run
 
 Capture = pytest.CaptureFixture[str]
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "episodes.md"
@@ -118,6 +120,63 @@ def test_control_characters_are_exported_and_lone_surrogates_replaced(tmp_path: 
     assert row["turns"][0]["thought"] == text.replace("\ud800", "?")
 
 
+def test_a_trace_has_the_exact_tokens_of_the_turns_and_masks_failed_episodes(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    failed = replace(episode(turn(prompt=(1, 2), sampled=(7,))), stop_reason="error", error="x")
+    agent = agent_episode()
+    with new_recorder(tmp_path / "run") as recorder:
+        recorder.episodes(1, [Group((agent, failed, episode()))])
+    out = tmp_path / "traces"
+    assert main(["export", str(tmp_path / "run"), "--trace", str(out)]) == 0
+    assert f"3 episodes are in {out}" in capsys.readouterr().out
+    forked, lost, empty = read_jsonl(out)
+    assert [tuple(each["prompt_token_ids"]) for each in forked["turns"]] == [
+        each.prompt.token_ids for each in agent.turns
+    ]
+    third = forked["turns"][2]
+    assert (third["node_id"], third["metadata"]["parent"]) == ("1/2", 0)
+    assert third["metadata"]["link"] == "JSON written anew"
+    assert (third["completion_token_ids"], third["per_token_logps"]) == ([9, 9], [-0.5, -0.5])
+    assert third["loss_mask"] == [0, 0, 0, 0, 1, 1]
+    assert third["response"]["choices"][0]["message"]["content"] == "reply (9, 9)"
+    assert forked["turns"][-1]["metadata"] == {
+        **{"episode_id": 1, "episode_phase": "train", "episode_step": 1, "episode_group": 0},
+        **{"episode_member": 0, "episode_reward": 1.0, "episode_stop_reason": "solved"},
+        **{"turn": 4, "parent": 1, "link": "verbatim", "policy_version": 0, "reward": 1.0},
+        "penalty": 0.0,
+    }
+    assert lost["turns"][0]["loss_mask"] == [0, 0, 0]
+    assert empty == {"schema_version": 1, "turns": []}
+
+
+def test_traces_are_valid_for_openenv(bandit_run: Path, tmp_path: Path) -> None:
+    """Its own class refuses other fields, types and lengths, and invalid masks and logprobs."""
+    training = pytest.importorskip("openenv.core.harness.training", reason="needs openenv 0.10")
+    make_agent_run(tmp_path / "agent")
+    for run, num_turns in ((bandit_run, None), (tmp_path / "agent", 5)):
+        out = tmp_path / f"{run.name}.jsonl"
+        count = export_traces(run, out)
+        lines = out.read_text("utf-8").splitlines()
+        traces = [training.TrainingTrace.model_validate_json(line) for line in lines]
+        assert len(traces) == count > 0
+        assert num_turns is None or len(traces[0].turns) == num_turns
+        assert all(sum(turn.loss_mask) > 0 for trace in traces for turn in trace.turns)
+
+
+def test_a_trace_of_episodes_without_token_ids_is_refused(tmp_path: Path) -> None:
+    words = replace(
+        turn(),
+        prompt=Prompt(({"role": "user", "content": "Go"},), None, 0, 8, 1.0, 0),
+        completion=Completion(None, None, "ok", "stop", 0),
+    )
+    with new_recorder(tmp_path / "run") as recorder:
+        recorder.episodes(1, [Group((episode(words),))])
+    with pytest.raises(RagenError, match="episode 1 has no token ids"):
+        export_traces(tmp_path / "run", tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -125,7 +184,9 @@ def test_control_characters_are_exported_and_lone_surrogates_replaced(tmp_path: 
         ("RUN --episodes there.jsonl", "there.jsonl exists already"),
         ("RUN --episodes no/such/folder.jsonl", "cannot write no/such/folder.jsonl: no such file"),
         ("nowhere --episodes out.jsonl", "nowhere is not a run folder"),
-        ("RUN --episodes out.jsonl --merge", "--episodes writes no policy: leave --out"),
+        ("RUN --episodes out.jsonl --merge", "--episodes and --trace write no policy: leave --out"),
+        ("RUN --trace there.jsonl", "there.jsonl exists already"),
+        ("RUN --trace out.jsonl --step 1", "--episodes and --trace write no policy: leave --out"),
     ],
 )
 def test_invalid_arguments_are_refused_in_one_line(

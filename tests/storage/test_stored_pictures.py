@@ -16,7 +16,7 @@ from ragen.core.pictures import MARK, PLACE, Picture
 from ragen.core.types import Episode, Group
 from ragen.storage.branches import Request, write_branches
 from ragen.storage.database import DATABASE, read
-from ragen.storage.export_episodes import export_episodes
+from ragen.storage.export_episodes import export_episodes, export_traces
 from ragen.storage.schema import decompress
 from ragen.storage.stored_episodes import read_episodes
 from tests.pictured import picture_run, seeing_chat, seen_episodes
@@ -91,6 +91,13 @@ def test_export(run: Path, played: list[Episode], tmp_path: Path, suffix: str) -
     files = {path.stem: path for path in (tmp_path / "pictures").iterdir()}
     assert files.keys() == {each.hash for episode in played for each in shown(episode)}
     assert all(Picture.of(Image.open(path)).hash == hash for hash, path in files.items())
+
+
+def test_a_trace_has_no_place_for_pictures(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        RagenError, match="episode 1 shows pictures, for which a trace has no place"
+    ):
+        export_traces(run, tmp_path / "traces.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -266,13 +266,15 @@ def _export_options(parser: Parser) -> None:
     parser.flag("--merge", "merge a LoRA adapter into its base")
     episodes = "write all recorded episodes instead, one per row: FILE.jsonl or FILE.parquet"
     parser.take("--episodes", "FILE", episodes, Path)
+    traces = "write all recorded episodes' tokens as OpenEnv's TrainingTrace, one JSON per line"
+    parser.take("--trace", "FILE", traces, Path)
 
 
 def _export(options: Namespace, _: Overrides) -> int:
     from ragen.storage.database import check_run_folder
 
     check_run_folder(options.run)
-    if options.episodes is None:
+    if options.episodes is None and options.trace is None:
         from ragen.reports.export import export
 
         policy = {name: getattr(options, name) for name in ("out", "step", "best", "merge")}
@@ -280,10 +282,14 @@ def _export(options: Namespace, _: Overrides) -> int:
         print(f"the policy is in {folder}; its README.md shows its results and how to use it")
         return 0
     if options.out or options.step is not None or options.best or options.merge:
-        raise RagenError("--episodes writes no policy: leave --out, --step, --best and --merge out")
-    from ragen.storage.export_episodes import export_episodes
+        raise RagenError(
+            "--episodes and --trace write no policy: leave --out, --step, --best and --merge out"
+        )
+    from ragen.storage.export_episodes import export_episodes, export_traces
 
-    print(f"{export_episodes(options.run, options.episodes)} episodes are in {options.episodes}")
+    for out, write in ((options.episodes, export_episodes), (options.trace, export_traces)):
+        if out is not None:
+            print(f"{write(options.run, out)} episodes are in {out}")
     return 0
 
 

@@ -1,7 +1,8 @@
-"""`ragen export --episodes`: all episodes of a run in one file, one row each.
+"""`ragen export --episodes` and `--trace`: all episodes of a run in one file, one row each.
 
-It writes JSON lines or Parquet, and pictures into a folder beside them. Rows are written as they
-are read, so memory does not grow with the run, which may be in progress.
+The former writes JSON lines or Parquet, and pictures into a folder beside them; the latter writes
+the lines of another contract. Rows are written as they are read, so memory does not grow with the
+run, which may be in progress.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors, whole_file
 from ragen.core.pictures import MARK, PLACE, for_people
+from ragen.core.types import FAILED
 from ragen.storage.database import reading_database
 from ragen.storage.schema import EPISODE, TURN, Row, as_json
 from ragen.storage.stored_episodes import records, stored_picture
@@ -27,8 +29,12 @@ COLUMNS = {"id": "int64", **EPISODE}
 TURN_COLUMNS = {name: kind for name, kind in TURN.items() if name != "prompt_joins"}
 """The columns of a turn; its prompt is whole."""
 
+TOKENS = ("prompt_ids", "completion_ids", "logprobs")
 PICTURES = "pictures"
 _PLACE = as_json(PLACE)[1:-1]
+OF_EPISODE = ("id", "phase", "step", "group", "member", "reward", "stop_reason")
+OF_TURN = ("turn", "parent", "link", "policy_version", "reward", "penalty")
+"""The columns of an episode and of a turn in the metadata of a trace, which is free in form."""
 
 Writer = Callable[[Iterator[Row], Path], int]
 """Writes rows to a file and returns their number."""
@@ -41,11 +47,7 @@ def export_episodes(run: Path, out: Path) -> int:
     """
     if out.suffix not in _WRITERS:
         raise RagenError(f"{out}: expected a name that ends in {' or '.join(_WRITERS)}")
-    if out.exists():
-        raise RagenError(f"{out} exists already; name a file that does not")
-    rows = _readable(run, out.parent / PICTURES)
-    with file_errors("write", out), whole_file(out) as temporary:
-        return _WRITERS[out.suffix](rows, temporary)
+    return _write(_readable(run, out.parent / PICTURES), out, _WRITERS[out.suffix])
 
 
 def _readable(run: Path, folder: Path) -> Iterator[Row]:
@@ -74,6 +76,59 @@ def _write_pictures(run: Path, keys: Iterable[str], folder: Path) -> None:
             if not (folder / f"{key}.png").exists():
                 with whole_file(folder / f"{key}.png") as temporary:
                     temporary.write_bytes(stored_picture(connection, key))
+
+
+def export_traces(run: Path, out: Path) -> int:
+    """Write all episodes of a run to a new file of JSON lines; return their number.
+
+    Each line is a ``TrainingTrace`` of OpenEnv (``schema_version`` 1): each turn's exact ids of
+    prompt and completion, the logprobs at sampling, and a mask over both, which is 1 on sampled
+    tokens. In an episode that failed it is 0, because no reward says what these are worth. Calls
+    of an agent in other roles than ``agent`` are left out.
+
+    Raises:
+        RagenError: An episode has no token ids, as from a chat endpoint, or it has pictures.
+    """
+    return _write(map(_trace, records(run)), out, _write_json_lines)
+
+
+def _trace(episode: Row) -> Row:
+    is_trained = episode["stop_reason"] not in FAILED
+    turns = episode["turns"][: episode["num_turns"]]
+    return {"schema_version": 1, "turns": [_traced(episode, turn, is_trained) for turn in turns]}
+
+
+def _traced(episode: Row, turn: Row, is_trained: bool) -> Row:
+    prompt, completion, logprobs = (turn[name] for name in TOKENS)
+    if prompt is None or completion is None or logprobs is None:
+        raise RagenError(
+            f"episode {episode['id']} has no token ids, which a trace consists of: its policy "
+            "returned only text; export the text with --episodes"
+        )
+    if min(prompt, default=0) < 0:
+        raise RagenError(
+            f"episode {episode['id']} shows pictures, for which a trace has no place: export it "
+            "with --episodes"
+        )
+    message = {"role": "assistant", "content": turn["reply"]}
+    choice = {"message": message, "finish_reason": turn["finish_reason"]}
+    return {
+        "node_id": f"{episode['id']}/{turn['turn']}",
+        "prompt_token_ids": prompt,
+        "completion_token_ids": completion,
+        "per_token_logps": logprobs,
+        "loss_mask": [0] * len(prompt) + [int(is_trained)] * len(completion),
+        "response": {"choices": [choice]},
+        "metadata": {f"episode_{name}": episode[name] for name in OF_EPISODE}
+        | {name: turn[name] for name in OF_TURN},
+    }
+
+
+def _write(rows: Iterator[Row], out: Path, writer: Writer) -> int:
+    if out.exists():
+        raise RagenError(f"{out} exists already; name a file that does not")
+    with file_errors("write", out), whole_file(out) as temporary:
+        return writer(rows, temporary)
 
 
 def _write_json_lines(rows: Iterator[Row], path: Path) -> int:
