@@ -55,7 +55,7 @@ PLACE = {folder: place for place, folder in enumerate(FOLDERS)}
 LIGHT_MODULES = {
     *("reports.report", "reports.facts", "reports.plots", "reports.card", "diagnostics.collapse"),
     *("studies.study", "studies.rule", "studies.measures", "studies.results", "studies.overview"),
-    *("models.names", "models.model_files", "models.hub", "models.sizes", "models.memory"),
+    *("models.names", "models.model_files", "models.hub", "models.memory"),
     *("networks.sizes", "networks.machine", "cluster.hosts"),
 }
 """Modules in folders with torch that do not load it themselves."""

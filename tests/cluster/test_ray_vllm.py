@@ -11,9 +11,9 @@ import pytest
 from ragen.cluster.ray_cluster import connect
 from ragen.config.config import Config
 from ragen.config.reading import merge
+from ragen.models.hub import read_sizes
 from ragen.models.memory import adapter_shapes
 from ragen.models.names import resolve_model
-from ragen.models.sizes import read_sizes
 from ragen.storage.reader import read_metrics
 from ragen.training.trainer import train
 

@@ -19,9 +19,9 @@ from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Message, Prompt
 from ragen.engines import judges
 from ragen.engines.judges import LocalModel, check_judge
+from ragen.models.hub import read_sizes
 from ragen.models.loading import save_model
 from ragen.models.memory import plans
-from ragen.models.sizes import read_sizes
 from ragen.rollout.policies import NoCompletion
 from ragen.storage.database import DATABASE
 from ragen.storage.reader import read_metrics

@@ -18,10 +18,7 @@ from ragen.core.types import Sample
 from ragen.learning.learner import IMPORTANCE_CAP, Learner
 from ragen.learning.models import Models
 from ragen.learning.optimizers import optimizer_tensors, optimizers, restore_optimizer
-from ragen.models.loading import load_policy
 from ragen.networks.model import Critic
-from tests.bandit_model import bandit_model
-from tests.learning.recorded import batch_for, config_of
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tolerance import GRADIENT, LOGPROB, assert_close, rounding
 
@@ -189,27 +186,6 @@ def test_gspo_has_one_ratio_per_episode_for_any_microbatch_size(
         results[1][1]["ratio/max"].value, abs=LOGPROB
     )
     assert results[0][1]["ratio/max"].value != pytest.approx(1, abs=1e-3)
-
-
-@pytest.mark.slow
-def test_gradients_of_recorded_episodes_do_not_depend_on_the_microbatch_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The episodes of a group share their prompt."""
-    config, results, parts = config_of("grpo"), [], []
-    for tokens in (8192, 200, 1):
-        policy, _ = load_policy(str(bandit_model()), "cpu", "float32")
-        update = config.update.model_copy(update={"microbatch_tokens": tokens})
-        one = Learner(Models(policy, reference=True), update, config.loss)
-        part = batch_for(one, config)
-        parts.append(len(one._microbatches(part)))
-        gradients = gradient(one, part, monkeypatch).values()
-        results.append(torch.cat([each.flatten().double() for each in gradients]))
-    assert parts[0] == 1 < parts[1] < parts[2] == part.num_rows
-    norm = results[0].norm()
-    assert norm > 1e-3
-    distances = [float((each - results[0]).norm() / norm) for each in results[1:]]
-    assert max(distances) < rounding(GRADIENT)
 
 
 def test_updates_do_not_depend_on_the_order_of_rows() -> None:

@@ -164,18 +164,14 @@ def states(one: Learner) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("llama", torch.float32), ("qwen2", torch.bfloat16)],
-)
 def test_recomputed_layers_give_the_same_updates_in_less_memory(
-    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The fast path, which does not recompute, rounds differently.
     monkeypatch.setattr("ragen.networks.model.is_fast", lambda _: False)
     results = []
     for recomputes in (False, True):
-        one = deep_learner(kind, recomputes, dtype)
+        one = deep_learner("qwen2", recomputes, torch.bfloat16)
         part = batch(one, (30, 40, 50, 60))
         part = replace(part, values_BT=one.values(part))
         one.update(part, 0)

@@ -27,9 +27,9 @@ from ragen.engines.factory import TOLERANCES, prepare_model
 from ragen.learning.learner import Learner
 from ragen.learning.models import Models
 from ragen.learning.saving import one_turn
+from ragen.models.hub import read_sizes
 from ragen.models.loading import load_policy, recompute_layers, save_model
 from ragen.models.pictures import token_types
-from ragen.models.sizes import read_sizes
 from ragen.networks.lora import adapter_tensors, attach, attach_saved, linear_layers
 from ragen.networks.model import cross_scores, hidden_states
 from ragen.networks.packing import pack

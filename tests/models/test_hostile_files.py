@@ -1,14 +1,13 @@
 """Model folders are data: whatever their files hold, they are loaded or refused in one line.
 
-`HOSTILE` is a table of files as an attacker would write them, or as a disk would damage them;
-`mutate` changes bytes and JSON fields at random. Nothing in a folder is executed.
+`HOSTILE` is a table of files as an attacker would write them, or as a disk would damage them.
+Nothing in a folder is executed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import resource
 import shutil
@@ -18,15 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from ragen.core.errors import RagenError
 from ragen.models.adapter_folder import put_on, save_adapter
 from ragen.models.loading import load_policy, load_tokenizer, save_model
-from ragen.models.model_files import check_config
-from ragen.models.names import base_of, hash_model_folder
+from ragen.models.names import base_of
 from ragen.networks.lora import attach
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -115,27 +110,16 @@ HOSTILE: dict[str, Change] = {
     **{
         f"config.json: {values}": fields("config.json", **values)
         for values in (
-            *({"num_hidden_layers": BIG}, {"num_labels": BIG}, {"hidden_size": 65_536}),
-            *({"vocab_size": BIG}, {"num_attention_heads": 0}, {"text_config": {"a": 1}}),
-            *({"return_dict": False}, {"sub_configs": {"a": 1}}, {"hidden_act": "theirs"}),
+            *({"hidden_size": 65_536}, {"vocab_size": BIG}, {"num_attention_heads": 0}),
+            *({"text_config": {"a": 1}}, {"return_dict": False}, {"hidden_act": "theirs"}),
             *({"_attn_implementation": "evil/kernel"}, {"dtype": "x"}),
             {"model_type": "theirs", "auto_map": THEIRS},
         )
     },
-    **{
-        f"tokenizer_config.json: {values}": fields("tokenizer_config.json", **values)
-        for values in ({"tokenizer_class": 0}, {"tokenizer_object": "x"})
-    },
-    "an added token far away": fields(
-        "tokenizer_config.json",
-        added_tokens_decoder={str(BIG): {"content": "<far>", "special": True}},
-    ),
+    "a tokenizer without a class": fields("tokenizer_config.json", tokenizer_class=0),
     "a tokenizer that erases": fields(
         "tokenizer.json",
         normalizer={"type": "Replace", "pattern": {"Regex": "[^<>|]"}, "content": ""},
-    ),
-    "a token far away": fields(
-        "tokenizer.json", model={"type": "BPE", "vocab": {"a": BIG}, "merges": []}
     ),
     "an adapter beside the model": text(
         "adapter_config.json", '{"peft_type": "LORA", "base_model_name_or_path": "theirs"}'
@@ -226,78 +210,7 @@ def test_names_of_code_and_files_elsewhere_have_no_effect(
     assert load_policy(folder, "cpu", "float32") and executed(good) == []
 
 
-VALUES: tuple[Any, ...] = (
-    *(None, True, 0, -1, 1, BIG, 2**63, 10**400, 1.5, float("nan"), float("inf"), -1e308),
-    *("", "x", "../../x", "é\ud800", "a" * 10_000, [], [[]], {}, {"": None}, [BIG], ["x", None]),
-)
-"""What a field of a JSON file is replaced by."""
-
-
-def mutate(path: Path, draw: random.Random) -> None:
-    """Change one place of a file: a field of JSON, or bytes."""
-    if path.suffix == ".json" and draw.random() < 0.75:
-        content = json.loads(path.read_text("utf-8"))
-        found = list(places(content))
-        if path.name == "tokenizer.json":  # a vocabulary has many entries, which say little
-            found = draw.sample(found, 40) + [each for each in found if each[2] <= 2]
-        holder, key, _ = draw.choice(found)
-        if draw.random() < 0.2:
-            del holder[key]
-        else:
-            holder[key] = draw.choice(VALUES)
-        path.write_text(json.dumps(content), "utf-8")
-        return
-    data = bytearray(path.read_bytes())
-    start = draw.randrange(draw.choice((len(data), min(len(data), 400))))  # the head matters most
-    kind = draw.choice(("cut", "flip", "insert", "remove"))
-    if kind == "flip":
-        data[start] ^= 1 << draw.randrange(8)
-    elif kind == "insert":
-        data[start:start] = draw.randbytes(draw.choice((1, 5, 1000)))
-    else:
-        del data[start : None if kind == "cut" else start + draw.choice((1, 8, 100))]
-    path.write_bytes(data)
-
-
-def places(value: Any, depth: int = 1) -> Iterator[tuple[Any, Any, int]]:
-    """All places in nested JSON: the object or list, the key or index, and the depth."""
-    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-        yield value, key, depth
-        if isinstance(each, dict | list):
-            yield from places(each, depth + 1)
-
-
-@given(st.integers(0, 2**32))
-def test_a_mutated_folder_is_loaded_or_refused_in_one_line(good: Path, seed: int) -> None:
-    draw = random.Random(seed)
-    with copied(good) as folder, limited_memory():
-        files = sorted(path for path in folder.glob("*.*") if path.suffix != ".py")
-        mutate(draw.choice(files), draw)
-        try:
-            load_policy(folder, "cpu", "float32")
-        except RagenError as error:
-            assert "\n" not in str(error)
-    assert executed(good) == []
-
-
 # What is checked before memory is taken.
-
-
-def test_a_token_far_away_is_refused_before_tables_are_filled(folder: Path) -> None:
-    HOSTILE["a token far away"](folder)
-    with limited_memory(2**29), pytest.raises(RagenError, match="a token has the id 1000000000"):
-        load_tokenizer(folder, folder)
-
-
-def test_a_config_without_heads_is_refused_by_its_key(folder: Path) -> None:
-    set_field(folder, "config.json", num_attention_heads=0)
-    assert "num_attention_heads = 0, but a model has at least one" in refusal(folder)
-
-
-def test_weights_of_a_terabyte_are_refused_before_they_are_hashed(folder: Path) -> None:
-    HOSTILE["weights of a terabyte"](folder)
-    with pytest.raises(RagenError, match="have 1,024 GiB, and no model of more than 512 fits"):
-        hash_model_folder(folder)
 
 
 def test_weights_that_are_too_large_are_refused_before_memory_is_taken(folder: Path) -> None:
@@ -308,18 +221,6 @@ def test_weights_that_are_too_large_are_refused_before_memory_is_taken(folder: P
 
 
 # What is not refused.
-
-
-def test_the_default_configs_of_common_models_are_accepted(tmp_path: Path) -> None:
-    for kind in ("gpt2", "llama", "qwen2", "qwen3"):
-        check_config(json.loads(AutoConfig.for_model(kind).to_json_string(False)), tmp_path)
-
-
-@pytest.mark.slow
-def test_the_default_config_of_every_causal_language_model_is_accepted(tmp_path: Path) -> None:
-    for kind in MODEL_FOR_CAUSAL_LM_MAPPING.keys():  # noqa: SIM118 (its iterator gives no classes)
-        if kind.__name__ not in ("MusicgenConfig", "MusicgenMelodyConfig"):  # without defaults
-            check_config(json.loads(kind().to_json_string(use_diff=False)), tmp_path)
 
 
 def test_truncation_and_padding_of_a_tokenizer_file_are_off(folder: Path) -> None:
@@ -343,9 +244,8 @@ def adapter(good: Path) -> Path:
 
 
 ADAPTERS: list[tuple[dict[str, Any], str]] = [
-    ({"r": 10**9}, "rank r = 1000000000 is not that of its weights"),
-    ({"r": "x"}, "rank r = 'x'"),
-    ({"rank_pattern": [1]}, "the rank r = .1. is not that of its weights"),
+    ({"r": "x"}, "does not fit its base"),
+    ({"rank_pattern": [1]}, "does not fit its base"),
     ({"task_type": 7, "layers_to_transform": "x"}, "does not fit its base"),
     ({"base_model_name_or_path": 7}, "names no base model"),
     ({"base_model_name_or_path": "a\0b"}, "names no base model"),

@@ -31,11 +31,10 @@ from transformers import (
 )
 
 from ragen.core.errors import RagenError
-from ragen.models.hub import model_folder
+from ragen.models.hub import model_folder, read_sizes
 from ragen.models.loading import load_policy, load_tokenizer, save_model
 from ragen.models.names import is_available_offline
 from ragen.models.pretrained import model_config
-from ragen.models.sizes import read_sizes
 from ragen.sampling.local_sampler import Sampler
 from tests.models.test_hostile_files import set_field
 from tests.tiny import ends, tiny_model, tiny_tokenizer

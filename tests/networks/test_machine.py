@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,20 +104,3 @@ def test_a_containers_quota_limits_the_cores(
     monkeypatch.setattr(machine, "CONTROL_GROUPS", (tmp_path / "membership", tmp_path))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     assert machine.usable_cpus() == found
-
-
-@pytest.mark.parametrize(("free", "found"), [(4, 4), (2, 2), (1, 1)])
-def test_free_cores_are_those_that_do_not_slow_each_other(
-    monkeypatch: pytest.MonkeyPatch, free: int, found: int
-) -> None:
-    """More threads than free cores take turns."""
-    threads = [1]
-
-    class Pool(ThreadPoolExecutor):
-        def __init__(self, count: int) -> None:
-            threads.append(count)
-            super().__init__(count)
-
-    monkeypatch.setattr(machine, "_time", lambda _: max(1.0, threads[-1] / free))
-    monkeypatch.setattr(machine, "ThreadPoolExecutor", Pool)
-    assert machine.free_cores(4) == found

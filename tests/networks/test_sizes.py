@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ragen.models.sizes import read_sizes
+from ragen.models.hub import read_sizes
 from ragen.networks import fast_qwen2
 from ragen.networks.lora import linear_layers
 

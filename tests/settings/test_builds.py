@@ -45,10 +45,17 @@ def stop_first(*_: Any) -> Watcher:
     return StopsFirst()
 
 
-@pytest.mark.parametrize("how", ["recipe", "environment", "mixture"])
-@pytest.mark.parametrize("door", ["python", "command"])
+@pytest.mark.parametrize(
+    ("door", "how"),
+    [
+        ("python", "recipe"),
+        ("python", "mixture"),
+        ("command", "environment"),
+        ("command", "mixture"),
+    ],
+)
 def test_an_environment_is_built_at_most_twice_before_the_first_episode(
-    how: str, door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    door: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(FILE, "utf-8")

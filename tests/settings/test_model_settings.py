@@ -107,7 +107,7 @@ def test_lengths_follow_from_each_other_the_turns_and_the_model(
     ("line", "remedy"),
     [
         ("sokoban --model a/b", "use paper/sokoban"),
-        ("bandit-rev --model a/b", "use paper/bandit --env bandit-rev"),
+        ("bandit-rev --model a/b", "for a/b leave the recipe out (--env bandit-rev)"),
         (f"bandit --model a/b --env {ECHO}", f"for a/b leave the recipe out (--env {ECHO})"),
         ("bandit --model ./typo", "there is no model or run './typo'"),
     ],

@@ -82,7 +82,6 @@ class ChildHost(Host):
         self.tell(episode)
 
     def _own(self, kind: Mapping[str, Any]) -> Setup:
-        """The set-up of this process with these fields."""
         if self._setups is None:
             full = open_setups(self._config, self._chat, self._stack)
             early = open_stages(self._config, self._chat, self._stack)

@@ -123,7 +123,6 @@ class SpreadSampler(Policy):
         most: int,
         ended: Callable[[Episode], None],
     ) -> None:
-        """Play a share in a child."""
         kinds = {id(setups[at]): setups[at] for at in share}
         numbers = {known: number for number, known in enumerate(kinds)}
         which = [numbers[id(setups[at])] for at in share]
@@ -162,7 +161,6 @@ class SpreadSampler(Policy):
 
 
 def _fields(setup: Setup) -> dict[str, Any]:
-    """The fields of a set-up that processes have in common."""
     names = [each.name for each in fields(setup) if each.name not in OF_PROCESS]
     return {name: getattr(setup, name) for name in names}
 

@@ -157,7 +157,6 @@ def raw_values(tree: Mapping[Any, Any]) -> Flat:
 
 @cache
 def _sections() -> frozenset[str]:
-    """The tables that keys are in."""
     parts = (name.split(".") for name in keys())
     return frozenset(".".join(each[:end]) for each in parts for end in range(1, len(each)))
 

@@ -166,7 +166,6 @@ class EnvConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _name_of_mixture(cls, values: Any) -> Any:
-        """Name a mixture after its environments."""
         mix = values.get("mix") if isinstance(values, dict) else None
         if not isinstance(mix, dict) or not mix:
             return values
@@ -178,7 +177,6 @@ class EnvConfig(Section):
     @field_validator("mix", mode="before")
     @classmethod
     def _with_shares(cls, mix: Any) -> Any:
-        """Take a number for the share of an environment."""
         if not isinstance(mix, dict):
             return mix
         for name, entry in mix.items():

@@ -28,7 +28,6 @@ _RUNNING: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 def _set_handler(
     loop: asyncio.AbstractEventLoop, number: int, handler: Callable[[int], None]
 ) -> None:
-    """Let the loop call the handler when the signal arrives."""
     try:
         loop.add_signal_handler(number, handler, number)
     except NotImplementedError:  # by the loops of Windows
@@ -36,7 +35,6 @@ def _set_handler(
 
 
 def _set_default(loop: asyncio.AbstractEventLoop, number: int) -> None:
-    """Give the signal its default effect again."""
     try:
         loop.remove_signal_handler(number)
     except NotImplementedError:

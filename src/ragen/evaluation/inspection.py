@@ -26,9 +26,9 @@ from ragen.core.stopping import run_async
 from ragen.core.types import Completion, Prompt, Turn
 from ragen.core.user_code import UserCodeError
 from ragen.evaluation.outcomes import outcome_of
+from ragen.models.hub import read_sizes
 from ragen.models.memory import GIB, plans
 from ragen.models.names import base_of, local_config, resolve_model
-from ragen.models.sizes import read_sizes
 from ragen.rollout.episode import opening, play_episode, read_reply, require_room
 from ragen.rollout.players import Player, PlayerPolicy, random_player
 from ragen.rollout.setup import EpisodeSpec, Setup, facts_of, make_chat, make_setup

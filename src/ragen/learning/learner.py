@@ -322,7 +322,6 @@ class Learner:
         return own, [lengths_B.argmin()[None]] * (most - len(own))
 
     def _splits(self, batch: Batch) -> list[list[Tensor]]:
-        """The rows of each microbatch, by process."""
         settings = (
             self._update.microbatch_tokens,
             self.models.shares_prompts,
@@ -376,7 +375,6 @@ class Learner:
         return metrics | {"update/lr": last(self._update.lr * scale), "update/count": total(1)}
 
     def _compute_gradients(self, batch: Batch) -> _Passed:
-        """Add up the gradients of a minibatch, microbatch by microbatch."""
         own, idle = self._passes(batch)
         microbatches = [take(batch, rows) for rows in own]
         passed = _Passed([self._verify(batch, microbatches)], [], [], [])

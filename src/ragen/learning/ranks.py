@@ -1,13 +1,12 @@
 """The processes that train together: what each one computes, and how their results are combined.
 
 A batch is split by whole episodes into shares with about the same number of tokens, since all wait
-for the largest. If a model computes a prompt that a group shares once, the episodes of a group stay
-neighbours, so that few of these prompts are computed in two processes.
+for the largest. The episodes of a group stay neighbours, so that few prompts that a model computes
+once for all of them are computed in two processes.
 """
 
 from __future__ import annotations
 
-import heapq
 import os
 import socket
 from bisect import bisect_left
@@ -120,33 +119,16 @@ class Ranks:
             return [torch.arange(batch.num_rows)]
         episode_E, rank_B = torch.unique(batch.episode_B, return_inverse=True)
         tokens_E = torch.zeros_like(episode_E).index_add_(0, rank_B, batch.lengths_B)
+        group_E = torch.zeros_like(episode_E).scatter_(0, rank_B, batch.group_B)
+        order_E = torch.argsort(group_E, stable=True)
+        prompts_B = batch.mask_BT.int().argmax(1)
+        prompts_E = tokens_E.scatter_reduce(0, rank_B, prompts_B, "amin")[order_E]
+        follows_E = group_E[order_E].diff(prepend=torch.tensor([-1])) == 0
+        common_E = torch.minimum(prompts_E, prompts_E.roll(1)) * follows_E * shares_prompts
+        pieces = _pieces(tokens_E[order_E].tolist(), common_E.tolist(), self.size)
         owner_E = torch.empty_like(episode_E)
-        if shares_prompts:
-            group_E = torch.zeros_like(episode_E).scatter_(0, rank_B, batch.group_B)
-            order_E = torch.argsort(group_E, stable=True)
-            prompts_B = batch.mask_BT.int().argmax(1)
-            prompts_E = tokens_E.scatter_reduce(0, rank_B, prompts_B, "amin")[order_E]
-            follows_E = group_E[order_E].diff(prepend=torch.tensor([-1])) == 0
-            common_E = torch.minimum(prompts_E, prompts_E.roll(1)) * follows_E
-            pieces = _pieces(tokens_E[order_E].tolist(), common_E.tolist(), self.size)
-            owner_E[order_E] = torch.tensor(pieces)
-        else:
-            owner_E[:] = torch.tensor(_spread(tokens_E.tolist(), self.size))
+        owner_E[order_E] = torch.tensor(pieces)
         return [(owner_E[rank_B] == rank).nonzero()[:, 0] for rank in range(self.size)]
-
-
-def _spread(tokens: Sequence[int], size: int) -> list[int]:
-    """A process for each episode: the longest first, to the process with fewest tokens.
-
-    Example:
-        >>> _spread([3, 5, 4, 6], 2)
-        [0, 1, 1, 0]
-    """
-    owners, loads = [0] * len(tokens), [(0, owner) for owner in range(size)]
-    for place in sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True):
-        load, owners[place] = loads[0]
-        heapq.heapreplace(loads, (load + tokens[place], owners[place]))
-    return owners
 
 
 def _pieces(tokens: Sequence[int], common: Sequence[int], size: int) -> list[int]:

@@ -6,7 +6,6 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ragen.core.errors import RagenError
-from ragen.models.model_files import check_files, read_object, shapes, shown
+from ragen.models.model_files import check_files, read_object, shapes
 from ragen.models.names import ADAPTER_CONFIG, BASE, base_of
 from ragen.models.pretrained import load_errors
 from ragen.networks.lora import adapter_tensors, attach_saved, is_adapter_weight
@@ -113,22 +112,9 @@ def put_on(model: PreTrainedModel, folder: Path) -> None:
                 f"the adapter {folder} is not plain LoRA ({key} = {json.dumps(value)} in "
                 f"{ADAPTER_CONFIG}): merge it into its base with peft, and name the merged model"
             )
-    _check_ranks(raw, folder)
     with load_errors(folder, "the adapter does not fit its base"):
         attach_saved(model, folder, base_of(folder))
     load_adapter(model, folder)
-
-
-def _check_ranks(raw: dict[str, Any], folder: Path) -> None:
-    """Refuse ranks that the weights do not have: peft takes memory by the config's ranks."""
-    sides = [0, *chain.from_iterable(shapes(folder / ADAPTER_WEIGHTS).values())]
-    pattern = raw.get("rank_pattern") or {}
-    for rank in (raw.get("r", 8), *(pattern.values() if isinstance(pattern, dict) else [pattern])):
-        if not (type(rank) is int and 1 <= rank <= max(sides)):
-            raise RagenError(
-                f"{folder / ADAPTER_CONFIG}: the rank r = {shown(rank)} is not that of its "
-                f"weights, whose longest side is {max(sides)}: use the adapter's own config"
-            )
 
 
 def fingerprint_of_base(model: PreTrainedModel) -> str:

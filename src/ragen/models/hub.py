@@ -1,4 +1,4 @@
-"""Finding a model: a folder, or the id of one on the Hub. Loads no torch.
+"""Finding a model, a folder or the id of one on the Hub, and its sizes. Loads no torch.
 
 An id is resolved to its folder in the local cache; after that, no request goes to the network.
 """
@@ -9,6 +9,8 @@ from pathlib import Path
 
 from ragen.core.errors import RagenError
 from ragen.core.files import cannot
+from ragen.models.model_files import read_config, shapes, weight_files
+from ragen.networks.sizes import Shape, Sizes, sizes_of
 
 WORDS = ("*.json", "*.txt", "*.model", "*.jinja")
 """Files of a model on the Hub that are read: config, tokenizer, chat template."""
@@ -59,7 +61,27 @@ def model_folder(name: str | Path, weights: bool = True) -> Path:
     return Path(found)
 
 
-def hub_shapes(name: str) -> dict[str, tuple[int, ...]]:
+def read_sizes(name: str) -> Sizes:
+    """The sizes of a model in a folder or on the Hub, of which no weights are downloaded.
+
+    Raises:
+        RagenError: There is no such model, or its files are malformed.
+    """
+    folder = model_folder(name, weights=False)
+    raw = read_config(folder, name)
+    try:
+        files = weight_files(folder, name)
+    except RagenError:
+        if Path(name).is_dir():
+            raise
+        return sizes_of(raw, _hub_shapes(name))  # not all of them have been downloaded
+    found: dict[str, Shape] = {}
+    for file in files:
+        found |= {each: tuple(shape) for each, shape in shapes(file).items()}
+    return sizes_of(raw, found)
+
+
+def _hub_shapes(name: str) -> dict[str, Shape]:
     """The shapes of a model's weights on the Hub, by name; only the files' headers are fetched.
 
     Raises:

@@ -16,11 +16,11 @@ from math import prod
 from ragen.config.config import Config
 from ragen.config.extensions import ESTIMATOR, JUDGE, load
 from ragen.config.rules import CRITIC
-from ragen.config.sections import EngineConfig, LoraConfig, ModelConfig, RolloutConfig, most_turns
+from ragen.config.sections import EngineConfig, LoraConfig, ModelConfig, RolloutConfig
 from ragen.core.errors import RagenError
 from ragen.core.inputs import names_input
+from ragen.models.hub import read_sizes
 from ragen.models.names import base_of, resolve_model
-from ragen.models.sizes import read_sizes
 from ragen.networks.machine import available, is_amd, usable_device
 from ragen.networks.sizes import (
     BLOCK,
@@ -49,7 +49,7 @@ steps, and stays there."""
 ADDRESS_ENV = "RAY_ADDRESS"
 """The environment variable from which Ray takes the address of a running cluster."""
 
-ESTIMATED = "cache", "activations", "pictures", "logits", "programs", "libraries"
+ESTIMATED = "cache", "activations", "logits", "programs", "libraries"
 """Rows that depend on how long episodes are; the program itself is one of them."""
 SMALLER = {
     "gradients": "lora.rank",
@@ -153,7 +153,6 @@ def plans(config: Config) -> list[Plan]:
         usable_device(),
         config.threads,
         config.update.microbatch_tokens,
-        most_turns(config.env),
         has_reference=config.loss.kl > 0,
         has_critic=_needs_critic(config.advantage.name),
     )
@@ -173,11 +172,12 @@ def plans(config: Config) -> list[Plan]:
     if run.device == "cpu" and not is_elsewhere:
         counts = {"learner": engine.learners, "sampler": engine.samplers}
         return [shared(f"{learners} and {samplers}", driver=1, **counts)]
-    if (
-        not is_elsewhere
-        and _num_gpus() < engine.learners + engine.samplers * engine.tensor_parallel
-    ):
-        return [shared("a learner and a sampler on each GPU", learner=1, sampler=1)]
+    if not is_elsewhere:
+        import torch
+
+        wanted = engine.learners + engine.samplers * engine.tensor_parallel
+        if torch.cuda.device_count() < wanted:
+            return [shared("a learner and a sampler on each GPU", learner=1, sampler=1)]
     return [shared(f"each of {learners}", learner=1), shared(f"each of {samplers}", sampler=1)]
 
 
@@ -192,17 +192,11 @@ def processes_of(engine: EngineConfig) -> list[str]:
     return [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items()]
 
 
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
     """Facts for the table.
 
-    `adapter` has a role's LoRA shapes, `tokens` counts a microbatch's, `turns` an episode's.
+    `adapter` has a role's LoRA shapes, `tokens` counts a microbatch's.
     """
 
     sizes: Sizes
@@ -213,7 +207,6 @@ class Run:
     device: str
     threads: int
     tokens: int
-    turns: int
     has_reference: bool
     has_critic: bool
 
@@ -256,7 +249,6 @@ def rows_of(run: Run) -> list[Row]:
         Row("copies", "sampler", _copies(run)),
         Row("cache", "sampler", _cache(run)),
         Row("activations", "learner", _activations(run)),
-        Row("pictures", "learner", _pictures(run)),
         Row("logits", "learner", _logits(run)),
         Row("programs", "learner", programs),
         Row("libraries", "learner", libraries),
@@ -372,25 +364,6 @@ def _activations(run: Run) -> int:
     if model.gradient_checkpointing:
         kept = run.item * sizes.width * sizes.num_layers + kept // sizes.num_layers
     return kept * max(run.tokens, model.max_length)
-
-
-def _pictures(run: Run) -> int:
-    """Estimate for what a trained vision tower keeps of one microbatch's pictures.
-
-    A layer keeps about the inputs and outputs of its matrices for each patch. A row of full length
-    has a picture in each turn, and a group's first is one. If sizes differ, what is not sampled of
-    a row is picture tokens.
-    """
-    sizes, model = run.sizes, run.model
-    if run.adapter or not model.train_vision or not sizes.tower:
-        return 0
-    tokens = model.max_length - run.turns * run.rollout.max_tokens
-    patches = run.turns * sizes.patches or max(0, tokens) * sizes.merged
-    kept = run.item * sum(map(sum, sizes.tower))
-    if model.gradient_checkpointing:
-        kept //= sizes.num_layers
-    distinct = (run.turns - 1 + 1 / run.rollout.group_size) / run.turns
-    return int(distinct * kept * patches * max(run.tokens, model.max_length) / model.max_length)
 
 
 def adapter_shapes(lora: LoraConfig, sizes: Sizes) -> list[Shape]:

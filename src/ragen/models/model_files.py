@@ -11,12 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ragen.core.errors import RagenError
-from ragen.networks.sizes import HEADS, KEY_HEADS
-
-COUNTS, MOST = ("layer", "num_labels", "depth", "stage"), 2000
-"""Parts of the names of counts of objects that a library builds, and their bound."""
-INTERNAL = ("attribute_map", "sub_configs", "tokenizer_object", "init_inputs", "gguf_file")
-"""Names of a library's own attributes and arguments, which a file must not set."""
 
 LFS = b"version https://git-lfs.github.com/"
 """The beginning of the pointer file that git-lfs leaves in place of a large file."""
@@ -37,7 +31,7 @@ def check_files(folder: Path) -> None:
             raise RagenError(f"{path} is no regular file: copy or download the model again")
     for name in OBJECTS:
         if (folder / name).exists():
-            _refuse_internal(read_object(folder / name), folder / name)
+            read_object(folder / name)
 
 
 def read_config(folder: Path, name: str | Path) -> dict[str, Any]:
@@ -86,12 +80,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_config(raw: dict[str, Any], path: Path) -> None:
-    """Refuse a config that names code or weights elsewhere, or has counts too large to build.
+    """Refuse a config that names code or weights elsewhere.
 
     Raises:
         RagenError: It does.
     """
-    _refuse_internal(raw, path)
     for key, value in _entries(raw):
         is_weights = key == "transformers_weights" and value is not None
         if is_weights or (key.endswith("_implementation") and "/" in json.dumps(value)):
@@ -99,24 +92,6 @@ def check_config(raw: dict[str, Any], path: Path) -> None:
                 f"{path}: {key} names weights or code elsewhere, which are never used here; remove "
                 "this key"
             )
-        if key in (*HEADS, *KEY_HEADS) and type(value) is int and value < 1:
-            raise RagenError(
-                f"{path}: {key} = {value}, but a model has at least one; use the model's own "
-                "config.json"
-            )
-        # A vocabulary is a tensor, even if it is one "per layer" (as in Gemma 3n).
-        is_counted = any(part in key for part in COUNTS) and "vocab" not in key
-        if is_counted and isinstance(value, int | float) and not abs(value) <= MOST:
-            raise RagenError(
-                f"{path}: {key} = {shown(value)}, but at most {MOST} make sense; use the model's "
-                "own config.json"
-            )
-
-
-def _refuse_internal(raw: dict[str, Any], path: Path) -> None:
-    for key in INTERNAL:
-        if key in raw:
-            raise RagenError(f"{path}: {key} is no setting of a model; remove this key")
 
 
 def shown(value: Any) -> str:

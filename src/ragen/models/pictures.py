@@ -17,14 +17,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedTokenizerBase
 
-from ragen.core.errors import RagenError
-from ragen.core.pictures import MOST_PIXELS, Picture
+from ragen.core.pictures import Picture
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of a folder that describe how pictures become pixels; those that exist are kept."""
 
-MOST_SIDE = 2**12
-"""Greatest number of pixels that a processor may give a picture on a side."""
 KEPT_NUMBERS = 2**24
 """Numbers of pixel tensors that a reader keeps (64 MB)."""
 
@@ -37,13 +34,15 @@ class Rule(NamedTuple):
 
     `parts` gives the tokens and texts of a picture in a prompt, from the config and the processor's
     result. `inputs` are the tensors for the vision tower; pictures are stacked along `axis`.
-    `has_grid` is true if positions have three axes (M-RoPE).
+    `has_grid` is true if positions have three axes (M-RoPE), and `sees_ahead` if a picture's tokens
+    see all of it.
     """
 
     parts: Callable[[Any, Mapping[str, Any]], list[Part]]
     inputs: tuple[str, ...] = ("pixel_values",)
     axis: int = 0
     has_grid: bool = False
+    sees_ahead: bool = False
 
 
 def _llava(config: Any, read: Mapping[str, Any]) -> list[Part]:
@@ -90,7 +89,7 @@ RULES = {
     "qwen2_vl": QWEN,
     "qwen2_5_vl": QWEN,
     "qwen3_vl": QWEN,
-    "gemma3": Rule(_gemma),
+    "gemma3": Rule(_gemma, sees_ahead=True),
 }
 """The architectures that read pictures, by `model_type`."""
 
@@ -111,7 +110,8 @@ class Reader:
     ) -> None:
         self._config, self._processor, self._files = config, processor, files
         self._rule = RULES[config.model_type]
-        self.axis, self.has_grid, self.sees_ahead = self._rule.axis, self._rule.has_grid, False
+        self.axis, self.has_grid = self._rule.axis, self._rule.has_grid
+        self.sees_ahead = self._rule.sees_ahead
         self._tokenizer = tokenizer
         self._kept: dict[Picture, tuple[Mapping[str, Any], tuple[int, ...]]] = {}
         self._kept_numbers = 0
@@ -174,7 +174,6 @@ def read_reader(
     """The reader of a model's folder; ``None`` if the model or the folder reads no pictures.
 
     Raises:
-        RagenError: The folder's picture processor makes pictures of a senseless size.
         Exception: transformers cannot load it.
     """
     files = {file: (folder / file).read_bytes() for file in FILES if (folder / file).is_file()}
@@ -183,19 +182,7 @@ def read_reader(
     processor = AutoImageProcessor.from_pretrained(
         str(folder), backend="pil", trust_remote_code=False
     )
-    about = "size", "crop_size", "max_image_size"
-    sizes = [number for key in about for number in _sides(getattr(processor, key, None))]
-    if max(sizes, default=0) > (MOST_PIXELS if RULES[config.model_type].has_grid else MOST_SIDE):
-        raise RagenError(
-            f"{folder}: its picture processor makes pictures with {max(sizes)} pixels on a side, "
-            f"and at most {MOST_SIDE} make sense; use the model's own preprocessor_config.json"
-        )
     return Reader(config, processor, tokenizer, files)
-
-
-def _sides(size: Any) -> list[int]:
-    """The numbers of pixels in a processor's `SizeDict`; Qwen's are those of whole pictures."""
-    return [number for number in dict(size or {}).values() if isinstance(number, int)]
 
 
 def token_types(model_type: str, is_picture_BT: Tensor) -> dict[str, Tensor]:

@@ -33,8 +33,8 @@ def longest(model: PreTrainedModel) -> float:
 
     This is found by trying, once for each device and dtype. Every layer's attention must be
     replaceable, without additions like sinks, and nothing else may let tokens see each other, as
-    pictures do whose tokens see all of the picture (found when a model is loaded). A GPU
-    must have a kernel for the dtype. A row must fit in a sliding window.
+    pictures do whose tokens see all of the picture. A GPU must have a kernel for the dtype. A row
+    must fit in a sliding window.
     """
     reader = reader_of(model)
     if reader is not None and reader.sees_ahead:

@@ -53,8 +53,7 @@ class Sizes:
     `weights` are the shapes of all parameters by name; a tied output layer is not repeated.
     `inner` is the width between the two layers of a feed-forward block. `stores_scores` says that
     attention keeps its scores for the backward pass, and `is_qwen2` that the fast path of
-    `ragen.networks.fast_qwen2` usually computes it in float32. Of a vision tower, `patches` is how
-    many a picture has, 0 if that depends on its size, and `merged` how many become one token.
+    `ragen.networks.fast_qwen2` usually computes it in float32.
     """
 
     weights: Mapping[str, Shape]
@@ -67,8 +66,6 @@ class Sizes:
     inner: int
     stores_scores: bool = False
     is_qwen2: bool = False
-    patches: int = 0
-    merged: int = 1
 
     @property
     def numbers(self) -> int:
@@ -84,15 +81,6 @@ class Sizes:
     def language(self) -> Mapping[str, Shape]:
         """The shapes of all weights but those of a vision tower and its projector."""
         return {name: shape for name, shape in self.weights.items() if not VISION.search(name)}
-
-    @property
-    def tower(self) -> list[Shape]:
-        """The shapes of the matrices in a vision tower's layers."""
-        return [
-            shape
-            for name, shape in self.weights.items()
-            if len(shape) == MATRIX and VISION.search(name) and BLOCK.search(name)
-        ]
 
     @property
     def linear(self) -> dict[str, Shape]:
@@ -123,9 +111,6 @@ def sizes_of(raw: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Sizes:
         weights[name] for name in weights if WORDS.search(name) and len(weights[name]) == MATRIX
     ]
     vocabulary, width = (words or sorted(matrices, key=prod)[-1:] or [(1, 1)])[0]
-    given = raw.get("vision_config")
-    vision: Mapping[str, Any] = given if isinstance(given, dict) else {}
-    patch = _number(vision, ("patch_size",)) or 1
     heads = _number(config, HEADS) or max(1, width // USUAL_HEAD)
     key_heads = _number(config, KEY_HEADS) or heads
     head_width = _number(config, ("head_dim",)) or max(1, width // heads)
@@ -140,8 +125,6 @@ def sizes_of(raw: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Sizes:
         inner=_number(config, INNER) or 4 * width,
         stores_scores=bool(config.get("attn_logit_softcapping")),
         is_qwen2=config.get("model_type") == "qwen2",
-        patches=((_number(vision, ("image_size",)) or 0) // patch) ** 2,
-        merged=(_number(vision, ("spatial_merge_size",)) or 1) ** 2,
     )
 
 

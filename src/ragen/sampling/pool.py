@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -120,7 +119,6 @@ class SamplerPool:
         self._measured = time.monotonic()
         self._most_known = most_known
         self._known: dict[tuple[int, Tokens], dict[Tokens, Member]] = {}  # by length and tail
-        self._lengths = Counter[int]()  # of what is known
         self._order: dict[Tokens, None] = {}  # what is known, the oldest first
 
     async def complete(self, prompt: Prompt) -> Completion:
@@ -149,7 +147,6 @@ class SamplerPool:
         for member in self._members:
             member.stats = Stats()
         self._known.clear()
-        self._lengths.clear()
         self._order.clear()
 
     def fail(self, error: Exception) -> None:
@@ -265,7 +262,6 @@ class SamplerPool:
         if tokens in self._order:
             return
         self._order[tokens] = None
-        self._lengths[len(tokens)] += 1
         self._known.setdefault((len(tokens), tokens[-TAIL:]), {})[tokens] = member
         if len(self._order) > self._most_known:
             self._forget(next(iter(self._order)))
@@ -276,15 +272,10 @@ class SamplerPool:
         del self._known[key][tokens]
         if not self._known[key]:
             del self._known[key]
-        self._lengths[len(tokens)] -= 1
-        if not self._lengths[len(tokens)]:
-            del self._lengths[len(tokens)]
 
     def _knowing(self, tokens: Tokens) -> Member | None:
         """The sampler that knows the longest beginning of `tokens`; the beginning is forgotten."""
         for length in range(len(tokens), 0, -1):
-            if length not in self._lengths:
-                continue
             known = self._known.get((length, tokens[max(0, length - TAIL) : length]))
             if known is not None and (member := known.get(tokens[:length])) is not None:
                 self._forget(tokens[:length])

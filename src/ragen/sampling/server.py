@@ -27,7 +27,6 @@ from typing_extensions import override
 from ragen.chat.chat import Chat
 from ragen.core.errors import RagenError
 from ragen.core.files import file_errors
-from ragen.core.streams import bound, bound_async
 from ragen.core.types import Completion, Prompt
 from ragen.models.adapter_folder import save_adapter
 from ragen.networks.lora import has_adapters
@@ -56,9 +55,7 @@ class VllmServer(WeightedPolicy):
         check_address("rollout.sampler", url, "a server for training needs no key")
         self.url = url.rstrip("/").removesuffix("/v1")
         with self._reaching():
-            self._http = httpx.Client(
-                base_url=self.url, timeout=TIMEOUT, event_hooks={"response": [bound]}
-            )
+            self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT)
         self._async_http: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop of those connections
         try:
@@ -78,12 +75,7 @@ class VllmServer(WeightedPolicy):
         loop = asyncio.get_running_loop()
         if self._async_http is None or self._loop is not loop:
             limits = httpx.Limits(max_connections=None)  # the server queues and batches
-            self._async_http = httpx.AsyncClient(
-                base_url=self.url,
-                timeout=TIMEOUT,
-                limits=limits,
-                event_hooks={"response": [bound_async]},
-            )
+            self._async_http = httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT, limits=limits)
             self._loop = loop
         with self._reaching():
             response = await self._async_http.post("/v1/completions", json=self._request(prompt))

@@ -176,7 +176,6 @@ class QueuedPolicy(WeightedPolicy, ABC):
         return await self._answered(self._send, prompt)
 
     async def _answered(self, send: Callable[..., Any], *what: Any) -> Completion:
-        """Queue a request by `send`, and wait for its completion."""
         loop = asyncio.get_running_loop()
         if self._task is not None and self._task.get_loop() is not loop:
             self._task = None  # left behind by a loop that was torn down

@@ -83,7 +83,6 @@ def brought_by(given: Flat, written: Flat, model: str, recipe: str | Path | None
 
 @contextmanager
 def _built(given: Flat, recipe: str | Path | None = None) -> Iterator[GuardedEnv]:
-    """The environment that is named, with the given parameters."""
     env = merge(recipe, given).env
     with open_env(env) as built:
         try:

@@ -96,15 +96,6 @@ def positions(model: str) -> int:
 
 
 def _instead(config: Config) -> str:
-    """How to train another model in the environment of a recipe."""
-    env, remedy, nearest = config.env.name, "set prompt.style", dict[str, str]()
-    for name in recipes():
-        folder, _, family = name.rpartition("/")
-        if folder and env.startswith(family) and len(family) > len(nearest.get(folder, "")):
-            nearest[folder] = family
-    found = [
-        f"{folder}/{family}" if env == family else f"{folder}/{family} --env {env}"
-        for folder, family in nearest.items()
-    ]
-    others = f"use {' or '.join(found)}" if found else f"leave the recipe out (--env {env})"
-    return f"for {config.model.path} {others}, or {remedy}"
+    env, paper = config.env.name, f"paper/{config.env.name}"
+    others = f"use {paper}" if paper in recipes() else f"leave the recipe out (--env {env})"
+    return f"for {config.model.path} {others}, or set prompt.style"

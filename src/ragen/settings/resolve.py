@@ -111,7 +111,6 @@ def _brought(
 
 
 def _start(recipe: str | Path | None, model: str) -> Flat:
-    """The settings under those of the environment."""
     return {} if recipe is not None else NEUTRAL | (SMALL if is_embedded(model) else {})
 
 

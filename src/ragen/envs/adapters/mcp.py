@@ -26,7 +26,6 @@ from typing import Any, ClassVar, TextIO, cast
 from anyio import BrokenResourceError, ClosedResourceError
 
 from ragen.core.errors import RagenError, last_line, printable
-from ragen.core.streams import bound_async
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.core.waiting import begin, wait
 from ragen.envs.adapters.adapted import Played, Replayed, missing
@@ -251,12 +250,7 @@ class _Session:
         address, values = self._address, dict(self._address.values)
         if address.url:
             async with (
-                _http().AsyncClient(
-                    headers=values,
-                    timeout=CALL_S,
-                    event_hooks={"response": [bound_async]},
-                    verify=_certificates(),
-                ) as http,
+                _http().AsyncClient(headers=values, timeout=CALL_S, verify=_certificates()) as http,
                 streamable_http_client(address.url, http_client=http) as (reads, writes, *_),
             ):
                 yield reads, writes

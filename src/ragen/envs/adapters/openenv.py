@@ -15,7 +15,7 @@ import hashlib
 import json
 from base64 import b64decode
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -24,7 +24,6 @@ import httpx
 from ragen.config.keys import BUDGETS
 from ragen.core.errors import RagenError
 from ragen.core.pictures import Picture
-from ragen.core.streams import bound
 from ragen.core.user_code import seconds_left
 from ragen.envs.adapters.adapted import Adapted, Played, version_of
 from ragen.envs.adapters.mcp import text_of
@@ -291,8 +290,7 @@ def _whole(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 def _fetch(url: str, part: str, message: dict[str, Any] | None = None) -> dict[str, Any]:
     """A server's answer outside of a session. A message is posted."""
     address, token = f"{url.rstrip('/')}/{part}", token_in(TOKEN)
-    limits: dict[str, Any] = {"response": [partial(bound, seconds=CALL_S)]}
-    with httpx.Client(timeout=CALL_S, follow_redirects=True, event_hooks=limits) as client:
+    with httpx.Client(timeout=CALL_S, follow_redirects=True) as client:
         method = "GET" if message is None else "POST"
         answer = client.request(method, address, json=message, headers=_credentials(token))
     found: dict[str, Any] = _read(answer.raise_for_status().content, token)
