@@ -117,10 +117,6 @@ HOSTILE: dict[str, Change] = {
         )
     },
     "a tokenizer without a class": fields("tokenizer_config.json", tokenizer_class=0),
-    "a tokenizer that erases": fields(
-        "tokenizer.json",
-        normalizer={"type": "Replace", "pattern": {"Regex": "[^<>|]"}, "content": ""},
-    ),
     "an adapter beside the model": text(
         "adapter_config.json", '{"peft_type": "LORA", "base_model_name_or_path": "theirs"}'
     ),

@@ -89,18 +89,6 @@ def test_small_updates_are_not_lost() -> None:
     assert 0.6 < float(flat(unchanged).mean()) < 0.8, "most bfloat16 weights have not changed yet"
 
 
-def test_only_bfloat16_weights_have_masters_of_their_own() -> None:
-    one, mixed = (learner(dtype, critic=True) for dtype in DTYPES)
-    assert one.critic is not None and mixed.critic is not None and not one.named_masters()
-    for masters, module in ((one.masters, one.model), (one.critic_masters, one.critic)):
-        pairs = zip(masters.trained.items(), module.named_parameters(), strict=True)
-        assert all(name == known and mine is weight for (name, mine), (known, weight) in pairs)
-    assert set(mixed.named_masters()) == {"masters", "critic-masters"}
-    assert mixed.critic_masters.trained["head.weight"] is mixed.critic.head.weight
-    assert mixed.critic.head.weight.dtype == torch.float32
-    assert all("head" not in name for name in mixed.critic_masters.tensors())
-
-
 def test_masters_are_restored_from_saved_tensors() -> None:
     one, other = learner(torch.bfloat16), learner(torch.bfloat16)
     one.update(batch(one), 0)

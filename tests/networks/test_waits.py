@@ -18,7 +18,6 @@ from ragen.config.sections import LossConfig, UpdateConfig
 from ragen.learning.learner import Learner
 from ragen.learning.models import Models
 from ragen.models.loading import recompute_layers
-from ragen.networks.device import to_device
 from ragen.sampling.local_sampler import draw
 from tests.engines.test_gpu import TOKENS, model, sampled
 from tests.learning.test_learner import sample
@@ -111,20 +110,6 @@ def test_sampling_waits_for_the_device_once_a_token(monkeypatch: pytest.MonkeyPa
         completions = sampled(policy)
     assert [len(each.token_ids or ()) for each in completions] == [TOKENS] * 4
     assert waits.counts == Counter({"to the host": len(draws)})
-
-
-def test_a_gpu_copies_from_pinned_memory_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(Tensor, "pin_memory", lambda each: calls.append("pinned") or each)
-    monkeypatch.setattr(Tensor, "to", lambda _, device, **how: calls.append((device.type, how)))
-    here, gpu = torch.zeros(2), torch.device("cuda")
-    to_device(here, gpu)
-    assert calls == ["pinned", ("cuda", {"non_blocking": True})]
-
-
-def test_a_transfer_to_the_cpu_is_no_copy() -> None:
-    here = torch.zeros(2)
-    assert to_device(here, here.device) is here
 
 
 def test_every_wait_is_counted() -> None:

@@ -6,7 +6,7 @@ needs, never the whole config.
 
 from __future__ import annotations
 
-import math
+import json
 import unicodedata
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -41,8 +41,6 @@ RESPONSES: Mapping[str, Response] = MappingProxyType(
 
 LONGEST_TEXT = 4096
 """Characters of a text: the longest path of most systems."""
-DEEPEST = 20
-"""Levels of lists and tables in a parameter of an environment."""
 MOST_EPISODES = 2**20
 """Episodes of one step."""
 MOST_STEPS = 10_000_000
@@ -105,31 +103,12 @@ def check_text(text: str) -> None:
         raise ValueError("expected text without control characters, in UTF-8")
 
 
-def check_entry(name: str, entry: Any, level: int = 1) -> None:
-    """Refuse an entry of a table that TOML cannot hold and every reader take back.
-
-    Raises:
-        ValueError: It is nested too deeply, or holds NaN, infinity, a whole number of more than 64
-            bits, or text that is not UTF-8.
-    """
-    if level > DEEPEST:
-        raise ValueError(f"{name} holds more than {DEEPEST} levels of lists and tables")
-    reason = ""
-    match entry:
-        case Mapping():
-            for value in (value for pair in entry.items() for value in pair):
-                check_entry(name, value, level + 1)
-        case list() | tuple():
-            for value in entry:
-                check_entry(name, value, level + 1)
-        case str() if any("\ud800" <= each <= "\udfff" for each in entry):
-            reason = "text that is not UTF-8"
-        case int() if not -(2**63) <= entry < 2**63:
-            reason = "a whole number of more than 64 bits"
-        case float() if not math.isfinite(entry):
-            reason = f"{entry}, which is not a finite number"
-    if reason:
-        raise ValueError(f"{name} is or holds {reason}")
+def check_entry(name: str, entry: Any) -> None:
+    """Refuse an entry of a table that cannot be saved with a run."""
+    try:
+        json.dumps(entry, allow_nan=False, ensure_ascii=False, default=str).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is or holds a value that cannot be saved: {error}") from None
 
 
 class MixedEnv(Section):

@@ -237,13 +237,7 @@ def _read_tokenizer(folder: Path, name: str | Path) -> PreTrainedTokenizerBase:
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise RagenError(f"the model '{name}' has no tokenizer; save one in its folder")
     with load_errors(name, "its tokenizer cannot encode and decode a text"):
-        ids = tokenizer.encode(PROBE, add_special_tokens=False)
-        kept = str(tokenizer.decode(ids, skip_special_tokens=True))
-    if not {each for each in PROBE.lower() if each.isalnum()} & set(kept.lower()):
-        raise RagenError(
-            f"the tokenizer of '{name}' erases text: {PROBE[:5]!r} becomes {kept[:20]!r} when it "
-            "is encoded and decoded; use the model's own tokenizer"
-        )
+        tokenizer.decode(tokenizer.encode(PROBE, add_special_tokens=False))
     found: PreTrainedTokenizerBase = tokenizer
     return found
 
