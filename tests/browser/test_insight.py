@@ -89,34 +89,6 @@ def test_evaluations_are_shown_with_both_baselines(visitor: Visitor) -> None:
     expect(gains.first).to_contain_text("points")
 
 
-def hold_answers(page: Any, question: str) -> list[Any]:
-    """Hold the answers to matching requests until `continue_` is called on the listed routes."""
-    held: list[Any] = []
-    page.route(re.compile(question), lambda route: held.append(route))
-    return held
-
-
-def test_a_comparison_is_hidden_until_the_numbers_of_the_selected_run_arrive(
-    visitor: Visitor,
-) -> None:
-    page = visitor.visit("#/evaluations/lake")
-    page.get_by_role("combobox").select_option("lake-again")
-    expect(page).to_have_url(re.compile("other=lake-again"))
-    answer = visitor.api("/api/compare?run=lake-again&other=lake")["comparisons"][0]
-    for side in ("a", "b"):
-        panel = page.get_by_role("region", name="Another run")
-        expect(panel).to_contain_text(f"{100 * answer[side]['value']:.1f} %")
-    comparison = page.get_by_role("region", name="Another run").get_by_test_id("comparison")
-    expect(comparison.first).to_contain_text("lake-again")
-    held = hold_answers(page, r"api/compare\?.*run=collapse")
-    page.get_by_role("combobox").select_option("collapse")
-    expect(page).to_have_url(re.compile("other=collapse"))
-    expect(comparison).to_have_count(0)
-    expect(page.get_by_role("status")).to_have_text("Loading …")
-    held[0].continue_()
-    expect(page.get_by_role("main")).to_contain_text("nothing can be compared")
-
-
 def test_a_missing_group_shows_nothing_of_the_previous_one(visitor: Visitor) -> None:
     group = visitor.api("/api/episodes?run=lake&phase=train&limit=1")["episodes"][0]
     address = f"#/group/lake?step={group['step']}&group="
@@ -138,19 +110,12 @@ def test_a_new_evaluation_updates_open_pages(newcomer: Path, visitors: Any) -> N
         for _ in range(4):
             next(progress)
         names = {"a": "newcomer%2Fa", "b": "newcomer%2Fb"}
-        levels_page, evaluations_page, compare_page = (
+        levels_page, compare_page = (
             visitors().visit(route.format(**names))
-            for route in (
-                "#/levels/{b}",
-                "#/evaluations/{a}?other=newcomer/b",
-                "#/compare/{a}?other=newcomer/b",
-            )
+            for route in ("#/levels/{b}", "#/compare/{a}?other=newcomer/b")
         )
         main = levels_page.get_by_role("main")
         expect(main).to_contain_text("No level was played at two steps")
-        other = evaluations_page.get_by_role("region", name="Another run")
-        comparison = other.get_by_test_id("comparison").first
-        expect(comparison).to_contain_text("On 2 levels")
         expect(compare_page.get_by_test_id("comparison").first).to_contain_text("On 2 levels")
         log_step(recorder, 5, 0.5)
         recorder.episodes(5, groups(5, (123, 124))[:1], phase="eval")
@@ -159,5 +124,4 @@ def test_a_new_evaluation_updates_open_pages(newcomer: Path, visitors: Any) -> N
             recorder.commit()
         levels = levels_page.get_by_role("table", name="Levels by step")
         expect(levels.locator("tbody tr")).to_have_count(1)
-        expect(comparison).to_contain_text("On 1 level")
         expect(compare_page.get_by_test_id("comparison").first).to_contain_text("On 1 level")

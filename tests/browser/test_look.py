@@ -22,7 +22,7 @@ ROUTES = {
     "prompt": "#/episode/lake/40?view=prompt&turn=1",
     "levels": "#/levels/lake",
     "collapse": "#/collapse/lake",
-    "evaluations": "#/evaluations/lake?other=lake-again",
+    "evaluations": "#/evaluations/lake",
 }
 LEAST_CONTRAST = 4.5
 """The contrast of text that level AA of the Web Content Accessibility Guidelines requires. Numbers

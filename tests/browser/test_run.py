@@ -72,38 +72,29 @@ def test_every_signal_has_its_curve_with_the_recorded_numbers(visitor: Visitor) 
     assert curve(page, "reward").locator("canvas").count() == 1
 
 
-def test_axis_smoothing_search_and_overlay_are_in_the_address(visitor: Visitor) -> None:
+def test_axis_smoothing_and_search_are_in_the_address(visitor: Visitor) -> None:
     page = visitor.visit("#/run/lake")
     for axis, key in {"Updates": "updates", "Tokens": "tokens", "Time": "seconds"}.items():
         page.get_by_role("button", name=axis, exact=True).click()
         expect(page).to_have_url(re.compile(f"axis={key}"))
     page.get_by_role("slider", name=re.compile("^Smooth")).fill("0.9")
     expect(page).to_have_url(re.compile(r"smooth=0\.9"))
-    page.get_by_label("Draw another run over it").select_option("lake-again")
-    expect(page).to_have_url(re.compile("with=lake-again"))
     page.reload()
     visitor.wait()
     pressed = page.get_by_role("button", name="Time", exact=True)
     expect(pressed).to_have_attribute("aria-pressed", "true")
-    picture = curve(page, "reward").get_by_role("img").first
-    expect(picture).to_have_attribute("aria-label", re.compile("lake-again from"))
     page.keyboard.press("/")
     page.keyboard.type("mismatch")
     expect(page.get_by_test_id("curve")).to_have_count(3)  # mismatch/kl, max_abs and bound
 
 
-def test_a_missing_overlaid_run_is_reported_and_the_others_are_drawn(visitor: Visitor) -> None:
-    page = visitor.visit("#/run/lake?with=gone,lake-again&m=reward/mean")
-    picture = curve(page, "reward").get_by_role("img").first
-    expect(picture).to_have_attribute("aria-label", re.compile("lake from .*lake-again from"))
-    missing = page.get_by_role("alert")
-    expect(missing).to_have_text(re.compile(r"^\s*Not drawn, .*gone"))
-    missing.get_by_role("button", name="remove").click()
-    expect(missing).to_have_count(0)
-    expect(page).to_have_url(re.compile("with=lake-again"))
-    visitor.complaints.clear()  # The browser itself reports missing resources.
+def test_a_run_leads_to_the_episodes_of_a_step_and_to_a_comparison(visitor: Visitor) -> None:
+    page = visitor.visit("#/run/lake?m=reward/mean")
     curve(page, "reward").locator(".u-over").click(position={"x": 3, "y": 40})
     expect(page).to_have_url(re.compile(r"#/episodes/lake\?step_from=1&step_to=1"))
+    visitor.visit("#/run/lake")
+    page.get_by_label("Compare with another run").select_option("lake-again")
+    expect(page).to_have_url(re.compile(r"#/compare/lake\?other=lake-again"))
 
 
 def test_alarms_are_listed_and_counted(visitor: Visitor) -> None:

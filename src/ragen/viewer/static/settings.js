@@ -1,5 +1,6 @@
 // A run's settings: those that differ from its recipe or preset, or all of them.
 
+import { joinRuns, link, visit } from "./addresses.js";
 import { useApi } from "./api.js";
 import { known } from "./numbers.js";
 import { Table, Tabs, Text, picked } from "./parts.js";
@@ -59,15 +60,15 @@ export function Values({ titles, rows }) {
   </div>`;
 }
 
-/** A choice among the folder's readable runs, except those of `without`. */
-export function RunChoice({ label, prompt, value, without, onChoose }) {
+/** A choice of another readable run to compare a run with. */
+export function CompareWith({ run }) {
   const { data } = useApi("/api/runs");
   const readable = (data?.runs ?? []).filter(({ state }) => state !== "unreadable");
-  const free = readable.filter(({ run }) => !without.includes(run));
-  if (free.length === 0) return null;
-  return html`<select aria-label=${label} value=${value}
-    onChange=${(event) => onChoose(event.target.value)}>
-    <option value="" disabled>${prompt}</option>
-    ${free.map(({ run }) => html`<option key=${run} value=${run}>${run}</option>`)}
+  const others = readable.map((other) => other.run).filter((other) => other !== run);
+  const go = ({ target }) => visit(link("compare", { run }, { other: joinRuns([target.value]) }));
+  return others.length > 0 && html`<select aria-label="Compare with another run" value=""
+    onChange=${go}>
+    <option value="" disabled>Compare with …</option>
+    ${others.map((other) => html`<option key=${other} value=${other}>${other}</option>`)}
   </select>`;
 }

@@ -1,17 +1,15 @@
-// All evaluations of a run with random and optimal play as baselines, the gain from the first to the
-// last one, and the comparison with another run.
+// All evaluations of a run with random and optimal play as baselines, and the gain from the first to
+// the last one.
 
-import { link } from "../addresses.js";
-import { shared, useLive } from "../api.js";
+import { useLive } from "../api.js";
 import { Curves } from "../charts.js";
 import { Comparisons } from "../comparison.js";
 import { known, moment, number, percent } from "../numbers.js";
 import { Interval, Status, Table, useReady } from "../parts.js";
-import { RunChoice } from "../settings.js";
 import { baselines, dotsOf } from "../signals.js";
 import { html, useMemo } from "../vendor/preact-htm.js";
 
-export function Page({ params, query, setQuery }) {
+export function Page({ params }) {
   const { run } = params;
   const answer = useLive("/api/run", { run });
   const gains = useLive("/api/compare", { run });
@@ -27,8 +25,6 @@ export function Page({ params, query, setQuery }) {
       <${Comparisons} answer=${gains} none="No two evaluations of the same levels are recorded." />
     </section>
     <${All} evaluations=${evaluations} />`}
-    ${answer.data && !shared && html`<${OtherRun} run=${run} other=${query.other}
-      setQuery=${setQuery} />`}
   </main>`;
 }
 
@@ -39,8 +35,6 @@ function Nothing() {
       What <code>ragen eval</code> plays is listed among the runs.</p>
   </section>`;
 }
-
-// ---- all evaluations
 
 /** Every evaluation, the latest first, by environment and way of sampling. */
 function All({ evaluations }) {
@@ -98,26 +92,4 @@ function columnsOf(rows) {
     plain("episodes", "levels"),
     { key: "time", title: "when", render: (row) => quiet(moment(row.time)) },
   ];
-}
-
-// ---- another run
-
-function OtherRun({ run, other, setQuery }) {
-  return html`<section class="panel" aria-label="Another run">
-    <h2>Compared with another run</h2>
-    <div class="row toolbar">
-      <${RunChoice} label="The other run" prompt="Choose a run …" value=${other ?? ""}
-        without=${[run]} onChoose=${(chosen) => setQuery({ other: chosen })} />
-      ${other && html`<a href=${link("compare", { run }, { other })}>
-        Curves and settings of both</a>`}
-    </div>
-    ${other && html`<${AgainstRun} key=${other} run=${run} other=${other} />`}
-  </section>`;
-}
-
-/** The other run is the baseline: a positive difference is in favour of this run. */
-function AgainstRun({ run, other }) {
-  const answer = useLive("/api/compare", { run: other, other: run });
-  return html`<${Comparisons} answer=${answer} names=${[other, run]}
-    none="The two runs share no evaluation, so that nothing can be compared." />`;
 }
