@@ -1,9 +1,9 @@
 """A viewer of trained runs, and a browser in which every complaint is a failure.
 
-Three runs are trained in less than a minute: ``lake`` (FrozenLake with all diagnostics),
-``lake-again`` (the same with another seed) and ``collapse`` (Bandit with a policy that collapses).
-`ragen view` serves them in a separate process, as a user starts it. All visitors with the same
-options share a context of the browser, and with it what it has loaded of the front end.
+One run is trained: ``lake`` (FrozenLake with all diagnostics). ``lake-again`` is a copy of it under
+other settings, and ``collapse`` the suite's run of Bandit with an alarm. `ragen view` serves them
+in a separate process, as a user starts it. All visitors with the same options share a context of
+the browser, and with it what it has loaded of the front end.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from viewer import BROWSER_OPTIONS, chromium, serve
 
-from tests.browser.visitor import RUNS, WIDE, Visitor
+from ragen.diagnostics.guard import Alarm
+from ragen.storage.recorder import Recorder
+from tests.browser.visitor import LAKE, WIDE, Visitor
+from tests.records import edit_settings
 from tests.shared import once, own
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -32,18 +36,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.browser)
 
 
-def train_runs(folder: Path) -> None:
+def make_runs(folder: Path, bandit_run: Path) -> None:
     from ragen.config.reading import merge
     from ragen.training.trainer import train
 
-    for name, (recipe, settings) in RUNS.items():
-        train(merge(recipe, settings), folder / name)
+    train(merge("frozen-lake-still", LAKE), folder / "lake")
+    again = shutil.copytree(folder / "lake", folder / "lake-again")
+    edit_settings(again, "\nseed = 0\n", "\nseed = 1\n")
+    edit_settings(again, "\nsteps = 4\n", "\nsteps = 3\n")
+    alarm = Alarm("grad_spike", 2, 2, 9.0, 1.0)
+    with Recorder.open(shutil.copytree(bandit_run, folder / "collapse")) as recorder:
+        recorder.event(2, "alarm", str(alarm), asdict(alarm))
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the trained runs, a copy of this worker's own."""
-    return own(once("browser-runs", train_runs), tmp_path_factory.mktemp("viewer"))
+def runs(bandit_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs, a copy of this worker's own."""
+    made = once("browser-runs", lambda folder: make_runs(folder, bandit_run))
+    return own(made, tmp_path_factory.mktemp("viewer"))
 
 
 @pytest.fixture

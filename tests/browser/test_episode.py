@@ -70,7 +70,7 @@ def test_an_episode_shows_board_thought_actions_and_reward_of_each_turn(
 
 
 def test_the_board_of_bandit_names_the_pulled_arm(visitor: Visitor) -> None:
-    (first,) = visitor.api("/api/episodes?run=collapse&phase=train&limit=1")["episodes"]
+    (first,) = visitor.api("/api/episodes?run=collapse&success=1&limit=1")["episodes"]
     detail = visitor.api(f"/api/episode?run=collapse&episode={first['id']}")
     page = visitor.visit(f"#/episode/collapse/{first['id']}?turn=1")
     (pulled,) = detail["turns"][0]["actions_executed"]

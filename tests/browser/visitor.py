@@ -1,4 +1,4 @@
-"""A visitor of the viewer for the tests, and the runs that the viewer shows."""
+"""A visitor of the viewer for the tests, and the run that the viewer shows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ WIDE, PHONE = (1280, 720), (390, 844)
 
 LAKE: dict[str, Any] = {
     "threads": 1,
+    "steps": 4,
     "rollout.num_groups": 8,
     "rollout.group_size": 4,
     "update.minibatch_episodes": 16,
@@ -18,14 +19,9 @@ LAKE: dict[str, Any] = {
     "eval.every": 2,
     "record.tokens_every": 1,
     "diagnose.information_every": 1,
+    "diagnose.gradients_every": 2,
 }
-COLLAPSE = {"threads": 1, "steps": 8, "eval.every": 4, "eval.episodes": 8}
-RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "lake": ("frozen-lake-still", {**LAKE, "steps": 4, "diagnose.gradients_every": 2}),
-    "lake-again": ("frozen-lake-still", {**LAKE, "steps": 2, "seed": 1}),
-    "collapse": ("collapse", COLLAPSE),
-}
-"""The recipe and the settings of each run."""
+"""The settings of the trained run."""
 
 
 def ragen(*arguments: object) -> subprocess.Popen[str]:

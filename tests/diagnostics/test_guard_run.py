@@ -18,7 +18,7 @@ import pytest
 
 from ragen.algorithms.batch import Batch
 from ragen.cli.main import main
-from ragen.config.reading import dump, merge
+from ragen.config.reading import dump
 from ragen.core.errors import GuardStop
 from ragen.core.metrics import Metrics
 from ragen.core.stopping import StopRequested
@@ -192,28 +192,23 @@ def test_a_rollback_starts_another_attempt_from_before_the_onset(rolled_back: Ro
     assert attempts == [0, 1, 1, 1, 1], "step 1 is where the second attempt began"
 
 
-@pytest.mark.parametrize(
-    "remedy", ["seeds", *(pytest.param(name, marks=pytest.mark.slow) for name in ("filter", "kl"))]
-)
-def test_a_remedy_changes_only_its_setting(tmp_path: Path, alarms_at: Plan, remedy: str) -> None:
+def test_the_remedy_of_other_seeds_changes_only_random_numbers(
+    tmp_path: Path, alarms_at: Plan
+) -> None:
     run = tmp_path / "run"
     alarms_at((0, 2))
-    more = {"guard__remedy": remedy, "filter__rule": "all", "steps": 2, "eval__episodes": 2}
+    more = {"guard__remedy": "seeds", "steps": 2, "eval__episodes": 2}
     train(make_config(**ROLLBACK | more, rollout__num_groups=4, rollout__group_size=2), run)
     episodes = "FROM episodes WHERE phase = 'train' AND step = 2"
     first, second = (
         rows(run, f'SELECT noise_seed {episodes} AND attempt = {attempt} ORDER BY "group", id')
         for attempt in (0, 1)
     )
-    assert (first != second) == (remedy == "seeds"), "only this remedy changes random numbers"
+    assert first != second
     levels = rows(run, f"SELECT DISTINCT level_seed {episodes}")
     assert len(levels) == 4, "both attempts play the same levels"
     evaluated = "SELECT DISTINCT noise_seed FROM episodes WHERE phase = 'eval' AND level_seed = 123"
     assert len(rows(run, evaluated)) == 1, "evaluations stay comparable"
-    kept = "SELECT attempt, avg(kept) FROM episodes WHERE phase = 'train' GROUP BY 1"
-    assert rows(run, kept) == [(0, 1.0), (1, 0.25 if remedy == "filter" else 1.0)]
-    with_kl = {a for (a,) in rows(run, "SELECT attempt FROM metrics WHERE name = 'kl/reference'")}
-    assert with_kl == ({1} if remedy == "kl" else set())
 
 
 def test_without_a_checkpoint_before_the_onset_the_run_stops(
@@ -238,7 +233,7 @@ def test_resume_after_a_stop_around_two_rollbacks_equals_the_uninterrupted_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", ["replace_state", "drop_after", "event", "build"])
+@pytest.mark.parametrize("step", ["replace_state", "event"])
 def test_resume_after_a_kill_during_a_rollback(
     tmp_path: Path, alarms_at: Plan, rolled_back: RolledBack, step: str
 ) -> None:
@@ -246,38 +241,20 @@ def test_resume_after_a_kill_during_a_rollback(
     config, run = make_config(**TO_STEP_1), tmp_path / "run"
 
     def work() -> None:
-        place, name = {
-            "drop_after": (recovery, "drop_after"),
-            "replace_state": (recovery, "replace_state"),
-            "event": (Recorder, "event"),
-            "build": (LocalEngine, "load"),
-        }[step]
-        real = getattr(place, name)
+        place: Any = recovery if step == "replace_state" else Recorder
+        real = getattr(place, step)
 
         def killing(*arguments: Any, **named: Any) -> Any:
             if step != "event" or "rolled" in arguments[3]:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*arguments, **named)
 
-        setattr(place, name, killing)
+        setattr(place, step, killing)
         train(config, run)
 
     assert exit_code(fork(work)) == -signal.SIGKILL
     resume(run)
     assert_same_results(run, recorded_results(rolled_back.folder))
-
-
-@pytest.mark.slow
-def test_a_collapse_of_the_embedded_model_is_rolled_back(tmp_path: Path) -> None:
-    """With vanilla GRPO on the bandit, the reward std falls before success does."""
-    more = {"guard.responses.reward_std_cliff": "rollback", "guard.remedy": "filter"}
-    small = {"steps": 12, "threads": 1, "eval.episodes": 0, "seed": 4, "checkpoint.every": 5}
-    result = train(merge("collapse", more | small), tmp_path / "run")
-    first = result.alarms[0]
-    assert first.detector == "reward_std_cliff" and first.step <= 12
-    assert events(tmp_path / "run")[:2] == [(0, first.step, "alarm"), (0, first.step, "guard")]
-    state = checkpoint.read_state(checkpoint.newest(tmp_path / "run"))
-    assert state["guard"]["changes"]["filter.rule"] == "top_k"
 
 
 # A run that hangs.

@@ -198,15 +198,8 @@ def fork_command(command: list[str], error: Path) -> int:
         os._exit(code)
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "words"),
-    [
-        (signal.SIGKILL, -signal.SIGKILL, ""),
-        pytest.param(signal.SIGTERM, 143, "the same command continues", marks=pytest.mark.slow),
-    ],
-)
-def test_a_stopped_evaluation_resumes(number: int, code: int, words: str, capsys: Capture) -> None:
-    """After a stop, the same command gives the result of an uninterrupted evaluation.
+def test_a_stopped_evaluation_resumes(capsys: Capture) -> None:
+    """After a kill, the same command gives the result of an uninterrupted evaluation.
 
     The server answers five requests and then nothing until the process has been stopped, so that
     the outcome does not depend on the speed of the machine.
@@ -228,11 +221,10 @@ def test_a_stopped_evaluation_resumes(number: int, code: int, words: str, capsys
         process = fork_command(command, Path("error"))
         while stored() < 3 and os.waitpid(process, os.WNOHANG) == (0, 0):
             time.sleep(0.01)
-        os.kill(process, number)
+        os.kill(process, signal.SIGKILL)
         exit_code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         stopped.set()
-        error = Path("error").read_text()
-        assert exit_code == code and words in error and error.count("\n") == bool(words)
+        assert exit_code == -signal.SIGKILL
         done, num_requests = stored(), len(server.requests)
         assert 3 <= done <= 5
         assert main(command) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,7 +19,6 @@ from ragen.core.errors import RagenError
 from ragen.core.tables import markdown
 from ragen.envs.checker import check
 from ragen.envs.registry import make
-from ragen.models.loading import save_model
 from ragen.reports.facts import read_facts
 from ragen.reports.report import page
 from ragen.rollout.judge import KEY_ENV
@@ -30,7 +28,6 @@ from ragen.training.trainer import resume, train
 from tests.bandit_model import settings
 from tests.faulty import FaultyServer, chat_reply
 from tests.scripted_judge import scripted_judge
-from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training.runs import assert_same_results, recorded_results, train_and_kill
 
 PAGE = (Path(__file__).parents[2] / "docs" / "judge.md").read_text("utf-8")
@@ -108,21 +105,6 @@ def test_the_example_of_the_page_trains_with_a_server_on_this_machine(flags: lis
     metrics = read_metrics(Path("run"))
     assert metrics["reward/mean"][1] == metrics["reward_terms/judge"][1] > 0
     assert metrics["episodes/failed"][1] == 0 and metrics["gradient/policy_norm"][1] > 0
-
-
-@pytest.mark.slow
-def test_the_command_of_the_page_without_a_server(
-    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A tiny model takes the place of the judge, too, and its answers cannot be read."""
-    tokenizer = tiny_tokenizer("chatml")
-    save_model(tiny_model(tokenizer, max_position_embeddings=8192), tokenizer, Path("judge"))
-    monkeypatch.setattr("ragen.rollout.judge.MAX_TOKENS", 2)
-    (command,) = re.findall(r"^ragen (train support.toml --judge.url ''.*)$", PAGE, re.MULTILINE)
-    words = shlex.split(command.replace("Qwen/Qwen2.5-0.5B-Instruct", "judge"))
-    assert main([*words, *flags, "--out", "run"]) == 2
-    reason = f"a request failed in every episode: the judge {Path('judge').resolve()} gave no score"
-    assert reason in capsys.readouterr().err
 
 
 def test_a_resumed_run_repeats_the_judges_numbers_and_asks_nothing_twice(

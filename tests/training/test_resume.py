@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shlex
 import shutil
 import signal
@@ -35,8 +34,6 @@ from tests.training.runs import (
     NotedWatcher,
     SendSignal,
     assert_same_results,
-    exit_code,
-    fork,
     make_config,
     recorded_results,
     rows,
@@ -181,25 +178,6 @@ def test_a_run_that_is_killed_in_each_phase_equals_the_uninterrupted_run(
     resume(run)
     assert_same_results(run, uninterrupted(config))
     assert not list((run / "checkpoints").glob(".*"))
-
-
-@pytest.mark.slow
-def test_a_full_disk_leaves_saved_checkpoints_intact(own_bandit_run: Path) -> None:
-    """No file may grow beyond a size, which the database or a tensor file meets."""
-    run = own_bandit_run
-    before = sorted(checkpoint.folders(run))
-
-    def work() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-        resume(run, overrides={"steps": 4})
-
-    assert exit_code(fork(work)) == 2
-    for folder in before:
-        checkpoint.verified_state(folder)
-    assert not list((run / "checkpoints").glob(".*"))
-    resume(run, overrides={"steps": 4})
-    assert checkpoint.newest(run).name == "step-4"
 
 
 # Runs that have nothing to resume, or have lost a part.

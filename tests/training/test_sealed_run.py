@@ -262,23 +262,6 @@ def test_a_change_is_completed_if_a_kill_came_between_file_and_database(
     assert len(read_events(own_bandit_run, "settings")) == 1
 
 
-@pytest.mark.slow
-def test_resume_sets_checkpoints_aside_in_which_a_file_is_none(
-    own_bandit_run: Path, expected: dict[str, Any]
-) -> None:
-    """A folder, a pipe, and a state that no parser takes."""
-    checkpoints = own_bandit_run / "checkpoints"
-    for step, name, make in ((3, "state.json", Path.mkdir), (2, "model.safetensors", os.mkfifo)):
-        path = checkpoints / f"step-{step}" / name
-        path.unlink()
-        make(path)
-    (checkpoints / "step-1" / "state.json").write_text("[" * 100_000 + "]" * 100_000)
-    resume(own_bandit_run)
-    assert_same_results(own_bandit_run, expected)
-    aside = [path.name for path in sorted(checkpoints.glob("damaged-*"))]
-    assert aside == [f"damaged-step-{step}" for step in (1, 2, 3)]
-
-
 def test_a_run_without_its_database_can_be_trained_further(
     own_bandit_run: Path, tmp_path: Path, capsys: Capture
 ) -> None:

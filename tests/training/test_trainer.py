@@ -17,9 +17,7 @@ from typing import Any
 
 import pytest
 
-from ragen.algorithms.advantages import ADVANTAGES
 from ragen.algorithms.batch import Batch
-from ragen.algorithms.estimator import needs_values
 from ragen.core.errors import RagenError
 from ragen.core.types import Role
 from ragen.diagnostics.guard import Alarm
@@ -236,37 +234,23 @@ def test_isolated_environments_repeat_and_give_the_same_tokens(tmp_path: Path) -
 # Algorithms.
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "bi_level_gae" else pytest.mark.slow)
-        for name in sorted(ADVANTAGES)
-    ],
-)
-def test_every_advantage_estimator_trains(tmp_path: Path, name: str) -> None:
+def test_an_estimator_of_turns_trains(tmp_path: Path) -> None:
     config = make_config(
         algorithm="starpo/ppo",
-        advantage__name=name,
-        reward__placement="turn" if name == "bi_level_gae" else "episode",
+        advantage__name="bi_level_gae",
+        reward__placement="turn",
         loss__kl=0.0,
         **STEP | {"rollout__group_size": 4},
     )
     train(config, tmp_path / "run")
-    critic = checkpoint.newest(tmp_path / "run") / "critic.safetensors"
-    assert critic.exists() == needs_values(ADVANTAGES[name])
+    assert (checkpoint.newest(tmp_path / "run") / "critic.safetensors").exists()
     query = "SELECT value FROM metrics WHERE name = 'gradient/policy_norm'"
     assert rows(tmp_path / "run", query)[0][0] > 0
 
 
-LOSSES = {
-    "gspo": {"loss__clip_low": 3e-4, "loss__clip_high": 4e-4},
-    "cispo": {"loss__clip_low": 1.0},
-}
-
-
-@pytest.mark.parametrize("name", ["gspo", pytest.param("cispo", marks=pytest.mark.slow)])
-def test_every_loss_trains(tmp_path: Path, name: str) -> None:
-    more = {"loss__name": name, "update__epochs": 2, "rollout__group_size": 4} | LOSSES[name]
+def test_a_loss_of_whole_episodes_trains(tmp_path: Path) -> None:
+    clip = {"loss__name": "gspo", "loss__clip_low": 3e-4, "loss__clip_high": 4e-4}
+    more = clip | {"update__epochs": 2, "rollout__group_size": 4}
     train(make_config(**STEP | more), tmp_path / "run")
     found = dict(rows(tmp_path / "run", "SELECT name, value FROM metrics"))
     assert found["importance/mean"] == 1, "one set of weights, float32"

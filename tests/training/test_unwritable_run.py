@@ -17,7 +17,6 @@ import pytest
 from ragen.cli.main import main
 from ragen.core.files import system_errors
 from ragen.storage import checkpoint
-from ragen.training.trainer import resume
 from tests.tiny import tiny_tokenizer
 from tests.training.runs import (
     assert_same_results,
@@ -95,30 +94,6 @@ def test_a_run_that_cannot_be_written_goes_on_in_a_copy(
         error = refused(capsys, "eval", run, "--episodes", 2)
         assert error.endswith("choose a writable place with --out\n")
         assert main(["eval", str(run), "--episodes", "2", "--out", "EVALUATED"]) == 0
-
-
-@pytest.mark.slow
-def test_checkpoints_that_are_no_folder_or_forbidden_are_named(
-    run: Path, expected: dict[str, Any], capsys: Capture
-) -> None:
-    folder = run / "checkpoints"
-    with bound_by_permissions():
-        for mode in (0o000, 0o666):
-            folder.chmod(mode)
-            error = refused(capsys, "resume", run, "--quiet")
-            assert re.search(f"cannot read {folder}.*: permission denied; make", error), error
-            assert "another --out" not in error
-        folder.chmod(0o555)
-        error = refused(capsys, "resume", run, "--quiet")
-        assert re.search(r"cannot write the checkpoint \S*/step-\d: permission denied", error)
-        assert f"then continue with: ragen resume {run}" in error
-        folder.chmod(0o755)
-        resume(run)
-    assert_same_results(run, expected)
-    assert not list(folder.glob("damaged*"))
-    folder.rename(run / "elsewhere")
-    folder.write_text("")
-    assert "cannot read" in refused(capsys, "resume", run)
 
 
 def test_a_checkpoint_that_must_not_be_read_is_not_taken_for_damaged(

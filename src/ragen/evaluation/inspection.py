@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 ENV = "sokoban"
 """Where a model plays if no environment is named: its episodes last several turns."""
 TURNS = 3
-LEVELS = 8
-"""Levels that are tried for an episode of `TURNS` turns."""
 SQUARE = 64, 64
 """Height and width of the picture whose tokens are counted if the environment shows none."""
 REPLIES, TOKENS = 8, 16
@@ -238,10 +236,7 @@ def _parsed(
 
 
 def conversation(setup: Setup, chat: Chat) -> tuple[tuple[Turn, ...], EpisodeSpec]:
-    """The first `TURNS` turns of an episode of random play with one action a turn, and its spec.
-
-    The episode is the first on `LEVELS` levels with that many turns, or else one with the most.
-    """
+    """The first `TURNS` turns of an episode of random play with one action a turn, and its spec."""
 
     def first_action(seed: int) -> Player:
         play = random_player(seed)
@@ -255,19 +250,14 @@ def conversation(setup: Setup, chat: Chat) -> tuple[tuple[Turn, ...], EpisodeSpe
         lambda actions, _: f"I try {actions[0]}.",
         setup.write,
     )
-    played = list[tuple[tuple[Turn, ...], EpisodeSpec]]()
-    for level in range(EVAL_LEVELS, EVAL_LEVELS + LEVELS):
-        spec = EpisodeSpec(level, 0, 0, (0, "look"))
-        episode = run_async(play_episode(player, setup, spec))
-        if episode.failed:
-            raise RagenError(
-                f"the environment {setup.env!r} failed: {outcome_of(episode).reason}; run "
-                "`ragen check` on it"
-            )
-        played.append((episode.turns[:TURNS], spec))
-        if len(episode.turns) >= TURNS:
-            return played[-1]
-    return max(played, key=lambda each: len(each[0]))
+    spec = EpisodeSpec(EVAL_LEVELS, 0, 0, (0, "look"))
+    episode = run_async(play_episode(player, setup, spec))
+    if episode.failed:
+        raise RagenError(
+            f"the environment {setup.env!r} failed: {outcome_of(episode).reason}; run "
+            "`ragen check` on it"
+        )
+    return episode.turns[:TURNS], spec
 
 
 def samples_of(turns: Sequence[Turn], setup: Setup, chat: Chat) -> tuple[list[list[Piece]], str]:
