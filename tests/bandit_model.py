@@ -6,7 +6,6 @@ tests have different rewards and gradients other than zero.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from functools import cache
 from pathlib import Path
@@ -57,6 +56,7 @@ def _prepare(folder: Path) -> None:
     from ragen.chat.chat import Chat
     from ragen.config.reading import merge
     from ragen.config.sections import LossConfig, UpdateConfig
+    from ragen.core.stopping import run_async
     from ragen.learning.learner import Learner
     from ragen.learning.models import Models
     from ragen.models.loading import save_model
@@ -75,7 +75,8 @@ def _prepare(folder: Path) -> None:
         lambda prompt: f"{generator.choice(['Dragon', 'Phoenix'])}</answer>",
         lambda text: (*chat.encode(text), end),
     )
-    groups = asyncio.run(run_groups(policy, make_setup(config, chat), range(4), 4, (0, "speak")))
+    what = policy, make_setup(config, chat), range(4), 4, (0, "speak")
+    groups = run_async(run_groups(*what))
     learner = Learner(Models(model), UpdateConfig(lr=1e-2), LossConfig(name="nll"), steps=80)
     batch = collate(to_samples(groups)[0])
     for step in range(80):

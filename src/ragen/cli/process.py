@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from traceback import walk_tb
 
 STARTED = time.perf_counter()
 """When the command began; Python itself started some hundredths of a second before."""
@@ -44,7 +43,6 @@ PHRASES = {
     "bad_alloc": MEMORY,
     "bad allocation": MEMORY,
     "failed to map segment": MEMORY,
-    "error return without exception set": MEMORY,  # of a module in C that was imported
     "can't start new thread": THREADS,
     "terminated abruptly": "a process of this command was killed; memory may have run out",
 }
@@ -104,20 +102,6 @@ def refusal(error: BaseException) -> str | None:
         for said, words in PHRASES.items():
             if said in str(error):
                 return words
-    return _failed_import(error)
-
-
-def _failed_import(error: BaseException) -> str | None:
-    """The library whose import raised an exception, in one line; ``None`` for another cause.
-
-    Libraries read environment variables when they are imported, such as ``TORCH_LOGS``.
-    """
-    for frame, _ in walk_tb(error.__traceback__):
-        library = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if frame.f_code.co_name == "<module>" and library not in ("__main__", "ragen"):
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            return (
-                f"{library} cannot be imported: {reason}; check its installation and the "
-                "environment variables that it reads"
-            )
+    if isinstance(error, ImportError):
+        return f"{error}; check the installation of {error.name or 'that library'}"
     return None

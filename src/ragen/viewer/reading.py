@@ -11,7 +11,6 @@ import json
 import math
 import os
 import sqlite3
-import time
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -45,13 +44,6 @@ MOST_FOLDERS = 5000
 FILES = (DATABASE, CONFIG, BRANCHES)
 """The files of a run; the last one exists only if something was branched. None may be a link, which
 could lead to anything that the viewer's user can read."""
-
-LONGEST_S = 30.0
-"""Time limit of one answer, a hundred times what the slowest one needs. It bounds the cost of a
-database that was made to keep readers busy."""
-
-BETWEEN_LOOKS = 100_000
-"""Steps of SQLite's virtual machine between two checks of the clock: about a millisecond."""
 
 Signature = tuple[tuple[int, int, int] | None, ...]
 """The identity, size and time of last change of a run's files."""
@@ -217,13 +209,9 @@ def reading(folder: Path, name: str = DATABASE) -> Iterator[RunReader]:
             check_schema(connection, name)
             connection.row_factory = sqlite3.Row
             connection.execute("PRAGMA query_only = ON")
-            end = time.monotonic() + LONGEST_S
-            connection.set_progress_handler(lambda: time.monotonic() > end, BETWEEN_LOOKS)
             yield RunReader(folder, connection)
     except sqlite3.Error as error:
-        late = str(error) == "interrupted"
-        reason = f"it takes longer than {LONGEST_S:g} s" if late else error
-        raise Unreadable(f"{name} cannot be read: {reason}") from None
+        raise Unreadable(f"{name} cannot be read: {error}") from None
 
 
 def signature(folder: Path) -> Signature:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ COUNTED = {
 }
 """The horizontal axes besides the step, and their metrics."""
 
-ENGINE = "engine"
-"""The kind of the engine's events, and the first part of the names of its metrics."""
+ENGINE = "engine/"
+"""Prefix of the engine's metrics, which are shown among the signals: queue, staleness, idle."""
 
 
 def about(asked: Question) -> Answer:
@@ -45,10 +45,9 @@ def about(asked: Question) -> Answer:
         "config": read_settings(folder),
         "differences": _differences(folder),
         "events": happened,
-        "engine": _engine(names, happened),
         "evaluations": with_parts(evaluated),
         "names": names,
-        "labels": SIGNALS | {name: name for name in names if name.startswith(TERMS)},
+        "labels": SIGNALS | {name: name for name in names if name.startswith((TERMS, ENGINE))},
         "phases": seconds_by_phase(found, evaluating),
         "exactness": [
             {
@@ -69,25 +68,6 @@ def events(run: RunReader, after: int = 0) -> list[Answer]:
     columns = "id, attempt, step, time, kind, text, data"
     rows = run.rows(f"SELECT {columns} FROM events WHERE id > ? ORDER BY id", after)
     return [dict(row) | {"data": loaded(row["data"])} for row in rows]
-
-
-def _engine(names: Sequence[str], happened: Sequence[Answer]) -> list[Answer] | None:
-    """Lost processes of the engine, each with its state and last loss; ``None`` without records."""
-    about_engine = [each for each in happened if each["kind"] == ENGINE]
-    if not about_engine and not any(name.startswith(f"{ENGINE}/") for name in names):
-        return None
-    found: dict[str, Answer] = {}
-    for event in about_engine:
-        data = event["data"] if isinstance(event["data"], dict) else {}
-        if data.get("what") == "lost":
-            process = str(data.get("process") or "unknown")
-            losses = found[process]["losses"] + 1 if process in found else 1
-            last = {name: event[name] for name in ("step", "text")}
-            found[process] = {"process": process, "state": "lost", "losses": losses} | last
-        elif data.get("what") == "restored":  # a new engine with new processes
-            for row in found.values():
-                row["state"] = "running"
-    return list(found.values())
 
 
 def _differences(folder: Path) -> list[Answer] | None:

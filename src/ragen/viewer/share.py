@@ -46,7 +46,6 @@ OUR_TEXTS = frozenset(
         "error",
         "problem",
         "reason",
-        "engine",
     }
 )
 """Keys of texts that this program or Python wrote, which may contain paths of this machine."""

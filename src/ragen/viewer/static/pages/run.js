@@ -3,7 +3,6 @@
 import { link, visit } from "../addresses.js";
 import { shared, useApi, useEvents } from "../api.js";
 import { Events, Exactness, Phases } from "../details.js";
-import { Engine, engineNames } from "../engine.js";
 import { Glance, Headline, Tiles } from "../headline.js";
 import { nearest } from "../numbers.js";
 import { Status, Text, useReady } from "../parts.js";
@@ -20,7 +19,7 @@ export function Page({ params, query, setQuery }) {
   const { names = [], labels = {} } = data ?? {};
   const shown = useMemo(() => chosen(names, labels, query.m), [data, query.m]);
   const signs = COLLAPSE.filter((name) => names.includes(name));
-  const asked = [...new Set([...shown, ...signs, ...engineNames(data)])];
+  const asked = [...new Set([...shown, ...signs])];
   const runs = useMemo(() => (data ? [data] : []), [data]);
   const metrics = useMetrics([run], asked);
   const refresh = () => {
@@ -50,7 +49,6 @@ export function Page({ params, query, setQuery }) {
       ...${{ runs, metrics, names: shown, query, setQuery, tools }}
       onPick=${data.episode_steps.length && link("episodes", { run }) ? open : undefined}
       onMark=${({ id }) => setQuery({ event: id })} />`}
-    ${data.engine && html`<${Engine} run=${data} answer=${metrics.data[run]} />`}
     <div class="cards">
       <${Events} run=${data} picked=${query.event} />
       <${Phases} phases=${data.phases} />
