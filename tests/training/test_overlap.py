@@ -189,24 +189,17 @@ def test_the_life_of_an_entry() -> None:
     async def fails(_: asyncio.Semaphore) -> Played:
         raise EngineLost("gone")
 
-    async def live() -> list[tuple[str, ...]]:
-        buffer, states = Buffer(2, slots=1), []
+    async def live() -> None:
+        buffer = Buffer(2, slots=1)
         for play in (finishes, plays_on, fails):
             buffer.add((), play)
         entries = list(buffer.entries)
-        for _ in range(2):
-            states.append(tuple(entry.state for entry in entries))
-            await asyncio.sleep(0.01)
+        assert not any(entry.play.done() for entry in entries)
         assert await buffer.take() is played
         await buffer.drop()
-        assert not buffer.entries and all(entry.play.done() for entry in entries if entry.play)
-        return [*states, tuple(entry.state for entry in entries)]
+        assert not buffer.entries and all(entry.play.done() for entry in entries)
 
-    assert asyncio.run(live()) == [
-        ("queued", "queued", "queued"),
-        ("finished", "playing", "playing"),
-        ("trained", "dropped", "dropped"),
-    ]
+    asyncio.run(live())
 
 
 # New weights while completions are open.

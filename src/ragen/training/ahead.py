@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 from ragen.core.metrics import Metrics, largest, last, mean, total
 from ragen.core.types import Group
 from ragen.training.mixture import Start
-
-State = Literal["queued", "playing", "finished", "trained", "dropped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +32,12 @@ class Played:
     stale: frozenset[int] = frozenset()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
-    """A step in the buffer: where its groups start, its play, and the state of both (`Buffer`)."""
+    """A step in the buffer: where its groups start, and its play."""
 
     starts: Sequence[Start]
-    play: asyncio.Task[Played] | None = None
-    state: State = "queued"
+    play: asyncio.Task[Played]
 
 
 @dataclass(slots=True)
@@ -78,34 +75,21 @@ class Buffer:
         return Counter(start.setup.env for entry in self.entries for start in entry.starts)
 
     def add(
-        self, starts: Sequence[Start], play: Callable[[asyncio.Semaphore], Awaitable[Played]]
+        self,
+        starts: Sequence[Start],
+        play: Callable[[asyncio.Semaphore], Coroutine[Any, Any, Played]],
     ) -> None:
         """Queue a step, whose groups `play` plays."""
-        gate = self.gate = self.gate or asyncio.Semaphore(self.slots)
-        entry = Entry(starts)
-
-        async def live() -> Played:
-            entry.state = "playing"
-            played = await play(gate)
-            entry.state = "finished"
-            return played
-
-        entry.play = asyncio.create_task(live())
-        self.entries.append(entry)
+        self.gate = self.gate or asyncio.Semaphore(self.slots)
+        self.entries.append(Entry(starts, asyncio.create_task(play(self.gate))))
 
     async def take(self) -> Played:
         """The oldest entry's groups, once they are played."""
-        entry = self.entries.popleft()
-        assert entry.play is not None
-        played = await entry.play
-        entry.state = "trained"
-        return played
+        return await self.entries.popleft().play
 
     async def drop(self) -> None:
         """Cancel all entries, because the weights or the levels will change."""
-        tasks = [entry.play for entry in self.entries if entry.play is not None]
-        for entry in self.entries:
-            entry.state = "dropped"
+        tasks = [entry.play for entry in self.entries]
         self.entries.clear()
         self.gate = None
         for task in tasks:
@@ -121,7 +105,7 @@ class Buffer:
         """Metrics of a step at its end; `kept` are the indices of the groups it trained on."""
         metrics = {
             "engine/stale_groups": total(len(played.stale)),
-            "engine/queue": last(sum(entry.state == "finished" for entry in self.entries)),
+            "engine/queue": last(sum(entry.play.done() for entry in self.entries)),
             "engine/play_s": total(played.seconds),
         }
         if old := [staleness(played.groups[index], played.version) for index in kept]:
