@@ -33,7 +33,7 @@ export const Origin = ({ turn: { parent, link, role } }) => known(link) && html`
  * The lane of each call. The first call that continues another one follows it in its lane, if both or
  * neither are trained on. Any other opens a lane: the first that is free from its parent on.
  */
-export function lanesOf(calls) {
+function lanesOf(calls) {
   const conversations = [];
   const continued = new Set();
   const places = [];

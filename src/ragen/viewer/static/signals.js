@@ -61,7 +61,7 @@ function stepAt(axes, axis, x) {
 }
 
 /** A metric of a run as a series of `Curves`; rolled-back values are known only by step. */
-export function seriesOf(run, answer, name, axis, colour) {
+function seriesOf(run, answer, name, axis, colour) {
   const found = answer?.names[name];
   if (!found) return { name: run, colour, x: [], y: [] };
   const left = axis === "step" ? found.left : [];

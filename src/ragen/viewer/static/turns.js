@@ -41,7 +41,7 @@ export function signed(x) {
 }
 
 /** The actions of a turn; those that the environment did not execute are struck through. */
-export function Actions({ actions_asked: asked, actions_executed: executed }) {
+function Actions({ actions_asked: asked, actions_executed: executed }) {
   if (!asked.length) return html`<span class="muted">no action</span>`;
   return html`<span class="actions">${matched(asked, executed).map(({ action, done }, i) => done
     ? html`<span key=${i} class="action"><${Text} text=${called(action)} limit=${80} /></span>`
@@ -86,7 +86,7 @@ export const Earned = ({ amount }) =>
   html`<span class="number ${tone(amount)}">${signed(amount)}</span>`;
 
 /** In words: the reward, the penalty if there is one, and the return so far if it is given. */
-export function Balance({ reward, penalty, sum }) {
+function Balance({ reward, penalty, sum }) {
   return html`<span class="balance"><span class="muted">reward </span><${Earned} amount=${reward} />${
     penalty !== 0 && html`<span class="muted">, penalty </span><${Earned} amount=${penalty} />`}${
     known(sum) && html`<span class="muted" title="rewards and penalties so far">, return so far${" "}
