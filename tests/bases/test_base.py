@@ -118,7 +118,7 @@ HASHES = {
     "sokoban": "48d240b8ceb47866",
     "frozen-lake-no-skill": "0467c2617e716971",
     "frozen-lake-picture": "daa886b33e835705",
-    "sokoban-picture": "62798198b56f514f",
+    "sokoban-picture": "f854edbf97e3f179",
 }
 
 
