@@ -12,6 +12,7 @@ The rate of products is measured in the model's dtype.
 
     python benchmarks/step.py [--steps 10] [--json]
     python benchmarks/step.py --model FOLDER --dtype bfloat16 --members 8 --turns 1 --steps 3
+    python benchmarks/step.py --model src/ragen/models/bases/frozen-lake-picture --observation picture
     python benchmarks/step.py --peer trl_step.py --peer-python PYTHON_OF_ITS_ENVIRONMENT
 
 With a peer, both run `--rounds` times in turn, each time in a process of its own; medians are
@@ -75,6 +76,7 @@ class Work:
     members: int = 16
     turns: int = 5
     dtype: str = "float32"
+    observation: str = "grid"
 
     @property
     def episodes(self) -> int:
@@ -161,7 +163,11 @@ def make_config(model: Path, steps: int, work: Work = USUAL) -> Config:
             "algorithm": "starpo/grpo",
             "steps": steps,
             "threads": 1,
-            "env": {"name": f"{__file__}:Lake", "max_turns": work.turns},
+            "env": {
+                "name": f"{__file__}:Lake",
+                "max_turns": work.turns,
+                "params": {"observation": work.observation},
+            },
             "model": {"path": str(model), "max_length": 512, "dtype": work.dtype},
             "rollout": {
                 "num_groups": work.groups,
@@ -236,7 +242,7 @@ def operations(
             group's prompt in all members but one and, in the last layer, queries and all behind
             them (logits too) at positions whose next token was not sampled.
     """
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model).get_text_config()
     width, mlp, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     kv_width = width // config.num_attention_heads * config.num_key_value_heads
     kv, rest, head = 2 * width * kv_width, 2 * width**2 + 3 * width * mlp, width * config.vocab_size
@@ -343,6 +349,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=USUAL.groups)
     parser.add_argument("--members", type=int, default=USUAL.members)
     parser.add_argument("--turns", type=int, default=USUAL.turns)
+    parser.add_argument("--observation", default=USUAL.observation, help="the form of the lake")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--peer", type=Path, help="the peer's script")
     parser.add_argument("--peer-python", type=Path, default=Path(sys.executable))
@@ -351,7 +358,7 @@ def main() -> None:
     if args.peer:
         result = beside(args)
     else:
-        work = Work(args.groups, args.members, args.turns, args.dtype)
+        work = Work(args.groups, args.members, args.turns, args.dtype, args.observation)
         result = ours(args.steps, work, args.model)
     result = {name: float(f"{value:.4g}") for name, value in result.items()}
     if args.json:
