@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -110,9 +111,17 @@ def new_model(
     return model
 
 
+class Demonstrations(Protocol):
+    """What a stage shows."""
+
+    def samples(self, stage: Stage, number: int, step: int) -> list[Sample]:
+        """One step's demonstrations; the mask is true only on tokens that are trained."""
+        ...
+
+
 def teach(
     model: PreTrainedModel,
-    player: LessonPlayer,
+    player: Demonstrations,
     stage: Stage,
     number: int,
     steps: int | None,

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ragen.cli.agent import agent_options, with_agent
 from ragen.cli.command import Command, Overrides, Parser, complain, number, program, terminal, whole
 from ragen.core.errors import RagenError
 from ragen.core.seeding import EVAL_LEVELS, TRAIN_LEVELS
@@ -84,9 +85,10 @@ def _typed(overrides: Overrides, prefixes: tuple[str, ...], but: Container[str] 
 def _base_options(parser: Parser) -> None:
     families = (
         "bandit, frozen-lake, frozen-lake-no-skill, frozen-lake-picture, frozen-lake-still, "
-        "sokoban or sokoban-picture; or --env"
+        "sokoban or sokoban-picture; or --env, or --agent"
     )
     parser.take("family", "FAMILY", families, nargs="?")
+    agent_options(parser)
     parser.take("--out", "DIR", "folder of the model", Path, required=True)
     parser.take("--seed", "N", "seed", whole(0), 0)
     parser.take("--steps", "N", "steps per stage; fewer for a trial", whole(1))
@@ -100,9 +102,10 @@ def _base_options(parser: Parser) -> None:
 
 
 def _base(options: Namespace, overrides: Overrides) -> int:
+    overrides = with_agent(options, overrides)
     env = overrides.get("env.name")
     if (env is None) == (options.family is None):
-        raise RagenError("name a family (ragen base --help), or an environment with --env")
+        raise RagenError("name a family (ragen base --help), an environment, or an agent")
     keys = () if env is None else ("env.", "prompt.window")
     given = {key: value for key, value in overrides.items() if key != PROCESSES}
     other = [key for key in given if not key.startswith(keys) or key == "env.isolate"]
@@ -119,9 +122,11 @@ def _base(options: Namespace, overrides: Overrides) -> int:
         prepare(options.family, options.out, options.seed, options.steps, print, processes)
         print(f"the base model of {options.family} is in {options.out}")
         return 0
-    from ragen.bases.env_base import prepare_env
-
-    prepare_env(given, options.out, options.seed, options.steps, print, processes)
+    if options.agent is not None:
+        from ragen.bases.agent_base import prepare_agent as prepare_base
+    else:
+        from ragen.bases.env_base import prepare_env as prepare_base
+    prepare_base(given, options.out, options.seed, options.steps, print, processes)
     typed = _typed(overrides, keys, ("env.name",))
     env, model = shlex.quote(env), shlex.quote(str(options.out))
     print(f"train it further:  {program()} train --env {env} --model {model}{typed}")
