@@ -81,8 +81,9 @@ and no skill. They are of tasks that training uses, and evaluation does not.
 class Guesser:
     """A policy that guesses: it calls tools with random arguments and gives a random answer.
 
-    Texts of arguments are of those `texts` that the last message of the user holds, or else any of
-    them; answers are of `answers`. Where a tool takes an ``answer``, calling it is the answer.
+    A text in the arguments is one of `texts`, and an answer one of `answers`: any of those that the
+    conversation has mentioned, or else any. Where a tool takes an ``answer``, to call it is to
+    answer.
     """
 
     def __init__(self, texts: Sequence[str], answers: Sequence[str]) -> None:
@@ -94,17 +95,18 @@ class Guesser:
         offered: list[Any] = [tool["function"] for tool in prompt.tools]
         last = [tool for tool in offered if "answer" in _parameters(tool)]
         others = [tool for tool in offered if tool not in last]
-        is_first = all(message["role"] != "assistant" for message in prompt.messages)
+        said = [message for message in prompt.messages if message["role"] != "system"]
+        text = "\n".join(message["content"] for message in said)
+        is_first = all(message["role"] != "assistant" for message in said)
         if others and (is_first or generator.random() < AGAIN):
-            reply = self._call(pick(generator, others), prompt, generator)
+            reply = self._call(pick(generator, others), text, generator)
         elif last:
-            reply = self._call(pick(generator, last), prompt, generator)
+            reply = self._call(pick(generator, last), text, generator)
         else:
-            reply = pick(generator, self._answers)
+            reply = _mentioned(self._answers, text, generator)
         return written_completion(reply)
 
-    def _call(self, tool: Any, prompt: Prompt, generator: np.random.Generator) -> str:
-        said = next(m["content"] for m in reversed(prompt.messages) if m["role"] == "user")
+    def _call(self, tool: Any, said: str, generator: np.random.Generator) -> str:
         arguments = {
             name: self._argument(name, schema, said, generator)
             for name, schema in _parameters(tool).items()
@@ -115,7 +117,7 @@ class Guesser:
         self, name: str, schema: Mapping[str, Any], said: str, generator: np.random.Generator
     ) -> Any:
         if name == "answer":
-            return pick(generator, self._answers)
+            return _mentioned(self._answers, said, generator)
         if schema.get("enum"):
             return pick(generator, schema["enum"])
         match schema.get("type"):
@@ -123,7 +125,11 @@ class Guesser:
                 return pick(generator, range(10))
             case "boolean":
                 return pick(generator, (False, True))
-        return pick(generator, [text for text in self._texts if text in said] or self._texts)
+        return _mentioned(self._texts, said, generator)
+
+
+def _mentioned(texts: Sequence[str], said: str, generator: np.random.Generator) -> str:
+    return pick(generator, [text for text in texts if text in said] or texts)
 
 
 def _parameters(tool: Any) -> Mapping[str, Any]:
