@@ -77,7 +77,10 @@ def test_commands_in_pages_are_accepted(
     for name, language in {"my_agent.py": "python", "tasks.jsonl": "json"}.items():
         example, *_ = re.findall(rf"```{language}\n(.*?)```", AGENTS, re.DOTALL)
         Path(name).write_text(example, "utf-8")
-    shutil.copytree(base_folder("bandit"), "models/bandit")  # as `ragen sft` would make it
+    for example in re.findall(r"```python\n(\"\"\"\w+_agent.py: .*?)```", AGENTS, re.DOTALL):
+        Path(example[3:].partition(":")[0]).write_text(example, "utf-8")
+    for model in ("bandit", "openai"):  # as `ragen sft` and `ragen base` would make it
+        shutil.copytree(base_folder("bandit"), f"models/{model}")
     for name, *rest in commands(page):
         assert name in COMMANDS
         if name == "train":

@@ -205,7 +205,7 @@ def test_the_card_says_how_to_train_in_the_same_environment() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("base --out there", "name a family (ragen base --help), or an environment with --env"),
+        ("base --out there", "name a family (ragen base --help), or --env, or --agent"),
         (f"base --env {ECHO} --out there --update.lr 0.1", "update.lr has no effect on this base"),
         (f"base --env {ECHO} --out there --env.isolate true", "env.isolate has no effect"),
         ("base bandit --out there --env.max_turns 3", "env.max_turns has no effect"),

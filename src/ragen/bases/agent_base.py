@@ -52,17 +52,15 @@ LONGEST = 8192
 """Greatest number of tokens of a prompt and its reply."""
 CALL = ("<tool_call>", "</tool_call>", '{"name": "', '", "arguments": {"', '": "', '", "', '"}}')
 """The pieces of a call around its words."""
-TOOLS_TEMPLATE = "{% for tool in tools or [] %}<|user|>{{ tool['function']['name'] }}{% endfor %}"
-CALLS_TEMPLATE = (
-    "{{ message['content'] }}{% for call in message['tool_calls'] or [] %}"
-    "<tool_call>{{ {'name': call['function']['name'], 'arguments': call['function']['arguments']}"
-    "|tojson }}</tool_call>{% endfor %}<|end|>"
-)
-AGENT_TEMPLATE = TOOLS_TEMPLATE + TEMPLATE.replace(
-    "{{ message['content'] }}<|end|>", CALLS_TEMPLATE
+AGENT_TEMPLATE = (
+    "{% for tool in tools or [] %}<|user|>{{ tool['function']['name'] }}{% endfor %}"
+    + TEMPLATE.replace(
+        "<|end|>",
+        "{% for call in message['tool_calls'] or [] %}<tool_call>{{ {'name': call.function.name, "
+        "'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor %}<|end|>",
+    )
 )
 """The template of the embedded models, with the names of the tools before it and with calls."""
-
 
 CARD = """# A base model for the agent {agent}
 
@@ -81,9 +79,8 @@ and no skill. They are of tasks that training uses, and evaluation does not.
 class Guesser:
     """A policy that guesses: it calls tools with random arguments and gives a random answer.
 
-    A text in the arguments is one of `texts`, and an answer one of `answers`: any of those that the
-    conversation has mentioned, or else any. Where a tool takes an ``answer``, to call it is to
-    answer.
+    A text in the arguments is one of `texts`, and an answer one of `answers`. What the conversation
+    has mentioned is preferred. Where a tool takes an ``answer``, to call it is to answer.
     """
 
     def __init__(self, texts: Sequence[str], answers: Sequence[str]) -> None:
@@ -92,44 +89,32 @@ class Guesser:
     async def complete(self, prompt: Prompt) -> Completion:
         """A call of a tool, or an answer."""
         generator = np.random.Generator(np.random.PCG64(prompt.seed))
+        said = [message for message in prompt.messages if message["role"] != "system"]
+        text = "\n".join(message["content"] for message in said)
+
+        def guess(values: Sequence[Any]) -> Any:
+            return pick(generator, [each for each in values if str(each) in text] or values)
+
         offered: list[Any] = [tool["function"] for tool in prompt.tools]
         last = [tool for tool in offered if "answer" in _parameters(tool)]
         others = [tool for tool in offered if tool not in last]
-        said = [message for message in prompt.messages if message["role"] != "system"]
-        text = "\n".join(message["content"] for message in said)
         is_first = all(message["role"] != "assistant" for message in said)
-        if others and (is_first or generator.random() < AGAIN):
-            reply = self._call(pick(generator, others), text, generator)
-        elif last:
-            reply = self._call(pick(generator, last), text, generator)
-        else:
-            reply = _mentioned(self._answers, text, generator)
-        return written_completion(reply)
+        again = is_first or generator.random() < AGAIN
+        tools = others if others and again else last
+        if not tools:
+            return written_completion(guess(self._answers))
+        tool = pick(generator, tools)
+        arguments = {name: guess(self._values(name, a)) for name, a in _parameters(tool).items()}
+        return written_completion(write_hermes([write_call(tool["name"], **arguments)]))
 
-    def _call(self, tool: Any, said: str, generator: np.random.Generator) -> str:
-        arguments = {
-            name: self._argument(name, schema, said, generator)
-            for name, schema in _parameters(tool).items()
-        }
-        return write_hermes([write_call(tool["name"], **arguments)])
-
-    def _argument(
-        self, name: str, schema: Mapping[str, Any], said: str, generator: np.random.Generator
-    ) -> Any:
+    def _values(self, name: str, schema: Mapping[str, Any]) -> Sequence[Any]:
+        """The values of a parameter from which guesses are drawn."""
         if name == "answer":
-            return _mentioned(self._answers, said, generator)
-        if schema.get("enum"):
-            return pick(generator, schema["enum"])
-        match schema.get("type"):
-            case "integer" | "number":
-                return pick(generator, range(10))
-            case "boolean":
-                return pick(generator, (False, True))
-        return _mentioned(self._texts, said, generator)
-
-
-def _mentioned(texts: Sequence[str], said: str, generator: np.random.Generator) -> str:
-    return pick(generator, [text for text in texts if text in said] or texts)
+            return self._answers
+        numbers: Sequence[Any] = range(10)
+        kinds = {"integer": numbers, "number": numbers, "boolean": (False, True)}
+        values = schema.get("enum") or kinds.get(str(schema.get("type")))
+        return values or self._texts
 
 
 def _parameters(tool: Any) -> Mapping[str, Any]:
@@ -201,7 +186,7 @@ def prepare_agent(
     tasks, _ = split_tasks(config.env.params["tasks"], config.env.params.get("test_tasks", ""))
     answers = sorted({str(task["answer"]) for task in tasks if "answer" in task})
     parts = [task[key] for task in tasks for key in task if key != "answer"]
-    texts = sorted({part for part in parts if isinstance(part, str)})
+    texts = sorted({part for part in parts if isinstance(part, str)}) or answers
     if not answers:
         raise RagenError('a base learns how answers look from the tasks: give each an "answer"')
     with new_folder(out) as folder:

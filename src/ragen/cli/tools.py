@@ -97,7 +97,8 @@ def _base_options(parser: Parser) -> None:
         "model of its own, in minutes: it reads the screen and replies in form, and has no plan.\n"
         "Keys of the section env may be set, such as --env.params.NAME and --env.max_turns, and\n"
         "--prompt.window, the number of turns in a prompt. With --engine.processes N, N processes\n"
-        "train it, each its share of every step."
+        "train it, each its share of every step.\n"
+        "With --agent, a model that calls the agent's tools and answers, both by guessing."
     )
 
 
@@ -105,7 +106,7 @@ def _base(options: Namespace, overrides: Overrides) -> int:
     overrides = with_agent(options, overrides)
     env = overrides.get("env.name")
     if (env is None) == (options.family is None):
-        raise RagenError("name a family (ragen base --help), an environment, or an agent")
+        raise RagenError("name a family (ragen base --help), or --env, or --agent")
     keys = () if env is None else ("env.", "prompt.window")
     given = {key: value for key, value in overrides.items() if key != PROCESSES}
     other = [key for key in given if not key.startswith(keys) or key == "env.isolate"]
