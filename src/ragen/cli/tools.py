@@ -123,7 +123,7 @@ def _base(options: Namespace, overrides: Overrides) -> int:
         prepare(options.family, options.out, options.seed, options.steps, print, processes)
         print(f"the base model of {options.family} is in {options.out}")
         return 0
-    if options.agent is not None:
+    if str(env).startswith("agent:"):
         from ragen.bases.agent_base import prepare_agent as prepare_base
     else:
         from ragen.bases.env_base import prepare_env as prepare_base
