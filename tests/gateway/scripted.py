@@ -24,15 +24,11 @@ class Scalar:
 RETURNED = {
     "number": lambda: 0.5,
     "scalar": lambda: {"reward": Scalar()},
-    "truth": lambda: True,
     "nothing": lambda: None,
     "dict": lambda: {"reward": 1, "success": False, "answer": "café"},
     "tuple": lambda: (1, [2, {"a": None}]),
     "nan": lambda: float("nan"),
-    "infinity": lambda: {"reward": -float("inf")},
-    "object": object,
     "set": lambda: [{1}],
-    "coroutine": lambda: asyncio.Queue,
     "surrogate": lambda: "\ud800",
     "huge": lambda: "x" * 2_000_000,
     "deep": lambda: deep(100_000),
@@ -56,12 +52,6 @@ async def main(task, base_url, api_key):
         return [task.get("name"), os.getpid()]
     if task["do"] == "ended":
         return ENDED
-    if task["do"] == "stubborn":
-        for _ in range(100):
-            try:
-                await asyncio.sleep(0.05)
-            except asyncio.CancelledError:
-                continue
     return do(task, base_url, api_key)
 
 
@@ -118,15 +108,6 @@ def do(task, base_url, api_key):  # noqa: C901
     return None
 
 
-class Called:
-    """An object whose call is asynchronous."""
-
-    async def __call__(self, task, base_url, api_key):
-        await asyncio.sleep(0)
-        return threading.current_thread() is threading.main_thread()
-
-
-called = Called()
 text = "no function"
 
 

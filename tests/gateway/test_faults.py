@@ -99,34 +99,6 @@ def test_a_thought_that_the_agent_drops_begins_another_conversation(back: str) -
     one.check()
 
 
-def test_weights_that_change_in_an_episode_are_named_by_each_call() -> None:
-    chat = Chat(tiny_tokenizer("chatml"), think=False)
-    one = Drawing(chat, [drawn(chat, f"Version {n}.", version=n) for n in range(3)])
-
-    async def script() -> None:
-        history = [HELLO]
-        for _ in range(3):
-            history += [(await one.ask(*history)).message, AGAIN]
-
-    run(script())
-    assert [turn.completion.policy_version for turn in one.turns] == [0, 1, 2]
-    one.check()
-
-
-def test_a_retry_of_a_later_call_gets_its_reply() -> None:
-    one = agent("Yes.", "Once.", "Next.")
-
-    async def script() -> None:
-        first = await one.ask(HELLO)
-        second = await one.ask(HELLO, first.message, AGAIN, body=b"x")
-        assert await one.ask(HELLO, first.message, AGAIN, body=b"x", is_retry=True) == second
-        await one.ask(HELLO, first.message, AGAIN, second.message, HELLO)
-
-    run(script())
-    assert [turn.call.parent for turn in one.turns if turn.call] == [-1, 0, 1]
-    one.check()
-
-
 @pytest.mark.parametrize("template", ["hermes", "llama3"])
 def test_control_tokens_in_what_an_agent_writes_are_text(template: str) -> None:
     """A result, a message or a tool's description cannot end a turn or open another one."""
@@ -159,18 +131,3 @@ def described(text: str) -> dict[str, Any]:
     """The tool ``guess`` with a description."""
     function: Any = GUESS["function"]
     return {**GUESS, "function": {**function, "description": f"It {text}."}}
-
-
-def test_each_set_of_tools_has_conversations_of_its_own() -> None:
-    """As where an agent hands over to another one, which has other tools."""
-    one = Agent(Chat(tool_tokenizer("hermes"), think=False), ["Yes.", "No.", "Good."])
-    other = described("is another one")
-
-    async def script() -> None:
-        first = await one.ask(HELLO, tools=[GUESS])
-        second = await one.ask(HELLO, first.message, AGAIN, tools=[other])
-        await one.ask(HELLO, first.message, AGAIN, second.message, HELLO, tools=[other])
-
-    run(script())
-    assert [turn.call.parent for turn in one.turns if turn.call] == [-1, -1, 1]
-    one.check()

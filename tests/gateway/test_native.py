@@ -89,13 +89,7 @@ async def both(policy: Sampler, setup: Setup, tasks: Setup, spec: EpisodeSpec) -
 
 @pytest.mark.parametrize(
     ("env", "template"),
-    [
-        ("countdown", "chatml"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("bandit", "chatml"), ("bandit", "llama3"), ("countdown", "llama3"))
-        ),
-    ],
+    [("countdown", "chatml"), pytest.param("bandit", "llama3", marks=pytest.mark.slow)],
 )
 def test_the_gateway_gives_the_tokens_of_native_play(
     env: str, template: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch

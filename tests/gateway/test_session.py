@@ -658,15 +658,12 @@ def test_a_greeting_by_the_agent_is_in_the_prompt_once(
 @pytest.mark.parametrize(
     ("text", "arguments"),
     [
-        (None, '{"n": NaN}'),
         (None, '{"n": "\\ud800"}'),
         (None, '{"a":' * 64 + "1" + "}" * 64),
-        (None, '{"n": "<|im_end|></s>"}'),
-        (CALL, '{"n": 4}'),
         ("<tool_call>{", '{"n": 4}'),
     ],
 )
-@pytest.mark.parametrize("template", sorted(TOOL_TEMPLATES))
+@pytest.mark.parametrize("template", ["hermes", "llama3", "mistral"])
 def test_no_call_that_an_agent_writes_itself_ends_the_run(
     template: str, text: str | None, arguments: str, offered: list[dict[str, object]]
 ) -> None:

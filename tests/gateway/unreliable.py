@@ -1,6 +1,6 @@
 """An agent whose connections drop, which asks again, forks, raises and is killed; as its task says.
 
-Its faults are drawn from the task's seed. It has three forms: coroutine, function and command.
+Its faults are drawn from the task's seed. It has two forms: coroutine and command.
 """
 
 import asyncio

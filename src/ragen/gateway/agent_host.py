@@ -283,10 +283,9 @@ def load(target: str, channel: Channel, loop: asyncio.AbstractEventLoop) -> Coro
         raise Refused(f"{name} must take (task, base_url, api_key): {error}") from None
     except ValueError:
         pass  # its signature is not known
-    is_async = inspect.iscoroutinefunction(main) or inspect.iscoroutinefunction(
-        getattr(main, "__call__", None)  # noqa: B004 - an object whose call is asynchronous
-    )
-    return Coroutines(main, channel, loop) if is_async else Threads(main, channel)
+    if inspect.iscoroutinefunction(main):
+        return Coroutines(main, channel, loop)
+    return Threads(main, channel)
 
 
 def load_file(where: str) -> Any:

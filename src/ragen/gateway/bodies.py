@@ -22,7 +22,6 @@ ROLES: Mapping[str, Speaker] = {
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
-    "function": "tool",
 }
 """The roles of all dialects."""
 TEXTS = {

@@ -15,8 +15,6 @@ READ = {
 REFUSED = {
     "logit_bias": "the run decides how tokens are sampled",
     "functions": "offer tools",
-    "audio": "replies are text",
-    "web_search_options": "offer functions that the agent runs",
 }
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
 
@@ -28,8 +26,6 @@ def read(body: Mapping[str, Any], known: Callable[[str], Sequence[ChatMessage]])
     bodies.refuse(body, REFUSED)
     if body.get("n") not in (None, 1):
         raise bodies.unsupported("n other than 1", "send the request again for another reply")
-    if body.get("modalities") not in (None, [], ["text"]):
-        raise bodies.unsupported("modalities other than text", "replies are text")
     bodies.refuse_form(body.get("response_format"), "response_format")
     bodies.objects([body.get("stream_options") or {}], "stream_options")
     given = bodies.objects(body.get("messages"), "messages")
@@ -57,12 +53,9 @@ def _message(given: Mapping[str, Any]) -> ChatMessage:
         return ChatMessage(role, text, (), bodies.field(given, "tool_call_id"), name)
     if role != "assistant":
         return ChatMessage(role, bodies.text_of(given.get("content")))
-    bodies.refuse(given, {"audio": "messages may hold text only"})
     reasoning = bodies.field(given, "reasoning_content") or bodies.field(given, "reasoning")
     text = bodies.text_of(given.get("content"), "") or bodies.field(given, "refusal")
     calls = [_call(each) for each in bodies.objects(given.get("tool_calls") or [], "tool_calls")]
-    if given.get("function_call"):
-        calls.append(_call({"function": given["function_call"]}))
     return ChatMessage(role, bodies.thought(reasoning) + text or None, tuple(calls))
 
 

@@ -121,21 +121,14 @@ def cut(
     if not found:
         return completion, text, None
     end, stop = min(found)
-    ids, logprobs = completion.token_ids, completion.logprobs
-    if isinstance(chat, EndpointChat):
-        shorter = replace(completion, text=text[:end], finish_reason="stop")
-        return shorter, text[: end - len(stop)], stop
-    assert ids is not None and logprobs is not None
-    _, count = chat.token_span(ids, text, 0, end)
-    ids, logprobs = ids[:count], logprobs[:count]
-    shorter = replace(
-        completion,
-        token_ids=ids,
-        logprobs=logprobs,
-        text=chat.decode(ids),
-        finish_reason="stop",
-        fingerprint=fingerprint(ids, logprobs),
-    )
+    shorter = replace(completion, text=text[:end], finish_reason="stop")
+    if not isinstance(chat, EndpointChat):
+        assert completion.token_ids is not None and completion.logprobs is not None
+        _, count = chat.token_span(completion.token_ids, text, 0, end)
+        ids, logprobs = completion.token_ids[:count], completion.logprobs[:count]
+        mark = fingerprint(ids, logprobs)
+        shorter = replace(shorter, token_ids=ids, logprobs=logprobs, text=chat.decode(ids))
+        shorter = replace(shorter, fingerprint=mark)
     return shorter, text[: end - len(stop)], stop
 
 

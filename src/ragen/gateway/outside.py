@@ -26,7 +26,7 @@ from ragen.core.waiting import begin
 from ragen.gateway.agents import Outcome
 from ragen.gateway.bodies import error_of
 from ragen.gateway.messages import Refused
-from ragen.gateway.server import QUIET_S, Gateway, body_of, key_of
+from ragen.gateway.server import Gateway, body_of, key_of
 from ragen.web.security import AccessControl, is_loopback, token_in
 from ragen.web.server import url_of
 
@@ -37,6 +37,8 @@ ADDRESS = "127.0.0.1:8000"
 TOKEN = "RAGEN_GATEWAY_TOKEN"
 """The environment variable of the token that programs send to fetch a task."""
 EPISODES = "/v1/episodes"
+QUIET_S = 10.0
+"""Seconds after which a program that waits for a task gets white space, so that it goes on."""
 LAST_S = 0.5
 """Seconds that the server stays after the run, so that programs can ask again and get ``null``."""
 

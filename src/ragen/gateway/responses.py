@@ -139,7 +139,6 @@ def _events(
 
 
 def _answer(reply: Reply, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer before its first item."""
     return {
         "id": PREFIX + reply.id,
         "object": "response",

@@ -12,20 +12,20 @@ import asyncio
 import hmac
 import json
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ragen.core.types import CallRole
 from ragen.core.waiting import begin
-from ragen.gateway.dialects import DIALECTS, Dialect
+from ragen.gateway.dialects import DIALECTS
 from ragen.gateway.messages import Refused, Reply
 from ragen.gateway.session import Session, ended
 from ragen.web.server import Server, listen, make_room
@@ -49,8 +49,6 @@ MOST = 4096
 """Connections at the same time: agents of some hundred episodes, each with several clients."""
 OTHER_FILES = 128
 """Files that the process opens beside these connections."""
-QUIET_S = 10.0
-"""Seconds after which a client that asked for events gets a comment, so that it goes on waiting."""
 END_S = 5.0
 """Seconds that the server may take to end."""
 
@@ -163,27 +161,15 @@ class Gateway:
             episode = self.episode_of(http)
             content, body = await body_of(http)
             request = dialect.read(body, episode.session.known)
-            answer = asyncio.ensure_future(
-                episode.run(
-                    episode.session.reply(
-                        content,
-                        request,
-                        is_retry=http.headers.get("x-stainless-retry-count", "0") != "0",
-                        role=_declared(http),
-                    )
-                )
+            is_retry = http.headers.get("x-stainless-retry-count", "0") != "0"
+            reply = await episode.run(
+                episode.session.reply(content, request, is_retry=is_retry, role=_declared(http))
             )
-            model = str(body.get("model") or MODEL)
-            if request.stream:
-                await asyncio.wait({answer}, timeout=QUIET_S)
-                if not answer.done():
-                    slow = _slowly(episode, answer, dialect, model, body)
-                    return StreamingResponse(slow, media_type="text/event-stream")
-            reply = await answer
         except Refused as refused:
             return JSONResponse(dialect.error(refused), refused.status)
         if await http.is_disconnected():
             episode.lost(reply)
+        model = str(body.get("model") or MODEL)
         if request.stream:
             events = "".join(dialect.events(reply, model, body))
             return Response(events, media_type="text/event-stream")
@@ -223,27 +209,3 @@ def _declared(http: HttpRequest) -> CallRole | None:
     if role not in ROLES:
         raise Refused(400, "invalid_value", f"{ROLE} is one of {', '.join(filter(None, ROLES))}")
     return ROLES[role]
-
-
-async def _slowly(
-    episode: _Open,
-    answer: asyncio.Future[Reply],
-    dialect: Dialect,
-    model: str,
-    body: Mapping[str, Any],
-) -> AsyncIterator[str]:
-    """The events of a reply that is not there yet, with comments meanwhile."""
-    sent = False
-    try:
-        while not answer.done():
-            yield ": wait\n\n"
-            await asyncio.wait({answer}, timeout=QUIET_S)
-        try:
-            for event in dialect.events(await answer, model, body):
-                yield event
-        except Refused as refused:
-            yield f"data: {json.dumps(dialect.error(refused))}\n\n"
-        sent = True
-    finally:
-        if not sent and not answer.cancel() and not answer.exception():
-            episode.lost(answer.result())
