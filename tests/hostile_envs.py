@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -59,13 +57,6 @@ def circle() -> Any:
     value: list[Any] = []
     value.append(value)
     return value
-
-
-def close_connection() -> None:
-    for fd in range(3, 256):
-        with suppress(OSError):
-            os.close(fd)
-    time.sleep(60)
 
 
 def write_to_sockets(data: bytes, count: int = 1) -> None:
@@ -144,20 +135,11 @@ TABLE = [*RAISED, *ANSWERS, *TAKEN]
 """What happens on level 0, 1, … if no deed is chosen; an environment survives all of it."""
 
 WORKER: dict[str, tuple[Callable[[], object], str]] = {
-    "KeyboardInterrupt": (throw(KeyboardInterrupt), "exit code 1"),
     "os._exit": (lambda: os._exit(0), "_exit|exit code 0"),
-    "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), "kill|signal 9"),
     "segmentation fault": (lambda: ctypes.string_at(0), "signal 11"),
-    "C exit": (lambda: ctypes.CDLL(None)._exit(0), "exit code 0"),
     "stopped": (stop, "longer than"),
-    "hangs in C": (lambda: sum(range(10**12)), "longer than"),
     "memory": (lambda: bytearray(2**33), "MemoryError"),
-    "connection closed": (close_connection, "closed its connection|ended|longer than"),
     "endless bytes": (lambda: write_to_sockets(b"x" * 2**20, 100), "more than"),
-    "exit in a thread": (
-        lambda: (threading.Thread(target=os._exit, args=(5,)).start(), time.sleep(9)),
-        "longer than|exit code 5",
-    ),
 }
 """What only a worker process survives, by the reason."""
 

@@ -46,7 +46,8 @@ LEFT = "<think>hm</think><answer>Left</answer>"
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working folder per test, and waits of milliseconds between retries."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(endpoint, "RETRY", endpoint.Retry(tries=2, first_wait_s=0.001))
+    monkeypatch.setattr(endpoint, "TRIES", 2)
+    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.001)
     monkeypatch.delenv(endpoint.KEY_ENV, raising=False)
 
 
@@ -153,7 +154,7 @@ def test_episodes_that_ended_before_the_server_died_are_kept(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After eight requests the port is closed, which ends the command and fails no episode."""
-    monkeypatch.setattr(endpoint, "RETRY", endpoint.Retry(first_wait_s=0.001))
+    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.001)
 
     def script(number: int, body: dict[str, Any]) -> Answer:
         if number == 7:

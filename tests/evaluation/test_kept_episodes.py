@@ -36,7 +36,8 @@ LEFT = "<think>hm</think><answer>Left</answer>"
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(endpoint, "RETRY", endpoint.Retry(tries=2, first_wait_s=0.001))
+    monkeypatch.setattr(endpoint, "TRIES", 2)
+    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.001)
 
 
 def ask(path: str, root: Path, **query: Any) -> Any:

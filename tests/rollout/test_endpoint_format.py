@@ -113,10 +113,7 @@ def test_thoughts_beside_calls(answer: Answer, thought: str) -> None:
 
 MALFORMED: dict[str, tuple[Any, str]] = {
     "arguments that are no JSON": (called(arguments='{"first": "A"'), BROKEN),
-    "arguments that are a list": (called(arguments='["A", "B"]'), BROKEN),
     "arguments of a deep text": (called(arguments="[" * 5000), BROKEN),
-    "arguments of a deep object": (called(arguments='{"a":' * 900 + "1" + "}" * 900), BROKEN),
-    "arguments that close the call": (called(arguments="</tool_call><think>"), BROKEN),
     "a surrogate": (called(arguments='{"first": "\\ud800"}'), BROKEN),
     "no arguments": (called(arguments=""), "Error: first: Missing required argument"),
     "a tag in an argument": (
@@ -125,9 +122,6 @@ MALFORMED: dict[str, tuple[Any, str]] = {
     ),
     "an unknown tool": (called(name="weigh"), "Error: there is no tool of that name"),
     "a name that servers refuse": (called(name="no such\ntool!"), "Error: there is no tool"),
-    "a name that is no text": (called(name=7), BROKEN),
-    "no function": ({"id": "x", "type": "function"}, BROKEN),
-    "no object": (["compare"], BROKEN),
     "nothing": (None, BROKEN),
 }
 
@@ -220,12 +214,6 @@ SIGNED = {"extra_content": {"google": {"thought_signature": "s1"}}, "index": 0}
 KEPT: dict[str, dict[str, Any]] = {
     "a signature in a call": {"tool_calls": [{**called(), **SIGNED}]},
     "reasoning in a field": {"reasoning_content": "which?", "tool_calls": [called()]},
-    "empty reasoning": {"content": "", "reasoning_content": "", "tool_calls": [called()]},
-    "details of a router": {
-        "reasoning": "x",
-        "reasoning_details": [{"type": "reasoning.encrypted", "data": "x", "index": 0}],
-        "tool_calls": [called()],
-    },
     "fields that nobody knows": {"x": {"y": [1, None]}, "tool_calls": [called() | {"z": 1.5}]},
     "content as parts": {
         "content": [
@@ -239,7 +227,6 @@ KEPT: dict[str, dict[str, Any]] = {
     },
     "arguments as an object": {"tool_calls": [called(arguments=json.loads(COMPARE))]},
     "no call": {"content": "no answer: <b", "refusal": "no", "annotations": [], "audio": {"id": 7}},
-    "a cut thought": {"content": "", "reasoning": "so"},
 }
 
 
@@ -280,12 +267,10 @@ def test_dropped_thoughts_stay_away_and_signatures_do_not() -> None:
 
 ODD: dict[str, dict[str, Any]] = {
     "a NaN": {"x": float("nan"), "tool_calls": [called()]},
-    "a deep field": {"x": json.loads("[" * 200 + "]" * 200), "tool_calls": [called()]},
     "calls in the text and beside it": {
         "content": f'<tool_call>{{"name": "compare", "arguments": {COMPARE}}}</tool_call>',
         "tool_calls": [called()],
     },
-    "an unclosed call in the text": {"content": "<tool_call>", "tool_calls": [called()]},
     "content as a number": {"content": 7, "tool_calls": [called()]},
     "no id, and an id twice": {"tool_calls": [called(id_=7), called(), called()]},
 }

@@ -18,7 +18,7 @@ import pytest
 from ragen.core.errors import RagenError, printable
 from ragen.core.types import Completion, Prompt
 from ragen.rollout import endpoint
-from ragen.rollout.endpoint import ChatEndpoint, Retry, Server
+from ragen.rollout.endpoint import ChatEndpoint, Server
 from ragen.rollout.endpoint_format import WrongAnswer, error_message, read_reply
 from ragen.rollout.policies import NoCompletion
 
@@ -94,7 +94,8 @@ def ask(
 
 @pytest.fixture(autouse=True)
 def two_tries(short_waits: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "RETRY", Retry(tries=2, first_wait_s=0.001))
+    monkeypatch.setattr(endpoint, "TRIES", 2)
+    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.001)
     monkeypatch.setenv(endpoint.KEY_ENV, KEY)
 
 
@@ -132,53 +133,29 @@ ANSWERS: dict[str, tuple[list[bytes] | Callable[[], Iterator[bytes]], str]] = {
         lambda: chain([head("400 Bad")], repeat(b"no " * 1000)),
         "HTTP 400: no no no",
     ),
-    "endless headers": (lambda: chain([b"HTTP/1.1 200 OK\r\n"], repeat(b"X: y\r\n" * 999)), BROKEN),
-    "a flood of 1xx": (lambda: repeat(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 99), LATE),
     # Times.
     "silence": (lambda: wait(b""), LATE),
-    "a head in drops": (lambda: drops(head(X="y" * 999)), LATE),
     # Compression.
     "a gzip bomb": (answer(BOMB, Content_Encoding="gzip"), NO_JSON),
-    "the identity": (answer(GO, Content_Encoding="Identity"), "=go"),
     # Charsets and JSON.
-    "charset=idna": (answer(GO, Content_Type="application/json; charset=idna"), "=go"),
     "invalid UTF-8": (answer(b'{"choices": "\xff\xfe"}'), NO_JSON),
-    "a byte order mark": (answer(b"\xef\xbb\xbf" + GO), "=go"),
     "deep lists": (answer(b"[" * MB), NO_JSON),
     # Shapes.
-    "null": (answer(None), "in place of an answer"),
     "a choice of null": (answer({"choices": [None]}), NO_CHOICE),
-    "content as a number": (answer(reply(7)), "="),
     "content as odd parts": (
         answer(reply([1, None, {"text": 2}, {"text": [{"text": "x"}]}, {"text": "go"}])),
         "=go",
     ),
     "half a surrogate pair": (answer(reply("a\ud83db")), "=a�b"),
-    "an error code as an object": (
-        answer({"error": {"code": {"a": 1}, "message": "no"}}, "400 Bad"),
-        "HTTP 400: no",
-    ),
     "a deep error": (answer(b"[" * MB, "400 Bad"), "HTTP 400: [[["),
     # What a terminal obeys, and the key.
     "escape codes": (error("\x1b[31mred\x1b]0;title\x07\x9b"), "\\x1b[31mred\\x1b]0;title"),
-    "a reversal of the text": (error("\u202egnp.exe\u2066"), "\\u202egnp.exe\\u2066"),
     "line ends": (error("a\r\nb\u2028c\x85d\x00e"), "a b c d\\x00e"),
     "the key": (error(f"bad {KEY}", "401 No"), "bad ***"),
-    "the key in escapes": (
-        answer(f'{{"error": "bad \\u0073{KEY[1:]}"}}'.encode(), "401 No"),
-        "bad ***",
-    ),
-    "the key at the cut": (error("x" * 285 + KEY, "401 No"), "xx***"),
     "the key in the status line": ([f"HTTP/1.1 {KEY}\r\n\r\n".encode()], BROKEN),
     # Statuses and headers.
     "a wait of 10**9 s": (error("no", "429 No", Retry_After="1000000000"), "HTTP 429"),
-    "a wait of no sense": (error("no", "503 No", Retry_After="\xff, 99 x"), "HTTP 503"),
     "a length beyond the body": ([head(Content_Length="999") + GO], BROKEN),
-    "a length before the end": ([head(Content_Length="5") + GO], NO_JSON),
-    "a cookie of every kind": (
-        answer(GO, Set_Cookie="\x80=" + "a;" * 9999 + "expires=x; max-age=99999999999999"),
-        "=go",
-    ),
     "another server": ([b"SSH-2.0-OpenSSH_9.6\r\n"], BROKEN),
 }
 
@@ -186,12 +163,6 @@ ANSWERS: dict[str, tuple[list[bytes] | Callable[[], Iterator[bytes]], str]] = {
 def wait(data: bytes) -> Iterator[bytes]:
     yield data
     time.sleep(3)
-
-
-def drops(data: bytes) -> Iterator[bytes]:
-    for byte in data:
-        yield bytes([byte])
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -232,7 +203,7 @@ def test_a_server_that_cannot_be_reached_is_said_without_a_retry(
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", fail_at_once)
-    monkeypatch.setattr(endpoint, "RETRY", Retry(short_s=0.4))
+    monkeypatch.setattr(endpoint, "SHORT_S", 0.4)
     start = time.monotonic()
     result = ask(url)
     assert isinstance(result, RagenError) and "is it running?" in str(result)
@@ -244,8 +215,9 @@ def test_a_server_is_asked_again_for_some_seconds(
     answers: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restart takes seconds, which are tenths here; the episodes so far are kept."""
-    assert Retry().short_s < 5
-    monkeypatch.setattr(endpoint, "RETRY", Retry(short_s=0.4, first_wait_s=0.05))
+    assert endpoint.SHORT_S < 5
+    monkeypatch.setattr(endpoint, "SHORT_S", 0.4)
+    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.05)
     start = time.monotonic()
     if answers:
         with serving(answers) as server:
@@ -295,7 +267,7 @@ def test_what_a_client_sends_asks_for_no_compression_and_repeats_no_cookie() -> 
 
 def test_bodies_of_any_depth_are_read_or_refused() -> None:
     """Near Python's limit of recursion, reading may succeed where writing fails."""
-    for depth in [1, 2, 30, *range(900, 1100, 9), 100_000]:
+    for depth in [1, 30, *range(900, 1100, 20), 100_000]:
         for opening, closing in (("[", "]"), ('{"text":', "}"), ('[{"error":', "}]")):
             nested = opening * depth + "0" + closing * depth
             assert isinstance(error_message(nested.encode()), str)

@@ -25,8 +25,6 @@ from tests.rogue import Rogue
 from tests.scripted_policy import ScriptedPolicy
 
 POLICY = ScriptedPolicy(lambda prompt: "t</think><answer>Right</answer>")
-BY_DEFAULT = ("os._exit", "segmentation fault", "stopped", "memory", "endless bytes")
-"""One process each; CI plays the whole table."""
 
 
 def play(setup: Setup, *levels: int) -> list[Episode]:
@@ -44,9 +42,7 @@ def play_isolated(
         workers.close()
 
 
-@pytest.mark.parametrize(
-    ("isolated", "every"), [(False, 1), (True, 4), pytest.param(True, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("isolated", "every"), [(False, 1), (True, 4)])
 def test_exceptions_and_answers_that_break_the_contract_fail_their_episode(
     isolated: bool, every: int
 ) -> None:
@@ -69,10 +65,7 @@ def test_exceptions_and_answers_that_break_the_contract_fail_their_episode(
             assert len(error) < 30_000
 
 
-@pytest.mark.parametrize(
-    "deed", [each if each in BY_DEFAULT else pytest.param(each, marks=pytest.mark.slow)
-             for each in WORKER]
-)  # fmt: skip
+@pytest.mark.parametrize("deed", WORKER)
 def test_isolation_survives_what_a_process_can_do(deed: str) -> None:
     reason = WORKER[deed][1]
     timeout_s = 1.5 if reason.startswith("longer than") else 20.0

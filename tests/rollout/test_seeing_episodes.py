@@ -61,15 +61,10 @@ SHAPES = [
     {"style": "paper", "max_length": 1500},
     {"chat": None},
 ]
-TOOL_SHAPES = [more for more in SHAPES if "max_length" not in more]
 
 
-def few(shapes: list[dict[str, Any]]) -> list[Any]:
-    """The whole conversation and a window with a summary by default, the other shapes slow."""
-    quick = ({}, {"window": 2, "summary": "observations"})
-    return [
-        pytest.param(m, marks=() if m in quick else pytest.mark.slow, id=str(m)) for m in shapes
-    ]
+FEW = ({}, {"window": 2, "summary": "observations"})
+"""The whole conversation, and a window with a summary."""
 
 
 @pytest.mark.parametrize("more", SHAPES, ids=str)
@@ -95,11 +90,10 @@ def test_prompts_show_the_pictures_of_their_context(more: dict[str, Any]) -> Non
         assert len(lines) == 3 and PLACE not in "".join(lines)
 
 
-@pytest.mark.parametrize("more", few(SHAPES))
+@pytest.mark.parametrize("more", FEW, ids=str)
 def test_a_branch_repeats_the_pictures(more: dict[str, Any]) -> None:
     check_branches(setup_of(**more), [RIGHT] * 5)
-    if more in TOOL_SHAPES:
-        check_branches(tools_setup(**more), PAGES)
+    check_branches(tools_setup(**more), PAGES)
 
 
 def check_branches(setup: Setup, replies: Sequence[str]) -> None:
@@ -114,7 +108,7 @@ def check_branches(setup: Setup, replies: Sequence[str]) -> None:
         assert play(setup, replies[turn:], branch) == original
 
 
-@pytest.mark.parametrize("more", few(TOOL_SHAPES))
+@pytest.mark.parametrize("more", FEW, ids=str)
 def test_every_result_of_a_turn_shows_its_picture(more: dict[str, Any]) -> None:
     episode = play(tools_setup(**more), PAGES)
     check(episode)

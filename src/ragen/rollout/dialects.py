@@ -37,7 +37,7 @@ TOO_LONG = re.compile(
 """Codes, types and words of a prompt that is too long."""
 
 PER_TIME = re.compile(r"rate.?limit|quota|per (?:min|hour|day)|\btpm\b")
-"""Words of a limit that passes with time, whose tokens are no matter of the context."""
+"""Words of a rate limit, which says nothing about the context."""
 
 NO_QUOTA = re.compile(  # OpenAI, Moonshot, Anthropic
     r"insufficient_quota|billing_(?:hard|not)|exceeded_current_quota|credit balance is too low"
@@ -57,7 +57,7 @@ NO_SYSTEM = re.compile(
 VALUE = re.compile(
     r"\bonly\b[^.\d]*(?<![-\w])(\d+(?:\.\d+)?)|range|between|(?:less|greater) than|positive|[<>]=?"
 )
-"""Words that refuse a value, with the one that is taken: "only the default (1)", "only 0.6 is"."""
+"""Words that refuse a value, with the one that is allowed, as in "only the default (1)"."""
 CODES = ("code", "type", "status", "reason", "error_type")
 """Keys of codes in an error."""
 PARAMETERS = ("param", "loc", "field")
@@ -122,7 +122,7 @@ class Refusal:
 
     @property
     def has_no_quota(self) -> bool:
-        """True if somebody has to pay first."""
+        """True if waiting does not help: the account has no quota left."""
         return self.status == 402 or NO_QUOTA.search(self.said) is not None
 
 
@@ -193,7 +193,7 @@ class Dialect:
         }
         refused = self.refused
         if prompt.temperature != 1 and not self.own_temperature:
-            refused = refused - {"temperature"}  # omitted, it would be another one
+            refused = refused - {"temperature"}  # without it, the server would use its own
         messages: Sequence[Message] = prompt.messages
         sent = prompt.sent
         if SYSTEM in self.refused and messages[0]["role"] == "system":
@@ -262,7 +262,6 @@ class Dialect:
         return named
 
     def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A message, or a call in it, without what is refused."""
         kept = {name: value for name, value in message.items() if name not in self.refused}
         if "tool_calls" in kept:
             kept["tool_calls"] = [self._message(call) for call in kept["tool_calls"]]

@@ -50,35 +50,25 @@ SECRET = re.compile(r"[^@]*//[^/]*@|[^/]*@|.*[?#]", re.DOTALL)
 """An address with a password, a query or a fragment, which may be a secret."""
 
 
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """How often and for how long a failed request is repeated.
+TRIES = 8
+"""Maximum number of attempts for one completion."""
+LONG_S = 900.0
+"""Seconds that the attempts may take with the waits between them."""
+SHORT_S = 4.0
+"""The same where repeating rarely helps: the server cannot be reached, or gives no completion."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
+"""Bounds of a wait between two attempts."""
+MAX_LOST = 16
+"""Lost completions in a row after which the server is gone."""
 
-    A completion has at most `tries` attempts. With the waits they take at most `long_s`, or
-    `short_s` where repeating rarely helps: the server cannot be reached (it may be restarting), or
-    its answer is not a completion. After `max_lost` lost completions in a row the server is gone.
+
+def wait_s(number: int, chance: float) -> float:
+    """Seconds to wait after an attempt, counted from 0: exponential backoff with equal jitter.
+
+    min(longest, first · 2^number) · (½ + ½ · chance), where the chance from 0 to 1 spreads requests
+    that failed together (Brooker, AWS Architecture Blog, 2015).
     """
-
-    tries: int = 8
-    long_s: float = 900.0
-    short_s: float = 4.0
-    first_wait_s: float = 0.5
-    longest_wait_s: float = 60.0
-    max_lost: int = 16
-
-    def wait_s(self, number: int, chance: float) -> float:
-        """Seconds to wait after an attempt, counted from 0: exponential backoff with equal jitter.
-
-        min(longest, first · 2^number) · (½ + ½ · chance), where the chance from 0 to 1 spreads
-        requests that failed together (Brooker, AWS Architecture Blog, 2015).
-        """
-        return min(self.longest_wait_s, math.ldexp(self.first_wait_s, number)) * (
-            0.5 + 0.5 * chance
-        )
-
-
-RETRY = Retry()
-"""The rule for every endpoint."""
+    return min(LONGEST_WAIT_S, math.ldexp(FIRST_WAIT_S, number)) * (0.5 + 0.5 * chance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +204,12 @@ class ChatEndpoint:
             try:
                 completion = await self._ask(prompt)
             except _RequestFailed as failure:
-                wait_s = max(failure.after_s, RETRY.wait_s(number, chance.random()))
+                pause_s = max(failure.after_s, wait_s(number, chance.random()))
                 number += 1
                 elapsed_s = time.monotonic() - begun
-                if number == RETRY.tries or elapsed_s + wait_s > failure.repeat_s:
+                if number == TRIES or elapsed_s + pause_s > failure.repeat_s:
                     raise self._given_up(failure) from None
-                await asyncio.sleep(wait_s)
+                await asyncio.sleep(pause_s)
             else:
                 self._answered, self._lost = True, 0
                 return completion
@@ -229,7 +219,7 @@ class ChatEndpoint:
         url, reason = self._server.url, self._server.shown(failure.reason)
         if not self._answered:
             return RagenError(f"{url} gave no completion: {reason}; {failure.remedy}")
-        if self._lost >= RETRY.max_lost or failure.is_gone:
+        if self._lost >= MAX_LOST or failure.is_gone:
             return RagenError(
                 f"{url} no longer answers: {reason}; what was played is kept: continue once it does"
             )
@@ -259,13 +249,13 @@ class ChatEndpoint:
         answer is not a completion, the same request would usually get the same again.
         """
         if isinstance(error, TimeoutError):
-            return _RequestFailed(f"no answer in {self._server.timeout_s:g} s", RETRY.long_s)
+            return _RequestFailed(f"no answer in {self._server.timeout_s:g} s", LONG_S)
         if isinstance(error, WrongAnswer):
-            repeat_s = RETRY.long_s if error.is_temporary else RETRY.short_s
+            repeat_s = LONG_S if error.is_temporary else SHORT_S
             return _RequestFailed(str(error), repeat_s, remedy=CHECK_ADDRESS)
         reason = f"{type(error).__name__} ({error})".removesuffix(" ()")
         is_gone = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.ProxyError)
-        repeat_s = RETRY.long_s if self._answered and not is_gone else RETRY.short_s
+        repeat_s = LONG_S if self._answered and not is_gone else SHORT_S
         return _RequestFailed(reason, repeat_s, is_gone=is_gone)
 
     async def _refused(
@@ -279,9 +269,9 @@ class ChatEndpoint:
         if refusal.has_no_quota:
             raise RagenError(f"{url} has no quota left ({what})")
         if status in TEMPORARY or status >= 500:
-            if refusal.after_s <= RETRY.long_s:
+            if refusal.after_s <= LONG_S:
                 self._pace.hold(refusal.after_s)
-            raise _RequestFailed(what, RETRY.long_s, refusal.after_s, remedy="try again later")
+            raise _RequestFailed(what, LONG_S, refusal.after_s, remedy="try again later")
         if "content_filter" in refusal.codes:
             return Completion(None, None, "", "stop", 0)
         if "output limit was reached" in refusal.words:  # OpenAI: by thoughts alone

@@ -193,7 +193,6 @@ class _Playthrough(Playing):
         return Conversation(self.setup, start[:3]), view
 
     def _replay(self, env: GuardedEnv, conversation: Conversation, branch: BranchSpec) -> View:
-        """Rebuild the recorded turns; returns the view after them."""
         first = branch.turns[0]
         view = View(first.observation, self._limits(0), pictures=first.pictures)
         for number, (turn, following) in enumerate(pairwise(branch.turns)):
@@ -296,7 +295,6 @@ class _Playthrough(Playing):
         parsed: Parsed,
         acted: _Acted,
     ) -> Turn:
-        """The record of a turn, whose completion took `completion_s` seconds."""
         setup, chat = self.setup, self.setup.chat
         chars = parsed.thought_chars
         span = chat.thought_span(completion, chars, setup.prefill) if chat is not None else None

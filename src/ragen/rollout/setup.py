@@ -220,7 +220,7 @@ def open_env(env: EnvConfig) -> Iterator[GuardedEnv]:
     Raises:
         RagenError: The environment or one of its parameters does not exist, or it cannot be made.
     """
-    workers = _workers(env) if env.isolate else None
+    workers = Workers(env.name, env.params, env.timeout_s) if env.isolate else None
     make = workers.make if workers else env_factory(env.name, **env.params)
     limit = None if workers else env.timeout_s  # a worker process enforces it itself
     try:
@@ -293,6 +293,7 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
             )
     make = env_factory(env.name, **env.params)
     waits = "workers" if env.isolate else blocking(env_class(env.name)).waits
+    workers = Workers(env.name, env.params, env.timeout_s) if waits == "workers" else None
     return Setup(
         env=env.name,
         make=make,
@@ -315,13 +316,12 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         format_penalty=config.reward.format_penalty,
         reward_terms=config.reward.terms,
         timeout_s=env.timeout_s,
-        venue=Venue(waits, _workers(env) if waits == "workers" else None),
+        venue=Venue(waits, workers),
         agent=_agent(env),
     )
 
 
 def _agent(env: EnvConfig) -> Agent | None:
-    """The agent that plays an environment, if it is one of an agent."""
     cls = env_class(env.name)
     if not issubclass(cls, AgentEnv):
         return None
@@ -329,11 +329,6 @@ def _agent(env: EnvConfig) -> Agent | None:
     address = given.get("address") or ADDRESS
     python, processes = given.get("python", ""), given.get("processes", 0)
     return Agent(cls.program(), python, processes, address, cls.sees_secrets)
-
-
-def _workers(env: EnvConfig) -> Workers:
-    """The worker processes of an environment, of which none has started."""
-    return Workers(env.name, env.params, env.timeout_s)
 
 
 def open_setups(config: Config, chat: Chat | None, stack: ExitStack) -> dict[str, Setup]:
