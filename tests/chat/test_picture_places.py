@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +10,9 @@ from ragen.chat.chat import Chat
 from ragen.core.errors import RagenError
 from ragen.core.pictures import MARK, PLACE
 from ragen.envs.tools import tool_schema
-from tests.chat.test_chat import EXACT, assistant, end, make_chat, user
+from tests.chat.test_chat import assistant, end, make_chat, user
 from tests.pictured import form, patch, seeing_chat
-from tests.tiny import TEMPLATES, tiny_tokenizer
+from tests.tiny import tiny_tokenizer
 from tests.tool_templates import tool_tokenizer
 
 RED, BLUE = patch(10), patch(200, 3)
@@ -23,13 +20,8 @@ SEEN = f"You are at\n{PLACE}.\nThe goal: {PLACE}"
 THINGS = st.sampled_from(
     [PLACE, "a", " b ", "\n", "é🙂", "<|im_end|>", "</s>", "<|eot_id|>", "\ufdd0"]
 )
+QUICK = ("chatml", "gemma", "reasoner")
 TEXTS = st.lists(THINGS, min_size=1, max_size=5).map("".join)
-
-
-def few(names: Iterable[str]) -> list[Any]:
-    """Three templates by default, the others slow."""
-    quick = ("chatml", "gemma", "reasoner")
-    return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in names]
 
 
 def shown(ids: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -42,7 +34,7 @@ def shown(ids: tuple[int, ...]) -> list[tuple[int, ...]]:
     return runs
 
 
-@pytest.mark.parametrize("name", few(TEMPLATES))
+@pytest.mark.parametrize("name", QUICK)
 def test_a_picture_is_where_its_place_is_rendered(name: str) -> None:
     chat, marked = seeing_chat(name), make_chat(name)
     pictures = [RED, BLUE]
@@ -56,7 +48,7 @@ def test_a_picture_is_where_its_place_is_rendered(name: str) -> None:
     assert ids[len(ids) - num_prefill :] == chat.open([user("a")], "<think>")[0][-num_prefill:]
 
 
-@pytest.mark.parametrize("name", few(EXACT))
+@pytest.mark.parametrize("name", QUICK)
 def test_later_pictures_extend_the_tokens_so_far(name: str) -> None:
     chat = seeing_chat(name)
     ids, _ = chat.open([user(SEEN)], "<think>", [RED, BLUE])

@@ -134,7 +134,7 @@ def test_no_content_becomes_a_control_token_of_a_real_tokenizer(
     vocabulary = tokenizer.get_added_vocab()
     assert {vocabulary.get(text, -1) for text in CONTROLS[name]} - {-1} <= chat.control_ids
     template = Template(tokenizer, think=True)
-    for _ in range(100):
+    for _ in range(30):
         contents = [hostile(chat, CONTROLS[name], chooser) for _ in range(chooser.choice((1, 3)))]
         system = chooser.choice((None, hostile(chat, CONTROLS[name], chooser)))
         written = conversation(contents, history, system)

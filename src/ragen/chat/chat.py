@@ -439,7 +439,6 @@ def without_thought(reply: str) -> str:
 
 
 def _after(messages: Sequence[Message], reply: int) -> Sequence[Message]:
-    """The messages between the reply at this index and the next reply."""
     return [*takewhile(lambda each: each["role"] != "assistant", messages[reply + 1 :])]
 
 

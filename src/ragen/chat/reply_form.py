@@ -78,7 +78,6 @@ def write_reply(said: Said, template: Template, end: str, form: ToolForm | None)
 
 
 def _check(said: Said, reply: str, form: ToolForm | None) -> None:
-    """Refuse a reply that RAGEN would not read as it was said."""
     span = find_thought(reply)
     if said.key and (span is None or reply[slice(*span)].strip() != said.thought):
         raise RagenError(

@@ -37,8 +37,6 @@ TOOLS_STAY = (
     "one, so an episode is one sample"
 )
 
-LONG = 20
-"""Turns of the longest trial conversation."""
 CONTENTS = ("Qa b\nc", " Q\n", "\n\nQ {{ x }} {% y %} ", "<b>&amp;</b> 'q' \"r\" é🙂")
 """Messages that reveal how a template handles their content."""
 
@@ -96,7 +94,6 @@ class Template:
                 "this chat template leaves out what the user says: choose an instruction-tuned "
                 "model, or save the template that belongs to it beside the weights"
             )
-        self._check_long_conversation()
         prompt = self.start.rpartition(USER)[2]
         thought = prompt[prompt.rfind("<think>") :] if "<think>" in prompt else ""
         self.written = thought if is_empty_thought(thought) else ""
@@ -196,19 +193,6 @@ class Template:
                 f"this chat template begins replies with {prompt!r}, a thought that a control "
                 "token ends, and a reply ends with its first control token: save a template "
                 "without it beside the weights (prompt.think = false leaves it out in some)"
-            )
-
-    def _check_long_conversation(self) -> None:
-        """Refuse a template that leaves out the last message of a long conversation."""
-        contents = (USER, ANSWERS[0]) * LONG
-        try:
-            text = self.render(conversation(*contents, LAST_USER))
-        except RagenError:  # such a conversation is refused where it is used
-            return
-        if LAST_USER not in text:
-            raise RagenError(
-                f"this chat template leaves out what the user says after {LONG} turns: save the "
-                "template that belongs to the model beside the weights"
             )
 
     def _lacks_system_role(self) -> bool:

@@ -240,19 +240,14 @@ def reading(value: Any) -> Reading | None:
     if value is None:
         return None
     if not isinstance(value, Reading):
-        raise UserCodeError(
-            f"read_thought returned {type(value).__name__}: a Reading or None is expected"
-        )
-    stated, true = scalar_of(value.stated), scalar_of(value.true)
+        raise _unfit("read_thought", value, "its answer", "a Reading or None is expected")
+    stated, true, f1 = map(scalar_of, (value.stated, value.true, value.f1))
     counts = isinstance(stated, numbers.Integral) and isinstance(true, numbers.Integral)
-    if not counts or not 0 <= true <= stated:
+    is_share = f1 is None or (isinstance(f1, numbers.Real) and 0 <= float(f1) <= 1)
+    if not (counts and 0 <= true <= stated and is_share):
         raise UserCodeError(
-            f"read_thought returned {shortened(value)}: counts with true ≤ stated are expected"
-        )
-    f1 = scalar_of(value.f1)
-    if f1 is not None and not (isinstance(f1, numbers.Real) and 0 <= float(f1) <= 1):
-        raise UserCodeError(
-            f"read_thought returned {shortened(value)}: an f1 from 0 to 1 or None is expected"
+            f"read_thought returned {shortened(value)}: counts with true ≤ stated and an f1 from 0 "
+            "to 1, or None, are expected"
         )
     plan = action_names(value.plan, "read_thought") if value.plan else None
     return Reading(int(stated), int(true), plan, None if f1 is None else float(f1))

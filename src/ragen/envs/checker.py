@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from ragen.core import waiting
 from ragen.core.errors import RagenError
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.envs import answers
@@ -38,7 +36,6 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
         RagenError: The environment raises or breaks a rule. The message names the rule.
     """
     name = type(env).__name__
-    running = set(threading.enumerate())
     try:
         with boundary("check"):
             name = getattr(env, "name", name)
@@ -55,7 +52,6 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
                 _check_level(env, level, steps)
             _check_unknown_action(env)
             env.close()
-            _check_threads(running)
     except UserCodeError as failure:
         close_env(env, CLOSE_S)
         if failure.__cause__ is None:
@@ -63,14 +59,6 @@ def check(env: Env, *, levels: int = 5, steps: int = 20) -> None:
         if isinstance(failure.__cause__, RagenError):
             raise RagenError(f"{name}: {failure.__cause__}") from None
         raise RagenError(f"{name} raised while it was checked: {failure.reason}") from failure
-
-
-def _check_threads(running: set[threading.Thread]) -> None:
-    """The environment's threads must end with `Env.close`: they take time and memory."""
-    began = set(threading.enumerate()) - running
-    for thread in (each for each in began if not each.name.startswith(waiting.NAME)):
-        thread.join(1.0)
-        _require(not thread.is_alive(), f"close must end the thread {thread.name!r}")
 
 
 def _require(holds: bool, rule: str) -> None:
@@ -143,7 +131,6 @@ def _choose(env: Env, chooser: np.random.Generator) -> str:
 
 
 def _step(env: Env, action: str) -> Result:
-    """Take a step and check its results; returns them with how the environment looks then."""
     before = _key(env)
     result = env.step(action)
     whole = isinstance(result, tuple) and len(result) == 5

@@ -268,7 +268,6 @@ class _Session:
             self._holder.exception()  # marks it as seen, so that asyncio does not report it
 
     def _reason(self) -> str:
-        """Why the session has ended."""
         ended = self._holder.done() and not self._holder.cancelled()
         error = self._holder.exception() if ended else None
         while isinstance(error, BaseExceptionGroup):

@@ -6,8 +6,10 @@ The games draw from global generators, so each environment has a `GlobalRandomne
 from __future__ import annotations
 
 import hashlib
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from string import ascii_uppercase
 from typing import Any
 
@@ -16,7 +18,6 @@ import numpy as np
 from ragen.core.errors import RagenError, nearest
 from ragen.core.plugins import load_object
 from ragen.envs.adapters.adapted import Adapted, Played, version_of
-from ragen.envs.adapters.randomness import GlobalRandomness
 from ragen.envs.contract import generators, pick
 
 MOST_TURNS = 30
@@ -27,6 +28,37 @@ MOVES = re.compile(r"(?:available|valid) (?:moves?|actions?): *(.+)", re.IGNOREC
 
 Opponent = Callable[[str, np.random.Generator], str]
 """A function from what the opponent is shown to its move; random choices use the generator."""
+
+
+class GlobalRandomness:
+    """An environment's own states of Python's and NumPy's global generators.
+
+    They are in place only inside `placed`: episodes that take turns draw from separate streams.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed(seed)
+
+    def seed(self, seed: int) -> None:
+        """Begin new streams. Python's generator takes the number itself, as `random.seed` does."""
+        numpys = np.random.RandomState(seed % 2**32)
+        self._states = random.Random(seed).getstate(), numpys.get_state()
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """Put these states into the global generators, and at the end put back those before."""
+        outside = random.getstate(), np.random.get_state()  # noqa: NPY002 - environments use it
+        _place(*self._states)
+        try:
+            yield
+        finally:
+            self._states = random.getstate(), np.random.get_state()  # noqa: NPY002
+            _place(*outside)
+
+
+def _place(pythons: object, numpys: object) -> None:
+    random.setstate(pythons)  # type: ignore[arg-type]
+    np.random.set_state(numpys)  # type: ignore[arg-type]  # noqa: NPY002
 
 
 class TextArenaEnv(Adapted):
@@ -127,7 +159,6 @@ class TextArenaEnv(Adapted):
         return "\n".join((*said, *boards[-1:])).strip() or "Your turn."
 
     def _take_messages(self, seat: int) -> list[tuple[int, str, Any]]:
-        """The game's new messages to a player: sender, text and kind."""
         waiting: dict[int, list[tuple[int, str, Any]]] = self._game.state.observations
         messages, waiting[seat] = waiting[seat], []
         return messages

@@ -99,7 +99,6 @@ def evaluate(text: str, numbers: Sequence[int]) -> Value:
 
 
 def _take(unused: Counter[str], token: str) -> int:
-    """The number that a token stands for, if it may still be used."""
     if not unused[token]:
         raise ValueError("it uses a number that is not given, or one more often than given")
     unused[token] -= 1

@@ -6,7 +6,7 @@ success of random play is computed exactly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise, permutations
 from typing import Annotated, NamedTuple
@@ -73,7 +73,7 @@ class House:
 
     `doors` has, for each room, the rooms behind its doors in the order of `WAYS`, or `NO_DOOR`.
     `levers` are the rooms with a lever. `vault` is the room with the vault, and `right` is the
-    number of the key for its lock. `views` holds the texts of positions so far.
+    number of the key for its lock.
     """
 
     rooms: tuple[str, ...]
@@ -82,7 +82,6 @@ class House:
     vault: int
     keys: tuple[str, ...]
     right: int
-    views: dict[Position, str] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def actions(self) -> tuple[str, ...]:
@@ -131,11 +130,6 @@ class House:
 
     def look(self, at: Position) -> str:
         """The player's view of a position."""
-        if at not in self.views:
-            self.views[at] = self._describe(at)
-        return self.views[at]
-
-    def _describe(self, at: Position) -> str:
         lines = [f"You are in the {self.rooms[at.room]}. Doors: {self._doors_of(at.room)}."]
         if at.room == HALL:
             lines += ["On the wall hangs a plan of the house:", *self.plan]

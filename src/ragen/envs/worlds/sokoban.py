@@ -390,19 +390,15 @@ class Sokoban(GridEnv):
         self.views = room.views.setdefault(f"{self.observation} {self._symbols.wall}", {})
 
     def rows(self) -> list[str]:
-        rows, cols = range(self.room.rows), self.room.cols
-        return ["".join(map(self._symbol, range(r * cols, (r + 1) * cols))) for r in rows]
-
-    def _symbol(self, cell: int) -> str:
         room, (player, boxes), s = self.room, self.board, self._symbols
-        on_target = room.targets >> cell & 1
-        if cell == player:
-            return s.player_on_target if on_target else s.player
-        if boxes >> cell & 1:
-            return s.box_on_target if on_target else s.box
-        if on_target:
-            return s.target
-        return s.floor if room.floor >> cell & 1 else s.wall
+        cells = range(room.rows * room.cols)
+        symbols = [s.floor if room.floor >> cell & 1 else s.wall for cell in cells]
+        for cell in _to_list(room.targets):
+            symbols[cell] = s.target
+        for cell in _to_list(boxes):
+            symbols[cell] = s.box_on_target if room.targets >> cell & 1 else s.box
+        symbols[player] = s.player_on_target if room.targets >> player & 1 else s.player
+        return ["".join(symbols[i : i + room.cols]) for i in cells[:: room.cols]]
 
 
 def random_play(room: Room, board: Board, actions: int) -> tuple[float, float]:

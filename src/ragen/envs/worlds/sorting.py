@@ -142,7 +142,6 @@ def _orders(balls: str) -> tuple[str, ...]:
 
 
 def _agrees(order: str, pair: str) -> bool:
-    """True if the first ball of a pair is the lighter one in an order."""
     return order.index(pair[0]) < order.index(pair[1])
 
 

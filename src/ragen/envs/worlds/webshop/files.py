@@ -96,7 +96,6 @@ def _product(
 
 
 def _price(text: str, generator: np.random.Generator) -> tuple[float, str]:
-    """The price, drawn from a range, and how the pages show it."""
     prices = [float(re.sub(r"[^\d.]", "", part)) for part in text.split("$")[1:]][:2]
     if not prices:
         return NO_PRICE, f"${NO_PRICE}"
