@@ -2,6 +2,8 @@
 
 import os
 import signal
+import socket
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,44 @@ from hypothesis import settings
 
 from ragen.networks.machine import use_threads
 from tests import shared
+from tests.limits import NEVER_ENDS, Hung
 
 # Programs that tests start, with extras.
 collect_ignore = ["mcp_tools.py", "openenv_shop.py", "openenv_walk.py"]
 collect_ignore_glob = ["envs/adapters/tasksets/*"]
 
+POSIX_MODULES = ("fcntl", "resource")
+"""Modules of Python that tests use and Windows lacks."""
+
 settings.register_profile("ragen", deadline=None, derandomize=True, max_examples=20)
 settings.register_profile("thorough", settings.get_profile("ragen"), max_examples=100)
 settings.load_profile("ragen")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    """Skip a test that needs what this system lacks, as Windows does `os.fork`."""
+    Hung.happened = False
+    try:
+        return (yield)
+    except Exception as error:
+        if Hung.happened:
+            pytest.skip(NEVER_ENDS)
+        if lacks(error):
+            pytest.skip(f"this system lacks it: {error}")
+        raise
+
+
+pytest_runtest_call = pytest_runtest_setup
+
+
+def lacks(error: Exception) -> bool:
+    """Whether code of a test, not of RAGEN, asked for a name or module of POSIX."""
+    asked = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    asked = [file for file in asked if not file.endswith("sitecustomize.py")]  # without_posix
+    module = getattr(error, "obj", None) in (os, signal, socket)
+    missing = module or getattr(error, "name", None) in POSIX_MODULES
+    return missing and Path(asked[-1]).is_relative_to(Path(__file__).parent)
 
 
 @pytest.fixture(autouse=True, scope="session")

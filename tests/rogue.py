@@ -8,12 +8,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import time
 from contextlib import suppress
 from typing import Any
 
 from ragen.core.errors import RagenError
 from ragen.envs.contract import Env, Info, State, generators
+from tests.limits import Hung, hang
 
 
 class Rogue(Env):
@@ -34,7 +34,7 @@ class Rogue(Env):
         if misdeed == "raise in init":
             raise KeyError("no key")
         if misdeed == "hang in init":
-            time.sleep(1000)
+            hang()
         self.misdeed, self.every, self.slip = misdeed, every, slip
         self.where, self.level = 0, 0
 
@@ -48,7 +48,7 @@ class Rogue(Env):
 
     def close(self) -> None:
         if self._misbehaves("hang in close"):
-            time.sleep(1000)
+            hang()
 
     def _misbehaves(self, misdeed: str) -> bool:
         return misdeed == self.misdeed and self.level % self.every == 0
@@ -61,8 +61,7 @@ class Rogue(Env):
         if self._misbehaves("raise in reset"):
             raise LookupError("no such level")
         if self._misbehaves("hang in reset"):
-            while True:
-                pass
+            hang()
         if self._misbehaves("no observation"):
             return None, {}  # type: ignore[return-value]
         return self._look(), {}
@@ -95,7 +94,9 @@ class Rogue(Env):
         if self._misbehaves("hang"):
             while True:
                 with suppress(Exception):  # a timeout must also stop code that swallows exceptions
-                    time.sleep(0.01)
+                    hang()
+                if Hung.happened:
+                    break
         if self._misbehaves("hang in C"):
             sum(range(10**12))
 
@@ -132,8 +133,7 @@ class Unreadable(Rogue):
         own = object.__getattribute__(self, "__dict__")
         if name == own.get("attribute"):
             if own["then"] == "hang":
-                while True:
-                    pass
+                hang()
             if own["then"] == "be empty":
                 return ()
             raise SystemExit(3) if own["then"] == "exit" else ZeroDivisionError("by zero")

@@ -6,12 +6,13 @@ Nobody may change it: copy it with `own`.
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+
+from filelock import FileLock
 
 ROOT: Path | None = None
 """Where the folders are; `conftest.py` sets it for the workers of one run of the suite."""
@@ -28,8 +29,7 @@ def once(name: str, make: Callable[[Path], object]) -> Path:
     root = ROOT or _own_root()
     folder = root / name
     done = root / f"{name}.done"
-    with open(root / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(root / f"{name}.lock"):
         if not done.exists():
             shutil.rmtree(folder, ignore_errors=True)
             make(folder)

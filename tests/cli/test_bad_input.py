@@ -20,6 +20,7 @@ from ragen.core.errors import RagenError
 from ragen.models.loading import save_model
 from ragen.storage.checkpoint import write_state, writing
 from tests.bandit_model import bandit_model, settings
+from tests.limits import needs_timer
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ROGUE = Path(__file__).parents[1] / "rogue.py"
@@ -108,6 +109,7 @@ ENVS = {
 }
 
 
+@needs_timer
 def test_environment_file_that_cannot_be_loaded_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

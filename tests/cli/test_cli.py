@@ -291,7 +291,7 @@ def test_signal_outside_the_training_loop_sets_the_exit_code(
 ) -> None:
     set_sigint(sigint_handler)
     before = signal.getsignal(signal.SIGTERM)
-    trainer(lambda *_, **__: os.kill(os.getpid(), number) or time.sleep(5))
+    trainer(lambda *_, **__: signal.raise_signal(number) or time.sleep(5))
     assert main(["train", "bandit", "--quiet"]) == code
     assert capsys.readouterr().err == "ragen: interrupted at once; nothing was saved\n"
     assert signal.getsignal(signal.SIGTERM) is before

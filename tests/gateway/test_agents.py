@@ -501,8 +501,8 @@ asyncio.run(main())
         (f"sh {HERE / 'command.sh'}", "hang"),
     ],
 )
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_outlives_a_run_that_is_ended(target: str, do: str, number: int) -> None:
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+def test_nothing_outlives_a_run_that_is_ended(target: str, do: str, name: str) -> None:
     run = subprocess.Popen(
         [sys.executable, "-c", RUN, target, do],
         stdout=subprocess.PIPE,
@@ -511,7 +511,7 @@ def test_nothing_outlives_a_run_that_is_ended(target: str, do: str, number: int)
     )
     assert run.stdout is not None
     host = int(run.stdout.readline())
-    run.send_signal(number)
+    run.send_signal(getattr(signal, name))
     run.wait()
     run.stdout.close()
     wait_for_end(host)

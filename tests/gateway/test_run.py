@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import pickle
-import resource
 import time
 import urllib.error
 import urllib.request
@@ -241,6 +240,8 @@ def test_a_parameter_that_is_no_whole_path_is_no_file(text: str) -> None:
 def test_a_server_opens_as_many_files_as_it_may(
     limits: tuple[int, int], most: int, raised: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import resource
+
     given: list[Any] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: given.append(new))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,6 +74,10 @@ def index(shard: Any) -> Change:
     return change
 
 
+def pipe(path: Path) -> None:
+    os.mkfifo(path)  # looked up here, for Windows has none
+
+
 def terabyte(path: Path) -> None:
     """Zeros that take no space, with a header that describes them."""
     side = 2**19
@@ -102,7 +105,7 @@ HOSTILE: dict[str, Change] = {
     ),
     "weights that are a folder": instead("model.safetensors", Path.mkdir),
     "weights of a terabyte": instead("model.safetensors", terabyte),
-    **{f"a pipe: {name}": instead(name, os.mkfifo) for name in ("config.json", "tokenizer.json")},
+    **{f"a pipe: {name}": instead(name, pipe) for name in ("config.json", "tokenizer.json")},
     "an endless header": header(b"{", 2**62),
     "a deep config": text("config.json", "[" * 100_000),
     "a generation config of text": text("generation_config.json", "[]"),
@@ -169,6 +172,8 @@ def folder(good: Path) -> Iterator[Path]:
 @contextmanager
 def limited_memory(size: int = 8 * 2**30) -> Iterator[None]:
     """Refuse this process more than `size` bytes beyond those it has reserved."""
+    import resource
+
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + size, before[1]))

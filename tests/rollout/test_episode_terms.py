@@ -15,6 +15,7 @@ from ragen.core.types import Episode, Group
 from ragen.diagnostics.step_metrics import summarize
 from ragen.rollout import reward_terms
 from ragen.rollout.episode_terms import apply_episode_terms
+from tests.limits import needs_timer
 
 CODE = """
 import asyncio
@@ -113,7 +114,9 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=needs_timer if each == "hangs" else ()) for each in FAILURES]
+)
 def test_a_term_that_fails_fails_what_it_judged(
     file: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import Setup
 from ragen.rollout.venue import Venue
 from tests.hostile_envs import ANSWERS, HOSTILE, RAISED, TABLE, TAKEN, WORKER, Hostile
+from tests.limits import needs_timer
 from tests.rogue import Rogue
 from tests.scripted_policy import ScriptedPolicy
 
@@ -112,6 +113,7 @@ def test_other_groups_are_as_without_a_hostile_one(isolated: bool) -> None:
     assert episodes[1].failed and [episodes[0], episodes[2]] == [plain[0], plain[2]]
 
 
+@needs_timer
 def test_a_time_limit_holds_in_a_boundary_within_another() -> None:
     with pytest.raises(UserCodeError, match=r"0\.2 s in outer"), boundary("outer", 0.2):
         for _ in range(3):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +23,7 @@ from ragen.core.types import Prompt
 from ragen.networks.lora import attach
 from ragen.sampling.server import VllmServer
 from ragen.training.trainer import train
+from tests.limits import largest_file
 
 MODEL = {"id": "m", "parent": None, "max_model_len": 64}
 PROMPT = Prompt((), (5, 6, 7), 0, 4, 0.7, 11)
@@ -248,10 +248,6 @@ def test_weights_that_the_disk_does_not_take_are_one_line() -> None:
     """safetensors reports what the system refuses in a class of its own."""
     with pretend_server(answers()) as url:
         server = connect(url)
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-        try:
-            with pytest.raises(RagenError, match=r"cannot write \S+: file too large; free space"):
-                server.push(tiny_model(tiny_tokenizer()))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        refused = pytest.raises(RagenError, match=r"cannot write \S+: file too large; free space")
+        with largest_file(1000), refused:
+            server.push(tiny_model(tiny_tokenizer()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from ragen.core.errors import RagenError
 from ragen.sampling import weights
 from ragen.sampling.vllm_private import tensors_of
 from ragen.sampling.weights import offered
+from tests.limits import largest_file
 
 
 def test_offered_weights_are_read_back_and_then_deleted(
@@ -30,11 +30,7 @@ def test_too_little_shared_memory_is_one_clear_line(
 ) -> None:
     monkeypatch.setattr(weights, "MEMORY", tmp_path)
     weights_ = [("w", torch.ones(100_000))]
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
-        with pytest.raises(RagenError, match=r"allow for more shared memory"), offered(weights_):
-            pass
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    refused = pytest.raises(RagenError, match=r"allow for more shared memory")
+    with largest_file(100), refused, offered(weights_):
+        pass
     assert not list(tmp_path.iterdir())

@@ -31,6 +31,7 @@ from ragen.storage.recorder import Recorder, append_event
 from ragen.storage.schema import SAMPLE_ARRAYS, SCHEMA_VERSION, decompress
 from ragen.storage.stored_episodes import write_episodes
 from tests import records
+from tests.limits import largest_file
 
 
 def episode(
@@ -328,25 +329,20 @@ def test_a_file_system_without_shared_memory_gets_the_older_journal(tmp_path: Pa
 
     A log that was left behind is in the database afterwards.
     """
-    resource = pytest.importorskip("resource")
     file = tmp_path / "small.sqlite"
     with closing(connect(file)) as connection:
         connection.execute("CREATE TABLE told (number)")
         connection.execute("INSERT INTO told VALUES (1)")
         killed = shutil.copytree(tmp_path, tmp_path / "killed") / file.name
     (killed.with_name(f"{file.name}-shm")).unlink()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        with closing(connect(killed)) as connection, closing(connect(killed)) as other:
-            connection.execute("INSERT INTO told VALUES (2)")
-            other.execute("INSERT INTO told VALUES (3)")
-            with closing(connect_to_read(killed)) as reader:
-                found = reader.execute("SELECT * FROM told").fetchall()
-            assert found == [(1,), (2,), (3,)]
-            assert connection.execute("PRAGMA journal_mode").fetchall() == [("delete",)]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    small = largest_file(20_000)
+    with small, closing(connect(killed)) as connection, closing(connect(killed)) as other:
+        connection.execute("INSERT INTO told VALUES (2)")
+        other.execute("INSERT INTO told VALUES (3)")
+        with closing(connect_to_read(killed)) as reader:
+            found = reader.execute("SELECT * FROM told").fetchall()
+        assert found == [(1,), (2,), (3,)]
+        assert connection.execute("PRAGMA journal_mode").fetchall() == [("delete",)]
     assert os.listdir(killed.parent) == [file.name]
 
 

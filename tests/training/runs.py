@@ -136,7 +136,7 @@ class SendSignal(Watcher):
     def _happens(self, event: str) -> None:
         self.left -= event == self.event
         if self.left == 0 and event == self.event:
-            os.kill(os.getpid(), self.number)
+            signal.raise_signal(self.number)
 
     def episode(self, episode: Any) -> None:
         self._happens("episode")

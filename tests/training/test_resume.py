@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -57,10 +56,10 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 MOMENTS = [  # an event, its occurrence since the last stop, a signal, finished steps by then
-    ("evaluated", 1, signal.SIGINT, 0),  # the greedy evaluation is left
-    ("evaluated", 2, signal.SIGTERM, 1),
-    ("episode", 2, signal.SIGHUP, 1),
-    ("evaluated", 1, signal.SIGXCPU, 2),
+    ("evaluated", 1, "SIGINT", 0),  # the greedy evaluation is left
+    ("evaluated", 2, "SIGTERM", 1),
+    ("episode", 2, "SIGHUP", 1),
+    ("evaluated", 1, "SIGXCPU", 2),
 ]
 
 
@@ -73,8 +72,8 @@ def test_a_run_that_is_stopped_at_each_moment_equals_the_uninterrupted_run(
 ) -> None:
     config, run = make_config(**SMALL | KINDS[kind]), tmp_path / "run"
     handlers = [signal.getsignal(each) for each in SIGNALS]
-    for event, at, number, steps in MOMENTS:
-        watcher = SendSignal(event, at, number)
+    for event, at, name, steps in MOMENTS:
+        watcher = SendSignal(event, at, getattr(signal, name))
         with pytest.raises(StopRequested, match=f"after {steps} steps; resume with: ragen resume"):
             resume(run, watcher) if run.exists() else train(config, run, watcher=watcher)
         assert [signal.getsignal(each) for each in SIGNALS] == handlers
@@ -99,7 +98,7 @@ def test_a_second_signal_interrupts_immediately(
 
     def interrupted_write(folder: Path, state: dict[str, Any]) -> None:
         if state["loop"]["step"] == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         before(folder, state)
 
     config = make_config(**UPDATES, checkpoint__every=0)

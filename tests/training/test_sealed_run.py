@@ -71,7 +71,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a flipped bit in a key": changed_text(lambda text: text.replace("\nsteps", "\nstaps")),
     "missing": Path.unlink,
     "a folder": replaced_by(Path.mkdir),
-    "a pipe": replaced_by(os.mkfifo),
+    "a pipe": replaced_by(lambda path: os.mkfifo(path)),
     "a dangling link": replaced_by(lambda path: path.symlink_to("nowhere")),
 }
 

@@ -7,7 +7,6 @@ import hashlib
 import html
 import json
 import re
-import resource
 import socket
 import sqlite3
 from contextlib import closing
@@ -28,6 +27,7 @@ from ragen.storage.database import DATABASE, new_run_folder
 from ragen.storage.recorder import Recorder
 from ragen.viewer import bundle
 from ragen.viewer.share import Anonymizer, key_of, share
+from tests.limits import largest_file
 from tests.shared import own
 
 ATTACKS = (
@@ -255,13 +255,8 @@ def test_mistakes_are_refused_and_leave_no_file(
     ):
         assert main(["view", *arguments]) == 2
         assert message in capsys.readouterr().err
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-        with pytest.raises(RagenError, match="cannot write"):
-            share(run, Path(out), episode=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with largest_file(100_000), pytest.raises(RagenError, match="cannot write"):
+        share(run, Path(out), episode=1)
     assert list(tmp_path.iterdir()) == []
 
 

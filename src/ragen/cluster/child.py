@@ -156,7 +156,7 @@ class Child:
         self._process.kill()  # it may have closed its output without ending
         code = self._process.wait()
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        if code == -signal.SIGKILL:
+        if code == -9:  # by SIGKILL, a name that Windows lacks
             how = "killed, perhaps for lack of memory"
         error = EngineLost(f"{self.name} has ended ({how})", process=self.name)
         with self._lock:
