@@ -21,12 +21,22 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DOCS, SITE = ROOT / "docs", ROOT / "site"
+NOTEBOOKS = DOCS / "notebooks"
 
 
 def main() -> None:
     """Build the pages, then what is for language models."""
+    convert = [sys.executable, "-m", "nbconvert", "--to", "markdown", "--log-level", "WARN"]
+    for notebook in NOTEBOOKS.glob("*.ipynb"):
+        subprocess.run([*convert, notebook], check=True)
+        page = notebook.with_suffix(".md")
+        text = page.read_text("utf-8").replace(".ipynb)", ".md)")
+        page.write_text(f"{text}\n[This page as a notebook]({notebook.name})\n", "utf-8")
     build = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     subprocess.run(build, cwd=ROOT, check=True)
+    for built in SITE.rglob("*.html"):  # in the repository, pages lead to the notebooks themselves
+        text = built.read_text("utf-8")
+        built.write_text(re.sub(r"(notebooks/\w+)\.ipynb\"", r'\1/"', text), "utf-8")
     project = tomllib.loads((ROOT / "zensical.toml").read_text("utf-8"))["project"]
     for page in DOCS.rglob("*.md"):
         shutil.copyfile(page, SITE / page.relative_to(DOCS))
