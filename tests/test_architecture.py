@@ -56,7 +56,7 @@ LIGHT_MODULES = {
     *("reports.report", "reports.facts", "reports.plots", "reports.card", "diagnostics.collapse"),
     *("studies.study", "studies.rule", "studies.measures", "studies.results", "studies.overview"),
     *("models.names", "models.model_files", "models.hub", "models.memory"),
-    *("networks.sizes", "networks.machine", "cluster.hosts"),
+    *("networks.sizes", "networks.machine"),
 }
 """Modules in folders with torch that do not load it themselves."""
 HEAVY_MODULES = {"evaluation.branch"}

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from ragen.cluster import ray_cluster, ray_engine, ray_process
-from ragen.cluster.hosts import own_address
-from ragen.cluster.model_hosts import SamplerHost
+from ragen.cluster.model_hosts import SamplerHost, own_address
 from ragen.cluster.ray_cluster import Cluster, connect
 from ragen.cluster.ray_engine import RayEngine
 from ragen.cluster.ray_process import Process

@@ -8,13 +8,13 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
-from ragen.cluster.hosts import Host, own_address
 from ragen.config.config import Config
 from ragen.core.errors import EngineLost
 from ragen.core.types import Completion, Prompt
@@ -35,6 +35,19 @@ from ragen.sampling.weights import (
 )
 
 T = TypeVar("T")
+
+
+class Host:
+    """A process of an engine, which reports where its threads stand."""
+
+    def stacks(self) -> str:
+        """The Python stacks of all other threads; they change while the process works."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return "\n".join(
+            f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
+            for ident, frame in sys._current_frames().items()
+            if ident != threading.get_ident()
+        )
 
 
 class LearnerHost(Host):
@@ -203,3 +216,14 @@ def end(error: EngineLost) -> NoReturn:
     """End this process, because its workers are gone: the engine is lost with it."""
     print(error, file=sys.stderr, flush=True)  # noqa: T201, into the process's log
     os._exit(1)
+
+
+def own_address() -> str:
+    """This machine's address in its network, or the loopback address if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))  # sends nothing
+        except OSError:
+            return "127.0.0.1"
+        host: str = probe.getsockname()[0]
+        return host

@@ -189,11 +189,6 @@ RULES: tuple[Rule, ...] = (
         f"eval.temperature = {{c.eval.temperature:g}}: {_VLLM_RANGE}, or greedily at 0",
     ),
     Rule(
-        lambda c: not all(name.strip() for name in c.lora.targets.split(",")),
-        "lora.targets = {c.lora.targets!r}: expected all-linear, or names of layers separated by "
-        "commas, such as q_proj,v_proj",
-    ),
-    Rule(
         lambda c: not {name.strip() for name in c.record.trackers.split(",")} <= {"", *TRACKERS},
         "record.trackers = {c.record.trackers!r}: expected nothing, or names separated by commas "
         f"from {', '.join(TRACKERS)}",

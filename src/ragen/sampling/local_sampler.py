@@ -35,7 +35,7 @@ from ragen.networks.graphs import GraphDecoder, recorder
 from ragen.networks.packing import BEGINNING
 from ragen.rollout.policies import Place
 from ragen.sampling.slots import SlotTable, Tokens, common
-from ragen.sampling.weighted_policy import QUIET_ROUNDS, QueuedPolicy
+from ragen.sampling.weighted_policy import QueuedPolicy, quiet
 
 PREFILL_TOKENS = 2048
 """Maximum number of new prompt tokens in one forward; it bounds the memory of attention scores."""
@@ -188,15 +188,11 @@ class Sampler(QueuedPolicy):
 
     async def _settle(self) -> None:
         """Wait until no episode sends another request right away."""
-        quiet = 0
-        while quiet < QUIET_ROUNDS:
-            before = len(self._arrived)
-            await asyncio.sleep(0)
-            quiet = quiet + 1 if len(self._arrived) == before else 0
-            if quiet == QUIET_ROUNDS and self._is_incomplete():
-                self._news = asyncio.Event()
-                await self._news.wait()
-                quiet = 0
+        await quiet(self._arrived)
+        while self._is_incomplete():
+            self._news = asyncio.Event()
+            await self._news.wait()
+            await quiet(self._arrived)
 
     @property
     def in_rounds(self) -> bool:

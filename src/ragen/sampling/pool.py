@@ -17,7 +17,7 @@ from ragen.core.metrics import Metrics, last, mean
 from ragen.core.pictures import Picture
 from ragen.core.types import Completion, Prompt
 from ragen.sampling.slots import TAIL, Tokens
-from ragen.sampling.weighted_policy import QUIET_ROUNDS, Stats
+from ragen.sampling.weighted_policy import Stats, quiet
 
 T = TypeVar("T")
 
@@ -190,12 +190,8 @@ class SamplerPool:
 
     async def _settle(self) -> None:
         """Send the new requests, once no episode adds another one right away."""
-        quiet = 0
         try:
-            while quiet < QUIET_ROUNDS:
-                before = len(self._fresh)
-                await asyncio.sleep(0)
-                quiet = quiet + 1 if len(self._fresh) == before else 0
+            await quiet(self._fresh)
         finally:
             self._settling = False
         requests, self._fresh = self._fresh, []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,18 @@ QUIET_ROUNDS = 4
 An episode whose environment answers at once sends its next request within them, through the
 rollout's own awaits."""
 
+
 STOP_IDS = 128
 """Maximum number of tokens at which vLLM can stop a completion."""
+
+
+async def quiet(arrived: Sized) -> None:
+    """Wait until no episode sends another request right away; `arrived` are those so far."""
+    rounds = 0
+    while rounds < QUIET_ROUNDS:
+        before = len(arrived)
+        await asyncio.sleep(0)
+        rounds = rounds + 1 if len(arrived) == before else 0
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ragen.cluster.hosts import Host
+from ragen.cluster.model_hosts import Host
 
 
 def test_the_stacks_say_where_threads_stand_and_change_when_one_moves() -> None:
