@@ -31,18 +31,17 @@ QUICK = ("OpenAI, reasoning", "Anthropic", "vLLM")
 """The servers of the default tests."""
 
 
-def played(server: FaultyServer, episodes: int = 2) -> list[Episode]:
-    """Episodes of one endpoint, one after the other."""
+def played(server: FaultyServer) -> Episode:
+    """An episode at an endpoint."""
     env = make("sorting")
     setup = Setup(
         "sorting", Sorting, 4, 2, 6, "paper", think=False, prefilled=False, tools=env.tools
     )
 
-    async def play() -> list[Episode]:
+    async def play() -> Episode:
         policy = ChatEndpoint(Server(server.url), "m", False, setup.tools)
         try:
-            specs = [EpisodeSpec(123 + number, 0, 0, (0, "eval")) for number in range(episodes)]
-            return [await play_episode(policy, setup, spec) for spec in specs]
+            return await play_episode(policy, setup, EpisodeSpec(123, 0, 0, (0, "eval")))
         finally:
             await policy.close()
 
@@ -57,13 +56,12 @@ def test_every_server_is_played_to_the_end_of_its_context(name: str) -> None:
     """Its refusals are learned once, its own messages go back, and a long prompt is no failure."""
     known = SERVERS[name]
     with FaultyServer(known.script()) as server:
-        episodes = played(server)
-    for episode in episodes:
-        assert (episode.stop_reason, episode.error, len(episode.turns)) == ("context", None, 2)
-        assert all(turn.valid and turn.results for turn in episode.turns)
+        episode = played(server)
+    assert (episode.stop_reason, episode.error, len(episode.turns)) == ("context", None, 2)
+    assert all(turn.valid and turn.results for turn in episode.turns)
     refused = [body for body in server.requests if known.refuses(body) is not None]
     assert refused == server.requests[: len(refused)], "what it refuses is learned once"
-    assert len(server.requests) == len(refused) + 1 + 3 + 3
+    assert len(server.requests) == len(refused) + 1 + 3
     last = turns(server.requests[-1])
     assert last == [{"role": "assistant", **known.reply(turn)} for turn in range(2)]
 

@@ -89,8 +89,6 @@ class Agents:
             raise RagenError(f"the agent {target!r} is no command line: {error}") from None
         if is_empty or "\0" in target:
             raise RagenError("no agent is named; name agent.py:main, or a command")
-        if processes < 0:
-            raise RagenError(f"{processes} processes of the agent are too few; 0 chooses a number")
         is_function = agent_host.FUNCTION.fullmatch(target) is not None
         self._target, self._python = target, python or sys.executable
         self._sees_secrets = sees_secrets
