@@ -54,12 +54,13 @@ def test_config_names_the_estimators() -> None:
     for estimator in ADVANTAGES.values():
         assert {*inputs_of(estimator, ESTIMATOR_INPUTS)} == {*signature(estimator).parameters}
     assert sorted(NEED_VALUES) == ["bi_level_gae", "gae"]
-    assert set(ADVANTAGES) - COMPARE_GROUP - NEED_VALUES == {"reinforce_pp"}
+    assert set(ADVANTAGES) - COMPARE_GROUP - NEED_VALUES == {"reinforce_pp", "raft"}
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_config_refuses_a_group_size_of_one_for_estimators_that_compare_groups(name: str) -> None:
-    alone = {"advantage.name": name, "rollout.group_size": 1, "reward.placement": "turn"}
+    alone = {"advantage.name": name, "rollout.group_size": 1}
+    alone |= {"reward.placement": "turn"} if name == "bi_level_gae" else {}
     if name in COMPARE_GROUP:
         with pytest.raises(RagenError, match="compares the episodes"):
             merge(None, alone)
@@ -208,6 +209,7 @@ def test_equal_totals_give_exactly_zero_in_any_order_of_the_rewards(name: str) -
         rewards_ES=rewards_ES,
         mask_ES=torch.ones(rewards_ES.shape, dtype=torch.bool),
         group_E=torch.zeros(len(rewards), dtype=torch.long),
+        thought_ES=rewards_ES == 0,
     )
     assert torch.all(credit.advantages_ES == 0)
 
@@ -241,7 +243,7 @@ def test_gigpo_compares_states_within_a_group_only() -> None:
 @pytest.mark.parametrize("name", sorted(COMPARE_GROUP))
 def test_an_episode_alone_in_its_group_gets_zero(name: str) -> None:
     """The other episodes of its group may have ended before their first turn."""
-    lone = GIGPO | {"group_E": torch.tensor([4, 5])}
+    lone = GIGPO | {"group_E": torch.tensor([4, 5]), "thought_ES": GIGPO["turn_ES"] == 0}
     assert torch.all(estimate(ADVANTAGES[name], **lone, values_ES=None, **PLAIN).advantages_ES == 0)
 
 

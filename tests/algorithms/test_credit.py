@@ -26,9 +26,11 @@ NO_KL = LossConfig(kl=0.0)
 GROUP = Group(
     (
         episode(
-            turn(1.0, penalty=-0.5, state="a"), turn(2.0, prompt=(3,), sampled=(9, 9), state="b")
+            turn(1.0, penalty=-0.5, state="a", thought="t"),
+            turn(2.0, prompt=(3,), sampled=(9, 9), state="b"),
+            success=True,
         ),
-        episode(turn(0.0, state="a")),
+        episode(turn(0.0, state="a", thought="t")),
     )
 )
 
@@ -67,6 +69,10 @@ def token_advantages(batch: Batch) -> list[float]:
         ("dr_grpo", [1.25] * 4 + [-1.25] * 2),
         ("rloo", [2.5] * 4 + [-2.5] * 2),
         ("grpo", [0.7071] * 4 + [-0.7071] * 2),
+        # The first tokens of the turns in a are thoughts: weights .1 1 1 1 | .1 1, mean .7.
+        ("act_focus", [0.1010] + [1.0102] * 3 + [-0.1010, -1.0102]),
+        # Six tokens, four of which are of the success.
+        ("raft", [1.5] * 4 + [0.0] * 2),
         # State a: turn returns .5 + .5 · 2 = 1.5 and 0 → ±.7071; b has one turn.
         ("gigpo", [1.4142, 1.4142, 0.7071, 0.7071, -1.4142, -1.4142]),
         # Mean 1.5, squares 1 1 .25 .25 2.25 2.25, std 1.1832.

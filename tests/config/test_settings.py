@@ -125,6 +125,7 @@ def test_presets_hold_the_published_values() -> None:
         ("grpo", "grpo", "episode_mean", 0.2, (0.04, "k3"), 1),
         ("dr-grpo", "dr_grpo", "constant", 0.2, (0.0, None), 1),
         ("dapo", "grpo", "token_mean", 0.28, (0.0, None), 16),
+        ("raft", "raft", "token_mean", 0.2, (0.0, None), 1),
         ("rloo", "rloo", "constant", 0.2, (0.03, "k1"), 1),
         ("reinforce++", "reinforce_pp", "token_mean", 0.2, (0.01, "k1"), 2),
         ("gigpo", "gigpo", "token_mean", 0.2, (0.01, "k3"), 4),
@@ -278,7 +279,7 @@ def test_mistake_gives_one_line_with_the_remedy() -> None:
         assert words in message(None, overrides), overrides
 
 
-GROUP_RELATIVE = {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "gigpo"}
+GROUP_RELATIVE = {"grpo", "act_focus", "dr_grpo", "rloo", "reinforce_pp_baseline", "gigpo"}
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,9 @@ from ragen.algorithms.estimator import (
 )
 from ragen.config.extensions import ESTIMATOR
 
+THOUGHT_WEIGHT = 0.1
+"""Weight of a thought's token in `act_focus`, as published (arXiv:2605.14558)."""
+
 
 def gae(
     *,
@@ -131,6 +134,33 @@ def dr_grpo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
     return Credit(centred_E[:, None] * mask_ES)
 
 
+def act_focus(
+    *, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor, thought_ES: Tensor
+) -> Credit:
+    """GRPO's advantage, with a tenth of the weight on the tokens of thoughts (arXiv:2605.14558).
+
+        A_t = A w_t / (mean of w over all tokens),   w = 0.1 on thoughts, else 1
+
+    The paper also weights actions by the energy of a frozen reference, which is left out.
+    """
+    weight_ES = torch.where(thought_ES, THOUGHT_WEIGHT, 1.0) * mask_ES
+    share_ES = weight_ES * mask_ES.sum() / weight_ES.sum()
+    credit = grpo(rewards_ES=rewards_ES, mask_ES=mask_ES, group_E=group_E)
+    return Credit(credit.advantages_ES * share_ES)
+
+
+def raft(*, mask_ES: Tensor, success_E: Tensor) -> Credit:
+    """Rejection sampling: only episodes that succeeded are learned from (arXiv:2304.06767).
+
+        A = N / (number of tokens of successful episodes) on these, 0 on all others
+
+    N is the number of all tokens. So with equal weight per token and at ratio 1, the loss is the
+    mean negative log-likelihood of the successful episodes, without any negative signal.
+    """
+    kept_ES = mask_ES & success_E[:, None]
+    return Credit(kept_ES * (mask_ES.sum() / kept_ES.sum().clamp_min(1)))
+
+
 def rloo(*, rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit:
     """REINFORCE with the group's other episodes as baseline (arXiv:2402.14740).
 
@@ -226,6 +256,8 @@ ADVANTAGES: dict[str, Estimator] = {
     "bi_level_gae": bi_level_gae,
     "grpo": grpo,
     "dr_grpo": dr_grpo,
+    "act_focus": act_focus,
+    "raft": raft,
     "rloo": rloo,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,

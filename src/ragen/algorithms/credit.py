@@ -62,6 +62,8 @@ def credit(
         turn_ES=index.turn_ES,
         turn_ends_ES=index.turn_ends_ES,
         state_ES=state_numbers(episodes, index),
+        thought_ES=thought_tokens(episodes, index),
+        success_E=torch.tensor([episodes[e].success for e in index.episode_E.tolist()]),
         group_E=index.group_E,
         gamma=advantage.gamma,
         gae_lambda=advantage.gae_lambda,
@@ -101,6 +103,18 @@ def state_numbers(episodes: Sequence[Episode], index: EpisodeIndex) -> Tensor:
         mask_S = index.mask_ES[e]
         state_ES[e, mask_S] = torch.tensor(states)[index.turn_ES[e, mask_S]]
     return state_ES
+
+
+def thought_tokens(episodes: Sequence[Episode], index: EpisodeIndex) -> Tensor:
+    """True on the tokens that spell a thought: ``(E, S)``."""
+    thought_ES = torch.zeros_like(index.mask_ES)
+    for e, number in enumerate(index.episode_E.tolist()):
+        start = 0
+        for turn in episodes[number].turns:
+            first, end = turn.thought_span or (0, 0)
+            thought_ES[e, start + first : start + end] = True
+            start += len(turn.completion.token_ids or ())
+    return thought_ES
 
 
 def token_rewards(episodes: Sequence[Episode], index: EpisodeIndex, placement: str) -> Tensor:

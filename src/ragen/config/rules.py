@@ -26,9 +26,12 @@ VLLM_TEMPERATURES = (0.01, 2.0)
 """Range of the temperatures above 0 that vLLM uses unchanged (``vllm.sampling_params``)."""
 
 CRITIC = ("gae", "bi_level_gae")
-"""Estimators that use a critic. All others but `reinforce_pp` compare the episodes of a group."""
+"""Estimators that use a critic."""
 
-STD_DIVIDES = ("grpo", "gigpo")
+COMPARE_NOTHING = ("reinforce_pp", "raft")
+"""Estimators without a critic that need no groups; all others compare the episodes of a group."""
+
+STD_DIVIDES = ("grpo", "act_focus", "gigpo")
 """Estimators that divide by a group's std. The division gives any difference within a group full
 size, even a difference that only the KL penalty makes."""
 
@@ -56,7 +59,7 @@ def _estimator_in(c: Sections, *names: str) -> bool:
 def _compares(c: Sections) -> bool:
     """True if the estimator is one of RAGEN's that compare the episodes of a group."""
     own = c.advantage.name in ESTIMATOR.names
-    return own and c.advantage.name not in (*CRITIC, "reinforce_pp")
+    return own and c.advantage.name not in (*CRITIC, *COMPARE_NOTHING)
 
 
 def _for_groups(setting: str, is_set: Test) -> Rule:

@@ -104,6 +104,8 @@ def _check_estimator(name: str) -> str | None:
         turn_ES=turn_ES,
         turn_ends_ES=torch.tensor([[False, True, True]] * 4) & mask_ES,
         state_ES=turn_ES,
+        thought_ES=turn_ES == 0,
+        success_E=torch.tensor([True, False, False, True]),
         group_E=torch.tensor([0, 0, 1, 1]),
         gamma=1.0,
         gae_lambda=1.0,
