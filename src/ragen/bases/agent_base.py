@@ -65,8 +65,8 @@ AGENT_TEMPLATE = (
 CARD = """# A base model for the agent {agent}
 
 A Qwen2 of {size}, made from scratch by RAGEN {version}
-(seed {seed}). Its tokenizer holds the words of this agent's conversations, and lines that most of
-them share, and spells others in bytes. Its prompts name the tools without their descriptions.
+(seed {seed}). Its tokenizer holds the words of this agent's conversations, and the lines and messages
+that most of them share, and spells others in bytes. Its prompts name the tools without their descriptions.
 
 It was shown {count} conversations of this agent in which every call, its arguments and the answer
 were guessed, with {solved} of the tasks solved. They teach the form of calls and answers: no plan
@@ -123,19 +123,19 @@ def _parameters(tool: Any) -> Mapping[str, Any]:
 
 
 def vocabulary(played: Sequence[Episode]) -> list[str]:
-    """The words of conversations; a line that more than half of them have is a word, too.
+    """The words of conversations; a message or line that more than half of them have is one, too.
 
-    So a library's own long prompt costs few tokens.
+    So a library's own long prompt costs one token.
     """
     turns = [turn for episode in played for turn in episode.turns]
     said = [message["content"] for turn in turns for message in turn.prompt.messages]
     replies = [turn.completion.text for turn in turns]
-    lines = Counter[str]()
+    counts = Counter[str]()
     for episode in played:
-        shown = (message["content"] for message in episode.turns[-1].prompt.messages)
-        found = [line for text in shown for line in text.splitlines(keepends=True)]
-        lines.update(dict.fromkeys(found, 1))
-    shared = [line for line, count in lines.items() if count > len(played) / 2 and line.strip()]
+        shown = [message["content"] for message in episode.turns[-1].prompt.messages]
+        lines = [line for text in shown for line in text.splitlines(keepends=True)]
+        counts.update(dict.fromkeys([*shown, *lines], 1))
+    shared = [text for text, count in counts.items() if count > len(played) / 2 and text.strip()]
     return [*words_for(frequent([*said, *replies], MOST_WORDS), 20), *shared, *CALL]
 
 
