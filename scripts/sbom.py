@@ -92,7 +92,7 @@ def materials() -> Bom:
         file("uplot.js"),
         file("uplot.css"),
         file("uplot.LICENSE"),
-        about="dist/uPlot.esm.js and dist/uPlot.min.css, unchanged",
+        about="dist/uPlot.iife.min.js and dist/uPlot.min.css, unchanged",
     )
     bom = Bom(
         components=[htm, uplot],

@@ -3,8 +3,9 @@
 import { nearest, number } from "./numbers.js";
 import { COLOURS, axis, bars, flags, levels, seriesOf } from "./paint.js";
 import { Text } from "./parts.js";
-import { default as uPlot } from "./vendor/uplot.js";
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
+
+const { uPlot } = window; // A script of its own, which is no module.
 
 const NEAR = 6; // Tolerance in pixels for clicks and marks.
 const DOUBLE_MS = 250; // How long a click waits, because it may be the first of two.
