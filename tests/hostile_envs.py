@@ -134,6 +134,9 @@ TAKEN: dict[str, tuple[dict[str, Any], float]] = {
 TABLE = [*RAISED, *ANSWERS, *TAKEN]
 """What happens on level 0, 1, … if no deed is chosen; an environment survives all of it."""
 
+POSIX = ("SIGKILL", "stopped", "memory")
+"""The deeds of `WORKER` that need its signals and limits."""
+
 WORKER: dict[str, tuple[Callable[[], object], str]] = {
     "os._exit": (lambda: os._exit(0), "_exit|exit code 0"),
     "segmentation fault": (lambda: ctypes.string_at(0), "signal 11"),

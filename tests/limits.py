@@ -1,5 +1,6 @@
 """What the system may refuse: limits that a test sets, and calls that only POSIX can interrupt."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,9 @@ INTERRUPTS = hasattr(signal, "setitimer")
 """A time limit can end a call that hangs."""
 NEVER_ENDS = "nothing can interrupt a call that hangs on this system"
 needs_timer = pytest.mark.skipif(not INTERRUPTS, reason=NEVER_ENDS)
+needs_posix = pytest.mark.skipif(
+    not hasattr(os, "killpg"), reason="needs the groups, signals and locks of POSIX"
+)
 
 
 class Hung(Exception):

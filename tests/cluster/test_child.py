@@ -14,6 +14,7 @@ import pytest
 from ragen.cluster.child import Child
 from ragen.core.errors import EngineLost, MismatchError
 from tests.cluster import echo_host
+from tests.limits import needs_posix
 
 
 def echo() -> Child:
@@ -65,7 +66,11 @@ def test_a_cancelled_call_is_given_up_before_the_next(child: Child) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("killed", "killed, perhaps for lack of memory"), ("ended", "exit code 5")]
+    ("how", "words"),
+    [
+        pytest.param("killed", "killed, perhaps for lack of memory", marks=needs_posix),
+        ("ended", "exit code 5"),
+    ],
 )
 def test_a_lost_child_fails_its_open_and_later_calls(child: Child, how: str, words: str) -> None:
     for method, arguments in (("die", [how]), ("echo", [1])):

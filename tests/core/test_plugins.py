@@ -12,6 +12,7 @@ import pytest
 from ragen.core import plugins
 from ragen.core.errors import RagenError
 from ragen.core.plugins import installed, load_object, reference_to
+from tests.limits import needs_timer
 
 TEXT = "def loss(x):\n    return x + 1\n\n\nNUMBER = 3\n"
 
@@ -106,7 +107,7 @@ def test_invalid_reference_gives_a_one_line_error(user_file, reference, message)
         ("import json\n\n\njson.loads('{')\n", r"JSONDecodeError: .* \(line 4\)"),
         ("def f():\n    return 1 / 0\n\n\nf()\n", r"division by zero \(line 2\)"),
         ("import sys\nsys.exit(0)\n", r"SystemExit: 0 \(line 2\)"),
-        ("while True: pass\n", "longer than 0.05 s"),
+        pytest.param("while True: pass\n", "longer than 0.05 s", marks=needs_timer),
     ],
 )
 def test_code_that_fails_at_import_is_reported(user_file, monkeypatch, text, reason):

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from ragen.core.user_code import UserCodeError, boundary, can_interrupt
+from tests.limits import needs_timer
 
 
 def take(seconds: float) -> str:
@@ -20,6 +21,7 @@ def take(seconds: float) -> str:
     return "in time"
 
 
+@needs_timer
 def test_beside_the_main_thread_a_time_limit_is_compared_after_the_call() -> None:
     """As in a notebook, where the event loop has the main thread."""
     with ThreadPoolExecutor(1) as thread:
@@ -47,6 +49,7 @@ assert present() == before
 """
 
 
+@needs_timer
 def test_a_boundary_puts_back_the_timer_its_handler_and_standard_output() -> None:
     """In a new process, since an open environment of another test would hold the timer."""
     subprocess.run([sys.executable, "-c", PUTS_BACK], check=True)

@@ -18,6 +18,7 @@ from ragen.gateway.session import FIRST_CALL, Budget, Session
 from ragen.rollout.endpoint import ChatEndpoint, Server
 from tests.faulty import Answer, FaultyServer, api_error, chat_reply
 from tests.gateway.test_session import GUESS
+from tests.limits import needs_posix
 
 AGENT = Path(__file__).with_name("agents_at_work.py")
 HELLO = ChatMessage("user", "Hello.")
@@ -109,6 +110,7 @@ def evaluate(server: FaultyServer, tmp_path: Path, do: str, *more: str) -> int:
     return main(["eval", "gpt", *agent, *limits, *more])
 
 
+@needs_posix
 def test_an_agent_is_evaluated_with_a_model_behind_an_endpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +122,7 @@ def test_an_agent_is_evaluated_with_a_model_behind_an_endpoint(
     assert server.requests[1]["messages"][1]["content"] == "Hi."
 
 
+@needs_posix
 def test_a_refused_key_ends_the_evaluation_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

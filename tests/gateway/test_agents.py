@@ -21,6 +21,9 @@ import pytest
 from ragen.core.errors import RagenError
 from ragen.gateway import agents as module
 from ragen.gateway.agents import Agents, Outcome, environment
+from tests.limits import needs_posix
+
+pytestmark = needs_posix
 
 HERE = Path(__file__).parent
 SCRIPTED = HERE / "scripted.py"

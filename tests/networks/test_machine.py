@@ -12,6 +12,7 @@ import torch
 
 from ragen.networks import machine
 from ragen.networks.precision import bfloat16_products, mkl_products
+from tests.limits import needs_posix
 
 PRODUCTS: Any = torch.backends
 AMD = "vendor_id\t: AuthenticAMD"
@@ -77,6 +78,7 @@ def test_processes_share_threads_and_each_has_one_at_least(monkeypatch: pytest.M
     assert found == given == [4, 2, 2, 1, 3]
 
 
+@needs_posix
 @pytest.mark.parametrize(
     ("membership", "files", "found"),
     [

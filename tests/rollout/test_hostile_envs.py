@@ -20,8 +20,8 @@ from ragen.envs.isolation import Workers
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import Setup
 from ragen.rollout.venue import Venue
-from tests.hostile_envs import ANSWERS, HOSTILE, RAISED, TABLE, TAKEN, WORKER, Hostile
-from tests.limits import needs_timer
+from tests.hostile_envs import ANSWERS, HOSTILE, POSIX, RAISED, TABLE, TAKEN, WORKER, Hostile
+from tests.limits import needs_posix, needs_timer
 from tests.rogue import Rogue
 from tests.scripted_policy import ScriptedPolicy
 
@@ -66,7 +66,10 @@ def test_exceptions_and_answers_that_break_the_contract_fail_their_episode(
             assert len(error) < 30_000
 
 
-@pytest.mark.parametrize("deed", WORKER)
+@pytest.mark.parametrize(
+    "deed",
+    [pytest.param(each, marks=needs_posix if each in POSIX else ()) for each in WORKER],
+)
 def test_isolation_survives_what_a_process_can_do(deed: str) -> None:
     reason = WORKER[deed][1]
     timeout_s = 1.5 if reason.startswith("longer than") else 20.0
@@ -84,6 +87,7 @@ def test_what_an_environment_prints_goes_to_standard_error(
     assert printed.out == "" and "printed by the environment" in printed.err
 
 
+@needs_posix
 def test_the_children_of_a_worker_die_with_it() -> None:
     workers = Workers(HOSTILE, {"deed": "fork and hang"}, 1.5)
     env = workers.make()

@@ -31,7 +31,7 @@ from ragen.storage.recorder import Recorder, append_event
 from ragen.storage.schema import SAMPLE_ARRAYS, SCHEMA_VERSION, decompress
 from ragen.storage.stored_episodes import write_episodes
 from tests import records
-from tests.limits import largest_file
+from tests.limits import largest_file, needs_posix
 
 
 def episode(
@@ -309,6 +309,7 @@ def test_another_schema_is_refused(recorder: Recorder) -> None:
         Recorder.open(recorder.folder)
 
 
+@needs_posix
 def test_a_second_recorder_is_refused_until_the_first_is_closed(recorder: Recorder) -> None:
     with pytest.raises(RagenError, match="being written by another process"):
         Recorder.open(recorder.folder)

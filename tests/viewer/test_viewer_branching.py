@@ -18,6 +18,7 @@ from ragen.storage.branches import FILE
 from ragen.storage.database import DATABASE
 from ragen.viewer import branching as module
 from ragen.viewer.branching import Branching
+from tests.limits import needs_posix
 from tests.records import edit_settings
 from tests.viewer.test_viewer_server import wait_until
 
@@ -119,6 +120,7 @@ STUBBORN = (
 """A process that does not end when it is told to, and has one of its own."""
 
 
+@needs_posix
 def test_a_cancelled_branch_ends_with_all_its_processes_and_the_next_one_starts(
     own_bandit_run: Path, branching: Branching, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,8 +69,8 @@ measure (`is_measured`) cannot change either."""
 
 
 CANNOT_INTERRUPT = (
-    "the run is not in the main thread, as in a notebook: an environment that hangs cannot be "
-    "interrupted, and one that takes too long fails its episode afterwards; env.isolate = true "
+    "an environment that hangs cannot be interrupted on Windows and outside the main thread, as in "
+    "a notebook, and one that takes too long fails its episode afterwards; env.isolate = true "
     "stops it in time"
 )
 """A note to the user where `can_interrupt` is false."""
