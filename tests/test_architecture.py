@@ -289,10 +289,17 @@ def test_light_modules_load_no_heavy_modules(fresh: dict[str, Any]) -> None:
     assert {name: heavy for name, heavy in fresh["modules"].items() if heavy} == {}
 
 
+asks_torch = pytest.mark.skipif(
+    sys.platform == "win32", reason="only torch knows whether Windows has a GPU for it"
+)
+
+
+@asks_torch
 def test_commands_that_compute_nothing_load_no_heavy_modules(fresh: dict[str, Any]) -> None:
     assert fresh["commands"] == {line: [0, []] for line in COMMANDS}
 
 
+@asks_torch
 def test_mistakes_are_found_before_torch_is_imported(fresh: dict[str, Any]) -> None:
     for line, (code, message, loaded) in fresh["mistakes"].items():
         assert (code, message.count("\n"), loaded) == (2, 1, []), (line, message)

@@ -29,6 +29,7 @@ from ragen.rollout.groups import run_groups
 from ragen.rollout.players import random_player
 from ragen.rollout.setup import Setup, make_setup
 from ragen.rollout.venue import Venue
+from tests.limits import needs_timer
 from tests.scripted_policy import ScriptedPolicy
 
 ROGUE = f"{Path(__file__).parents[1] / 'rogue.py'}:Rogue"
@@ -140,6 +141,7 @@ def test_a_hang_in_close_costs_one_time_limit(monkeypatch: pytest.MonkeyPatch) -
     assert result.failed == 0 and time.monotonic() - start < 13
 
 
+@needs_timer
 @pytest.mark.parametrize("isolate", [False, True])
 def test_a_hang_in_init_ends_an_evaluation_at_once(
     monkeypatch: pytest.MonkeyPatch, isolate: bool

@@ -26,7 +26,7 @@ CLEARLY_BUSY = 1.3
 """Cores on which a product takes this many times as long as on one core are not all free."""
 
 DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")))
-"""Device files of GPUs that torch can use on Linux: of NVIDIA, of AMD, within Windows."""
+"""Device files of GPUs that torch can use, but on Windows: of NVIDIA, of AMD, in Windows' Linux."""
 
 CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 """The groups of this process, and where they are mounted on Linux."""
@@ -34,7 +34,7 @@ CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 def usable_device() -> str:
     """``cuda`` where torch finds a GPU, else ``cpu``; ``CUDA_VISIBLE_DEVICES=`` hides it."""
-    no_driver = sys.platform == "linux" and not any(map(Path.exists, DRIVERS))
+    no_driver = sys.platform != "win32" and not any(map(Path.exists, DRIVERS))
     if no_driver and "torch" not in sys.modules:
         return "cpu"
     import torch
