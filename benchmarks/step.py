@@ -12,7 +12,7 @@ The rate of products is measured in the model's dtype.
 
     python benchmarks/step.py [--steps 10] [--json]
     python benchmarks/step.py --model FOLDER --dtype bfloat16 --members 8 --turns 1 --steps 3
-    python benchmarks/step.py --model src/ragen/models/bases/frozen-lake-picture --observation picture
+    python benchmarks/step.py --model PATH/bases/frozen-lake-picture --observation picture
     python benchmarks/step.py --peer trl_step.py --peer-python PYTHON_OF_ITS_ENVIRONMENT
 
 With a peer, both run `--rounds` times in turn, each time in a process of its own; medians are

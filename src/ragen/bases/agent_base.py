@@ -65,8 +65,9 @@ AGENT_TEMPLATE = (
 CARD = """# A base model for the agent {agent}
 
 A Qwen2 of {size}, made from scratch by RAGEN {version}
-(seed {seed}). Its tokenizer holds the words of this agent's conversations, and the lines and messages
-that most of them share, and spells others in bytes. Its prompts name the tools without their descriptions.
+(seed {seed}). Its tokenizer holds the words of this agent's conversations, and the lines and
+messages that most of them share, and spells others in bytes. Its prompts name the tools without
+their descriptions.
 
 It was shown {count} conversations of this agent in which every call, its arguments and the answer
 were guessed, with {solved} of the tasks solved. They teach the form of calls and answers: no plan
