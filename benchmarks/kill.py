@@ -2,11 +2,12 @@
 
     python benchmarks/kill.py 30
     python benchmarks/kill.py --processes 2 30
+    python benchmarks/kill.py --only waiting 30
     python benchmarks/kill.py --ray 10
 
 Each trial trains an embedded model in a process of its own, by turns with each of `CONFIGS`: GRPO
 with a filter, PPO with its critic, a rollback of the guard on FrozenLake with thoughts, Sokoban in
-isolated workers, GSPO with LoRA, and GiGPO in bfloat16.
+isolated workers, GSPO with LoRA, GiGPO in bfloat16, and GRPO where the environment waits.
 The process gets SIGKILL at a random moment and is resumed, and so on, at most three times; then it
 is left to its end. Compared with a run that nobody killed: all rows of the database (those about
 seconds excepted), and every tensor of the last checkpoint, bit for bit.
@@ -71,6 +72,20 @@ def third_step(history):
 """
 """A detector that fires after step 3; the rollback to step 1 gives it a period of grace."""
 
+WAITING = """
+import time
+from ragen.envs.worlds.bandit import Bandit
+
+
+class Waiting(Bandit):
+    waits = "threads"
+
+    def step(self, action):
+        time.sleep(0.1)
+        return super().step(action)
+"""
+"""An environment in which a run spends most of its time in rollouts, inside of steps."""
+
 FEW = {"rollout.num_groups": 2, "rollout.group_size": 4, "rollout.max_tokens": 16}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("bandit", {"algorithm": "starpo-s/grpo", "filter.value": 0.5}),
@@ -79,6 +94,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "isolated": ("sokoban", FEW | {"env.isolate": True, "env.max_turns": 2, "steps": 3}),
     "lora": ("bandit", {"algorithm": "gspo", "lora.rank": 4}),
     "bfloat16": ("frozen-lake-still", FEW | {"algorithm": "gigpo", "model.dtype": "bfloat16"}),
+    "waiting": ("bandit", {"rollout.slots": 4}),
 }
 """A recipe and its changes, besides `SETTINGS`."""
 
@@ -104,6 +120,7 @@ def main() -> None:
     parser.add_argument("trials", type=int, nargs="?", default=30)
     parser.add_argument("--ray", type=int, default=0, help="kills in one run on Ray")
     parser.add_argument("--processes", type=int, default=1, help="of the engine")
+    parser.add_argument("--only", choices=CONFIGS, help="one of the configs")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     args = parser.parse_args()
     if args.ray:
@@ -117,11 +134,13 @@ def main() -> None:
     killed_in: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "detector.py").write_text(DETECTOR)
+        (Path(scratch) / "waiting.py").write_text(WAITING)
         SETTINGS["engine.processes"] = args.processes
-        configs = {name: config_of(name, Path(scratch)) for name in CONFIGS}
+        names = [args.only] if args.only else list(CONFIGS)
+        configs = {name: config_of(name, Path(scratch)) for name in names}
         whole: dict[str, tuple[dict[str, Any], float]] = {}
         for trial in range(args.trials):
-            name = list(CONFIGS)[trial % len(CONFIGS)]
+            name = names[trial % len(names)]
             if name not in whole:
                 whole[name] = uninterrupted(configs[name], Path(scratch) / name)
             wanted, seconds = whole[name]
@@ -141,6 +160,8 @@ def config_of(name: str, scratch: Path) -> Config:
         changes = changes | {
             "guard.responses": {f"{scratch / 'detector.py'}:third_step": "rollback"}
         }
+    if name == "waiting":
+        changes = changes | {"env.name": f"{scratch / 'waiting.py'}:Waiting"}
     return resolve(recipe, SETTINGS | changes)
 
 

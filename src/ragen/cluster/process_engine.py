@@ -65,13 +65,13 @@ class SpreadSampler(Policy):
     """The samplers of this process and of its children, among which groups are dealt out."""
 
     def __init__(self, own: WeightedPolicy, children: Sequence[Child]) -> None:
-        self._own, self._children = own, children
+        self.own, self._children = own, children
         self._era = 0
         self._counts: dict[Child, Stats] = {}
 
     @override
     async def complete(self, prompt: Prompt) -> Completion:
-        return await self._own.complete(prompt)
+        return await self.own.complete(prompt)
 
     async def play(
         self,
@@ -108,7 +108,7 @@ class SpreadSampler(Policy):
         own = shares[0]
         work.append(
             run_episodes(
-                self._own, [setups[at] for at in own], [specs[at] for at in own], most, ended
+                self.own, [setups[at] for at in own], [specs[at] for at in own], most, ended
             )
         )
         await together(work)
@@ -134,7 +134,7 @@ class SpreadSampler(Policy):
     @property
     def stats(self) -> Stats:
         """The counts of all samplers since the last `forget`."""
-        every = [self._own.stats, *self._counts.values()]
+        every = [self.own.stats, *self._counts.values()]
         return Stats(
             sum(each.prefilled for each in every),
             sum(each.reused for each in every),
@@ -144,12 +144,12 @@ class SpreadSampler(Policy):
 
     def metrics(self) -> Metrics:
         """Metrics of all samplers, of which this process's knows which repeat."""
-        return self.stats.metrics() if self._own.metrics() else {}
+        return self.stats.metrics() if self.own.metrics() else {}
 
     def forget(self) -> None:
         """Drop all keys and values, those of the children before they play again."""
-        self._own.forget()
-        self._own.stats = Stats()
+        self.own.forget()
+        self.own.stats = Stats()
         self._era += 1
         self._counts.clear()
 
@@ -157,7 +157,7 @@ class SpreadSampler(Policy):
         """End the children of an evaluation, and free the memory of the sampler."""
         for each in self._children:
             each.end()
-        await self._own.close()
+        await self.own.close()
 
 
 def _fields(setup: Setup) -> dict[str, Any]:

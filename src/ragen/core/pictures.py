@@ -10,6 +10,7 @@ neither be sampled nor be spelled by a text. Only an engine replaces them, by ro
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 from collections.abc import Iterable, Mapping, Sequence
@@ -106,6 +107,18 @@ class Picture:
         from PIL import Image
 
         return cls.of(Image.open(io.BytesIO(data), formats=("PNG",)))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, *_: Any) -> Any:
+        """In JSON, a picture is its PNG file in base64."""
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_plain_validator_function(
+            lambda text: cls.of_png(base64.b64decode(text)),
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda picture: base64.b64encode(picture.png()).decode()
+            ),
+        )
 
 
 def key_of(hash: str) -> int:

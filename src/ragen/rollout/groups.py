@@ -14,13 +14,19 @@ from ragen.rollout.episode import play_episode
 from ragen.rollout.players import PlayerPolicy
 from ragen.rollout.policies import Policy, Seating, seated
 from ragen.rollout.setup import EpisodeSpec, Setup
+from ragen.storage.journal import Journal
 
 T = TypeVar("T")
 
 
 @runtime_checkable
 class Spread(Protocol):
-    """A policy that plays episodes in other processes, too; the arguments of `run_episodes`."""
+    """A policy that plays episodes in other processes, too; `own` is this process's."""
+
+    @property
+    def own(self) -> Policy:
+        """The policy of this process."""
+        ...
 
     async def play(
         self,
@@ -29,7 +35,7 @@ class Spread(Protocol):
         concurrency: int | asyncio.Semaphore,
         on_episode: Callable[[Episode], None] | None,
     ) -> list[Episode]:
-        """Play and return the episodes, in order."""
+        """Play and return the episodes, in order; the arguments are those of `run_episodes`."""
         ...
 
 
@@ -43,6 +49,7 @@ async def run_groups(
     on_episode: Callable[[Episode], None] | None = None,
     first_group: int = 0,
     finish: Callable[[Group], Awaitable[Group]] | None = None,
+    journal: Journal | None = None,
 ) -> list[Group]:
     """Play `group_size` episodes on each level and return them as groups, in level order.
 
@@ -50,14 +57,19 @@ async def run_groups(
     of the episodes, such as ``(seed, "train", step)``. At most `concurrency` episodes are played at
     once, or as many as a semaphore, shared with other collections, lets in. They begin
     in (group, member) order. A player's episodes are played one by one, unless they wait.
+    Where no bit of an episode depends on the others (`are_independent`), those that a `journal` has
+    are not played again, and those that end are added to it.
     """
     specs = [
         EpisodeSpec(level, group, member, path)
         for group, level in enumerate(levels, first_group)
         for member in range(group_size)
     ]
-    if not isinstance(setup, Setup):
-        setup = [each for each in setup for _ in range(group_size)]
+    kinds = [setup] * len(levels) if isinstance(setup, Setup) else setup
+    setups = [each for each in kinds for _ in range(group_size)]
+    if journal is not None and not are_independent(policy, setups):
+        journal = None
+    before = {} if journal is None else journal.begin()
     whole = [asyncio.get_running_loop().create_future() for _ in levels]
     ended: dict[int, dict[int, Episode]] = defaultdict(dict)
 
@@ -70,14 +82,24 @@ async def run_groups(
         if on_episode is not None:
             on_episode(episode)
 
+    def keep(episode: Episode) -> None:
+        if journal is not None:
+            journal.add(episode)
+        note(episode)
+
+    left = list[tuple[Setup, EpisodeSpec]]()
+    for own, spec in zip(setups, specs, strict=True):
+        known = before.get((own.env, spec.level_seed, spec.group, spec.member))
+        left.append((own, spec)) if known is None else note(known)
+
     async def finished(group: Awaitable[Group]) -> Group:
         return await (group if finish is None else finish(await group))
 
-    work: list[Coroutine[Any, Any, Any]] = [
-        run_episodes(policy, setup, specs, concurrency, note),
-        *map(finished, whole),
-    ]
-    return (await together(work))[1:]
+    work: list[Coroutine[Any, Any, Any]] = [*map(finished, whole)]
+    if left:
+        rest = [own for own, _ in left], [spec for _, spec in left]
+        work.append(run_episodes(policy, *rest, concurrency, keep))
+    return (await together(work))[: len(whole)]
 
 
 async def run_episodes(
@@ -95,11 +117,7 @@ async def run_episodes(
     setups = [setup] * len(specs) if isinstance(setup, Setup) else setup
     if isinstance(policy, Spread):
         return await policy.play(setups, specs, concurrency, on_episode)
-    waits = any(each.waits for each in setups)
-    if isinstance(policy, Seating) and policy.is_idle:
-        policy.ordered = waits
-        if policy.in_rounds and any(each.agent is not None for each in setups):
-            policy.ordered = False  # an agent may make several calls at once, or none for long
+    waits = prepare(policy, setups)
     if isinstance(policy, PlayerPolicy) and not waits:
         concurrency = 1  # it answers at once: side by side, episodes would only take memory
     gate = asyncio.Semaphore(concurrency) if isinstance(concurrency, int) else concurrency
@@ -116,6 +134,28 @@ async def run_episodes(
         return episode
 
     return await together(play(*pair) for pair in zip(setups, specs, strict=True))
+
+
+def prepare(policy: Policy | PlayerPolicy, setups: Sequence[Setup]) -> bool:
+    """Let an idle policy be ordered where environments wait; true if one does."""
+    waits = any(each.waits for each in setups)
+    if isinstance(policy, Seating) and policy.is_idle:
+        policy.ordered = waits
+        if policy.in_rounds and any(each.agent is not None for each in setups):
+            policy.ordered = False  # an agent may make several calls at once, or none for long
+    return waits
+
+
+def are_independent(policy: Policy | PlayerPolicy, setups: Sequence[Setup]) -> bool:
+    """True if some of the episodes can be played later without the others.
+
+    All environments wait, so that any of them are played alike, and the policy is not in rounds.
+    """
+    if isinstance(policy, Spread):
+        policy = policy.own
+    prepare(policy, setups)
+    in_rounds = isinstance(policy, Seating) and policy.in_rounds
+    return all(each.waits for each in setups) and not in_rounds
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

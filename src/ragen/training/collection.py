@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from ragen.algorithms.estimator import compares_group, needs_values
 from ragen.algorithms.filters import reward_std, scores_of, select
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
+from ragen.config.reading import dump
 from ragen.config.sections import AdvantageConfig, FilterConfig, RolloutConfig, UpdateConfig
 from ragen.core.metrics import Metrics
 from ragen.core.seeding import refill_level
@@ -31,6 +33,7 @@ from ragen.learning.exactness import verify_split, with_fingerprints
 from ragen.rollout.episode_terms import apply_episode_terms
 from ragen.rollout.groups import run_groups
 from ragen.rollout.judge import Judge
+from ragen.storage.journal import Journal
 from ragen.training.ahead import Buffer, Played
 from ragen.training.mixture import Start, first_starts
 from ragen.training.running import Run, is_due
@@ -81,9 +84,11 @@ async def _play(
         run.watcher.episode(episode)
 
     began, rollout, seed = time.perf_counter(), run.config.rollout, run.config.seed
-    groups = await collect_groups(
-        run.engine, starts, rollout, seed, step, concurrency, ended, run.judge
-    )
+    origin = f"{dump(run.config)}{run.state.attempt} {step} {stage}"
+    with closing(Journal(run.folder, step + 1, origin)) as journal:
+        groups = await collect_groups(
+            run.engine, starts, rollout, seed, step, concurrency, ended, run.judge, journal
+        )
     return Played(groups, stage, time.perf_counter() - began)
 
 
@@ -96,6 +101,7 @@ async def collect_groups(
     concurrency: int | asyncio.Semaphore,
     on_episode: Callable[[Episode], None] | None = None,
     judge: Judge | None = None,
+    journal: Journal | None = None,
 ) -> list[Group]:
     """Play the groups of a step with the engine's policy, and add their terms to their rewards.
 
@@ -106,7 +112,8 @@ async def collect_groups(
     in the result, counted and recorded as all others; the filter leaves them out.
 
     `starts` has the first groups (`first_starts`); a group is replaced by one of the same
-    environment. `seed` is the run's, and `step` the number of finished steps.
+    environment. `seed` is the run's, and `step` the number of finished steps. `journal` is as in
+    `run_groups`.
     """
     engine.forget()
     groups: list[Group] = []
@@ -124,7 +131,7 @@ async def collect_groups(
     for _ in range(1 + rollout.refill):
         setups, levels = zip(*starts, strict=True)
         what = engine.policy, setups, levels, rollout.group_size, (seed, "train", step)
-        fresh = await run_groups(*what, concurrency, note, len(groups), finish)
+        fresh = await run_groups(*what, concurrency, note, len(groups), finish, journal)
         if judge is not None:
             judge.seconds += time.perf_counter() - ended
         groups += fresh

@@ -52,6 +52,7 @@ from ragen.storage.checkpoint import (
     step_of,
     verified_state,
 )
+from ragen.storage.journal import forget_journals
 from ragen.storage.recorder import Recorder
 from ragen.training.progress import Watcher
 from ragen.training.running import LoopState, Run, make_engine, save
@@ -178,6 +179,7 @@ async def update(run: Run, minibatch: Batch) -> Metrics:
     except MismatchError as failure:
         run.recorder.discard()
         step = run.state.step + 1
+        forget_journals(run.folder, step)
         spelled = ascii(run.engine.chat.text_of(failure.token))
         text = (
             f"step {step}, mismatch: sampler and learner are {failure.difference:.3g} nats apart: "

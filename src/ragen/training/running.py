@@ -35,6 +35,7 @@ from ragen.storage.checkpoint import (
     write_state,
     writing,
 )
+from ragen.storage.journal import forget_journals
 from ragen.storage.reader import read_evaluations, read_metrics
 from ragen.storage.recorder import Recorder
 from ragen.training.ahead import Buffer
@@ -339,6 +340,7 @@ async def save(run: Run) -> None:
     if existing is not None:
         run.recorder.commit()
         replace_state(existing, read_state(existing) | own)
+        forget_journals(run.folder, state.step)
         drop_old(run.folder, keep, state.best_step, every)
         return
     start = time.perf_counter()
@@ -346,6 +348,7 @@ async def save(run: Run) -> None:
         engine_state = await run.engine.save(folder)
         run.recorder.commit()  # the database is never behind a checkpoint
         write_state(folder, own | {"engine": engine_state})
+    forget_journals(run.folder, state.step)
     run.recorder.log(state.step, {"time/save_s": total(time.perf_counter() - start)})
     run.recorder.commit_later()
 
