@@ -42,6 +42,7 @@ from typing import Any
 from ragen.config.config import Config
 from ragen.core.errors import RagenError
 from ragen.engines.local import LocalEngine
+from ragen.models.names import base_folder
 from ragen.settings.resolve import resolve
 from ragen.storage.checkpoint import newest_intact
 from ragen.storage.database import DATABASE
@@ -161,7 +162,8 @@ def config_of(name: str, scratch: Path) -> Config:
             "guard.responses": {f"{scratch / 'detector.py'}:third_step": "rollback"}
         }
     if name == "waiting":
-        changes = changes | {"env.name": f"{scratch / 'waiting.py'}:Waiting"}
+        own = {"env.name": f"{scratch / 'waiting.py'}:Waiting"}
+        changes = changes | own | {"model.path": str(base_folder("bandit"))}
     return resolve(recipe, SETTINGS | changes)
 
 

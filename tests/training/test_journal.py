@@ -109,7 +109,7 @@ def turn(ids: tuple[int, ...] | None, *shown: Picture, **more: Any) -> Turn:
     prompt = Prompt(texts, ids, 1, 2, 0.7, 2**62, pictures=shown)
     sampled = None if ids is None else (7, 8)
     logprobs = None if ids is None else (-1e-300, -0.1)
-    completion = Completion(sampled, logprobs, "b", "stop", 3, ids and 2**63 - 1)
+    completion = Completion(sampled, logprobs, "b", "stop", 3, sum(ids or ()))
     given = ("see", prompt, completion, "t", (0, 1), ("a",), (), 0.1, -0.2, True, "k")
     return Turn(*given, **more)
 
