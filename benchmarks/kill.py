@@ -82,7 +82,7 @@ class Waiting(Bandit):
     waits = "threads"
 
     def step(self, action):
-        time.sleep(0.1)
+        time.sleep(0.3)
         return super().step(action)
 """
 """An environment in which a run spends most of its time in rollouts, inside of steps."""
@@ -95,7 +95,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "isolated": ("sokoban", FEW | {"env.isolate": True, "env.max_turns": 2, "steps": 3}),
     "lora": ("bandit", {"algorithm": "gspo", "lora.rank": 4}),
     "bfloat16": ("frozen-lake-still", FEW | {"algorithm": "gigpo", "model.dtype": "bfloat16"}),
-    "waiting": ("bandit", {"rollout.slots": 4}),
+    "waiting": ("bandit", FEW | {"rollout.slots": 2, "steps": 3}),
 }
 """A recipe and its changes, besides `SETTINGS`."""
 
