@@ -95,7 +95,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "isolated": ("sokoban", FEW | {"env.isolate": True, "env.max_turns": 2, "steps": 3}),
     "lora": ("bandit", {"algorithm": "gspo", "lora.rank": 4}),
     "bfloat16": ("frozen-lake-still", FEW | {"algorithm": "gigpo", "model.dtype": "bfloat16"}),
-    "waiting": ("bandit", FEW | {"rollout.slots": 2, "steps": 3}),
+    "waiting": ("bandit", FEW | {"rollout.slots": 2, "eval.episodes": 2}),
 }
 """A recipe and its changes, besides `SETTINGS`."""
 
