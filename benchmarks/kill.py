@@ -73,20 +73,7 @@ def third_step(history):
 """
 """A detector that fires after step 3; the rollback to step 1 gives it a period of grace."""
 
-WAITING = """
-import time
-from ragen.envs.worlds.bandit import Bandit
-
-
-class Waiting(Bandit):
-    waits = "threads"
-
-    def step(self, action):
-        time.sleep(0.3)
-        return super().step(action)
-"""
-"""An environment in which a run spends most of its time in rollouts, inside of steps."""
-
+ARMS = Path(__file__).parents[1] / "tests" / "waiting_envs.py:Arms"
 FEW = {"rollout.num_groups": 2, "rollout.group_size": 4, "rollout.max_tokens": 16}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("bandit", {"algorithm": "starpo-s/grpo", "filter.value": 0.5}),
@@ -95,7 +82,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "isolated": ("sokoban", FEW | {"env.isolate": True, "env.max_turns": 2, "steps": 3}),
     "lora": ("bandit", {"algorithm": "gspo", "lora.rank": 4}),
     "bfloat16": ("frozen-lake-still", FEW | {"algorithm": "gigpo", "model.dtype": "bfloat16"}),
-    "waiting": ("bandit", FEW | {"rollout.slots": 2, "eval.episodes": 2}),
+    "waiting": ("bandit", FEW | {"rollout.slots": 2, "eval.episodes": 2, "env.name": str(ARMS)}),
 }
 """A recipe and its changes, besides `SETTINGS`."""
 
@@ -135,7 +122,6 @@ def main() -> None:
     killed_in: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "detector.py").write_text(DETECTOR)
-        (Path(scratch) / "waiting.py").write_text(WAITING)
         SETTINGS["engine.processes"] = args.processes
         names = [args.only] if args.only else list(CONFIGS)
         configs = {name: config_of(name, Path(scratch)) for name in names}
@@ -162,8 +148,7 @@ def config_of(name: str, scratch: Path) -> Config:
             "guard.responses": {f"{scratch / 'detector.py'}:third_step": "rollback"}
         }
     if name == "waiting":
-        own = {"env.name": f"{scratch / 'waiting.py'}:Waiting"}
-        changes = changes | own | {"model.path": str(base_folder("bandit"))}
+        changes = changes | {"model.path": str(base_folder("bandit"))}
     return resolve(recipe, SETTINGS | changes)
 
 

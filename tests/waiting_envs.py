@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from ragen.core.user_code import seconds_left
 from ragen.envs.contract import Env, Info, Options, State
 from ragen.envs.tools import ToolEnv, tool
+from ragen.envs.worlds.bandit import Bandit
 
 Step = tuple[str, float, bool, bool, Info]
 
@@ -109,6 +110,16 @@ class Asynchronous(Count):
         finally:
             Count.now -= 1
         return self.leave()
+
+
+class Arms(Bandit):
+    """The two arms of Bandit, which answer after a while."""
+
+    waits = "threads"
+
+    def step(self, action: str) -> Step:
+        time.sleep(0.3)
+        return super().step(action)
 
 
 class Library(ToolEnv):
