@@ -388,6 +388,36 @@ def test_a_summary_that_a_conversation_begins_with_is_trained_on(role: CallRole 
     one.check()
 
 
+def test_a_summary_that_the_agent_rejects_is_not_trained_on() -> None:
+    """It goes on with its history instead."""
+    one = agent(PLAN, SUMMARY, "I pull the second.")
+
+    async def script() -> None:
+        plan = await one.ask(HELLO)
+        await one.ask(said("user", f"Summarise:\nUser: Hello.\nAssistant: {PLAN}"))
+        await one.ask(HELLO, plan.message, AGAIN)
+
+    run(script())
+    assert roles(one) == {PLAN: "agent", SUMMARY: "discarded", "I pull the second.": "agent"}
+    one.check()
+
+
+@pytest.mark.parametrize("role", [None, "compaction"])
+def test_of_two_summaries_the_one_that_is_used_is_trained_on(role: CallRole | None) -> None:
+    one = agent(PLAN, "Too long, it cannot be used.", SUMMARY, "I pull the second.")
+
+    async def script() -> None:
+        await one.ask(HELLO)
+        await one.ask(transcript("Hello.", PLAN), role=role)
+        await one.ask(transcript("Hello.", PLAN, "Shorter!"), role=role)
+        await one.ask(said("user", SUMMARY))
+
+    run(script())
+    assert roles(one)["Too long, it cannot be used."] == "discarded"
+    assert roles(one)[SUMMARY] == "compaction"
+    one.check()
+
+
 def test_a_summary_in_the_same_conversation_without_tools_is_trained_on() -> None:
     one = tool_agent(CALL, SUMMARY, CALL)
 
@@ -400,6 +430,74 @@ def test_a_summary_in_the_same_conversation_without_tools_is_trained_on() -> Non
     run(script())
     assert set(roles(one).values()) == {"agent"}
     assert len(one.turns) == 3
+
+
+def test_a_declared_summary_is_rejected_if_its_conversation_goes_on_without_it() -> None:
+    one = agent("Yes.", SUMMARY, "No.", "I pull.")
+
+    async def script() -> None:
+        first = await one.ask(HELLO)
+        await one.ask(HELLO, first.message, said("user", "Summarise."), role="compaction")
+        second = await one.ask(HELLO, first.message, AGAIN)
+        await one.ask(HELLO, first.message, AGAIN, second.message, HELLO)
+
+    run(script())
+    assert roles(one) == {"Yes.": "agent", SUMMARY: "discarded", "No.": "agent", "I pull.": "agent"}
+
+
+def test_conversations_about_a_reply_that_agents_weigh_up_are_trained_on() -> None:
+    """Votes, drafts and critics of a plan are no summaries, although a program reads them."""
+    votes = [f"Vote {n}: this plan is good enough." for n in range(3)]
+    one = agent(PLAN, *votes, "It is done.")
+
+    async def script() -> None:
+        await one.ask(HELLO)
+        for n in range(3):
+            await one.ask(said("user", f"Judge {n}: is this a good plan? {PLAN}"))
+        await one.ask(said("user", "Two of three agree. Carry it out."))
+
+    run(script())
+    assert [turn.completion.text for turn in one.turns] == [PLAN, *votes, "It is done."]
+
+
+def test_a_reply_that_an_agent_rewrites_in_its_history_is_not_told() -> None:
+    """Some write their calls anew as text; then each call begins a conversation."""
+    one = agent(PLAN, "I look at the first of them.", "I look at the second.")
+
+    async def script() -> None:
+        plan = await one.ask(HELLO)
+        await one.ask(HELLO, said("assistant", f"{PLAN}\nCalling tools: look"), AGAIN)
+        await one.ask(HELLO, plan.message, AGAIN)
+
+    run(script())
+    assert set(roles(one).values()) == {"agent"}
+
+
+def test_a_call_that_tells_the_answer_of_a_sub_agent_is_trained_on() -> None:
+    """Although the sub-agent is asked again, and nothing follows the call."""
+    one = agent("I ask another.", SUMMARY, "It says the second.", "Yes, the second.")
+
+    async def script() -> None:
+        first = await one.ask(HELLO)
+        task = said("user", "Look at the arms for me.")
+        answer = await one.ask(task)
+        await one.ask(HELLO, first.message, said("user", f"It says: {SUMMARY}"))
+        await one.ask(task, answer.message, AGAIN)
+
+    run(script())
+    assert set(roles(one).values()) == {"agent"}
+
+
+def test_an_agent_can_say_that_a_call_belongs_to_its_work() -> None:
+    one = agent(PLAN, "The critic says no to it.", "I pull the second.")
+
+    async def script() -> None:
+        plan = await one.ask(HELLO)
+        await one.ask(said("user", f"Is this good? {PLAN}"), role="agent")
+        await one.ask(HELLO, plan.message, AGAIN)
+
+    run(script())
+    assert set(roles(one).values()) == {"agent"}
 
 
 def test_the_answer_of_a_sub_agent_without_tools_is_trained_on() -> None:

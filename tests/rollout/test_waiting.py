@@ -15,8 +15,10 @@ from ragen.config.config import Config
 from ragen.config.reading import merge
 from ragen.core.errors import RagenError
 from ragen.core.types import Completion, Episode, Group
+from ragen.core.user_code import UserCodeError
 from ragen.envs.checker import check
 from ragen.envs.contract import Baselines
+from ragen.envs.isolation import Workers
 from ragen.envs.registry import make
 from ragen.envs.tools import write_call
 from ragen.evaluation.baselines import DRAWS_WAITING, Budget, measure_baselines
@@ -113,12 +115,25 @@ def test_a_run_that_is_stopped_does_not_wait_for_its_environments(form: str) -> 
         assert asyncio.run(stopped()) < 3
 
 
-def test_a_slow_environment_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_environment_moves_to_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(venue, "FEW", 2)
     monkeypatch.setattr(venue, "SLOW_S", 0.003)
     setup = setup_of("Count", delay=0.001)
-    play(setup)
-    assert "with env.isolate = true, episodes wait side by side" in setup.venue.news
+    with closing(setup):
+        first, second = (asyncio.run(played(setup)) for _ in range(2))
+    assert [plain(each) for each in first] == [plain(each) for each in second]
+    here, there = ({turn.info["process"] for turn in each[0].turns} for each in (first, second))
+    assert here == {os.getpid()} and os.getpid() not in there
+    assert "side by side in worker processes" in setup.venue.news
+
+    def refuse(_: Workers) -> None:
+        raise UserCodeError("it exists in a notebook only")
+
+    monkeypatch.setattr(Workers, "take", refuse)
+    stays = setup_of("Count", delay=0.001)
+    with closing(stays):
+        assert all(each.success for _ in range(2) for each in asyncio.run(played(stays)))
+    assert "it exists in a notebook only" in stays.venue.news and not stays.venue.waits
 
 
 def test_asynchronous_environments_keep_the_contract() -> None:

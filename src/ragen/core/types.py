@@ -116,7 +116,7 @@ def fingerprint(token_ids: ArrayLike, logprobs: ArrayLike) -> int:
 CallRole = Literal["agent", "compaction", "auxiliary", "discarded", "budget"]
 """The role of an agent's call. ``compaction``: a summary, as the agent says, or as its messages
 tell earlier replies and later ones tell its own. ``auxiliary``: the agent says so, or the call
-offers no tools where others do and nothing continues it. ``discarded``: no client got the reply.
+offers no tools where others do and nothing continues it. ``discarded``: the reply was never used.
 ``budget``: the fixed reply after the last call that an episode may make."""
 
 TRAINED_ROLES: tuple[CallRole, ...] = ("agent", "compaction")

@@ -77,12 +77,25 @@ def told(made: Sequence[Made], messages: Sequence[ChatMessage]) -> frozenset[int
 def roles_of(made: Sequence[Made]) -> list[CallRole]:
     """The role of each call of an episode."""
     told_later = frozenset[int]().union(*(each.tells for each in made))
+    used = told_later | {each.number for each in made if each.num_children}
     offers = any(each.request.tools for each in made)
+
+    def is_rejected(call: Made) -> bool:
+        """True for a summary that was not used, while what it tells was used again."""
+        if call.number in used or (call.parent >= 0 and call.declared != "compaction"):
+            return False
+        source = call.tells | ({call.parent} - {-1})
+        later = made[call.number + 1 :]
+        return any(
+            each.parent in source or (each.number in used and each.tells & source) for each in later
+        )
 
     def role(call: Made) -> CallRole:
         if call.declared == "auxiliary":
             return "auxiliary"
-        if not call.num_children and not call.question.clients:
+        if not call.num_children and (
+            not call.question.clients or (call.declared != "agent" and is_rejected(call))
+        ):
             return "discarded"
         if call.declared or call.num_children:
             return call.declared or "agent"

@@ -293,7 +293,6 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
             )
     make = env_factory(env.name, **env.params)
     waits = "workers" if env.isolate else blocking(env_class(env.name)).waits
-    workers = Workers(env.name, env.params, env.timeout_s) if waits == "workers" else None
     return Setup(
         env=env.name,
         make=make,
@@ -316,7 +315,7 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         format_penalty=config.reward.format_penalty,
         reward_terms=config.reward.terms,
         timeout_s=env.timeout_s,
-        venue=Venue(waits, workers),
+        venue=Venue(waits, Workers(env.name, env.params, env.timeout_s)),
         agent=_agent(env),
     )
 

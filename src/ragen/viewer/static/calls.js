@@ -11,7 +11,7 @@ const BEND = 8; // The radius of a line that leads to another lane.
 const ROLES = {
   compaction: "trained on: a summary of earlier replies, which later messages tell",
   auxiliary: "not trained on: the agent said so, or the call offered no tools where others did",
-  discarded: "not trained on: the agent left before it got the reply",
+  discarded: "not trained on: the agent left before it got the reply, or rejected the summary",
   budget: "not trained on: the budget of calls was used up, and a fixed text was the reply",
 };
 
