@@ -206,7 +206,7 @@ class VllmServer(WeightedPolicy):
         if not isinstance(answer, dict):
             raise self._strange(f"HTTP {response.status_code} and no JSON object")
         if response.is_error:
-            first = error_message(response.content)[0].strip().partition("\n")[0][:MAX_SHOWN]
+            first = error_message(response.content).strip().partition("\n")[0][:MAX_SHOWN]
             first = first or f"HTTP {response.status_code}"
             raise RagenError(
                 f"the vLLM server at {self.url} refuses: {first}; "
