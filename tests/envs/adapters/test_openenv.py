@@ -185,7 +185,7 @@ def test_the_token_is_masked_in_whatever_the_server_says(server, monkeypatch):
     monkeypatch.setattr(server, "name", 'walk a-"secret"')
     server.shown = 'You have a-"secret".'
     env = make(f"openenv:{server.url}")
-    assert openenv._about(server.url, server.url).name == "walk ***"
+    assert openenv._about(server.url).name == "walk ***"
     assert env.reset(seed=1)[0] == "You have ***."
     server.farewell = 'no a-"secret"'
     with pytest.raises(RuntimeError, match=r"no \*\*\*") as ended:
@@ -197,7 +197,7 @@ def test_no_server_is_one_line():
     for url, message in (
         ("http://127.0.0.1:9", "no OpenEnv server answers there"),
         ("http://host:abc", "no OpenEnv server answers there"),
-        ("http://[::1", "a URL is expected"),
+        ("http://[::1", "the URL of a server is expected"),
     ):
         with pytest.raises(RagenError, match=message) as error:
             make(f"openenv:{url}")
