@@ -27,6 +27,7 @@ from ragen.models.names import base_folder
 from ragen.rollout import venue
 from ragen.rollout.groups import run_groups
 from ragen.rollout.setup import Setup, make_setup
+from ragen.storage.journal import Journal
 from tests.heart import beating
 from tests.scripted_policy import ScriptedPolicy
 
@@ -207,3 +208,23 @@ def test_a_group_is_finished_while_others_are_still_played() -> None:
         asyncio.run(run_groups(ON, setup, [0, 1], 2, (0, "train", 0), 2, note, 5, finish))
     one, other = [("ended", 5)] * 2 + [("finished", 5)], [("ended", 6)] * 2 + [("finished", 6)]
     assert seen == one + other
+
+
+def test_a_group_that_cannot_be_finished_or_kept_ends_the_others_in_one_error(
+    tmp_path: Path,
+) -> None:
+    async def refuse(_: Group) -> Group:
+        raise RagenError("no judge")
+
+    class Full(Journal):
+        def add(self, episode: Episode) -> None:
+            raise RagenError("no room")
+
+    with closing(setup_of("Asynchronous", delay=0.001)) as setup:
+        about = ON, setup, [0, 1, 2], 2, (0, "train", 0)
+        for finish, journal, said in (
+            (refuse, None, "no judge"),
+            (None, Full(tmp_path, 1, ""), "no room"),
+        ):
+            with pytest.raises(RagenError, match=said):
+                asyncio.run(run_groups(*about, finish=finish, journal=journal))

@@ -102,6 +102,6 @@ def refusal(error: BaseException) -> str | None:
         for said, words in PHRASES.items():
             if said in str(error):
                 return words
-    if isinstance(error, ImportError):
+    if isinstance(error, ImportError) and not (error.name or "").startswith("ragen"):
         return f"{error}; check the installation of {error.name or 'that library'}"
     return None

@@ -95,7 +95,7 @@ class Agents:
         self._processes = processes or min(usable_cpus(), MOST_PROCESSES) if is_function else 1
         self._workers: list[_Worker] = []
         self._numbers = count(1)
-        self._refusal = ""
+        self._refusal, self._has_loaded = "", False
 
     async def run(
         self, task: Mapping[str, Any], base_url: str, key: str, timeout_s: float
@@ -110,6 +110,9 @@ class Agents:
             outcome = await worker.play(next(self._numbers), [dict(task), base_url, key], timeout_s)
         finally:
             self._tidy()
+        self._has_loaded |= outcome is not None
+        if outcome is None and self._has_loaded:  # such as a new process, killed for its memory
+            return Outcome(None, worker.failure, False)
         if outcome is None:
             self._refusal = self._refusal or f"the agent cannot run: {worker.failure}"
             raise RagenError(self._refusal)

@@ -282,7 +282,9 @@ def cross_scores(
         at_once = parts_M[first : first + num_ranks]
         column = first + min(rank, len(at_once) - 1)
         prompt, parts = prompts[column], parts_M[column]
-        seen = features(model, torch.tensor(prompt), pictures)
+        # Where weights are split, all ranks pass the same layers: those of all these pictures.
+        near_M = prompts[first : first + num_ranks]
+        seen = [features(model, torch.tensor(each), pictures) for each in near_M][column - first]
         if reader is not None:
             reader.read(prompt, seen)
         for forward in range(max(map(len, at_once))):

@@ -70,36 +70,64 @@ async def run_groups(
     if journal is not None and not are_independent(policy, setups):
         journal = None
     before = {} if journal is None else journal.begin()
-    whole = [asyncio.get_running_loop().create_future() for _ in levels]
-    ended: dict[int, dict[int, Episode]] = defaultdict(dict)
-
-    def note(episode: Episode) -> None:
-        place = episode.group - first_group
-        ended[place][episode.member] = episode
-        if len(ended[place]) == group_size:
-            members = ended.pop(place)
-            whole[place].set_result(Group(tuple(members[at] for at in range(group_size))))
-        if on_episode is not None:
-            on_episode(episode)
-
-    def keep(episode: Episode) -> None:
-        if journal is not None:
-            journal.add(episode)
-        note(episode)
-
+    groups = Growing(len(levels), group_size, first_group, on_episode, journal)
     left = list[tuple[Setup, EpisodeSpec]]()
     for own, spec in zip(setups, specs, strict=True):
         known = before.get((own.env, spec.level_seed, spec.group, spec.member))
-        left.append((own, spec)) if known is None else note(known)
+        left.append((own, spec)) if known is None else groups.note(known)
 
     async def finished(group: Awaitable[Group]) -> Group:
         return await (group if finish is None else finish(await group))
 
-    work: list[Coroutine[Any, Any, Any]] = [*map(finished, whole)]
+    work: list[Coroutine[Any, Any, Any]] = [*map(finished, groups.whole)]
     if left:
         rest = [own for own, _ in left], [spec for _, spec in left]
-        work.append(run_episodes(policy, *rest, concurrency, keep))
-    return (await together(work))[: len(whole)]
+        work.append(run_episodes(policy, *rest, concurrency, groups.keep))
+    return (await together(work))[: len(levels)]
+
+
+class Growing:
+    """The groups of a collection: each of `whole` is done when its last episode has ended."""
+
+    def __init__(
+        self,
+        number: int,
+        size: int,
+        first: int,
+        on_episode: Callable[[Episode], None] | None,
+        journal: Journal | None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.whole: list[asyncio.Future[Group]] = [loop.create_future() for _ in range(number)]
+        self._size, self._first = size, first
+        self._on_episode, self._journal = on_episode, journal
+        self._ended: dict[int, dict[int, Episode]] = defaultdict(dict)
+
+    def note(self, episode: Episode) -> None:
+        """Count an episode that has ended."""
+        ended = self._ended[episode.group]
+        ended[episode.member] = episode
+        whole = self.whole[episode.group - self._first]
+        # The error of another group may have cancelled it.
+        if len(ended) == self._size and not whole.done():
+            whole.set_result(Group(tuple(ended[member] for member in range(self._size))))
+        if self._on_episode is not None:
+            self._on_episode(episode)
+
+    def keep(self, episode: Episode) -> None:
+        """Count an episode, and write it to the journal; if that fails, its group does.
+
+        Another process's episodes come by a callback, from which nothing could be raised.
+        """
+        whole = self.whole[episode.group - self._first]
+        try:
+            if self._journal is not None:
+                self._journal.add(episode)
+        except RagenError as error:
+            if not whole.done():
+                whole.set_exception(error)
+        else:
+            self.note(episode)
 
 
 async def run_episodes(

@@ -56,7 +56,7 @@ class Journal:
         """The episodes that ended before; from now on, others can be added."""
         if self._file is None:
             with self._errors():
-                self._file = self._path.open("a+b")
+                self._file = self._path.open("a+b", buffering=0)
                 self._file.seek(0)
                 lines, intact = self._file.readlines(), 0
                 for line in lines:
@@ -72,11 +72,10 @@ class Journal:
 
     def add(self, episode: Episode) -> None:
         """Write an episode that ended; one that failed is left out, and may do better next time."""
-        if self._file is None or episode.failed:
+        if self._file is None or self._file.closed or episode.failed:
             return
         with self._errors(), suppress(PydanticSerializationError):  # a text that is not Unicode
             self._file.write(self._line(written(episode)))
-            self._file.flush()
             if time.monotonic() - self._flushed > SYNC_S:
                 os.fsync(self._file.fileno())
                 self._flushed = time.monotonic()

@@ -87,7 +87,7 @@ def check_episodes(run: Run, groups: Sequence[Group]) -> None:
     if left > UNTRAINED_FRACTION:
         text = (
             f"{left:.0%} of the tokens that were sampled for the agent are not trained on: their "
-            "calls offer no tools, were lost, or say so (docs/agents.md)"
+            "calls offer no tools, were lost or rejected, or say so (docs/agents.md)"
         )
         complaints["untrained_calls"] = left, text
     for name, (share, complaint) in complaints.items():
@@ -179,7 +179,9 @@ async def update(run: Run, minibatch: Batch) -> Metrics:
     except MismatchError as failure:
         run.recorder.discard()
         step = run.state.step + 1
-        forget_journals(run.folder, step)
+        if run.ahead is not None:
+            await run.ahead.drop()
+        forget_journals(run.folder, step + run.config.engine.max_staleness)
         spelled = ascii(run.engine.chat.text_of(failure.token))
         text = (
             f"step {step}, mismatch: sampler and learner are {failure.difference:.3g} nats apart: "

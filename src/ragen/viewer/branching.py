@@ -124,13 +124,16 @@ class Branching:
             same = ("episode", "turn", "checkpoint")
             seeds = [job["seed"] for job in known["jobs"] if all(job[k] == given[k] for k in same)]
             asked = Request(**given, seed=max(seeds, default=-1) + 1)
-            process = subprocess.Popen(
-                command_of(folder.resolve(), asked),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # so that its own processes end with it
-            )
+            try:
+                process = subprocess.Popen(
+                    command_of(folder.resolve(), asked),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,  # so that its own processes end with it
+                )
+            except OSError as error:
+                raise Unanswered(f"the process could not be started: {error}") from None
             self._job = job = Job(folder.resolve(), asked, process)
         threading.Thread(target=self._wait, args=(job,), daemon=True).start()
         return asked.id

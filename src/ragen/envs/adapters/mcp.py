@@ -283,7 +283,9 @@ class _Session:
 
 def _http() -> Any:
     """The HTTP library of the installed mcp, 1 or 2."""
-    return import_module("httpx2" if find_spec("httpx2") else "httpx")
+    import mcp
+
+    return import_module("httpx2" if hasattr(mcp, "MCPError") else "httpx")
 
 
 @cache
