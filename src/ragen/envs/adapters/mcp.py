@@ -192,7 +192,7 @@ class _Session:
         """The text that a call returns; a wrong call, or one that failed, raises `ToolError`."""
         import mcp
 
-        refused: type[Any] = getattr(mcp, "MCPError", None) or mcp.McpError  # of mcp 2, or of 1
+        refused: type[Any] = vars(mcp).get("MCPError") or vars(mcp)["McpError"]  # of mcp 2, or 1
         try:
             answer = await self._client.call_tool(name, arguments)
         except refused as error:
