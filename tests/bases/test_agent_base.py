@@ -19,6 +19,7 @@ from ragen.cli.main import main
 from ragen.core.types import Prompt
 from ragen.envs.tools import tool_schema
 from ragen.models.names import is_embedded
+from tests.limits import needs_posix
 
 AGENT = Path(__file__).with_name("packing_agent.py")
 TASKS = [
@@ -76,6 +77,7 @@ def test_the_template_of_a_base_renders_tools_and_extends_exactly() -> None:
     )
 
 
+@needs_posix
 def test_a_base_is_made_by_the_agent_and_can_be_trained_on(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
