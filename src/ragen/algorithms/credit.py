@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.batch import Batch, EpisodeIndex, episode_index, scatter_to_rows, to_episodes
 from ragen.algorithms.estimator import STD_FLOOR, compare_within, estimate
 from ragen.config.sections import AdvantageConfig, LossConfig, RewardConfig
+from ragen.core.inputs import names_input
 from ragen.core.types import Episode
 
 ASYMMETRIC_CLIP = (-1.0, 3.0)
@@ -54,15 +56,17 @@ def credit(
         penalty_BT = kl_penalty(batch.old_logprobs_BT, batch.reference_logprobs_BT, loss.kl)
         rewards_ES = rewards_ES + to_episodes(penalty_BT, index)
     values_BT = batch.values_BT
+    estimator = find_estimator(advantage.name)
+    names = partial(names_input, estimator)
     credit = estimate(
-        find_estimator(advantage.name),
+        estimator,
         rewards_ES=rewards_ES,
         mask_ES=index.mask_ES,
         values_ES=None if values_BT is None else to_episodes(values_BT, index),
         turn_ES=index.turn_ES,
         turn_ends_ES=index.turn_ends_ES,
-        state_ES=state_numbers(episodes, index),
-        thought_ES=thought_tokens(episodes, index),
+        state_ES=state_numbers(episodes, index) if names("state_ES") else None,
+        thought_ES=thought_tokens(episodes, index) if names("thought_ES") else None,
         success_E=torch.tensor([episodes[e].success for e in index.episode_E.tolist()]),
         group_E=index.group_E,
         gamma=advantage.gamma,

@@ -273,21 +273,21 @@ def cross_scores(
     reader = PrefixReader(model) if is_fast(model) else None
     lengths, shares = [len(thought) for thought in thoughts], shares_prompts(model)
     if reader is not None:
-        near = neighbours(thoughts, max_tokens)
-        known = [find_beginnings([thoughts[row] for row in rows]) for rows in near]
-        parts_M = [near] * len(prompts)
+        equal = neighbours(thoughts, max_tokens)
+        known = [find_beginnings([thoughts[row] for row in rows]) for rows in equal]
+        parts_M = [equal] * len(prompts)
     else:
         parts_M = [rectangles(lengths, 0 if shares else len(x), max_tokens) for x in prompts]
     for first in range(0, len(prompts), num_ranks):
-        at_once = parts_M[first : first + num_ranks]
-        column = first + min(rank, len(at_once) - 1)
+        at_once = range(len(prompts))[first : first + num_ranks]
+        column = at_once[min(rank, len(at_once) - 1)]
         prompt, parts = prompts[column], parts_M[column]
-        # Where weights are split, all ranks pass the same layers: those of all these pictures.
-        near_M = prompts[first : first + num_ranks]
-        seen = [features(model, torch.tensor(each), pictures) for each in near_M][column - first]
+        # Where weights are split, all ranks pass the same layers: also for the others' pictures.
+        looks = {m: features(model, torch.tensor(prompts[m]), pictures) for m in at_once}
+        seen = looks[column]
         if reader is not None:
             reader.read(prompt, seen)
-        for forward in range(max(map(len, at_once))):
+        for forward in range(max(len(parts_M[m]) for m in at_once)):
             number = min(forward, len(parts) - 1)
             rows = parts[number]
             if reader is not None:
