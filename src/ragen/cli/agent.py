@@ -10,7 +10,7 @@ from ragen.core.errors import RagenError
 
 
 def agent_options(parser: Parser) -> None:
-    """Add the options of an agent, which stand for keys of the section ``env``."""
+    """Add the options of an agent. They stand for keys of the section ``env``."""
     agent = "in place of an environment, an agent of your own: file.py:main, a command, or outside"
     parser.take("--agent", "AGENT", agent)
     task_options(parser)

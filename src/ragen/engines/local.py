@@ -135,7 +135,7 @@ class LocalEngine(Engine):
 def check_parity(
     policy: VllmSampler | VllmServer, learner: Learner, chat: Chat, temperature: float, dtype: str
 ) -> Metrics:
-    """Sample a short completion and score it with the learner, which should have the same weights.
+    """Sample a short completion and score it with the learner. Both should have equal weights.
 
     A sampler with its own weights may keep old ones or load new ones wrongly, and raise no error.
     The run would then learn from samples of another policy, and importance weights would hide this.

@@ -190,7 +190,7 @@ class Env(gymnasium.Env[str, str], ABC):
         return None
 
     def pictures(self) -> Sequence[Any]:
-        """The pictures of the last observation, which has ``<image>`` at the place of each.
+        """The pictures of the last observation, whose text marks each place with ``<image>``.
 
         A picture is a `PIL.Image.Image`, or a uint8 array of shape ``(height, width)`` or
         ``(height, width, 3)``. RAGEN looks after `reset`, `step` and `set_state`; looking changes

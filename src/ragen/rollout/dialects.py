@@ -106,7 +106,7 @@ class Refusal:
 
     @property
     def refuses(self) -> bool:
-        """True if it does not take what it names, whatever the value."""
+        """True if the server refuses the named parameter itself, and not its value."""
         return REFUSES.search(self.said) is not None and WANTS.search(self.words) is None
 
     @property
@@ -127,7 +127,7 @@ class Refusal:
 
 
 def read_refusal(status: int, headers: Mapping[str, str], data: bytes) -> Refusal | None:
-    """The error in an answer; ``None`` for a completion, and for what is neither."""
+    """The error in an answer; ``None`` if the answer has none."""
     if status == 200 and b'"error"' not in data:
         return None
     found = read_json(data.decode("utf-8-sig", "replace"))

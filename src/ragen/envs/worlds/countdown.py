@@ -158,7 +158,7 @@ def _whole_results(a: int, b: int) -> list[tuple[str, int]]:
 
 
 def _any_result(a: int, b: int) -> list[tuple[str, int]]:
-    """All operators, with 0 for the results, which are not computed."""
+    """All operators, each with the result 0: results are not computed here."""
     return [(operator, 0) for operator in OPERATIONS]
 
 
@@ -239,7 +239,7 @@ class Countdown(Env):
     """Write an expression over the numbers whose value is the target.
 
     Observation:
-        The numbers and the target; after an answer that missed, what was wrong with it.
+        The numbers and the target; after a wrong answer, the reason why it is wrong.
 
     Actions:
         Free text: an expression with ``+ - * /`` and brackets that uses each number at most once.
