@@ -38,11 +38,12 @@ from tests.tolerance import LOGPROB
 
 FEW = settings(max_examples=settings.default.max_examples // 4)
 """For what is shown over every template."""
-Summary = Literal["none", "actions", "observations"]
+Summary = Literal["none", "actions", "observations", "learned"]
 VIEWS: list[tuple[int, Summary]] = [
     (0, "none"), *product((0, 1, 2, 3), ("actions", "observations"))
 ]  # fmt: skip
 """Windows and summaries."""
+LEARNED: tuple[int, Summary] = (0, "learned")
 ROOMY, TIGHT = 9999, 150
 """Limits on prompt and completion: room for all turns, or for two or three of them."""
 MAX_TOKENS = 12
@@ -168,7 +169,7 @@ def completion_ids(completion: Completion) -> tuple[int, ...]:
 @given(data=st.data())
 def test_every_sampled_token_is_trained_once(template: str, data: st.DataObject) -> None:
     replies, texts = data.draw(draw_replies(template)), data.draw(text_lists)
-    window, summary = data.draw(st.sampled_from(VIEWS))
+    window, summary = data.draw(st.sampled_from([*VIEWS, LEARNED]))
     max_length = data.draw(st.sampled_from([ROOMY, TIGHT]))
     samples, episodes = to_samples(
         play(template, replies, texts, window, max_length, "keep", summary)
@@ -231,7 +232,7 @@ def test_earlier_thoughts_are_all_kept_or_all_dropped(
 @given(
     template=st.sampled_from(list(TEMPLATES)),
     texts=text_lists,
-    view=st.sampled_from(VIEWS),
+    view=st.sampled_from([*VIEWS, LEARNED]),
     max_length=st.sampled_from([ROOMY // 10, TIGHT]),
     temperature=st.sampled_from([0.7, 1.0]),
     seed=st.integers(0, 99),

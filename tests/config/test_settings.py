@@ -244,6 +244,7 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
         "guard.responses.mi_drop compares measures of thoughts: set diagnose.information_every",
     ),
     ({"filter.include_zero": False, "rollout.group_size": 1}, "rollout.group_size to 2 or more"),
+    ({"prompt.summary": "learned", "prompt.window": 2}, "prompt.window = 2 leaves turns out"),
     ({"rollout.refill": 1}, "set filter.include_zero = false"),
     ({"rollout.levels": 8, "rollout.refill": 1, "filter.include_zero": False}, "set one of them"),
     ({"rollout.refill": 4}, "rollout.refill = 4: expected a whole number ≥ 0 and ≤ 3"),

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
 from typing import Any, Literal, get_args
 
 import pytest
 
+from ragen.algorithms.samples import to_samples
 from ragen.chat.chat import Chat
-from ragen.chat.prompt import Limits
-from ragen.core.types import Completion, Episode
+from ragen.chat.prompt import Limits, PromptBuilder
+from ragen.core.metrics import values
+from ragen.core.types import Call, Completion, Episode, Group, Prompt
+from ragen.diagnostics.step_metrics import summarize
 from ragen.envs.worlds.manor import Manor
 from ragen.rollout.context import Conversation, View
-from ragen.rollout.episode import play_episode, require_unchanged
+from ragen.rollout.episode import NEARLY_FULL, play_episode, require_unchanged
 from ragen.rollout.setup import BranchSpec, EpisodeSpec, Setup
 from ragen.settings.model import suited
 from ragen.settings.resolve import resolve
@@ -20,7 +26,7 @@ from tests.scripted_policy import ScriptedPolicy
 from tests.tiny import tiny_tokenizer
 
 SPEC = EpisodeSpec(123, 0, 0, (0, "test"))
-Summary = Literal["none", "actions", "observations"]
+Summary = Literal["none", "actions", "observations", "learned"]
 ACTIONS = ("take iron key", "dance", "west", "west", "pull lever", "east", "unlock vault")
 
 
@@ -34,15 +40,25 @@ def setup_of(window: int, summary: Summary, **more: Any) -> Setup:
     return Setup("manor", house, window=window, summary=summary, chat=chat, **{**given, **more})
 
 
-def play(setup: Setup) -> Episode:
+def play(setup: Setup, sum_up: Callable[[int], str] = lambda number: "") -> Episode:
     chat = setup.chat
     assert chat is not None
 
     def encode(text: str) -> tuple[int, ...]:
         return (*chat.encode_text(text), chat.end)
 
-    policy = ScriptedPolicy([f"</think><answer>{each}</answer>" for each in ACTIONS], encode)
+    actions, numbers = iter(ACTIONS), count()
+
+    def reply(prompt: Prompt) -> str:
+        if prompt.messages[-1]["content"].endswith(ASKED):
+            return sum_up(next(numbers))
+        return f"</think><answer>{next(actions)}</answer>"
+
+    policy = ScriptedPolicy(reply, encode)
     return asyncio.run(play_episode(policy, setup, SPEC))
+
+
+ASKED = PromptBuilder().summary_request()
 
 
 def prompt_of(episode: Episode, turn: int) -> str:
@@ -140,5 +156,65 @@ def test_a_summary_gets_its_room() -> None:
         lambda kind: resolve(None, {**given, "prompt.summary": kind}),
         lambda kind: suited(None, {**recipe, "prompt.summary": kind}),
     ):
-        lengths = [resolved(kind).model.max_length for kind in get_args(Summary)]
+        lengths = [resolved(kind).model.max_length for kind in get_args(Summary)[:3]]
         assert lengths == sorted(lengths) and len(set(lengths)) == 3
+
+
+def learned(number: int) -> str:
+    return f"</think><answer>summary {number}</answer>"
+
+
+TIGHT = 1000
+"""Tokens of a context that the seven turns outgrow."""
+
+
+def test_a_nearly_full_context_asks_for_a_summary() -> None:
+    """It is a sampled turn without actions, and the next prompt shows it in place of the turns."""
+    episode = play(setup_of(0, "learned", max_length=TIGHT), learned)
+    assert episode.success and not episode.others
+    asked = [number for number, turn in enumerate(episode.turns) if turn.call is not None]
+    assert len(episode.turns) == len(ACTIONS) + len(asked), "a summary costs no turn"
+    assert len(asked) > 1
+    for told, number in enumerate(asked):
+        before, turn, after = episode.turns[number - 1 : number + 2]
+        assert turn.call == Call(number - 1, NEARLY_FULL, "compaction")
+        assert (turn.reward, turn.penalty, turn.actions_executed) == (0, 0, ())
+        end = (before.prompt.token_ids or ()) + (before.completion.token_ids or ())
+        assert (turn.prompt.token_ids or ())[: len(end)] == end, "it continues the conversation"
+        assert len(turn.prompt.token_ids or ()) + 40 <= TIGHT
+        shown = f"Manor\nsummary {told}\n{after.observation}\nturns {7 - (number - told)} "
+        assert prompt_of(episode, number + 1).startswith(shown)
+        assert after.prompt.turns_dropped == 0, "the turns are told"
+    samples, _ = to_samples([Group((episode,))])
+    assert len(samples) == len(asked) + 1
+    assert sum(map(sum, (sample.loss_mask for sample in samples))) == sum(
+        len(turn.completion.token_ids or ()) for turn in episode.turns
+    )
+
+
+@pytest.mark.parametrize(
+    "rejected", ["</think><answer></answer>", "all is well", "x" * 40], ids=["empty", "form", "cut"]
+)
+def test_a_rejected_summary_is_kept_and_not_trained(rejected: str) -> None:
+    """The prompts go on with the summary before."""
+    setup = setup_of(0, "learned", max_length=TIGHT)
+    episode = play(setup, lambda number: learned(number) if number == 0 else rejected)
+    assert episode.success
+    roles = [turn.call and turn.call.role for turn in (*episode.turns, *episode.others)]
+    assert roles.count("compaction") == 1 and roles.count("discarded") == len(episode.others) > 0
+    assert prompt_of(episode, len(episode.turns) - 1).startswith("Manor\nsummary 0\n")
+    assert episode.turns[-1].prompt.turns_dropped > 0, "turns that no summary tells"
+    found = values(summarize([Group((episode,))], [0]))
+    made = 1 + len(episode.others)
+    assert found["summary/per_episode"] == made
+    assert found["summary/rejected_fraction"] == len(episode.others) / made
+    assert "agent/calls" not in found
+    for last in range(1, len(episode.turns) + 1):
+        spec = BranchSpec(123, 0, 0, (1, "b"), episode.noise_seed, episode.turns[:last])
+        require_unchanged(setup, spec)
+
+
+def test_tools_and_the_paper_style_name_the_place_of_a_summary() -> None:
+    paper = PromptBuilder("paper", think=False)
+    assert paper.summary_request().endswith("Write it between <answer> and </answer>.")
+    assert replace(paper, tools=True).summary_request().endswith("Write it as plain text.")

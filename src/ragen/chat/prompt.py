@@ -109,6 +109,17 @@ class PromptBuilder:
             return f"{result}\nreward {plain_number(reward)}\n{_budget(limits)}"
         return f"{result}\n\nReward of your last turn: {plain_number(reward)}.\n{_left(limits)}"
 
+    def summary_request(self) -> str:
+        """The end of a message that asks for a summary in place of an action."""
+        if self.style == "compact":
+            return "summary ?"
+        place = "as plain text" if self.tools else "between <answer> and </answer>"
+        return (
+            "\nDo not act now, but sum up all turns so far: what happened, what you have learned "
+            "and what is left to do. Your next prompts show this summary in place of these turns. "
+            f"Write it {place}."
+        )
+
     def _actions(self, actions: tuple[str, ...] | None, limits: Limits) -> str:
         if self.tools:
             names = "An action is a call of a tool, or your answer, which the rules describe."

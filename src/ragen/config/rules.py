@@ -102,6 +102,11 @@ RULES: tuple[Rule, ...] = (
         "env.mix.NAME = {{share = 0.5, params = {{…}}}}",
     ),
     Rule(
+        lambda c: c.prompt.summary == "learned" and c.prompt.window > 0,
+        "prompt.window = {c.prompt.window} leaves turns out before a learned summary could tell "
+        "them: set it to 0",
+    ),
+    Rule(
         lambda c: c.rollout.levels > 0 and c.rollout.refill > 0,
         "rollout.levels = {c.rollout.levels}, and rollout.refill plays other levels: set one "
         "of them to 0",

@@ -187,9 +187,10 @@ class PromptConfig(Section):
     """Put <think> (or <answer>) at the start of the reply; it is neither sampled nor trained."""
     window: int = Field(0, ge=0, le=10_000)
     """Number of turns in a prompt, including the current one: 1 shows it alone, 0 shows all."""
-    summary: Literal["none", "actions", "observations"] = "none"
+    summary: Literal["none", "actions", "observations", "learned"] = "none"
     """Summary of the turns that a prompt does not show: a line each with its actions and reward,
-    or also the start of what followed, below the first observation."""
+    or also the start of what followed, below the first observation. learned: the agent is asked
+    for one when its context is nearly full."""
     history_thoughts: Literal["keep", "drop"] = "keep"
     """Keep or drop the thoughts of earlier turns in prompts; with drop, each turn is a sample."""
     tool_parser: Annotated[str, TOOL_PARSER] = "auto"

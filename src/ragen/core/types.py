@@ -152,7 +152,8 @@ class Turn:
     if it has one. `results` are what the calls of tools in the reply returned, one for each of
     `actions_asked`; ``None`` without calls. `completion_s` are the seconds from the prompt to its
     completion, with the wait for a free slot or server; ``None`` for players, which are no model.
-    `call` is how an agent made the turn; ``None`` in environments, where a turn follows the last.
+    `call` is how an agent made the turn. In environments, where a turn follows the last, it is
+    ``None``, but for a summary that the policy was asked for.
     `pictures` are those of the observation, in the order of their places; after calls of tools
     those of all `results` of the turn before, of which the last carried out is the observation.
     """

@@ -79,8 +79,35 @@ def summarize(groups: Sequence[Group], kept: Sequence[int]) -> Metrics:
         "episodes/played": total(len(played)),
         "tokens/sampled": total(sum(map(len, replies))),
     }
-    more = reward_term_metrics(played), thought_metrics(turns), agent_metrics(played)
+    more = (
+        reward_term_metrics(played),
+        thought_metrics(turns),
+        summary_metrics(played),
+        agent_metrics(played),
+    )
     return {**metrics, **counts, **{name: each for part in more for name, each in part.items()}}
+
+
+def summary_metrics(played: Sequence[Episode]) -> Metrics:
+    """Learned summaries: how many an episode was asked for, their tokens, the share rejected.
+
+    Nothing without any. An agent's own are among its calls (`agent_metrics`).
+    """
+    episodes = [episode for episode in played if _in_environment(episode)]
+    others = [turn for episode in episodes for turn in episode.others]
+    kept = [turn for each in episodes for turn in each.turns if turn.call is not None]
+    if not (made := [*kept, *others]):
+        return {}
+    return {
+        "summary/per_episode": mean(len(made) / len(episodes), len(episodes)),
+        "summary/tokens": mean(fmean(map(_num_sampled, made)), len(made)),
+        "summary/rejected_fraction": mean(len(others) / len(made), len(made)),
+    }
+
+
+def _in_environment(episode: Episode) -> bool:
+    """True unless an agent played, all of whose turns are calls."""
+    return bool(episode.turns) and episode.turns[0].call is None
 
 
 def agent_metrics(played: Sequence[Episode]) -> Metrics:
@@ -88,6 +115,7 @@ def agent_metrics(played: Sequence[Episode]) -> Metrics:
 
     A root begins a conversation, and a fork continues a reply that another call continues already.
     """
+    played = [episode for episode in played if not _in_environment(episode)]
     turns = [turn for episode in played for turn in (*episode.turns, *episode.others)]
     made = [(turn, turn.call) for turn in turns if turn.call is not None]
     if not made:

@@ -3,7 +3,8 @@
 Earlier replies are shown with or without their thoughts. A prompt that would be too long leaves out
 its oldest turns, but never the system text or the opening message, which describes the environment.
 The opening message may have a summary of the turns that are not shown. Its lines, one for each
-turn, are made from records; no model writes them.
+turn, are made from records, or the policy writes it: a prompt that nearly fills the context then
+asks for a summary, and the next one shows it in place of all turns but the present one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from ragen.rollout.setup import Setup, reads_no_pictures
 
 SHORT = 80
 """Characters of an action or of an observation in a summary."""
+SHARE = 0.75
+"""A prompt and its reply that need more than this share of the context ask for a summary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,8 @@ class Conversation:
     running token sequence grows by the sampled ids and the template's bridge and is never rendered
     again. Otherwise a prompt is rendered from the messages in the turn's context. `env_texts` are
     the environment's rules, its goal and its action names. `turns_dropped` is the number of turns
-    in the set-up's window for which the last prompt had no room. `sent` and `pictures` are as in
-    `Prompt`.
+    in the set-up's window for which the last prompt had no room and that no learned summary tells.
+    `asks_summary` says that the last prompt asks for one. `sent` and `pictures` are as in `Prompt`.
     """
 
     def __init__(self, setup: Setup, env_texts: tuple[str, str, tuple[str, ...] | None]) -> None:
@@ -68,6 +71,7 @@ class Conversation:
         tools = bool(setup.tools)
         self._builder = PromptBuilder(setup.style, setup.think, setup.max_tokens, tools)
         self.turns_dropped = 0
+        self.asks_summary = False
         self.sent: dict[int, Mapping[str, Any]] = {}
         self.pictures: tuple[Picture, ...] = ()
         self._views: list[View] = []
@@ -75,13 +79,15 @@ class Conversation:
         self._sent: list[Mapping[str, Any] | None] = []
         self._first = 0  # the oldest turn that is shown; a turn that is dropped stays dropped
         self._summed = 0  # the oldest turn in the summary
+        self._learned, self._told = "", 0  # the policy's summary; the oldest turn that is not in it
         # The tokens so far of the prompts that begin with turn `_first`.
         self._running: tuple[int, ...] | None = None
 
     def ask(self, view: View) -> tuple[tuple[Message, ...], tuple[int, ...] | None, int]:
         """The next prompt: its messages, its token ids, and how many of them are pre-filled.
 
-        It leaves room for a reply, unless the present turn is too long even without a summary.
+        It leaves room for a reply, unless the present turn is too long even without a summary. If
+        it `asks_summary`, the reply goes to `sum_up`, and the view has to be asked with again.
 
         Raises:
             RagenError: There is a picture, and the model reads none.
@@ -90,14 +96,34 @@ class Conversation:
             raise reads_no_pictures(self._setup.env, self._chat.name)
         self._views.append(view)
         present, window = len(self._views) - 1, self._setup.window
-        oldest = max(0, present + 1 - window) if window else 0
+        oldest = max(0, present + 1 - window) if window else self._told
         self._begin_with(max(self._first, oldest))
+        self.asks_summary = False
         messages, ids, num_prefill = self._prompt()
+        self.asks_summary = self._first < present and self._nearly_fills(ids)
+        if self.asks_summary:
+            messages, ids, num_prefill = self._prompt()
         while not self._setup.has_room(ids) and self._cut(present):
             messages, ids, num_prefill = self._prompt()
         self._running = ids
         self.turns_dropped = self._first - oldest
         return messages, ids, num_prefill
+
+    def _nearly_fills(self, ids: tuple[int, ...] | None) -> bool:
+        setup = self._setup
+        if setup.summary != "learned" or ids is None:
+            return False
+        return len(ids) + setup.max_tokens > SHARE * setup.max_length
+
+    def sum_up(self, summary: str | None) -> None:
+        """Show this summary in place of all turns before the present one, or none of them.
+
+        ``None`` is a summary that was rejected: an earlier one stays.
+        """
+        self._views.pop()
+        self._first, self._running = len(self._views), None
+        if summary is not None:
+            self._learned, self._told = summary, self._first
 
     def _begin_with(self, first: int) -> None:
         if first != self._first:
@@ -145,6 +171,9 @@ class Conversation:
                 if (sent := self._sent[number]) is not None:
                     self.sent[len(messages)] = sent
                 messages.append({"role": "assistant", "content": self._replies[number]})
+        if self.asks_summary:
+            content = f"{messages[-1]['content']}\n{self._builder.summary_request()}"
+            messages[-1] = {**messages[-1], "content": content}
         return tuple(messages)
 
     def _shown(self, view: View, opening: bool) -> Sequence[Message]:
@@ -169,6 +198,8 @@ class Conversation:
         kind, views = self._setup.summary, self._views
         if kind == "none" or self._summed == self._first:
             return ""
+        if kind == "learned":
+            return self._learned
         lines = [
             summary_line(number, views[number - 1], views[number], kind == "observations")
             for number in range(self._summed + 1, self._first + 1)

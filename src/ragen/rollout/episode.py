@@ -17,7 +17,7 @@ from ragen.chat.prompt import Limits
 from ragen.chat.tool_calls import parse_tools, results_of, tool_messages
 from ragen.core.errors import RagenError
 from ragen.core.pictures import Picture, without_places
-from ragen.core.types import Completion, Episode, Prompt, Turn
+from ragen.core.types import Call, CallRole, Completion, Episode, Prompt, Turn
 from ragen.core.user_code import UserCodeError
 from ragen.rollout.context import Conversation, View
 from ragen.rollout.guarded import GuardedEnv
@@ -32,6 +32,9 @@ from ragen.rollout.reward_terms import (
     weights_for,
 )
 from ragen.rollout.setup import FIRST, BranchSpec, EpisodeSpec, Setup, Start
+
+NEARLY_FULL = "which nearly fills the context"
+"""The link of a summary to the turn before it."""
 
 
 async def play_episode(policy: Policy | PlayerPolicy, setup: Setup, spec: EpisodeSpec) -> Episode:
@@ -54,7 +57,7 @@ def require_room(setup: Setup) -> None:
     if setup.start is None or setup.agent is not None:  # which writes its prompts from the task
         return
     playthrough = _Playthrough(setup, FIRST)
-    token_ids = playthrough.prompt(*playthrough.first(setup.start), 0).token_ids
+    token_ids = playthrough.prompt(*playthrough.first(setup.start)).token_ids
     if token_ids is not None and not setup.has_room(token_ids):
         setup.close()
         raise RagenError(
@@ -68,7 +71,7 @@ def opening(setup: Setup, spec: EpisodeSpec) -> tuple[Prompt, tuple[str, ...] | 
     """The first prompt of an episode, and the names of the environment's actions, if it has any."""
     with closing(setup.make_env()) as env:
         playthrough = _Playthrough(setup, spec)
-        prompt = playthrough.prompt(*playthrough.begin(env), 0)
+        prompt = playthrough.prompt(*playthrough.begin(env))
         return prompt, env.actions
 
 
@@ -93,8 +96,7 @@ def require_unchanged(setup: Setup, branch: BranchSpec) -> None:
     playthrough = _Playthrough(setup, branch)
     try:
         with closing(setup.make_env()) as env:
-            conversation, view = playthrough.begin(env)
-            playthrough.prompt(conversation, view, len(playthrough.turns))
+            playthrough.prompt(*playthrough.begin(env))
     except UserCodeError as failure:
         raise RagenError(
             f"the environment {setup.env!r} cannot go back to turn {len(branch.turns) - 1}: "
@@ -140,19 +142,25 @@ class _Playthrough(Playing):
         await env.call(self.reset, env)
         conversation, view = self.opened(env)
         await env.call(self.restore, env)
-        for number in range(len(self.turns), setup.turns):
-            prompt = self.prompt(conversation, view, number)
+        while self.num_played < setup.turns:
+            prompt = self.prompt(conversation, view)
             if not setup.has_room(prompt.token_ids):
                 self.stop_reason = "context"
                 return
             if isinstance(policy, PlayerPolicy):
                 await asyncio.sleep(0)  # a player never waits: let a request to stop be seen
-                completion = await env.call(policy.act, env.env, view.limits, prompt)
+                if conversation.asks_summary:
+                    completion = await env.call(policy.sum_up, env.env, prompt)
+                else:
+                    completion = await env.call(policy.act, env.env, view.limits, prompt)
                 completion_s = None
             else:
                 start = time.monotonic()
                 completion = await policy.complete(prompt)
                 completion_s = time.monotonic() - start
+            if conversation.asks_summary:
+                conversation.sum_up(await self._sum_up(env, view, prompt, completion, completion_s))
+                continue
             conversation.reply(completion)
             parsed = self._parse(env, completion)
             acted = await env.call(self._act, env, parsed)
@@ -168,6 +176,35 @@ class _Playthrough(Playing):
                 self.stop_reason = "max_actions"
                 return
             view = self._following(turn, parsed, env.observation)
+
+    async def _sum_up(
+        self,
+        env: GuardedEnv,
+        view: View,
+        prompt: Prompt,
+        completion: Completion,
+        completion_s: float | None,
+    ) -> str | None:
+        """Record a summary as a turn without actions; ``None`` rejects it: it is not trained on."""
+        parsed = read_reply(self.setup, completion, None, 1)
+        if parsed.calls:
+            wrong = "A summary calls no tool."
+            parsed = replace(parsed, valid=False, problem=wrong, calls=())
+        acted = await env.call(self._act, env, replace(parsed, thought=None, actions=()))
+        role: CallRole = "compaction" if parsed.valid else "discarded"
+        call = Call(len(self.turns) - 1, NEARLY_FULL, role)
+        played = self._turn(view, prompt, completion, completion_s, parsed, acted)
+        turn = await apply_reward_terms(replace(played, call=call), self.turn_terms)
+        if not parsed.valid:
+            self.others = (*self.others, turn)
+            return None
+        self.turns.append(turn)
+        return turn.actions_asked[0]
+
+    @property
+    def num_played(self) -> int:
+        """The number of turns so far; a summary costs none of the budget."""
+        return sum(turn.call is None for turn in self.turns)
 
     def begin(self, env: GuardedEnv) -> tuple[Conversation, View]:
         """Reset the environment; returns the conversation so far and the view to play from."""
@@ -195,11 +232,14 @@ class _Playthrough(Playing):
     def _replay(self, env: GuardedEnv, conversation: Conversation, branch: BranchSpec) -> View:
         first = branch.turns[0]
         view = View(first.observation, self._limits(0), pictures=first.pictures)
-        for number, (turn, following) in enumerate(pairwise(branch.turns)):
-            prompt = self.prompt(conversation, view, number)
+        for turn, following in pairwise(branch.turns):
+            prompt = self.prompt(conversation, view)
+            self.turns.append(replace(turn, prompt=prompt))
+            if turn.call is not None:
+                conversation.sum_up(turn.actions_asked[0])
+                continue
             conversation.reply(self._with_ids(turn.completion))
             parsed = self._parse(env, turn.completion)
-            self.turns.append(replace(turn, prompt=prompt))
             self.actions_left -= len(turn.actions_executed)
             self.pictures = following.pictures
             view = self._following(turn, parsed, following.observation)
@@ -229,7 +269,7 @@ class _Playthrough(Playing):
 
     def _following(self, turn: Turn, parsed: Parsed, observation: str) -> View:
         results = () if turn.results is None else tool_messages(parsed.calls, turn.results)
-        limits = self._limits(len(self.turns))
+        limits = self._limits(self.num_played)
         executed = turn.actions_executed
         problem, shown = parsed.problem, self.pictures
         return View(observation, limits, turn.reward, problem, results, executed, shown)
@@ -238,18 +278,22 @@ class _Playthrough(Playing):
         setup = self.setup
         return Limits(number + 1, setup.turns - number, self.actions_left, setup.actions_per_turn)
 
-    def prompt(self, conversation: Conversation, view: View, number: int) -> Prompt:
-        setup = self.setup
+    def prompt(self, conversation: Conversation, view: View) -> Prompt:
+        setup, number = self.setup, len(self.turns)
         messages, token_ids, num_prefill = conversation.ask(view)
         if isinstance(self.spec, BranchSpec) and number < len(self.spec.turns):
-            _require_same(token_ids, self.spec.turns[number].prompt.token_ids, number)
+            recorded = self.spec.turns[number]
+            if conversation.asks_summary and recorded.call is None:  # the summary was rejected
+                conversation.sum_up(None)
+                messages, token_ids, num_prefill = conversation.ask(view)
+            _require_same(token_ids, recorded.prompt.token_ids, number)
         return Prompt(
             messages,
             token_ids,
             num_prefill,
             setup.max_tokens,
             setup.temperature,
-            self.spec.request_seed(number),
+            self.spec.request_seed(number + len(self.others)),
             turns_dropped=conversation.turns_dropped,
             pictures=conversation.pictures,
             sent=conversation.sent,

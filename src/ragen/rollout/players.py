@@ -151,6 +151,10 @@ class PlayerPolicy:
         # A template may write white space after the tag that opens the thought.
         return written_completion(reply.removeprefix(self._prefill.rstrip()), self._encode)
 
+    def sum_up(self, env: Env, prompt: Prompt) -> Completion:
+        """The player's summary of its turns: none, which is rejected."""
+        return written_completion("", self._encode)
+
 
 PLAYERS: dict[str, Callable[[int], Player]] = {
     "random": random_player,

@@ -57,14 +57,15 @@ class Setup:
 
     `make` builds `env` with its `params`; `turns`, `actions_per_turn` and `actions` are the
     budgets. With `think` a reply has a thought, with `prefilled` its first tag is pre-filled. A
-    prompt shows the last `window` turns (0 shows all) and a `summary` of those before, with
-    `drops_thoughts` without the thoughts of earlier replies. `chat` is ``None`` for policies that
-    take messages only. A reply has at most `max_tokens` tokens, prompt and reply together at most
-    `max_length`. `format_penalty` is subtracted from the reward of a turn whose reply is not valid;
-    `reward_terms` are the weights of the reward terms. One call of the environment may take
-    `timeout_s` seconds; it runs in `venue`. `start` shows the first level of training. `stage` is
-    the stage of the curriculum, counted from 1; 0 is the full task. An `agent` that is given plays
-    the episodes; it may take `timeout_s` for each.
+    prompt shows the last `window` turns (0 shows all) and a `summary` of those before, which the
+    policy writes itself if it is ``learned``; with `drops_thoughts` it is without the thoughts of
+    earlier replies. `chat` is ``None`` for policies that take messages only. A reply has at most
+    `max_tokens` tokens, prompt and reply together at most `max_length`. `format_penalty` is
+    subtracted from the reward of a turn whose reply is not valid; `reward_terms` are the weights of
+    the reward terms. One call of the environment may take `timeout_s` seconds; it runs in `venue`.
+    `start` shows the first level of training. `stage` is the stage of the curriculum, counted from
+    1; 0 is the full task. An `agent` that is given plays the episodes; it may take `timeout_s` for
+    each.
     """
 
     env: str
@@ -76,7 +77,7 @@ class Setup:
     think: bool = True
     prefilled: bool = True
     window: int = 0
-    summary: Literal["none", "actions", "observations"] = "none"
+    summary: Literal["none", "actions", "observations", "learned"] = "none"
     drops_thoughts: bool = False
     chat: Chat | None = None
     tools: tuple[Schema, ...] = ()

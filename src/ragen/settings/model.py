@@ -22,7 +22,7 @@ REPLY = 400
 MESSAGE = 112
 """Tokens of a message to the model, beside its reply. With `REPLY` that is 512 a turn; as many
 again hold the description of the environment, so that the papers' 5 turns have 3072 tokens."""
-SUMMED = {"none": 0, "actions": 16, "observations": 40}
+SUMMED = {"none": 0, "actions": 16, "observations": 40, "learned": 0}
 """Tokens of a turn in a summary."""
 OF_WORDS = ("rollout.max_tokens", "model.max_length", "env.params.observation")
 """Settings that recipes for the embedded models choose for their tokens, besides prompts."""

@@ -86,8 +86,8 @@ def check_episodes(run: Run, groups: Sequence[Group]) -> None:
         complaints["failed_episodes"] = failed, describe_failed(episodes)
     if left > UNTRAINED_FRACTION:
         text = (
-            f"{left:.0%} of the tokens that were sampled for the agent are not trained on: their "
-            "calls offer no tools, were lost or rejected, or say so (docs/agents.md)"
+            f"{left:.0%} of the sampled tokens are not trained on: summaries that were rejected, "
+            "and an agent's calls that offer no tools, were lost or say so (docs/agents.md)"
         )
         complaints["untrained_calls"] = left, text
     for name, (share, complaint) in complaints.items():

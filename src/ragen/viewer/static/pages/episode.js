@@ -68,7 +68,7 @@ function Episode({ run, episode, query, setQuery }) {
       <div class="telling">
         <${Tabs} options=${VIEWS} value=${view} onChange=${(key) => setQuery({ view: key })}
           label="view" />
-        ${callsOf(episode).length > 1 && callsOf(episode).some(({ role }) => role) && html`<${Calls}
+        ${callsOf(episode).length > 1 && callsOf(episode).every(({ role }) => role) && html`<${Calls}
           episode=${episode} at=${call} onChoose=${choose} />`}
         ${view === "turns" ? html`<${Turns} episode=${episode} call=${call} choose=${choose} />`
           : html`<${TokenViews} run=${run} episode=${episode} turn=${call ?? last - 1} view=${view}
