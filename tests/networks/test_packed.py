@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ragen.core.errors import RagenError
+from ragen.models.experts import ChainConfig
 from ragen.models.loading import recompute_layers
 from ragen.networks import decoder as decoder_module
 from ragen.networks import key_store, packed
@@ -39,6 +40,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 64},
     "Qwen3": {"head_dim": 8},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    "Chain": {"num_experts": 4, "num_experts_per_tok": 2},  # RAGEN's own
     "Gemma3Text": {"head_dim": 4},
     "Granite": {"attention_multiplier": 0.3},
     "Cohere": {},
@@ -57,7 +59,8 @@ def build(name: str, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     settings = {**SIZE, **PACKED.get(name, {}), **PADDED.get(name, {}), **changes}
     name = f"{name[:-4]}TextConfig" if name.endswith("Text") else f"{name}Config"
-    config = getattr(transformers, name)(**settings, initializer_range=0.3)
+    make: Any = ChainConfig if name == "ChainConfig" else getattr(transformers, name)
+    config = make(**settings, initializer_range=0.3)
     built: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
     return built
 
@@ -250,7 +253,8 @@ def test_sequences_of_various_lengths_see_what_blocks_see(
 
 
 @pytest.mark.parametrize(
-    ("name", "queries"), [("Llama", 1), ("Gemma3Text", 12), ("GPT2", 4096), ("Qwen3Moe", 12)]
+    ("name", "queries"),
+    [("Llama", 1), ("Gemma3Text", 12), ("GPT2", 4096), ("Qwen3Moe", 12), ("Chain", 12)],
 )
 def test_the_flat_decoder_equals_the_general_one(
     name: str, queries: int, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ from ragen.core.seeding import derive
 from ragen.core.stopping import run_async
 from ragen.core.types import Sample
 from ragen.learning.learner import Learner
+from ragen.models.experts import LOAD_WEIGHT, ChainConfig, ChainForCausalLM, ChainOfExperts
 from ragen.models.loading import save_model
 from ragen.networks.machine import use_threads
 from ragen.networks.pictures import reader_of
@@ -49,6 +50,10 @@ from ragen.storage.checkpoint import new_folder
 
 LAYERS = 3
 """Layers of every model but that of Bandit, where two are enough."""
+INNER = 256
+"""Width between the two layers of a feed-forward block; of a token's experts together."""
+CHOSEN = ChainConfig.num_experts_per_tok
+"""The number of experts that a token passes, where a block has experts."""
 LINES = 10
 
 
@@ -59,19 +64,25 @@ def prepare(
     steps: int | None = None,
     watch: Callable[[str], None] = lambda line: None,
     processes: int = 1,
+    experts: int = 0,
+    iterations: int = 1,
 ) -> Path:
     """Prepare the embedded model of a family and save it in Hugging Face's layout.
 
     `out` is a folder that does not exist yet. `seed` decides weights and demonstrations. `steps` is
     the maximum per stage, for a trial. `watch` receives lines of progress. Each of several
-    `processes` trains its share of every step.
+    `processes` trains its share of every step. With `experts`, each feed-forward block is a mixture
+    of so many, passed in so many `iterations` (`ragen.models.experts`).
     """
     if family not in FAMILIES:
         raise RagenError(f"unknown family {family!r}; choose one of {', '.join(FAMILIES)}")
     use_threads(1)  # the same weights however many cores are free
     tokenizer, stages = build(), FAMILIES[family]
-    model = new_model(tokenizer, 2 if family == "bandit" else LAYERS, seed)
+    layers = 2 if family == "bandit" else LAYERS
+    model = new_model(tokenizer, layers, seed, experts=experts, iterations=iterations)
     if side := picture_side(stages[0].lessons[0].setup.make):
+        if experts:
+            raise RagenError("--experts: a base that reads pictures has none; leave it out")
         model = with_sight(model, tokenizer, side, seed)
     player = LessonPlayer(Chat(tokenizer, pictures=reader_of(tokenizer)), seed)
     with new_folder(out) as whole:
@@ -87,24 +98,41 @@ def new_model(
     seed: int,
     longest: int = 2048,
     theta: float = 300.0,
+    experts: int = 0,
+    iterations: int = 1,
 ) -> PreTrainedModel:
     """A model with random weights for this tokenizer and sequences of up to `longest` tokens.
 
-    Models with one key-value head do not learn to look up.
+    Models with one key-value head do not learn to look up. With `experts`, a token passes as many
+    parameters, up to the routers', as without.
+
+    Raises:
+        RagenError: The experts cannot be passed in so many iterations.
     """
+    if experts and (CHOSEN % iterations or experts <= CHOSEN // iterations):
+        raise RagenError(
+            f"--experts {experts} --iterations {iterations}: a token passes {CHOSEN} experts in "
+            f"all, so iterations are 1, 2 or {CHOSEN}, and experts more than {CHOSEN} / iterations"
+        )
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    chain: dict[str, Any] = {"iterations": iterations, "num_experts": experts} if experts else {}
+    config = (ChainConfig if experts else Qwen2Config)(
         vocab_size=len(tokenizer),
         hidden_size=128,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        intermediate_size=256,
+        intermediate_size=INNER // CHOSEN * experts if experts else INNER,
         max_position_embeddings=longest,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
         tie_word_embeddings=True,
+        **chain,
     )
-    model: PreTrainedModel = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+    model: PreTrainedModel
+    model = (ChainForCausalLM if experts else Qwen2ForCausalLM)(config)  # type: ignore[no-untyped-call]
+    for block in model.modules():
+        if isinstance(block, ChainOfExperts):
+            block.load_weight = LOAD_WEIGHT
     model.train(False)
     model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id

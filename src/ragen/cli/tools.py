@@ -92,6 +92,8 @@ def _base_options(parser: Parser) -> None:
     parser.take("--out", "DIR", "folder of the model", Path, required=True)
     parser.take("--seed", "N", "seed", whole(0), 0)
     parser.take("--steps", "N", "steps per stage; fewer for a trial", whole(1))
+    parser.take("--experts", "N", "of each feed-forward block of a FAMILY [0: dense]", whole(0), 0)
+    parser.take("--iterations", "N", "passes of the chain of experts", whole(1), 1)
     parser.epilog = (
         "With --env, any environment that can be played at random or by its solver gets a small\n"
         "model of its own, in minutes: it reads the screen and replies in form, and has no plan.\n"
@@ -112,6 +114,11 @@ def _base(options: Namespace, overrides: Overrides) -> int:
     other = [key for key in given if not key.startswith(keys) or key == "env.isolate"]
     if other:
         raise RagenError(f"{other[0]} has no effect on this base; leave it out")
+    experts = {"experts": options.experts, "iterations": options.iterations}
+    if (env is not None or not options.experts) and experts != {"experts": 0, "iterations": 1}:
+        raise RagenError(
+            "--experts is of the bases of families, --iterations of those with --experts"
+        )
     from ragen.cluster.process_engine import with_processes
     from ragen.config.reading import merge
 
@@ -120,7 +127,8 @@ def _base(options: Namespace, overrides: Overrides) -> int:
     if env is None:
         from ragen.bases.base import prepare
 
-        prepare(options.family, options.out, options.seed, options.steps, print, processes)
+        common = options.family, options.out, options.seed, options.steps, print, processes
+        prepare(*common, **experts)
         print(f"the base model of {options.family} is in {options.out}")
         return 0
     if str(env).startswith("agent:"):

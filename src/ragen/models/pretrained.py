@@ -19,10 +19,14 @@ from transformers import (
 )
 
 from ragen.core.errors import RagenError
+from ragen.models.experts import ChainConfig, ChainForCausalLM
 from ragen.models.model_files import read_config, shown
 from ragen.models.names import is_adapter
 from ragen.models.pictures import RULES
 from ragen.networks.attention import use_eager
+
+AutoConfig.register(ChainConfig.model_type, ChainConfig)
+AutoModelForCausalLM.register(ChainConfig, ChainForCausalLM)
 
 
 def model_config(folder: Path, name: str | Path, max_length: int = 0) -> PreTrainedConfig:
