@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ragen.algorithms.advantages import ADVANTAGES
-from ragen.algorithms.estimator import estimate, needs_values
+from ragen.algorithms.estimator import estimate
 
 LEFT, RIGHT, THINK = 0, 1, 2
 END = 0
@@ -204,12 +204,14 @@ def arrays(game: Game, chosen: Sequence[int]) -> dict[str, Any]:
 
     own = [game.plays[n] for n in chosen]
     states = [[STATES.index(state) for state in play.states] for play in own]
+    starts = [[play.turns.index(k) for k in play.turns] for play in own]
     return {
         "rewards_ES": lay_out([play.rewards for play in own], 0.0, torch.float64),
         "mask_ES": lay_out([[True] * len(play) for play in own], False, torch.bool),
         "turn_ES": lay_out([play.turns for play in own], -1, torch.long),
         "turn_ends_ES": lay_out([play.ends for play in own], False, torch.bool),
         "state_ES": lay_out(states, -1, torch.long),
+        "starts_ES": lay_out(starts, 0, torch.long),
         "group_E": torch.zeros(len(own), dtype=torch.long),
     }
 
@@ -220,18 +222,15 @@ Estimate = Callable[[Sequence[int]], Tensor]
 
 def estimator(game: Game, name: str, values_NS: Tensor | None = None, **how: Any) -> Estimate:
     """One of the package's, with its constants."""
-    constants = {
-        "gamma": 1.0,
-        "gae_lambda": 1.0,
-        "turn_gamma": 0.95,
-        "step_weight": 1.0,
-        "whiten": False,
-    }
+    constants = {"gamma": 1.0, "gae_lambda": 1.0, "step_weight": 1.0, "whiten": False}
 
     def advantages(chosen: Sequence[int]) -> Tensor:
-        values_ES = None if values_NS is None else values_NS[list(chosen)]
         given = arrays(game, chosen) | constants | how
-        return estimate(ADVANTAGES[name], values_ES=values_ES, **given).advantages_ES
+        if values_NS is not None:
+            values_ES = values_NS[list(chosen)]
+            starts_ES = given["starts_ES"]
+            given |= {"values_ES": values_ES, "state_values_ES": values_ES.gather(1, starts_ES)}
+        return estimate(ADVANTAGES[name], **given).advantages_ES
 
     return advantages
 
@@ -280,14 +279,15 @@ ROWS = [
     Row("`gae`, λ = .95, exact critic", "gae", {"gae_lambda": 0.95}),
     Row("`gae`, λ = .95, critic 0", "gae", {"gae_lambda": 0.95}, "none"),
     Row("`gae`, λ = 1, exact critic, whitened", "gae", {"whiten": True}),
-    Row("`bi_level_gae`, γ_turn = 1, exact critic", "bi_level_gae", {"turn_gamma": 1.0}),
-    Row("`bi_level_gae`, γ_turn = .95, exact critic", "bi_level_gae", {"turn_gamma": 0.95}),
+    Row("`bi_level_gae`, γ = 1, exact critic", "bi_level_gae"),
+    Row("`bi_level_gae`, γ = .95, exact critic", "bi_level_gae", {"gamma": 0.95}),
     Row("`rloo`", "rloo"),
     Row("`dr_grpo`", "dr_grpo"),
     Row("`grpo`", "grpo"),
     Row("`reinforce_pp`", "reinforce_pp"),
     Row("`reinforce_pp_baseline`", "reinforce_pp_baseline"),
-    Row("`gigpo`, ω = 1, γ_turn = .95", "gigpo"),
+    Row("`gigpo`, ω = 1, γ = .95", "gigpo", {"gamma": 0.95}),
+    Row("`vine`, γ = 1, countless continuations", "vine"),
 ]
 
 
@@ -296,11 +296,9 @@ def measure(game: Game, row: Row, members: int) -> tuple[float, float, float, fl
 
     The noise is √(E |g − E g|²) ÷ |E g|.
     """
-    values_NS = None
-    if needs_values(ADVANTAGES[row.name]):
-        by_turn = row.name == "bi_level_gae"
-        discount = a_turn(row.how["turn_gamma"]) if by_turn else a_token(1.0)
-        values_NS = exact_values(game, discount)[0] * (row.critic == "exact")
+    by_turn = row.name in ("bi_level_gae", "vine")
+    discount = a_turn(row.how.get("gamma", 1.0)) if by_turn else a_token(1.0)
+    values_NS = exact_values(game, discount)[0] * (row.critic == "exact")
     advantages = estimator(game, row.name, values_NS, **row.how)
     mean, square = gradient_moments(game, advantages, members)
     true = game.true_gradient()

@@ -45,6 +45,7 @@ def turn(
     state: str = "",
     executed: int = 0,
     info: Mapping[str, Any] | None = None,
+    value: float | None = None,
 ) -> Turn:
     logprobs = (-0.5,) * len(sampled)
     completion = Completion(tuple(sampled), logprobs, "", "stop", 0, fingerprint(sampled, logprobs))
@@ -61,6 +62,7 @@ def turn(
         valid=penalty == 0,
         state_key=state,
         info=info or {},
+        state_value=value,
     )
 
 

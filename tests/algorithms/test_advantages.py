@@ -42,7 +42,6 @@ COMPARE_GROUP = {name for name, estimator in ADVANTAGES.items() if compares_grou
 PLAIN: dict[str, Any] = {
     "gamma": 1.0,
     "gae_lambda": 1.0,
-    "turn_gamma": 0.95,
     "step_weight": 1.0,
     "whiten": False,
 }
@@ -54,13 +53,14 @@ def test_config_names_the_estimators() -> None:
     for estimator in ADVANTAGES.values():
         assert {*inputs_of(estimator, ESTIMATOR_INPUTS)} == {*signature(estimator).parameters}
     assert sorted(NEED_VALUES) == ["bi_level_gae", "gae"]
-    assert set(ADVANTAGES) - COMPARE_GROUP - NEED_VALUES == {"reinforce_pp", "raft"}
+    assert set(ADVANTAGES) - COMPARE_GROUP - NEED_VALUES == {*("reinforce_pp", "raft", "vine")}
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_config_refuses_a_group_size_of_one_for_estimators_that_compare_groups(name: str) -> None:
     alone = {"advantage.name": name, "rollout.group_size": 1}
-    alone |= {"reward.placement": "turn"} if name == "bi_level_gae" else {}
+    alone |= {"reward.placement": "turn"} if name in ("bi_level_gae", "vine") else {}
+    alone |= {"loss.kl": 0.0} if name == "vine" else {}
     if name in COMPARE_GROUP:
         with pytest.raises(RagenError, match="compares the episodes"):
             merge(None, alone)
@@ -118,7 +118,7 @@ def test_bi_level_gae_golden() -> None:
         "values_ES": torch.tensor([[0.5, 0.8, 0.4, 0.6]]),
         "turn_ends_ES": torch.tensor([[False, True, False, True]]),
     }
-    parameters = PLAIN | {"turn_gamma": 0.5, "gae_lambda": 0.5}
+    parameters = PLAIN | {"gamma": 0.5, "gae_lambda": 0.5}
     credit = estimate(bi_level_gae, **arrays, **parameters)
     assert credit.advantages_ES.tolist() == [
         pytest.approx([0.725, 0.85, 0.9, 1.4], abs=rounding(8, 2))
@@ -131,7 +131,7 @@ def test_bi_level_gae_golden() -> None:
 
 @given(ragged(), st.floats(0, 1), st.integers(0, 999))
 def test_bi_level_gae_with_lambda_one_discounts_by_turns(
-    arrays: tuple[Tensor, Tensor, Tensor], turn_gamma: float, seed: int
+    arrays: tuple[Tensor, Tensor, Tensor], gamma: float, seed: int
 ) -> None:
     """Rewards may be on any token, as with a KL penalty."""
     rewards_ES, values_ES, mask_ES = arrays
@@ -145,14 +145,12 @@ def test_bi_level_gae_with_lambda_one_discounts_by_turns(
         values_ES=values_ES,
         mask_ES=mask_ES,
         turn_ends_ES=ends_ES,
-        **PLAIN | {"turn_gamma": turn_gamma},
+        **PLAIN | {"gamma": gamma},
     )
     for e, count in enumerate(mask_ES.sum(dim=1).tolist()):
         turns, rewards = turn_ES[e].tolist(), rewards_ES[e].tolist()
         for s in range(count):
-            reward_to_go = sum(
-                turn_gamma ** (turns[i] - turns[s]) * rewards[i] for i in range(s, count)
-            )
+            reward_to_go = sum(gamma ** (turns[i] - turns[s]) * rewards[i] for i in range(s, count))
             assert credit.advantages_ES[e, s].item() == pytest.approx(
                 reward_to_go - float(values_ES[e, s]), abs=RAGGED
             )
@@ -230,12 +228,11 @@ def test_gigpo_compares_states_within_a_group_only() -> None:
         "group_E": torch.tensor([1, 1]),
     }
     both = {k: torch.cat([GIGPO[k], other[k]]) for k in GIGPO}
-    parameters = {"turn_gamma": 0.9, "step_weight": 1.0}
+    parameters = {"gamma": 0.9, "step_weight": 1.0}
     apart = torch.cat([gigpo(**g, **parameters).advantages_ES for g in (GIGPO, other)])
     assert torch.equal(gigpo(**both, **parameters).advantages_ES, apart)
     none, once, twice = (
-        gigpo(**GIGPO, turn_gamma=0.9, step_weight=weight).advantages_ES
-        for weight in (0.0, 1.0, 2.0)
+        gigpo(**GIGPO, gamma=0.9, step_weight=weight).advantages_ES for weight in (0.0, 1.0, 2.0)
     )
     torch.testing.assert_close(twice - once, once - none)
 

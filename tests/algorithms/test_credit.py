@@ -26,11 +26,11 @@ NO_KL = LossConfig(kl=0.0)
 GROUP = Group(
     (
         episode(
-            turn(1.0, penalty=-0.5, state="a", thought="t"),
-            turn(2.0, prompt=(3,), sampled=(9, 9), state="b"),
+            turn(1.0, penalty=-0.5, state="a", thought="t", value=1.0),
+            turn(2.0, prompt=(3,), sampled=(9, 9), state="b", value=0.5),
             success=True,
         ),
-        episode(turn(0.0, state="a", thought="t")),
+        episode(turn(0.0, state="a", thought="t", value=0.5)),
     )
 )
 
@@ -75,6 +75,8 @@ def token_advantages(batch: Batch) -> list[float]:
         ("raft", [1.5] * 4 + [0.0] * 2),
         # State a: turn returns .5 + .5 · 2 = 1.5 and 0 → ±.7071; b has one turn.
         ("gigpo", [1.4142, 1.4142, 0.7071, 0.7071, -1.4142, -1.4142]),
+        # V = 1 .5 | .5, γ = .5: .5 + .25 − 1 = −.25, 2 − .5 = 1.5, −.5; mean .25, std .9747.
+        ("vine", [-0.5130, -0.5130, 1.2825, 1.2825, -0.7695, -0.7695]),
         # Mean 1.5, squares 1 1 .25 .25 2.25 2.25, std 1.1832.
         ("reinforce_pp", [0.8452, 0.8452, 0.4226, 0.4226, -1.2677, -1.2677]),
         # ±1.25 minus 5/12, std 1.2910.
@@ -82,7 +84,8 @@ def token_advantages(batch: Batch) -> list[float]:
     ],
 )
 def test_each_estimator_golden(name: str, expected: list[float]) -> None:
-    batch = apply_credit([GROUP], RewardConfig(placement="turn"), name=name, turn_gamma=0.5)
+    by_turn = {"gamma": 0.5} if name in ("bi_level_gae", "gigpo", "vine") else {}
+    batch = apply_credit([GROUP], RewardConfig(placement="turn"), name=name, **by_turn)
     assert token_advantages(batch) == pytest.approx(expected, abs=1e-4)
     assert (batch.returns_BT is None) == (not needs_values(ADVANTAGES[name]))
 

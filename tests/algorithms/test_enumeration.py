@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_mean_of_gae_with_exact_values_is_the_advantage(gamma: float, lam: float
 @pytest.mark.parametrize("gamma", [1.0, 0.7])
 def test_mean_of_bi_level_gae_with_exact_values_is_the_advantage(gamma: float, lam: float) -> None:
     values_NS, advantages_NS = exact_values(GAME, a_turn(gamma))
-    estimate = estimator(GAME, "bi_level_gae", values_NS, turn_gamma=gamma, gae_lambda=lam)
+    estimate = estimator(GAME, "bi_level_gae", values_NS, gamma=gamma, gae_lambda=lam)
     close(given_state_and_token(mean_advantages(GAME, estimate, 1)), advantages_NS)
 
 
@@ -90,7 +91,7 @@ def test_bi_level_gae_is_biased_if_the_last_token_ends_the_turn_by_itself() -> N
     game = Game(closed=False)
     for lam, low, high in ((1.0, 0, 1e-9), (0.5, 1e-3, 1)):
         values_NS, advantages_NS = exact_values(game, a_turn(1.0))
-        estimate = estimator(game, "bi_level_gae", values_NS, turn_gamma=1.0, gae_lambda=lam)
+        estimate = estimator(game, "bi_level_gae", values_NS, gamma=1.0, gae_lambda=lam)
         mean = game.mean_gradient(mean_advantages(game, estimate, 1))
         true = game.true_gradient()
         close(game.mean_gradient(advantages_NS), true)
@@ -99,7 +100,7 @@ def test_bi_level_gae_is_biased_if_the_last_token_ends_the_turn_by_itself() -> N
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("gae", {}), ("bi_level_gae", {"turn_gamma": 1.0})],
+    [("gae", {}), ("bi_level_gae", {"gamma": 1.0})],
     ids=lambda it: str(it),
 )
 def test_mean_gradient_with_lambda_one_is_exact_for_any_values(
@@ -125,6 +126,51 @@ def test_mean_gradient_with_lambda_one_is_exact_for_any_values(
 def test_mean_gradient_of_rloo_and_of_scaled_dr_grpo_is_exact(name: str, group_size: int) -> None:
     mean = GAME.mean_gradient(mean_advantages(GAME, estimator(GAME, name), group_size))
     close(mean * (group_size / (group_size - 1) if name == "dr_grpo" else 1), TRUE)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.7])
+def test_mean_gradient_of_vine_over_all_continuations_is_exact(gamma: float) -> None:
+    """Of each episode and of one continuation a turn, which meet the same random event.
+
+    The coin in the cellar falls before the episode. Whoever does not see it meets either side.
+    """
+    rows: list[int] = []
+    weights: list[float] = []
+    values: list[list[float]] = []
+    for coin, (n, play) in product((0.5, -0.5), enumerate(GAME.plays)):
+        if chance_if(coin, n) == 0:
+            continue
+        of_turns = [
+            [
+                (chance_if(coin, m), sum(gamma ** other.turns[i] * r for i, r in enumerate(rest)))
+                for m, other in enumerate(GAME.plays)
+                if len(other) > s and other.history(s) == play.history(s)
+                for rest in [[0.0] * s + list(other.rewards[s:])]
+            ]
+            for s in [play.turns.index(k) for k in range(play.turns[-1] + 1)]
+        ]
+        sizes = [sum(chance for chance, _ in options) for options in of_turns]
+        for chosen in product(*of_turns):
+            shares = [chance / size for (chance, _), size in zip(chosen, sizes, strict=True)]
+            found = [value / gamma**k for k, (_, value) in enumerate(chosen)]
+            rows.append(n)
+            weights.append(chance_if(coin, n) / 2 * math.prod(shares))
+            values.append([found[k] for k in play.turns] + [0.0] * (GAME.num_tokens - len(play)))
+    assert sum(weights) == pytest.approx(1)
+    given = {"state_values_ES": torch.tensor(values, dtype=torch.float64), "gamma": gamma}
+    advantages = estimator(GAME, "vine", **given)(rows)
+    sums = torch.tensor(weights, dtype=torch.float64)[:, None] * advantages
+    mean_NS = GAME.zeros().index_add_(0, torch.tensor(rows), sums) / GAME.chance_N[:, None]
+    mean = GAME.mean_gradient(mean_NS.detach())
+    close(mean, GAME.mean_gradient(exact_values(GAME, a_turn(gamma))[1]))
+    assert (gamma < 1) or bool(torch.isclose(mean, TRUE).all())
+
+
+def chance_if(coin: float, n: int) -> float:
+    """The probability of a play once the coin has fallen."""
+    play = GAME.plays[n]
+    seen = play.luck == 1 or play.rewards[-1] == coin
+    return GAME.chance_N[n].item() / play.luck if seen else 0.0
 
 
 @pytest.mark.slow

@@ -21,7 +21,8 @@ def advantages(estimator: Estimator, rewards_ES: Tensor, group_E: Tensor) -> Ten
     ids_ES = torch.zeros(rewards_ES.shape, dtype=torch.long)
     inputs = {"rewards_ES": rewards_ES, "mask_ES": mask_ES, "turn_ES": ids_ES, "group_E": group_E}
     inputs |= {"values_ES": torch.zeros_like(rewards_ES), "turn_ends_ES": ends_ES}
-    inputs |= {"state_ES": ids_ES, "gamma": 1.0, "gae_lambda": 1.0, "turn_gamma": 1.0}
+    inputs |= {"state_values_ES": rewards_ES.sum(dim=1).median().expand_as(rewards_ES)}
+    inputs |= {"state_ES": ids_ES, "gamma": 1.0, "gae_lambda": 1.0}
     inputs |= {"thought_ES": ~mask_ES, "success_E": torch.zeros(len(rewards_ES), dtype=torch.bool)}
     return estimate(estimator, **inputs, step_weight=1.0, whiten=True).advantages_ES
 

@@ -129,6 +129,7 @@ def test_presets_hold_the_published_values() -> None:
         ("rloo", "rloo", "constant", 0.2, (0.03, "k1"), 1),
         ("reinforce++", "reinforce_pp", "token_mean", 0.2, (0.01, "k1"), 2),
         ("gigpo", "gigpo", "token_mean", 0.2, (0.01, "k3"), 4),
+        ("vine", "vine", "token_mean", 0.2, (0.0001, "k3"), 16),
     ],
 )
 def test_presets_of_other_papers_hold_their_values(
@@ -268,6 +269,7 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
     ({"advantage.name": "grpo"}, 'use "k3" or "k2", or loss.kl = 0'),
     ({"advantage.name": "gigpo", "loss.kl": 0.1}, "divides by a std of rewards"),
     ({"advantage.name": "bi_level_gae"}, 'set reward.placement to "turn"'),
+    ({"advantage.name": "vine", "loss.kl": 0.0}, 'set reward.placement to "turn"'),
     (
         {"reward.normalise": "mean", "rollout.group_size": 1, "filter.rule": "all"},
         'reward.over = "group" compares the episodes of a group: set rollout.group_size to 2',
@@ -299,7 +301,7 @@ def test_rewards_are_not_normalised_twice(normalise: str, over: str, refused: se
             "advantage.name": name,
             "reward.normalise": normalise,
             "reward.over": over,
-            "reward.placement": "turn" if name == "bi_level_gae" else "episode",
+            "reward.placement": "turn" if name in ("bi_level_gae", "vine") else "episode",
             "loss.kl": 0.0,
         }
         if name in refused:
@@ -327,7 +329,7 @@ UNREAD = {  # for each key, a value other than the default and settings that lea
     "curriculum.success": (0.5, {}),
     "advantage.gamma": (0.9, {"algorithm": "starpo/grpo"}),
     "advantage.gae_lambda": (0.9, {"algorithm": "starpo/grpo"}),
-    "advantage.turn_gamma": (0.9, {"algorithm": "starpo/grpo"}),
+    "advantage.continuations": (8, {"algorithm": "gigpo"}),
     "loss.dual_clip": (2.0, {"loss.name": "cispo"}),
     "loss.kl_kind": ("k2", {"loss.kl": 0.0}),
     "update.critic_lr": (0.1, {"algorithm": "starpo/grpo"}),
@@ -353,7 +355,7 @@ READ: dict[str, dict[str, Any]] = {
     "rollout.refill": {"filter.include_zero": False},
     "reward.over": {"reward.normalise": "mean", "advantage.name": "gae"},
     "advantage.name": {"loss.kl": 0.0},
-    "advantage.turn_gamma": {"algorithm": "gigpo"},
+    "advantage.continuations": {"algorithm": "vine"},
     "filter.score": {"filter.rule": "top_k"},
     "filter.value": {"filter.rule": "top_k"},
     "guard.remedy": {"guard.responses.mi_drop": "rollback"},

@@ -1,6 +1,7 @@
 """The advantage estimators by name: how much better each sampled token was than expected.
 
-`gae` and `bi_level_gae` compare rewards with a critic's values, the others with other episodes.
+`gae` and `bi_level_gae` compare rewards with a critic's values, `vine` with those of continuations,
+the others with other episodes.
 
 Axes: **E** episodes, **S** an episode's sampled tokens in time order, **K** an episode's turns,
 **N** turns of all episodes.
@@ -57,7 +58,7 @@ def bi_level_gae(
     mask_ES: Tensor,
     values_ES: Tensor,
     turn_ends_ES: Tensor,
-    turn_gamma: float,
+    gamma: float,
     gae_lambda: float,
     whiten: bool,
 ) -> Credit:
@@ -67,7 +68,7 @@ def bi_level_gae(
 
         δ_k = r_e(k) + γ (ρ_{k+1} + V_e(k+1)) − V_e(k)        A_e(k) = δ_k + γλ A_e(k+1)
 
-    where γ is `turn_gamma` and ρ_{k+1} is the sum of the rewards of turn k+1 before its last token
+    where γ is per turn and ρ_{k+1} is the sum of the rewards of turn k+1 before its last token
     (a KL penalty; 0 where each turn is rewarded at its end). After the last turn V = 0. Then inside
     a turn, whose return A_e + V_e replaces the reward at its end, with discount 1 and no value
     beyond the end:
@@ -89,7 +90,7 @@ def bi_level_gae(
         reward_E, value_E = rewards_ES[:, s], values_ES[:, s]
         following_E = torch.where(
             end_E,
-            turn_gamma * (end_value_E + gae_lambda * end_advantage_E),
+            gamma * (end_value_E + gae_lambda * end_advantage_E),
             next_value_E + gae_lambda * next_advantage_E,
         )
         advantage_E = reward_E + following_E - value_E
@@ -205,7 +206,7 @@ def gigpo(
     turn_ES: Tensor,
     state_ES: Tensor,
     group_E: Tensor,
-    turn_gamma: float,
+    gamma: float,
     step_weight: float,
 ) -> Credit:
     """Group-in-group advantage (arXiv:2505.10978): per episode, and per turn in its state.
@@ -213,7 +214,7 @@ def gigpo(
         A = A_episode + ω · A_turn
         A_turn = (R_k − mean of the class) / (std of the class + 1e-6)        R_k = r_k + γ R_{k+1}
 
-    A_episode is the advantage of `grpo`, γ is `turn_gamma`, ω is `step_weight`, and r_k is the sum
+    A_episode is the advantage of `grpo`, γ is per turn, ω is `step_weight`, and r_k is the sum
     of the rewards of turn k. A class is all turns of a group that began in the same state, in any
     episode and at any time. A turn alone in its class, or in a class of equal returns, gets
     A_turn = 0. The division by the std is the paper's default; it also gives a form without.
@@ -222,7 +223,7 @@ def gigpo(
     turn_at_ES = turn_ES.clamp_min(0)
     shape_EK = (len(mask_ES), int(turn_at_ES.max()) + 1)
     return_EK = _discounted(
-        rewards_ES.new_zeros(shape_EK).scatter_add_(1, turn_at_ES, rewards_ES), turn_gamma
+        rewards_ES.new_zeros(shape_EK).scatter_add_(1, turn_at_ES, rewards_ES), gamma
     )
     played_EK = torch.zeros(shape_EK, dtype=torch.bool)
     state_EK = torch.zeros(shape_EK, dtype=torch.long)
@@ -240,6 +241,36 @@ def gigpo(
     episode_E = centred_E / (std_E + STD_FLOOR)
     advantages_ES = episode_E[:, None] + step_weight * advantage_EK.gather(1, turn_at_ES)
     return Credit(advantages_ES.masked_fill(~mask_ES, 0))
+
+
+def vine(
+    *,
+    rewards_ES: Tensor,
+    mask_ES: Tensor,
+    turn_ES: Tensor,
+    state_values_ES: Tensor,
+    gamma: float,
+    whiten: bool,
+) -> Credit:
+    """Monte Carlo values in place of a critic (VinePPO, arXiv:2410.01679), the same in a turn.
+
+        A_k = r_k + γ V_{k+1} − V_k
+
+    r_k is the sum of the rewards of turn k, γ is per turn, and V_k the mean return of continuations
+    from before it. After the last turn V = 0. As A_k is linear in each V, and V_k a baseline, it is
+    unbiased for every number of continuations, before it is whitened.
+    """
+    episode_N, turn_N = mask_ES.nonzero()[:, 0], turn_ES[mask_ES]
+    value_EK = rewards_ES.new_zeros(len(mask_ES), int(turn_ES.max()) + 2)
+    value_EK[episode_N, turn_N] = state_values_ES[mask_ES]
+    reward_EK = torch.zeros_like(value_EK)
+    reward_EK.index_put_((episode_N, turn_N), rewards_ES[mask_ES], accumulate=True)
+    advantage_EK = (reward_EK + gamma * value_EK.roll(-1, dims=1) - value_EK)[:, :-1]
+    advantages_ES = advantage_EK.gather(1, turn_ES.clamp_min(0)).masked_fill(~mask_ES, 0)
+    if whiten:
+        magnitude = float(torch.maximum(reward_EK.abs(), value_EK.abs()).max())
+        advantages_ES = whiten_tokens(advantages_ES, mask_ES, magnitude)
+    return Credit(advantages_ES)
 
 
 def _discounted(rewards_EX: Tensor, gamma: float) -> Tensor:
@@ -262,6 +293,7 @@ ADVANTAGES: dict[str, Estimator] = {
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "gigpo": gigpo,
+    "vine": vine,
 }
 """RAGEN's own estimators by their name in the config."""
 

@@ -67,11 +67,11 @@ def credit(
         turn_ends_ES=index.turn_ends_ES,
         state_ES=state_numbers(episodes, index) if names("state_ES") else None,
         thought_ES=thought_tokens(episodes, index) if names("thought_ES") else None,
+        state_values_ES=state_values(episodes, index) if names("state_values_ES") else None,
         success_E=torch.tensor([episodes[e].success for e in index.episode_E.tolist()]),
         group_E=index.group_E,
         gamma=advantage.gamma,
         gae_lambda=advantage.gae_lambda,
-        turn_gamma=advantage.turn_gamma,
         step_weight=STEP_WEIGHT,
         whiten=True,
     )
@@ -107,6 +107,15 @@ def state_numbers(episodes: Sequence[Episode], index: EpisodeIndex) -> Tensor:
         mask_S = index.mask_ES[e]
         state_ES[e, mask_S] = torch.tensor(states)[index.turn_ES[e, mask_S]]
     return state_ES
+
+
+def state_values(episodes: Sequence[Episode], index: EpisodeIndex) -> Tensor:
+    """The `Turn.state_value` of each token's turn: ``(E, S)``, 0 off the mask."""
+    values_ES = torch.zeros(index.mask_ES.shape)
+    for e, episode in enumerate(episodes[number] for number in index.episode_E.tolist()):
+        values, mask_S = [turn.state_value for turn in episode.turns], index.mask_ES[e]
+        values_ES[e, mask_S] = torch.tensor(values)[index.turn_ES[e, mask_S]]
+    return values_ES
 
 
 def thought_tokens(episodes: Sequence[Episode], index: EpisodeIndex) -> Tensor:

@@ -37,14 +37,19 @@ Estimator = Callable[..., Credit]
     def leave_one_out(rewards_ES: Tensor, mask_ES: Tensor, group_E: Tensor) -> Credit: ...
 
 `credit.credit` passes each named input by keyword. The names also say what the run has to provide:
-an estimator that names ``values_ES`` gets a critic, and one that names ``group_E`` gets groups of
-at least two episodes.
+an estimator that names ``values_ES`` gets a critic, one that names ``state_values_ES`` gets
+continuations of each turn, and one that names ``group_E`` gets groups of at least two episodes.
 """
 
 
 def needs_values(estimator: Estimator) -> bool:
     """True if an estimator needs a critic."""
     return names_input(estimator, "values_ES")
+
+
+def needs_continuations(estimator: Estimator) -> bool:
+    """True if an estimator needs the values of states by continuations."""
+    return names_input(estimator, "state_values_ES")
 
 
 def compares_group(estimator: Estimator) -> bool:

@@ -28,7 +28,7 @@ VLLM_TEMPERATURES = (0.01, 2.0)
 CRITIC = ("gae", "bi_level_gae")
 """Estimators that use a critic."""
 
-COMPARE_NOTHING = ("reinforce_pp", "raft")
+COMPARE_NOTHING = ("reinforce_pp", "raft", "vine")
 """Estimators without a critic that need no groups; all others compare the episodes of a group."""
 
 STD_DIVIDES = ("grpo", "act_focus", "gigpo")
@@ -167,8 +167,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _for_groups('guard.remedy = "filter"', lambda c: c.guard.remedy == "filter"),
     Rule(
-        lambda c: c.advantage.name == "bi_level_gae" and c.reward.placement != "turn",
-        'advantage.name = "bi_level_gae" credits each turn with its own reward: '
+        lambda c: c.advantage.name in ("bi_level_gae", "vine") and c.reward.placement != "turn",
+        'advantage.name = "{c.advantage.name}" credits each turn with its own reward: '
         'set reward.placement to "turn"',
     ),
     Rule(
@@ -291,9 +291,9 @@ _USES: Mapping[tuple[str, ...], Use] = {
     ("lora.alpha", "lora.targets"): Use(lambda c: c.lora.rank > 0, "lora.rank above 0"),
     ("rollout.gpu_memory",): Use(lambda c: c.rollout.sampler == "vllm", 'rollout.sampler = "vllm"'),
     ("reward.placement",): Use(
-        lambda c: _estimator_in(c, *CRITIC, "reinforce_pp", "gigpo"),
+        lambda c: _estimator_in(c, *CRITIC, "reinforce_pp", "gigpo", "vine"),
         "an advantage.name that looks inside an episode: "
-        '"gae", "bi_level_gae", "reinforce_pp" or "gigpo"',
+        '"gae", "bi_level_gae", "reinforce_pp", "gigpo" or "vine"',
     ),
     ("judge.url", "judge.model", "judge.rubric"): Use(
         lambda c: JUDGE in c.reward.terms, "reward.terms.judge"
@@ -305,12 +305,11 @@ _USES: Mapping[tuple[str, ...], Use] = {
         lambda c: c.filter.rule in ("top_k", "top_p"), 'filter.rule = "top_k" or "top_p"'
     ),
     ("advantage.gamma",): Use(
-        lambda c: _estimator_in(c, "gae", "reinforce_pp"),
-        'advantage.name = "gae" or "reinforce_pp"',
+        lambda c: _estimator_in(c, *CRITIC, "reinforce_pp", "gigpo", "vine"),
+        'advantage.name = "gae", "bi_level_gae", "reinforce_pp", "gigpo" or "vine"',
     ),
-    ("advantage.turn_gamma",): Use(
-        lambda c: _estimator_in(c, "bi_level_gae", "gigpo"),
-        'advantage.name = "bi_level_gae" or "gigpo"',
+    ("advantage.continuations",): Use(
+        lambda c: _estimator_in(c, "vine"), 'advantage.name = "vine"'
     ),
     ("loss.dual_clip",): Use(
         lambda c: c.loss.name == "ppo_clip" or c.loss.name not in LOSS.names,

@@ -299,11 +299,11 @@ class AdvantageConfig(Section):
     name: Annotated[str, ESTIMATOR] = "gae"
     """The estimator."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount per token, for gae and reinforce_pp."""
+    """Discount: per token for gae and reinforce_pp, per turn for bi_level_gae, gigpo and vine."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
     """λ of gae and bi_level_gae: 1 gives return − value, 0 the TD error."""
-    turn_gamma: float = Field(0.95, ge=0, le=1)
-    """Discount per turn, for bi_level_gae and gigpo."""
+    continuations: int = Field(4, ge=1, le=1000)
+    """Continuations from each state, whose mean return is its value for vine."""
 
 
 class LossConfig(Section):
@@ -437,8 +437,9 @@ class Sections(Section):
     """Seed from which all randomness is derived."""
     steps: Steps = 200
     """Length of the run, in the unit of budget."""
-    budget: Literal["steps", "updates"] = "steps"
-    """Unit of steps, warm-up and decay: collections (steps) or optimiser steps (updates)."""
+    budget: Literal["steps", "updates", "tokens"] = "steps"
+    """Unit of steps, warm-up and decay: collections (steps), optimiser steps (updates) or thousands
+    of sampled tokens (tokens)."""
     threads: int = Field(0, ge=0, le=1024)
     """CPU threads of learner and sampler; 0 chooses the fastest number on this machine."""
     env: EnvConfig = EnvConfig()

@@ -156,6 +156,8 @@ class Turn:
     ``None``, but for a summary that the policy was asked for.
     `pictures` are those of the observation, in the order of their places; after calls of tools
     those of all `results` of the turn before, of which the last carried out is the observation.
+    `state_value` is the mean return of continuations from before the turn, where an estimator needs
+    it (`ragen.rollout.continuations`).
     """
 
     observation: str
@@ -177,6 +179,7 @@ class Turn:
     completion_s: float | None = field(default=None, compare=False)
     call: Call | None = None
     pictures: tuple[Picture, ...] = ()
+    state_value: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

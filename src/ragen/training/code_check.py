@@ -12,10 +12,11 @@ import torch
 
 from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.batch import TokenFields
-from ragen.algorithms.estimator import Credit, compares_group, estimate
+from ragen.algorithms.estimator import Credit, compares_group, estimate, needs_continuations
 from ragen.algorithms.filters import find_score
 from ragen.algorithms.losses import find_loss, policy_loss
 from ragen.chat.tool_calls import find_tool_parser
+from ragen.config.config import Config
 from ragen.config.extensions import (
     DETECTOR,
     ESTIMATOR,
@@ -34,7 +35,9 @@ from ragen.core.plugins import load_object
 from ragen.core.types import Completion, Episode, Group, Prompt, Turn
 from ragen.core.user_code import UserCodeError, boundary
 from ragen.diagnostics.detectors import Detection, find_detector
-from ragen.rollout.reward_terms import find_term, term_values
+from ragen.envs.adapters.agent import AgentEnv
+from ragen.envs.registry import env_class
+from ragen.rollout.reward_terms import find_term, term_values, weights_for
 
 Check = Callable[[str], str | None]
 """Calls the function of a name with an example; says what is wrong with its result, if anything."""
@@ -105,11 +108,11 @@ def _check_estimator(name: str) -> str | None:
         turn_ends_ES=torch.tensor([[False, True, True]] * 4) & mask_ES,
         state_ES=turn_ES,
         thought_ES=turn_ES == 0,
+        state_values_ES=0.5 * mask_ES,
         success_E=torch.tensor([True, False, False, True]),
         group_E=torch.tensor([0, 0, 1, 1]),
-        gamma=1.0,
+        gamma=0.95,
         gae_lambda=1.0,
-        turn_gamma=0.95,
         step_weight=1.0,
         whiten=False,
     )
@@ -194,10 +197,22 @@ _CHECKS: tuple[tuple[Kind, Iterable[str], Check], ...] = (
 shows a reward term."""
 
 
-def refuse_lonely(estimator: str, group_size: int) -> None:
-    """Refuse an estimator that compares the episodes of a group where a group has only one."""
-    if group_size < 2 and compares_group(find_estimator(estimator)):
+def refuse_unfit(config: Config) -> None:
+    """Refuse an estimator whose inputs the run cannot provide."""
+    name, estimator = config.advantage.name, find_estimator(config.advantage.name)
+    if config.rollout.group_size < 2 and compares_group(estimator):
         raise RagenError(
-            f"advantage.name = {estimator!r} compares the episodes of a group (group_E): set "
+            f"advantage.name = {name!r} compares the episodes of a group (group_E): set "
             "rollout.group_size to 2 or more"
+        )
+    terms, has_k1 = config.reward.terms, config.may_use_kl and config.loss.kl_kind == "k1"
+    others = has_k1 or config.reward.normalise != "identity" or terms != weights_for("turn", terms)
+    old = config.engine.max_staleness > 0 or config.diagnose.gradients_every > 0
+    is_agent = any(issubclass(env_class(env), AgentEnv) for env in config.by_env())
+    if needs_continuations(estimator) and (others or old or is_agent):
+        raise RagenError(
+            f"advantage.name = {name!r} compares rewards with those of continuations, which the "
+            "present weights play from snapshots: it takes an environment and no agent, "
+            'reward.normalise = "identity", no KL penalty of the kind "k1", no reward term of '
+            "whole episodes, engine.max_staleness = 0 and diagnose.gradients_every = 0"
         )

@@ -17,7 +17,7 @@ from typing import Any
 from ragen.algorithms.advantages import find_estimator
 from ragen.algorithms.batch import Batch, collate, minibatches, num_minibatches
 from ragen.algorithms.credit import credit
-from ragen.algorithms.estimator import compares_group, needs_values
+from ragen.algorithms.estimator import compares_group, needs_continuations, needs_values
 from ragen.algorithms.filters import reward_std, scores_of, select
 from ragen.algorithms.samples import to_samples
 from ragen.config.config import Config
@@ -30,6 +30,7 @@ from ragen.diagnostics.information import CrossScores
 from ragen.diagnostics.step_metrics import gradients_by_std
 from ragen.engines.engine import Engine
 from ragen.learning.exactness import verify_split, with_fingerprints
+from ragen.rollout.continuations import value_turns
 from ragen.rollout.episode_terms import apply_episode_terms
 from ragen.rollout.groups import run_groups
 from ragen.rollout.judge import Judge
@@ -145,6 +146,28 @@ async def collect_groups(
             for index, setup in enumerate(flat, first)
         ]
     return groups
+
+
+async def with_continuations(
+    run: Run, kept: Sequence[Group], stage: int
+) -> tuple[Sequence[Group], int | None]:
+    """The groups to train on with the values that the estimator needs, and the tokens they took.
+
+    Without such an estimator there are no continuations. They are neither trained on nor recorded.
+    """
+    config = run.config
+    if not needs_continuations(find_estimator(config.advantage.name)):
+        return kept, None
+    return await value_turns(
+        run.engine.policy,
+        run.tasks.at(stage),
+        kept,
+        (config.seed, "continue", run.state.step),
+        config.advantage.continuations,
+        config.advantage.gamma,
+        config.episodes_at_once,
+        lambda _: run.beat(),
+    )
 
 
 def filter_settings(settings: FilterConfig, advantage: AdvantageConfig) -> dict[str, Any]:

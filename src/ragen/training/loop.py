@@ -38,6 +38,7 @@ from ragen.training.collection import (
     play_step,
     record_step,
     split_batch,
+    with_continuations,
 )
 from ragen.training.curriculum import update_stage
 from ragen.training.recovery import check_episodes, respond, run_guard, update
@@ -68,7 +69,10 @@ async def loop(run: Run) -> None:
         fresh = [index for index in range(len(groups)) if index not in played.stale]
         settings = filter_settings(config.filter, config.advantage)
         kept = [fresh[at] for at in select([groups[index] for index in fresh], **settings)]
-        kept_groups = [groups[index] for index in kept]
+        kept_groups: Sequence[Group] = [groups[index] for index in kept]
+        with clock("rollout"):
+            valued = with_continuations(run, kept_groups, played.stage)
+            kept_groups, continued = await run.stop.or_finish(valued)
         diagnosis, matrices = await diagnose(run, groups, clock)
         batch: Batch | None = None
         updates: list[Metrics] = []
@@ -92,7 +96,7 @@ async def loop(run: Run) -> None:
                         break
             with clock("publish"):
                 await engine.publish()
-        counters = count_step(state, groups, config.rollout)
+        counters = count_step(state, groups, config.rollout, continued)
         with clock("record"):
             await record_step(run, groups, kept, episodes, batch, matrices)
         metrics = merge([summarize(groups, kept), *updates, diagnosis, counters, engine.metrics()])
@@ -104,7 +108,7 @@ async def loop(run: Run) -> None:
         else:  # of steps that overlap, nobody knows whose part it is
             parts["env"] = run.tasks.env_seconds - env_before
             parts |= {} if run.judge is None else {"judge": run.judge.seconds}
-        metrics |= clock.metrics(parts, metrics["tokens/sampled"].value)
+        metrics |= clock.metrics(parts, metrics["tokens/sampled"].value + (continued or 0))
         metrics |= {} if run.judge is None else run.judge.metrics()
         averages = state.averages = smooth(state.averages, metrics)
         if config.curriculum.stages:
@@ -138,8 +142,10 @@ async def diagnose(
     return metrics, matrices
 
 
-def count_step(state: LoopState, groups: Sequence[Group], rollout: RolloutConfig) -> Metrics:
-    """Count a finished step, its episodes and its sampled tokens.
+def count_step(
+    state: LoopState, groups: Sequence[Group], rollout: RolloutConfig, continued: int | None
+) -> Metrics:
+    """Count a finished step, its episodes and its sampled tokens, with those of continuations.
 
     The metrics are these counts, and the step's groups that were played in place of flat ones.
     """
@@ -148,13 +154,15 @@ def count_step(state: LoopState, groups: Sequence[Group], rollout: RolloutConfig
     state.episodes += len(episodes)
     for group in groups[: rollout.num_groups]:  # groups of a refill have levels of their own
         state.groups[group.env] = state.groups.get(group.env, 0) + 1
-    state.tokens += sum(
+    state.tokens += (continued or 0) + sum(
         len(turn.completion.token_ids or ())
         for episode in episodes
         for turn in (*episode.turns, *episode.others)
     )
     counts = {"updates": state.updates, "episodes": state.episodes, "tokens": state.tokens}
     metrics = {f"progress/{name}": last(count) for name, count in counts.items()}
+    if continued is not None:
+        metrics["tokens/continuations"] = total(continued)
     if rollout.refill:
         metrics["rollout/refilled_groups"] = total(len(groups) - rollout.num_groups)
     return metrics

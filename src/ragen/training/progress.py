@@ -156,7 +156,7 @@ class LiveTable(OfCommand):
     def begin(self, run: Path, config: Config, step: int) -> None:
         super().begin(run, config, step)
         self._config = config
-        # With a budget of updates, the used part of a resumed run is known after its first step.
+        # With another budget, the used part of a resumed run is known after its first step.
         used = step if config.budget == "steps" else 0
         position = f"step {step} of {config.steps}" if config.budget == "steps" else f"step {step}"
         self._bar.add_task(config.recipe, total=config.steps, completed=used, position=position)
@@ -179,6 +179,9 @@ class LiveTable(OfCommand):
         if self._config.budget == "updates":
             used = metrics["progress/updates"]
             position = f"step {step}, {used:.0f} of {total} updates"
+        if self._config.budget == "tokens":
+            used = metrics["progress/tokens"] / 1000
+            position = f"step {step}, {used:.0f} of {total} thousand tokens"
         self._bar.update(_BAR, completed=used, position=position)
         for name, value in shown(metrics).items():
             self._history[name].append(value)

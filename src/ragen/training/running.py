@@ -115,9 +115,11 @@ class LoopState:
         """How much of ``config.steps`` is used up, in the unit of ``config.budget``.
 
         The budget ``"steps"`` counts collections. A filter changes how many updates a collection
-        makes, so runs that are compared at equal work on the weights count ``"updates"``.
+        makes, so runs that are compared at equal work on the weights count ``"updates"``, and those
+        at equal play ``"tokens"``, in thousands.
         """
-        return self.updates if budget == "updates" else self.step
+        used = {"steps": self.step, "updates": self.updates, "tokens": self.tokens // 1000}
+        return used[budget]
 
     def counts(self, attempt: int, step: int) -> bool:
         """True if a row still counts: no later attempt began before it."""

@@ -45,7 +45,7 @@ from ragen.storage.database import (
 )
 from ragen.storage.recorder import Recorder
 from ragen.training.ahead import Buffer
-from ragen.training.code_check import refuse_lonely
+from ragen.training.code_check import refuse_unfit
 from ragen.training.loop import run_to_the_end
 from ragen.training.progress import Watcher
 from ragen.training.recovery import forget_later, states_of
@@ -93,7 +93,7 @@ def train(config: Config, out: Path | None = None, *, watcher: Watcher | None = 
     """
     refuse_existing(out)
     config = with_processes(pin_first(load_code(resolve_paths(with_preset(config)))))
-    refuse_lonely(config.advantage.name, config.rollout.group_size)
+    refuse_unfit(config)
     changed(config, remedy(config, 1))  # refuse a remedy that cannot work
     state = LoopState(threads=use_threads(config.threads, config.engine.processes))
     watcher = with_trackers(watcher, config.record.trackers)
@@ -260,7 +260,7 @@ def _with_changes(before: Config, overrides: Mapping[str, Any], folder: Path) ->
                 f"is resumed; evaluate its policy otherwise: ragen eval {run}, or {anew}"
             )
     config = with_processes(load_code(resolve_paths(config)))
-    refuse_lonely(config.advantage.name, config.rollout.group_size)
+    refuse_unfit(config)
     names = before.advantage.name, config.advantage.name
     had_critic, has_critic = (needs_values(find_estimator(name)) for name in names)
     if had_critic != has_critic:
