@@ -11,6 +11,7 @@ import runpy
 import shutil
 import signal
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -37,6 +38,7 @@ from ragen.studies.study import (
     Place,
     Scale,
     Study,
+    cells_of,
     decide,
     env_of,
     load_study,
@@ -190,8 +192,9 @@ def test_a_mixture_is_measured_in_the_environment_of_the_row(tmp_path: Path) -> 
 def test_every_study_has_valid_configs_and_the_seeds_to_decide(name: str) -> None:
     """With fewer seeds, no interval has two bounds."""
     study = load_study(name)
-    assert study.seeds >= 10 and 2 * 0.5**study.seeds <= study.error
     for environment, place in study.environments.items():
+        seeds = place.seeds or study.seeds
+        assert place.untestable or (seeds >= 10 and 2 * 0.5**seeds <= study.error)
         assert {place.laptop, place.paper} <= set(recipes())
         assert place.untestable == (place.predicted == "untestable")
         for arm in study.arms:
@@ -212,6 +215,15 @@ def test_the_pages_of_the_docs_follow_from_the_tables_of_runs() -> None:
     effects = re.findall(r"-?[\d.]+ \[-?[\d.]+, -?[\d.]+\]", report)
     assert len(effects) >= 12
     assert [each for each in effects if each not in pages] == []
+
+
+def test_an_environment_may_have_fewer_seeds_and_each_seed_a_base(tmp_path: Path) -> None:
+    fewer = BANDIT | {"seeds": 3, "settings": {"model.path": "models/{seed}"}}
+    study = Study(**TINY | {"environments": {"bandit": BANDIT, "bandit, less": fewer}})
+    cells = cells_of(study, "laptop", 7, tmp_path)
+    assert Counter(cell.environment for cell in cells) == {"bandit": 14, "bandit, less": 6}
+    paths = {cell.config.model.path for cell in cells if cell.environment != "bandit"}
+    assert paths == {"models/1000", "models/1001", "models/1002"}
 
 
 def test_unknown_names_are_refused() -> None:

@@ -110,6 +110,8 @@ class Place(Section):
     """Where D comes from. It says so if no number was published and D was chosen."""
     predicted: Result
     """The outcome that the authors of the study expect."""
+    seeds: int | None = Field(None, ge=2)
+    """Fewer seeds than the study's, where they decide; `source` says why."""
     untestable: bool = False
     """D is too small for any number of seeds. Then runs are described, not judged."""
     needs: list[Need] = Field(default_factory=list)
@@ -187,8 +189,10 @@ class Study(Section):
     def config(self, scale: Scale, environment: str, arm: str, seed: int) -> Config:
         """The settings of one run."""
         place, common = self.environments[environment], getattr(self, scale)
-        # One thread a run: several run at once, and a run's numbers depend on the count.
         own = common | _at(scale, place.settings) | _at(scale, self.arms[arm])
+        if "model.path" in own:  # each seed may have a base of its own
+            own["model.path"] = own["model.path"].format(seed=seed)
+        # One thread a run: several run at once, and a run's numbers depend on the count.
         return merge(getattr(place, scale), {"threads": 1, **own, "seed": seed})
 
 
@@ -234,6 +238,9 @@ def cells_of(
     numbers = range(study.first_seed, study.first_seed + seeds)
     environments = study.environments if only is None else [only]
     for seed, environment, arm in product(numbers, environments, study.arms):
+        planned = study.environments[environment].seeds or seeds
+        if seed - study.first_seed >= planned:
+            continue
         config = study.config(scale, environment, arm, seed)
         folder = out.resolve() / _slug(environment) / _slug(arm) / f"seed-{seed}"
         place, base, tuning = (environment, arm, seed), config.model.path, study.sft.get(arm)
