@@ -40,6 +40,8 @@ VARIANTS = [
     *(("sokoban", {"observation": form}) for form in ("coord", "grid_coord", "named")),
     *((name, {"observation": "picture", "tile": 16}) for name in ("frozen-lake", "sokoban")),
     ("countdown", {"attempts": 3, "min_numbers": 5, "max_numbers": 8}),
+    ("haystack", {"frames": 200, "calls": "words"}),
+    ("haystack", {"frames": 5000, "observation": "picture"}),
     ("manor", {"rooms": 4, "levers": 0, "delay": 2}),
     ("manor", {"keys": 4}),
     ("manor", {"rooms": 5, "levers": 1, "delay": 5}),

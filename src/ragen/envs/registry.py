@@ -40,6 +40,7 @@ class EnvSpec:
 BANDIT = "ragen.envs.worlds.bandit:Bandit"
 COUNTDOWN = "ragen.envs.worlds.countdown:Countdown"
 FROZEN_LAKE = "ragen.envs.worlds.frozen_lake:FrozenLake"
+HAYSTACK = "ragen.envs.worlds.haystack.haystack:Haystack"
 MANOR = "ragen.envs.worlds.manor:Manor"
 SOKOBAN = "ragen.envs.worlds.sokoban:Sokoban"
 SORTING = "ragen.envs.worlds.sorting:Sorting"
@@ -68,6 +69,9 @@ ENVS: dict[str, EnvSpec] = {
         FROZEN_LAKE,
         {"success_probability": 1.0, "observation": "picture"},
         "FrozenLake without slipping, as a picture.",
+    ),
+    "haystack": EnvSpec(
+        HAYSTACK, {}, "Find one moment of a film of 600 frames by looks, which are tools."
     ),
     "manor": EnvSpec(
         MANOR, {}, "Open a vault: the key that is chosen first decides it fifteen turns later."

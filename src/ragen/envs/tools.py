@@ -122,9 +122,7 @@ class ToolEnv(Env):
 
     def toolbox(self) -> Sequence[Tool]:
         """The tools: the methods that are marked `tool`, in the order of their definition."""
-        names = dict.fromkeys(name for base in type(self).__mro__[::-1] for name in vars(base))
-        methods = (getattr(type(self), name) for name in names)
-        return [_bound(self, each) for each in methods if getattr(each, "is_tool", False)]
+        return [_bound(self, each) for each in _marked(type(self))]
 
     @abstractmethod
     def answer(self, text: str) -> tuple[str, float, bool, bool, Info]:
@@ -149,8 +147,16 @@ class ToolEnv(Env):
             return f"Error: {error}"
 
 
+@cache
+def _marked(cls: type[ToolEnv]) -> list[Callable[..., Any]]:
+    """The methods of a class that are marked `tool`, in the order of their definition."""
+    names = dict.fromkeys(name for base in cls.__mro__[::-1] for name in vars(base))
+    methods = (getattr(cls, name) for name in names)
+    return [each for each in methods if getattr(each, "is_tool", False)]
+
+
 def _bound(env: ToolEnv, method: Callable[..., Any]) -> Tool:
-    checked, parameters = _arguments(method)
+    checked, parameters, description = _interface(method)
 
     def call(arguments: Mapping[str, Any]) -> str:
         try:
@@ -162,7 +168,7 @@ def _bound(env: ToolEnv, method: Callable[..., Any]) -> Tool:
         result = method(env, **values)
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
 
-    return Tool(method.__name__, inspect.getdoc(method) or "", parameters, call)
+    return Tool(method.__name__, description, parameters, call)
 
 
 class _Untitled(GenerateJsonSchema):
@@ -173,8 +179,8 @@ class _Untitled(GenerateJsonSchema):
 
 
 @cache
-def _arguments(method: Callable[..., Any]) -> tuple[TypeAdapter[dict[str, Any]], Schema]:
-    """The check of a method's arguments, and their JSON schema."""
+def _interface(method: Callable[..., Any]) -> tuple[TypeAdapter[dict[str, Any]], Schema, str]:
+    """The check of a method's arguments, their JSON schema, and what the method does."""
 
     def arguments(**values: Any) -> dict[str, Any]:
         return values
@@ -184,4 +190,5 @@ def _arguments(method: Callable[..., Any]) -> tuple[TypeAdapter[dict[str, Any]],
     arguments.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     arguments.__annotations__ = {each.name: hints.get(each.name, Any) for each in parameters}
     checked: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)  # type: ignore[arg-type]
-    return checked, checked.json_schema(schema_generator=_Untitled)
+    schema = checked.json_schema(schema_generator=_Untitled)
+    return checked, schema, inspect.getdoc(method) or ""

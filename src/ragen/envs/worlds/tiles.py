@@ -57,6 +57,11 @@ def board(rows: Sequence[str], side: Tile) -> Pixels:
 @cache
 def tiles(side: Tile) -> Pixels:
     """The tiles in the order of `TILES`, shape ``(tiles, side, side, 3)``."""
+    return draw(tuple(TILES.values()), side)
+
+
+def draw(tiles: Sequence[Sequence[Layer]], side: Tile) -> Pixels:
+    """Tiles by their layers, from the bottom to the top; shape ``(tiles, side, side, 3)``."""
     distance = np.abs(2 * np.arange(CANVAS) - CANVAS + 1)  # from the middle, in half points
     down, right = np.meshgrid(distance, distance, indexing="ij")
     # A form is what lies within its radius, where distances are measured in its way.
@@ -65,11 +70,11 @@ def tiles(side: Tile) -> Pixels:
         "diamond": (down + right) ** 2,
         "disc": down**2 + right**2,
     }
-    drawn = np.zeros((len(TILES), CANVAS, CANVAS, 3), np.int64)
-    for tile, layers in zip(drawn, TILES.values(), strict=True):
+    drawn = np.zeros((len(tiles), CANVAS, CANVAS, 3), np.int64)
+    for tile, layers in zip(drawn, tiles, strict=True):
         for form, radius, colour in layers:
             tile[forms[form] < (2 * radius) ** 2] = list(colour.to_bytes(3))
     step = CANVAS // side
-    parts = drawn.reshape(len(TILES), side, step, side, step, 3)
+    parts = drawn.reshape(len(tiles), side, step, side, step, 3)
     means: Pixels = (parts.sum((2, 4)) // step**2).astype(np.uint8)
     return means
