@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +125,13 @@ def test_an_agent_is_evaluated_with_a_model_behind_an_endpoint(
 
 @needs_posix
 def test_a_refused_key_ends_the_evaluation_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with FaultyServer(lambda number, body: api_error(401, "no such key")) as server:
-        assert evaluate(server, tmp_path, "talk") == 2
+    def refuse(number: int, body: dict[str, Any]) -> Answer:
+        return replace(api_error(401, "no such key"), wait_s=0.3 if number else 0.0)
+
+    monkeypatch.setattr("ragen.web.server.ENDING_S", 0)  # the calls in progress are cut
+    with FaultyServer(refuse) as server:
+        assert evaluate(server, tmp_path, "talk", "--episodes", "8") == 2
     said = capsys.readouterr().err
     assert "refused 'gpt' (HTTP 401: no such key)" in said and "Traceback" not in said

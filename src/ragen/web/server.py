@@ -73,8 +73,9 @@ class Server(uvicorn.Server):
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """False for the report that unfinished answers were cut after `ENDING_S`."""
-    return "timeout graceful shutdown" not in str(record.msg)
+    """False for the reports of unfinished answers that were cut after `ENDING_S`."""
+    error = record.exc_info[1] if record.exc_info else None
+    return "timeout graceful shutdown" not in f"{record.msg} {error}"
 
 
 def make_room(files: int) -> int:
