@@ -74,7 +74,8 @@ def test_commands_in_pages_are_accepted(
     monkeypatch.chdir(tmp_path)
     (example,) = re.findall(r"into `mine.py`.*?```python\n(.*?)```", EXTEND, re.DOTALL)
     Path("mine.py").write_text(example, "utf-8")
-    for name, language in {"my_agent.py": "python", "tasks.jsonl": "json"}.items():
+    for name in ("my_agent.py", "tasks.jsonl", "trips.jsonl"):
+        language = "python" if name.endswith(".py") else "json"
         example, *_ = re.findall(rf"```{language}\n(.*?)```", AGENTS, re.DOTALL)
         Path(name).write_text(example, "utf-8")
     for example in re.findall(r"```python\n(\"\"\"\w+_agent.py: .*?)```", AGENTS, re.DOTALL):

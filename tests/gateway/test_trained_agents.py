@@ -37,8 +37,8 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         Path(name).write_text(text, "utf-8")
-    runpy.run_path("tasks.py")
-    params = {"tasks": "tasks.jsonl", "python": PYTHON, "processes": 1}
+    runpy.run_path("trips.py")
+    params = {"tasks": "trips.jsonl", "python": PYTHON, "processes": 1}
     return {f"env.params.{name}": value for name, value in params.items()}
 
 
