@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from ragen.networks.machine import use_threads
@@ -66,6 +67,12 @@ def one_thread() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ragen.networks.machine._probe", lambda: 1)
         yield
+
+
+@pytest.fixture(autouse=True)
+def small_numbers() -> None:
+    """Keep numbers below 1e-38, which runs flush to 0 (`use_threads`): Hypothesis needs them."""
+    torch.set_flush_denormal(False)
 
 
 @pytest.fixture(autouse=True, scope="session")

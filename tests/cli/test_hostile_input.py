@@ -50,6 +50,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         *("ragen.evaluation.baselines.measure_baselines", "ragen.cli.play.play_env"),
     ):
         monkeypatch.setattr(work, ready)
+    monkeypatch.setattr("torch.set_flush_denormal", lambda _: True)  # Hypothesis refuses it
 
 
 @contextlib.contextmanager

@@ -49,10 +49,14 @@ def use_threads(count: int, processes: int = 1) -> int:
     machine. So a count of 0 means all cores of this process, at most 8, if they multiply the
     embedded model's shapes at least 10 % faster than one core, else one. Several `processes` share
     `count` threads, or all cores.
+
+    Numbers below 1e-38 become 0 in this process. A sharp attention is full of them, and processors
+    compute with them many times slower. The threads of torch's pool inherit this when they start.
     """
     import torch
     from threadpoolctl import threadpool_limits
 
+    torch.set_flush_denormal(True)
     if processes > 1:
         count = max(1, (count or usable_cpus()) // processes)
     count = count or _probe()
