@@ -1,6 +1,6 @@
 """Print the table of searches of docs/environment-cards.md, at equal frames.
 
-The option is guessed if the target was not seen closely, and counts as a quarter of a right one.
+The colour is guessed if the target was not seen closely, and counts as a quarter of a right one.
 
     python scripts/haystack.py --budget 64
 """
@@ -16,7 +16,7 @@ from rich.console import Console
 from ragen.core.seeding import EVAL_LEVELS, derive
 from ragen.core.statistics import bootstrap_mean
 from ragen.core.tables import Section, show
-from ragen.envs.worlds.haystack.film import OPTIONS, Film, agreement, generate
+from ragen.envs.worlds.haystack.film import COLOURS, Film, agreement, generate
 from ragen.envs.worlds.haystack.players import Search, oracle, random, tstar, uniform, with_target
 
 SEARCHES = {"random": random, "uniform": uniform, "T*": tstar, "oracle": oracle}
@@ -28,7 +28,7 @@ def row(name: str, films: list[Film], found: list[Search], cost: float) -> tuple
     right, agreed, totals = [], [], []
     for film, search in zip(films, found, strict=True):
         is_known = any(film.target in film.seen(frame, True) for frame in search.closely)
-        right.append(1.0 if is_known else 1 / len(OPTIONS))
+        right.append(1.0 if is_known else 1 / len(COLOURS))
         agreed.append(agreement(search.named, film.moment))
         totals.append(right[-1] + agreed[-1][2] - cost * search.num_seen)
     means = [f"{100 * fmean(each):.1f}" for each in (right, *zip(*agreed, strict=True))]

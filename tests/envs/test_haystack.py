@@ -7,7 +7,7 @@ import pytest
 
 from ragen.envs.registry import make
 from ragen.envs.tools import write_call
-from ragen.envs.worlds.haystack.film import NEAR, OPTIONS, agreement, generate
+from ragen.envs.worlds.haystack.film import COLOURS, NEAR, agreement, generate
 from ragen.envs.worlds.haystack.players import (
     detect,
     distribution,
@@ -23,7 +23,7 @@ from ragen.envs.worlds.haystack.players import (
 
 
 def begin(**params):
-    """Level 123: the moment is 143 to 145, and the answer is C."""
+    """Level 123: the moment is 143 to 145, and the answer is red."""
     env = make("haystack", **{"frames": 200, **params})
     env.reset(seed=123)
     return env
@@ -86,12 +86,12 @@ def test_a_search_pays_for_its_frames_and_earns_by_its_answer():
         *(0, 28, 56, 85, 113, 142, 170, 199)
     ]
     shown, reward, *_ = env.step(write_call("zoom", frame=143))
-    assert "blue square" in shown and reward == -0.005
-    shown, reward, terminated, _, info = env.step("C 138 20")
+    assert "red square" in shown and reward == -0.005
+    shown, reward, terminated, _, info = env.step("red 138 20")
     assert terminated and shown == "Right, F1 0.40" and reward == 1 + info["f1"]
     # 138 reaches 143 alone: P = 1/2, R = 1/3.
     assert (info["precision"], info["recall"], info["frames_seen"]) == (0.5, 1 / 3, 9)
-    assert env.solve(1, 1, 1) == ["C 143 144 145"]
+    assert env.solve(1, 1, 1) == ["red 143 144 145"]
 
 
 def test_what_cannot_be_done_costs_nothing():
@@ -103,11 +103,11 @@ def test_what_cannot_be_done_costs_nothing():
         (look(0, 200, 2), "Error: the last frame is 199"),
         (write_call("zoom", frame=200), "Error: the last frame is 199"),
         (look(0, 9, 65), "Error: n: Input should be less than or equal to 64"),
-        ("C", "Answer with A, B, C or D and 1 to 8 frames, such as B 40 41."),
-        ("E 40", "Answer with"),
-        ("C 40 200", "Answer with"),
-        ("C 1 2 3 4 5 6 7 8 9", "Answer with"),
-        ("C 40 and 41", "Answer with"),
+        ("blue", "Answer with a colour and 1 to 8 frames, such as red 40 41."),
+        ("green 40", "Answer with"),
+        ("red 40 200", "Answer with"),
+        ("red 1 2 3 4 5 6 7 8 9", "Answer with"),
+        ("red 40 and 41", "Answer with"),
     ):
         shown, reward, terminated, _, info = env.step(action)
         assert shown.startswith(message) and not terminated and not info["effective"]
@@ -120,7 +120,7 @@ def test_words_are_calls():
     for action, same in (
         ("look 0 199 8", look(0, 199, 8)),
         ("zoom 4", '{"name": "zoom", "arguments": {"frame": 4}}'),
-        ("B 4", "B 4"),
+        ("red 4", "red 4"),
         ("look 0 199", "look"),
     ):
         assert words.step(action) == tools.step(same)
@@ -138,9 +138,9 @@ def test_a_look_is_one_picture_of_its_frames():
     env.step(write_call("zoom", frame=143))
     (close,) = env.pictures()
     assert close.shape == (34, 50, 3)
-    blue = (close == [0x20, 0x50, 0xE0]).all(-1)
-    assert blue.any() and not (mosaic == [0x20, 0x50, 0xE0]).all(-1).any()
-    assert blue[:18, 17:34].sum() == blue.sum()  # the place of the square
+    red = (close == [0xD0, 0x20, 0x20]).all(-1)
+    assert red.any() and not (mosaic == [0xD0, 0x20, 0x20]).all(-1).any()
+    assert red[:18, 17:34].sum() == red.sum()  # the place of the square
 
 
 # T*, by hand.
@@ -229,4 +229,4 @@ def test_random_play_looks_first_and_answers_at_last():
     assert {env.random_action(generator) for _ in range(20)} == {"look 0 199 8"}
     env.step("look 0 199 8")
     played = {env.random_action(generator).split()[0] for _ in range(100)}
-    assert played == {"look", "zoom", *OPTIONS}
+    assert played == {"look", "zoom", *COLOURS}

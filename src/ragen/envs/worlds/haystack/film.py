@@ -13,7 +13,7 @@ from ragen.envs.contract import generators, pick, shuffled
 BACKDROPS = ("white", "grey", "brown", "green", "pink", "orange")
 FORMS = ("disc", "square", "diamond", "ring", "box", "star")
 COLOURS = ("red", "blue", "yellow", "purple")
-OPTIONS = "ABCD"
+"""The options of each question."""
 SHORTEST, LONGEST = 20, 60
 """Frames of a scene; the last scene has those that are left over, too."""
 MOMENT = 3
@@ -32,8 +32,8 @@ class Film:
     """A level. In the frames of `moment`, the `target` is seen before `backdrop`, near the `cue`.
 
     A frame is a code: 64 times the index of its backdrop, plus a bit for each of `FORMS` in it.
-    `shown` has the frames as they are, and `glimpsed` as a look at many shows them. `colours` are
-    the four options, and the target has the one at `right`.
+    `shown` has the frames as they are, and `glimpsed` as a look at many shows them. `colour` is the
+    answer, that of the target.
     """
 
     shown: tuple[int, ...]
@@ -42,16 +42,14 @@ class Film:
     target: str
     cue: str
     moment: range
-    colours: tuple[str, ...]
-    right: int
+    colour: str
 
     @cached_property
     def question(self) -> str:
         """The question of the level, with its options."""
-        options = ", ".join(f"{a} {b}" for a, b in zip(OPTIONS, self.colours, strict=True))
         return (
             f"Frames 0 to {len(self.shown) - 1}. Which colour has the {self.target} in a "
-            f"{self.backdrop} scene near a {self.cue}?\n{options}"
+            f"{self.backdrop} scene near a {self.cue}?\n{', '.join(COLOURS)}"
         )
 
     def seen(self, frame: int, closely: bool) -> tuple[str, ...]:
@@ -63,7 +61,7 @@ class Film:
         text = f"{frame} {' '.join(self.seen(frame, closely))}"
         if not closely:
             return text
-        return text.replace(self.target, f"{self.colours[self.right]} {self.target}")
+        return text.replace(self.target, f"{self.colour} {self.target}")
 
 
 @cache
@@ -107,8 +105,7 @@ def generate(seed: int, frames: int, noise: float) -> Film:
         target=FORMS[target],
         cue=FORMS[cue],
         moment=range(first, first + MOMENT),
-        colours=tuple(shuffled(level, COLOURS)),
-        right=pick(level, range(len(COLOURS))),
+        colour=pick(level, COLOURS),
     )
 
 

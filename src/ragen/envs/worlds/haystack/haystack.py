@@ -12,7 +12,7 @@ from pydantic import Field
 from ragen.core.pictures import MARK
 from ragen.envs.contract import Info, Options, Probability, Schema, State, fresh_seed, pick
 from ragen.envs.tools import ToolEnv, ToolError, tool, write_call
-from ragen.envs.worlds.haystack.film import FORMS, OPTIONS, Film, agreement, evenly, generate
+from ragen.envs.worlds.haystack.film import COLOURS, FORMS, Film, agreement, evenly, generate
 from ragen.envs.worlds.tiles import Layer, Pixels, draw
 
 MOST_NAMED, MOST_SEEN = 8, 64
@@ -47,16 +47,16 @@ class Haystack(ToolEnv):
         shows no colours, and it may miss or invent a form.
 
     Actions:
-        Calls of the tools ``look`` and ``zoom``, or an answer: the letter of an option and up to 8
-        frames of the moment, as in ``B 40 41``. Random play looks at 8 frames of the whole film or
+        Calls of the tools ``look`` and ``zoom``, or an answer: a colour and up to 8 frames of the
+        moment, as in ``red 40 41``. Random play looks at 8 frames of the whole film or
         between two that it sees (half of the time), zooms in on one of them, or answers with one.
 
     Reward:
-        1 for the right option, plus the temporal F1 of the named frames, where 5 frames off still
+        1 for the right colour, plus the temporal F1 of the named frames, where 5 frames off still
         count; minus `cost` for each frame seen.
 
     Ends when:
-        An option is answered: a success if it is right.
+        A colour is answered: a success if it is right.
 
     Parameters:
         frames: The length of the film.
@@ -71,13 +71,13 @@ class Haystack(ToolEnv):
         >>> env = Haystack(frames=200)
         >>> print(env.reset(seed=123)[0])
         Frames 0 to 199. Which colour has the square in a brown scene near a star?
-        A red, B yellow, C blue, D purple
+        red, blue, yellow, purple
         >>> print(env.step(write_call("look", start=0, end=199, n=3))[0])
         0 grey
         99 pink
         199 grey ring
         61 frames left
-        >>> env.step("C 143")[1:3]
+        >>> env.step("red 143")[1:3]
         (2.0, True)
     """
 
@@ -108,8 +108,7 @@ class Haystack(ToolEnv):
             "from START to END, may miss forms or show some that are not there, and shows no "
             "colours; zooming in on one frame shows it exactly. You may see "
             f"{self._budget} frames in all, and each costs {self._cost:g} points.\n{words}"
-            f"Your answer is the letter of an option and 1 to {MOST_NAMED} frames of the moment, "
-            "such as B 40 41."
+            f"Your answer is a colour and 1 to {MOST_NAMED} frames of the moment: red 40 41."
         )
 
     @property
@@ -155,14 +154,14 @@ class Haystack(ToolEnv):
         self._view = "\n".join(self.film.describe(frame, closely) for frame in frames)
 
     def answer(self, text: str) -> tuple[str, float, bool, bool, Info]:
-        option, *words = text.split() or [""]
+        colour, *words = text.split() or [""]
         named = _numbers(words)
         inside = 1 <= len(named) <= MOST_NAMED and max(named) < len(self.film.shown)
-        if option not in tuple(OPTIONS) or len(named) < len(words) or not inside:
-            shown = f"Answer with A, B, C or D and 1 to {MOST_NAMED} frames, such as B 40 41."
+        if colour not in COLOURS or len(named) < len(words) or not inside:
+            shown = f"Answer with a colour and 1 to {MOST_NAMED} frames, such as red 40 41."
             return shown, 0.0, False, False, {"success": False, "effective": False}
-        self._said = " ".join([option, *map(str, named)])
-        right = option == OPTIONS[self.film.right]
+        self._said = " ".join([colour, *map(str, named)])
+        right = colour == self.film.colour
         precision, recall, f1 = agreement(named, self.film.moment)
         info: Info = {"success": right, "effective": True, "frames_seen": self._budget - self._left}
         info.update(precision=precision, recall=recall, f1=f1)
@@ -192,7 +191,7 @@ class Haystack(ToolEnv):
         if not self._is_seen or not self._frames:
             return []
         film, count, side = self.film, len(self._frames), 16 if self._closely else 8
-        inks = {film.target: RGB[film.colours[film.right]]} if self._closely else {}
+        inks = {film.target: RGB[film.colour]} if self._closely else {}
         seen = [film.seen(frame, self._closely) for frame in self._frames]
         tiles = [
             [_tile(form in words and form, inks.get(form, INK), words[0], side) for form in FORMS]
@@ -214,14 +213,14 @@ class Haystack(ToolEnv):
         frame = pick(generator, self._frames)
         if kind < 0.75:
             return self._write("zoom", frame=frame)
-        return f"{pick(generator, OPTIONS)} {frame}"
+        return f"{pick(generator, COLOURS)} {frame}"
 
     def _write(self, name: str, **numbers: int) -> str:
         words = " ".join([name, *map(str, numbers.values())])
         return words if self._in_words else write_call(name, **numbers)
 
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
-        return [" ".join([OPTIONS[self.film.right], *map(str, self.film.moment)])]
+        return [" ".join([self.film.colour, *map(str, self.film.moment)])]
 
 
 def _as_call(action: str) -> str:
