@@ -162,10 +162,9 @@ class Haystack(ToolEnv):
             return shown, 0.0, False, False, {"success": False, "effective": False}
         self._said = " ".join([colour, *map(str, named)])
         right = colour == self.film.colour
-        precision, recall, f1 = agreement(named, self.film.moment)
-        info: Info = {"success": right, "effective": True, "frames_seen": self._budget - self._left}
-        info.update(precision=precision, recall=recall, f1=f1)
-        return f"{'Right' if right else 'Wrong'}, F1 {f1:.2f}", right + f1, True, False, info
+        *_, f1 = agreement(named, self.film.moment)
+        shown = f"{'Right' if right else 'Wrong'}, F1 {f1:.2f}"
+        return shown, right + f1, True, False, {"success": right, "effective": True}
 
     def get_state(self) -> State:
         view = {"frames": list(self._frames), "closely": self._closely}
