@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from statistics import fmean
 
-from ragen.core.types import Episode, Group, Turn
+from ragen.core.types import Episode, Group
 from ragen.rollout.episode import require_unchanged
 from ragen.rollout.groups import run_episodes
 from ragen.rollout.policies import Policy
@@ -45,7 +44,10 @@ async def value_turns(
     Raises:
         RagenError: An environment cannot go back to a turn.
     """
-    starts = [_starts(group) for group in groups]
+    starts: dict[Hashable, Start] = {}
+    for episode in (each for group in groups for each in group.episodes if not each.failed):
+        for number in range(len(episode.turns)):
+            starts.setdefault(_state(episode, number), (episode, number))
     specs = [
         BranchSpec(
             episode.level_seed,
@@ -53,60 +55,49 @@ async def value_turns(
             place * count + number,
             path,
             episode.noise_seed,
-            episode.turns[: turn + 1],
+            episode.turns[: first + 1],
         )
-        for states in starts
-        for place, (episode, turn) in enumerate(states.values())
+        for place, (episode, first) in enumerate(starts.values())
         for number in range(count)
     ]
-    envs = [group.env for group, states in zip(groups, starts, strict=True) for _ in states]
-    of_spec = [setups[env] for env in envs for _ in range(count)]
+    envs = [episode.env for episode, _ in starts.values() for _ in range(count)]
     for env in dict.fromkeys(envs):
-        require_unchanged(setups[env], specs[envs.index(env) * count])
-    played = await run_episodes(policy, of_spec, specs, concurrency, on_episode)
-    futures = [each.turns[len(spec.turns) - 1 :] for each, spec in zip(played, specs, strict=True)]
-    values = iter(
-        [
-            _value(played[at : at + count], futures[at : at + count], gamma)
-            for at in range(0, len(specs), count)
-        ]
+        require_unchanged(setups[env], specs[envs.index(env)])
+    of_specs = [setups[env] for env in envs]
+    played = await run_episodes(policy, of_specs, specs, concurrency, on_episode)
+    values = {
+        state: _value(played[place * count : (place + 1) * count], first, gamma)
+        for place, (state, (_, first)) in enumerate(starts.items())
+    }
+    tokens = sum(
+        len(turn.completion.token_ids or ())
+        for episode, spec in zip(played, specs, strict=True)
+        for turn in (*episode.turns[len(spec.turns) - 1 :], *episode.others)
     )
-    valued = []
-    for group, states in zip(groups, starts, strict=True):
-        known = dict(zip(states, values, strict=False))  # of this group; the rest stays for others
-        valued.append(Group(tuple(_with_values(episode, known) for episode in group.episodes)))
-    drawn = [*chain(*futures), *chain.from_iterable(each.others for each in played)]
-    return valued, sum(len(turn.completion.token_ids or ()) for turn in drawn)
-
-
-def _starts(group: Group) -> dict[Hashable, Start]:
-    """The different states in which turns of a group began, each where it came first."""
-    starts: dict[Hashable, Start] = {}
-    for episode in group.episodes:
-        for number in range(0 if episode.failed else len(episode.turns)):
-            starts.setdefault(_state(episode, number), (episode, number))
-    return starts
+    return [
+        Group(tuple(_valued(each, values) for each in group.episodes)) for group in groups
+    ], tokens
 
 
 def _state(episode: Episode, number: int) -> Hashable:
     """All that decides how an episode goes on from a turn, apart from the policy's draws."""
     turn = episode.turns[number]
     actions = sum(len(before.actions_executed) for before in episode.turns[:number])
-    return number, actions, turn.prompt.token_ids, json.dumps(turn.snapshot, sort_keys=True)
+    snapshot = json.dumps(turn.snapshot, sort_keys=True)
+    return episode.group, number, actions, turn.prompt.token_ids, snapshot
 
 
-def _value(played: Sequence[Episode], futures: Sequence[Sequence[Turn]], gamma: float) -> float:
-    every = list(zip(played, futures, strict=True))
-    kept = [turns for episode, turns in every if not episode.failed] or futures
+def _value(played: Sequence[Episode], first: int, gamma: float) -> float:
+    kept = [episode for episode in played if not episode.failed] or played
     return fmean(
-        sum(gamma**k * (turn.reward + turn.penalty) for k, turn in enumerate(turns))
-        for turns in kept
+        sum(gamma**k * (turn.reward + turn.penalty) for k, turn in enumerate(episode.turns[first:]))
+        for episode in kept
     )
 
 
-def _with_values(episode: Episode, known: Mapping[Hashable, float]) -> Episode:
+def _valued(episode: Episode, values: Mapping[Hashable, float]) -> Episode:
     if episode.failed:
         return episode
     turns = enumerate(episode.turns)
-    valued = (replace(turn, state_value=known[_state(episode, k)]) for k, turn in turns)
+    valued = (replace(turn, state_value=values[_state(episode, k)]) for k, turn in turns)
     return replace(episode, turns=tuple(valued))
