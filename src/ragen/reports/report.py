@@ -212,7 +212,9 @@ def times(facts: Facts) -> Section:
     if not whole:
         return Section("Time", ("No step is finished.",))
     sampled = math.fsum(
-        math.fsum(history.get("tokens/sampled", {}).values()) for history in facts.attempts.values()
+        math.fsum(history.get(name, {}).values())
+        for history in facts.attempts.values()
+        for name in ("tokens/sampled", "tokens/continuations")
     )
     rows = [
         (name, f"{s:.1f}", f"{s / whole:.0%}", _median(facts, name))
