@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=600, help="length of a film")
     parser.add_argument("--budget", type=int, default=64, help="frames that may be seen")
     parser.add_argument("--keep", type=int, default=8, help="frames that are named at most")
+    parser.add_argument("--grid", type=int, default=4, help="T* looks at grid² frames at once")
     parser.add_argument("--noise", type=float, default=0.1)
     parser.add_argument("--cost", type=float, default=0.005, help="price of a frame, not 0")
     parser.add_argument("--played", type=Path, nargs="*", default=[], metavar="DIR")
@@ -83,7 +85,7 @@ def main() -> None:
     levels = range(EVAL_LEVELS, EVAL_LEVELS + given.levels)
     films = [generate(level, given.frames, given.noise) for level in levels]
     rows = []
-    for name, player in SEARCHES.items():
+    for name, player in {**SEARCHES, "T*": partial(tstar, grid=given.grid)}.items():
         seeds = [derive(0, "haystack", name, level) for level in levels]
         found = [
             player(film, given.budget, given.keep, np.random.Generator(np.random.PCG64(seed)))
