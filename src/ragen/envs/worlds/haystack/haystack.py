@@ -97,7 +97,7 @@ class Haystack(ToolEnv):
         calls: Literal["tools", "words"] = "tools",
     ) -> None:
         self._level, self._budget, self._cost = (frames, noise), budget, cost
-        self._is_seen, self._in_words = observation == "picture", calls == "words"
+        self._in_pictures, self._in_words = observation == "picture", calls == "words"
         self.reset(seed=0)
 
     @property
@@ -117,14 +117,14 @@ class Haystack(ToolEnv):
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         seed = fresh_seed() if seed is None else seed
-        begun = {"left": self._budget, "frames": [], "closely": False, "said": ""}
-        self.set_state({"seed": seed, **begun})
+        begun = {"seed": seed, "left": self._budget, "frames": [], "closely": False, "said": ""}
+        self.set_state(begun)
         return self.film.question, {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         left = self._left
         shown, reward, *ends = super().step(_as_call(action) if self._in_words else action)
-        place = f"\n{MARK}" if self._is_seen and self._frames else ""
+        place = f"\n{MARK}" if self._in_pictures and self._frames else ""
         return f"{shown}{place}", reward - self._cost * (left - self._left), *ends
 
     @tool
@@ -146,7 +146,7 @@ class Haystack(ToolEnv):
             raise ToolError(f"you may see {self._left} more frames, not {len(frames)}")
         self._set_view(frames, closely)
         self._left -= len(frames)
-        shown = f"Frames {' '.join(map(str, frames))}" if self._is_seen else self._view
+        shown = f"Frames {' '.join(map(str, frames))}" if self._in_pictures else self._view
         return f"{shown}\n{self._left} frames left"
 
     def _set_view(self, frames: list[int], closely: bool) -> None:
@@ -180,14 +180,14 @@ class Haystack(ToolEnv):
 
     @property
     def shows_pictures(self) -> bool:
-        return self._is_seen
+        return self._in_pictures
 
     def pictures(self) -> Sequence[Pixels]:
         """One picture of all frames, from left to right, as many in a row as in a column.
 
         A frame has a dark edge and, in 2 rows of 3, a place for each form.
         """
-        if not self._is_seen or not self._frames:
+        if not self._in_pictures or not self._frames:
             return []
         film, count, side = self.film, len(self._frames), 16 if self._closely else 8
         inks = {film.target: RGB[film.colour]} if self._closely else {}
