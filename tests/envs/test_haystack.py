@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from ragen.envs.registry import make
 from ragen.envs.tools import write_call
-from ragen.envs.worlds.haystack.film import COLOURS, NEAR, agreement, generate
+from ragen.envs.worlds.haystack.film import COLOURS, FORMS, NEAR, agreement, generate
 from ragen.envs.worlds.haystack.players import (
     detect,
     distribution,
@@ -222,6 +224,17 @@ def test_searches_keep_to_their_frames_and_tstar_stops_when_it_has_found_the_tar
                 assert others == 0 and 1 <= rounds <= 3
                 if {*first_frames(600, 16)} & {*film.moment}:  # a close look is confident enough
                     assert rounds == 1 and is_seen[0]
+
+
+def test_a_second_look_tells_an_invented_target_from_a_real_one():
+    film = generate(123, 600, 0.0)
+    assert not {*first_frames(600, 16)} & {*film.moment}
+    bit = 1 << FORMS.index(film.target)
+    invented = replace(film, glimpsed=(film.glimpsed[0] | bit, *film.glimpsed[1:]))
+    found = tstar(invented, 25, 8, np.random.Generator(np.random.PCG64(0)))
+    # 16 frames, one of which is seen again, in vain; no second round fits into the 17 before the
+    # 8 that are named. The second look left frame 0 with the score of its backdrop.
+    assert found.closely[0] == 0 and found.num_seen == 16 + 1 + 8 == 16 + len(found.closely)
 
 
 def test_random_play_looks_first_and_answers_at_last():
