@@ -20,7 +20,9 @@ from ragen.bases.demonstrations_lake import (
     slippery_turn,
     wander,
 )
+from ragen.bases.demonstrations_manor import Guide
 from ragen.bases.demonstrations_sokoban import optimal_push, pushes, sokoban_plan
+from ragen.bases.screen import random_actions, with_screen
 from ragen.chat.actions import Parsed, parse
 from ragen.chat.prompt import Limits
 from ragen.core.seeding import BASE_LEVELS
@@ -225,3 +227,32 @@ def test_a_push_moves_the_box_where_it_says_and_no_action_meets_a_wall(careful: 
         if parsed.actions[-1] == direction and len(parsed.actions) < 5:
             boxes = env.get_state()["boxes"]
             assert [cell_name(*divmod(cell, 6)) for cell in boxes] == [end]
+
+
+def test_the_guide_follows_its_route_and_a_summary_is_what_is_left_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ragen.bases.demonstrations_manor.CAREFUL", 1.0)
+    env = with_screen(make("manor", rooms=5, levers=1, delay=5))
+    env.reset(seed=123)
+    guide = Guide([], random_actions)
+    left = ["armoury", "music room", "lever", "armoury", "vault"]
+    thoughts, ended = [], False
+    for turn in range(6):
+        told = read_summary(guide, env, turn)
+        assert told == left[: len(told)], "some forget the end"
+        parsed = read(env, write(guide.read, env))
+        thoughts.append(parsed.thought)
+        _, _, ended, _, info = env.step(*parsed.actions)
+        left = left[turn > 0 :]
+    assert ended and info["success"]
+    assert thoughts == [
+        " armoury , music room , lever , armoury , vault",
+        *(" armoury", " music room", " lever", " armoury", " vault"),
+    ]
+
+
+def read_summary(guide: Guide, env: Env, seed: int) -> list[str]:
+    reply = "<think>" + text(guide.sum_up(env, np.random.Generator(np.random.PCG64(seed))))
+    (told,) = parse(reply, think=True, actions=None, max_actions=1).actions
+    return told.split(" , ")

@@ -128,6 +128,21 @@ def test_a_look_up_trains_places_and_contents_only() -> None:
         assert learned[0].split() == answers and learned[2].startswith("<answer>")
 
 
+def test_lessons_write_the_summaries_that_prompts_ask_for() -> None:
+    chat = Chat(build(words_for(pieces("H P _ G Left Right"), 20)))
+    reader = Reader(["H P _ _ _ _ G"], random_actions)
+    budgets: Any = {"turns": 9, "actions": 9, "actions_per_turn": 1, "summary": "learned"}
+    setup = Setup("corridor", env_factory(CORRIDOR), max_tokens=20, **budgets)
+    *_, reading = stages_of(reader, setup, 4)
+    told = 0
+    for sample in LessonPlayer(chat, 0, 130).samples(reading, 0, 0):
+        learned = [t for t, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
+        asked = chat.decode(sample.token_ids).count("summary ?")
+        assert chat.decode(learned).count(" -</think>") == asked
+        told += asked
+    assert told
+
+
 def learned_by_turn(window: int, max_length: int) -> dict[tuple[int, int], list[int]]:
     """The tokens that are learned of each turn of look-ups of four turns."""
     found: dict[tuple[int, int], list[int]] = {}

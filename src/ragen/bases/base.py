@@ -227,7 +227,7 @@ class LessonPlayer:
     ) -> list[Sample]:
         chat, max_length = self._chat, self._max_length
         setup = replace(lesson.setup, turns=turns, chat=chat, max_length=max_length)
-        demonstrator = Demonstrator(lesson.teacher, self._chat)
+        demonstrator = Demonstrator(lesson.teacher, self._chat, lesson.sum_up)
         groups = run_async(run_groups(demonstrator, setup, levels, 1, path))
         unfailing(groups)
         samples, episodes = to_samples(groups)

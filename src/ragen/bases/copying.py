@@ -59,6 +59,10 @@ class Copier:
         """Random play without a thought."""
         return [Piece(f"{NOTHING}{answer(self.choose(env, limits, generator))}")]
 
+    def sum_up(self, env: Env, generator: np.random.Generator) -> Reply:
+        """A summary that tells nothing."""
+        return [Piece(f"{NOTHING}{answer([NOTHING.strip()])}")]
+
     def thought(self, screen: str) -> str:
         """The thought of a player."""
         return NOTHING

@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ragen.bases.demonstrations import Lookup, SeenLookup, Teacher, bandit_knowledge, look_up
+from ragen.bases.demonstrations import (
+    Lookup,
+    SeenLookup,
+    SummaryTeacher,
+    Teacher,
+    bandit_knowledge,
+    look_up,
+    no_summary,
+)
 from ragen.bases.demonstrations_lake import (
     careful_turn,
     hard_level,
@@ -41,6 +49,7 @@ class Lesson:
     `accept` is true for a level of the lesson, to which the environment has been reset; without it,
     every level is one. Each episode draws one of the turn budgets `turns`. `share` is the weight of
     the lesson in its stage. With `held_out` the boards of evaluation levels are left out.
+    `sum_up` writes the summaries that prompts ask for.
     """
 
     teacher: Teacher
@@ -49,6 +58,7 @@ class Lesson:
     turns: tuple[int, ...] = (5,)
     share: float = 1.0
     held_out: bool = True
+    sum_up: SummaryTeacher = no_summary
 
     def levels(self, stage: int, index: int) -> Iterator[int]:
         """The levels of this lesson, each once; it has number `index` in stage number `stage`."""

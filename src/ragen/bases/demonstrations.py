@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -41,20 +42,36 @@ Reply = list[Piece]
 Teacher = Callable[[Env, Limits, np.random.Generator], Reply]
 """Writes a turn from the environment's state, without changing the environment."""
 
+SummaryTeacher = Callable[[Env, np.random.Generator], Reply]
+"""Writes a summary of the turns so far in the same way."""
+
+
+def no_summary(env: Env, generator: np.random.Generator) -> Reply:
+    """A summary that is rejected, for teachers whose prompts show all turns."""
+    return []
+
 
 class Demonstrator(PlayerPolicy):
     """Plays a teacher's turns and records which of their tokens are trained."""
 
-    def __init__(self, teacher: Teacher, chat: Chat) -> None:
-        self._teacher, self._chat = teacher, chat
+    def __init__(
+        self, teacher: Teacher, chat: Chat, summary_teacher: SummaryTeacher = no_summary
+    ) -> None:
+        self._teacher, self._chat, self._summary_teacher = teacher, chat, summary_teacher
         self.trained: dict[int, tuple[bool, ...]] = {}
         """For each turn, by the seed of its prompt: for each token of the completion, True if it is
         trained."""
 
     def act(self, env: Env, limits: Limits, prompt: Prompt) -> Completion:
         """Write the turn with randomness from the prompt's seed only."""
-        generator = np.random.Generator(np.random.PCG64(prompt.seed))
-        reply = self._teacher(env, limits, generator)
+        return self._written(prompt, partial(self._teacher, env, limits))
+
+    def sum_up(self, env: Env, prompt: Prompt) -> Completion:
+        """Write a summary, likewise."""
+        return self._written(prompt, partial(self._summary_teacher, env))
+
+    def _written(self, prompt: Prompt, write: Callable[[np.random.Generator], Reply]) -> Completion:
+        reply = write(np.random.Generator(np.random.PCG64(prompt.seed)))
         encoded = [(self._chat.encode_text(text), trained) for text, trained in reply]
         encoded.append(((self._chat.end,), True))
         ids = tuple(token for tokens, _ in encoded for token in tokens)

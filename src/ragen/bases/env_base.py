@@ -21,6 +21,7 @@ from typing import Any
 from ragen.bases.base import LAYERS, LessonPlayer, new_model, save, teach
 from ragen.bases.copying import Copier, write_induction, write_words
 from ragen.bases.curriculum import Lesson, Stage
+from ragen.bases.demonstrations_manor import Guide
 from ragen.bases.screen import (
     Choose,
     Reader,
@@ -41,6 +42,7 @@ from ragen.core.types import Episode
 from ragen.envs.blocking import blocking
 from ragen.envs.contract import Env
 from ragen.envs.registry import build_env, env_class, env_factory
+from ragen.envs.worlds.manor import Manor
 from ragen.models.names import PROMPT_STYLE
 from ragen.networks.machine import use_threads
 from ragen.rollout.guarded import GuardedEnv
@@ -60,6 +62,7 @@ STEP_TOKENS = 2000
 FEWEST, MOST = 4, 32
 LONGEST = 2048
 """Greatest number of tokens of a prompt and its reply; a longer episode drops its oldest turns."""
+LENGTH = "model.max_length"
 
 
 def prepare_env(
@@ -72,7 +75,8 @@ def prepare_env(
 ) -> Path:
     """Make a base model for an environment and save it in Hugging Face's layout.
 
-    `given` are settings by key: ``env.name``, others of the section ``env``, and ``prompt.window``.
+    `given` are settings by key: ``env.name``, others of the section ``env``, ``prompt.window``,
+    ``prompt.summary`` and ``model.max_length``.
     `seed` decides weights and demonstrations. `steps` is the maximum per stage, for a trial. Each
     of several `processes` trains its share of every step. The model's config says that it reads
     compact prompts.
@@ -83,7 +87,7 @@ def prepare_env(
     """
     began, given = time.monotonic(), dotted(given)
     config = with_budgets(given)
-    env, window = config.env, config.prompt.window
+    env, prompt = config.env, config.prompt
     with new_folder(out) as folder:
         use_threads(1)  # the same weights however many cores are free
         # Play the environment, to know its words and screens.
@@ -94,7 +98,9 @@ def prepare_env(
             env.name,
             make,
             *budgets,
-            window=window,
+            window=prompt.window,
+            summary=prompt.summary,
+            max_tokens=config.rollout.max_tokens,
             timeout_s=env.timeout_s,
             venue=Venue("threads" if blocking(env_class(env.name)).waits == "threads" else "no"),
         )
@@ -104,7 +110,8 @@ def prepare_env(
         words = frequent(texts_of(met), MOST_FREE_WORDS if actions is None else MOST_WORDS)
         teacher: Reader | Copier = Copier(words, choose)
         if actions is not None:
-            teacher = Reader(screens, choose, actions if choose is random_actions else ())
+            reader = Guide if issubclass(env_class(env.name), Manor) else Reader
+            teacher = reader(screens, choose, actions if choose is random_actions else ())
         tokenizer = build(words_for(words, min(max(20, *budgets, teacher.highest), 999)))
         model = new_model(tokenizer, LAYERS, seed, 4 * LONGEST, teacher.theta)
         if isinstance(teacher, Copier):
@@ -114,7 +121,7 @@ def prepare_env(
         # Demonstrations are played as in training; each stage learns from its own.
         chat = Chat(tokenizer)
         stages = stages_of(teacher, setup, episodes_of(met, chat))
-        player = LessonPlayer(chat, seed, LONGEST)
+        player = LessonPlayer(chat, seed, min(given.get(LENGTH, LONGEST), LONGEST))
         for number, stage in enumerate(stages):
             teach(model, player, stage, number, steps, watch, processes)
         save(model, tokenizer, folder)
@@ -158,11 +165,15 @@ def stages_of(teacher: Reader | Copier, setup: Setup, episodes: int) -> tuple[St
     """
     per_turn = min(setup.actions_per_turn, setup.actions)
     seen = replace(setup, make=lambda: with_screen(setup.make()), actions_per_turn=per_turn)
-    lesson = partial(Lesson, setup=seen, turns=(setup.turns,), held_out=False)
+    lesson = partial(
+        Lesson, setup=seen, turns=(setup.turns,), held_out=False, sum_up=teacher.sum_up
+    )
     if isinstance(teacher, Copier):
         lessons = lesson(teacher.repeat, share=0.1), lesson(teacher.act, share=0.9)
         rates = {"lr": 2e-3, "muon_lr": 0.006, "lr_end": 0.02}
         return (Stage("copying", 600, lessons, episodes, context_weight=0.03, **rates),)
+    if isinstance(teacher, Guide):
+        return teacher.stages(seen, episodes)
     find, read = lesson(teacher.look_up, share=0.8), lesson(teacher.read, share=0.2)
     look_up = Stage("look-up", 300, (find, read), episodes, context_weight=0.1)
     mixed = replace(find, share=0.2), replace(read, share=0.8)

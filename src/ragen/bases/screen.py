@@ -216,6 +216,11 @@ class Reader:
         chosen = self.choose(env, limits, generator)
         return [Piece(f"{self.thought(env.shown)}{answer(chosen)}")]
 
+    def sum_up(self, env: Env, generator: np.random.Generator) -> Reply:
+        """State what tells the present screen from others."""
+        assert isinstance(env, Screen)
+        return [Piece(f" -{answer([self.thought(env.shown).strip()])}")]
+
     def look_up(self, env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
         """Say where named pieces are and what named places hold; the names are not trained."""
         assert isinstance(env, Screen)

@@ -82,6 +82,10 @@ def _typed(overrides: Overrides, prefixes: tuple[str, ...], but: Container[str] 
     return "".join(f" --{key} {shlex.quote(typed(key, value))}" for key, value in asked.items())
 
 
+LENGTHS = ("prompt.window", "prompt.summary", "model.max_length", "rollout.max_tokens")
+"""The keys beside those of the environment that `ragen base --env` reads."""
+
+
 def _base_options(parser: Parser) -> None:
     families = (
         "bandit, frozen-lake, frozen-lake-no-skill, frozen-lake-picture, frozen-lake-still, "
@@ -98,8 +102,9 @@ def _base_options(parser: Parser) -> None:
         "With --env, any environment that can be played at random or by its solver gets a small\n"
         "model of its own, in minutes: it reads the screen and replies in form, and has no plan.\n"
         "Keys of the section env may be set, such as --env.params.NAME and --env.max_turns, and\n"
-        "--prompt.window, the number of turns in a prompt. With --engine.processes N, N processes\n"
-        "train it, each its share of every step.\n"
+        "--prompt.window, the number of turns in a prompt; or --prompt.summary learned,\n"
+        "--model.max_length and --rollout.max_tokens, for episodes that are summed up. With\n"
+        "--engine.processes N, N processes train it, each its share of every step.\n"
         "With --agent, a model that calls the agent's tools and answers, both by guessing."
     )
 
@@ -109,7 +114,7 @@ def _base(options: Namespace, overrides: Overrides) -> int:
     env = overrides.get("env.name")
     if (env is None) == (options.family is None):
         raise RagenError("name a family (ragen base --help), or --env, or --agent")
-    keys = () if env is None else ("env.", "prompt.window")
+    keys = () if env is None else ("env.", *LENGTHS)
     given = {key: value for key, value in overrides.items() if key != PROCESSES}
     other = [key for key in given if not key.startswith(keys) or key == "env.isolate"]
     if other:

@@ -321,20 +321,20 @@ class Manor(Env):
 
     @property
     def actions(self) -> tuple[str, ...]:
-        return self._house.actions
+        return self.house.actions
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> tuple[str, Info]:
         self._seed = fresh_seed() if seed is None else seed
-        self._house, self._at = generate(self._seed, *self._sizes), Position()
+        self.house, self.at = generate(self._seed, *self._sizes), Position()
         return self.state_key(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         self.action_index(action)
-        before = self._at
-        self._at, event = self._house.act(before, action)
-        at = self._at
+        before = self.at
+        self.at, event = self.house.act(before, action)
+        at = self.at
         info = {"success": at.is_open, "effective": at != before}
-        observation = f"{event}\n{self._house.look(at)}"
+        observation = f"{event}\n{self.house.look(at)}"
         return observation, self._reward(before, at), at.is_open or at.is_broken, False, info
 
     def _reward(self, before: Position, after: Position) -> float:
@@ -342,17 +342,17 @@ class Manor(Env):
         return pulled * self._lever_reward + float(after.is_open and not before.is_open)
 
     def get_state(self) -> State:
-        return {"seed": self._seed, "at": list(self._at)}
+        return {"seed": self._seed, "at": list(self.at)}
 
     def set_state(self, state: State) -> None:
         self._seed = state["seed"]
-        self._house, self._at = generate(self._seed, *self._sizes), Position(*state["at"])
+        self.house, self.at = generate(self._seed, *self._sizes), Position(*state["at"])
 
     def state_key(self) -> str:
-        return self._house.look(self._at)
+        return self.house.look(self.at)
 
     def solve(self, turns_left: int, actions_left: int, actions_per_turn: int) -> list[str]:
-        plan = shortest_solution(self._house, self._at)
+        plan = shortest_solution(self.house, self.at)
         if not plan:  # the wrong key, or the end: all actions are equally good
             return [WAYS[0]]
         return list(plan[: min(actions_left, actions_per_turn)])
@@ -360,9 +360,9 @@ class Manor(Env):
     def baselines(self, turns: int, actions_per_turn: int, actions: int) -> Baselines:
         budget = min(actions, turns * actions_per_turn)
         random, random_return = self._random_play(budget)
-        at, optimal_return = self._at, 0.0
-        for action in (shortest_solution(self._house, at) or ())[:budget]:
-            after, _ = self._house.act(at, action)
+        at, optimal_return = self.at, 0.0
+        for action in (shortest_solution(self.house, at) or ())[:budget]:
+            after, _ = self.house.act(at, action)
             optimal_return += self._reward(at, after)
             at = after
         return Baselines(random, float(at.is_open), random_return, optimal_return)
@@ -373,9 +373,9 @@ class Manor(Env):
         The distribution over positions is carried forward: p′(s′) = Σ_s p(s) · |{a: s → s′}| ÷ A.
         """
         names = self.actions
-        positions, following, rewards = {self._at: 0}, [], []
-        for at in (frontier := [self._at]):
-            reached = [self._house.act(at, action)[0] for action in names]
+        positions, following, rewards = {self.at: 0}, [], []
+        for at in (frontier := [self.at]):
+            reached = [self.house.act(at, action)[0] for action in names]
             for after in reached:
                 if after not in positions:
                     positions[after] = len(positions)
