@@ -14,10 +14,12 @@ from ragen.bases.demonstrations_lake import (
     CAREFUL_MOVES,
     careful_turn,
     hard_level,
+    in_parts,
     lake_turns,
     moves_from,
     safe_walk,
     slippery_turn,
+    unthinking,
     wander,
 )
 from ragen.bases.demonstrations_manor import Guide
@@ -31,6 +33,7 @@ from ragen.envs.registry import make
 from ragen.envs.worlds.frozen_lake import MOVES, FrozenLake
 from ragen.envs.worlds.grid import cell_name
 from ragen.envs.worlds.sokoban import ACTIONS, Sokoban, shortest_solution
+from ragen.rollout.reward_terms import thought_parts
 
 FULL = Limits(turn=1, turns_left=5, actions_left=10, actions_per_turn=5)
 LOOK = re.compile(rf"(\w\d) (\w\d) (\S)(?: ({'|'.join(MOVES)}))?")
@@ -123,6 +126,30 @@ def test_careful_play_reaches_the_goal_by_a_shortest_path() -> None:
             turns += 1
         assert info["success"]
         assert (taken, turns) == (steps, -(-taken // CAREFUL_MOVES))
+
+
+@pytest.mark.parametrize("asked", ["free", "state", "transition", "world"])
+def test_the_parts_of_a_thought_are_true(asked: str) -> None:
+    teacher = in_parts(0.5)
+    for number in range(20):
+        env = make("frozen-lake-still", thoughts=asked)
+        assert env.goal == ("FrozenLake" if asked == "free" else f"FrozenLake : {asked}")
+        env.reset(seed=number)
+        parsed = read(env, write(teacher, env, number))
+        silent = text(write(unthinking(teacher), env, number))
+        assert silent.removesuffix("</answer>").split(" || ") == list(parsed.actions)
+        assert parsed.valid and parsed.thought is not None
+        parts = thought_parts(parsed.thought)
+        named = {"state": {"observation"}, "transition": {"prediction"}, "free": set()}
+        assert parts.keys() == named.get(asked, {"observation", "prediction"})
+        if "observation" in parts:
+            reading = env.read_thought(parts["observation"])
+            assert reading is not None and reading.f1 == 1
+        for action in parsed.actions:
+            env.step(action)
+        if "prediction" in parts:
+            reading = env.read_thought(parts["prediction"])
+            assert reading is not None and reading.f1 == 1
 
 
 def test_safe_walk_never_enters_a_hole() -> None:

@@ -418,12 +418,9 @@ def test_a_reward_term_that_the_environment_cannot_support_is_refused() -> None:
         resolve_setup("bandit", **{"reward.terms.grounding": 0.1, "env.isolate": True})
 
 
-def test_compact_prompts_cannot_ask_for_the_parts_of_a_thought() -> None:
-    asked = {"env.params.thoughts": "world"}
-    with pytest.raises(RagenError, match="thoughts = world: compact prompts do not ask"):
-        resolve_setup("sokoban", **asked)
-    assert "<prediction>" in make("sokoban", thoughts="world").rules
-    resolve_setup("sokoban", **asked, **{"prompt.style": "paper"})
+def test_prompts_ask_for_the_parts_of_a_thought() -> None:
+    env = make("sokoban", thoughts="world")
+    assert env.goal == "Sokoban : world" and "<prediction>" in env.rules
 
 
 def test_a_training_step_logs_thought_metrics(lake_run: Path) -> None:

@@ -28,10 +28,10 @@ from transformers import (
 
 from ragen.algorithms.batch import Batch, collate
 from ragen.algorithms.samples import to_samples
-from ragen.bases.curriculum import FAMILIES, WARMUP_STEPS, Lesson, Stage
+from ragen.bases.curriculum import FAMILIES, PARTS, WARMUP_STEPS, Lesson, Stage
 from ragen.bases.demonstrations import Demonstrator, mask_untrained, unfailing
 from ragen.bases.seeing import picture_side, with_sight
-from ragen.bases.tokenizer import build
+from ragen.bases.tokenizer import PART_WORDS, build, words
 from ragen.chat.chat import Chat
 from ragen.cluster.process_learner import learner_in
 from ragen.config.sections import LossConfig, UpdateConfig
@@ -43,6 +43,7 @@ from ragen.core.types import Sample
 from ragen.learning.learner import Learner
 from ragen.models.experts import LOAD_WEIGHT, ChainConfig, ChainForCausalLM, ChainOfExperts
 from ragen.models.loading import save_model
+from ragen.models.names import PROMPT_STYLE
 from ragen.networks.machine import use_threads
 from ragen.networks.pictures import reader_of
 from ragen.rollout.groups import run_groups
@@ -77,19 +78,26 @@ def prepare(
     if family not in FAMILIES:
         raise RagenError(f"unknown family {family!r}; choose one of {', '.join(FAMILIES)}")
     use_threads(1)  # the same weights however many cores are free
-    tokenizer, stages = build(), FAMILIES[family]
-    layers = 2 if family == "bandit" else LAYERS
+    stages, layers = FAMILIES[family], 2 if family == "bandit" else LAYERS
+    tokenizer = tokenizer_of(family)
     model = new_model(tokenizer, layers, seed, experts=experts, iterations=iterations)
     if side := picture_side(stages[0].lessons[0].setup.make):
         if experts:
             raise RagenError("--experts: a base that reads pictures has none; leave it out")
         model = with_sight(model, tokenizer, side, seed)
+    if family == PARTS:  # its tokenizer is not the embedded models'
+        setattr(model.config, PROMPT_STYLE, "compact")
     player = LessonPlayer(Chat(tokenizer, pictures=reader_of(tokenizer)), seed)
     with new_folder(out) as whole:
         for number, stage in enumerate(stages):
             teach(model, player, stage, number, steps, watch, processes)
         save(model, tokenizer, whole)
     return out
+
+
+def tokenizer_of(family: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a family's model."""
+    return build([*words(), *PART_WORDS] if family == PARTS else None)
 
 
 def new_model(

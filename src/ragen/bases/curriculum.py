@@ -24,9 +24,11 @@ from ragen.bases.demonstrations import (
 from ragen.bases.demonstrations_lake import (
     careful_turn,
     hard_level,
+    in_parts,
     lake_turns,
     safe_walk,
     slippery_turn,
+    unthinking,
     wander,
 )
 from ragen.bases.demonstrations_sokoban import sokoban_plan, solved_in
@@ -182,6 +184,22 @@ WANDER = partial(Lesson, wander, turns=(1, 1, 2, 3, 5), share=0.5)
 WANDERING = (WANDER(MORE_HOLES, held_out=False), WANDER(STILL))
 LOOKING = (LOOKUP_LAKE, Lesson(wander, MORE_HOLES, turns=(1,), held_out=False))
 
+# The same from pictures, with every form of a thought: no goal in the thought, but in its parts.
+PARTS = "frozen-lake-parts"
+IN_PARTS = tuple(
+    played(SEE_LAKE, thoughts=form) for form in ("free", "state", "transition", "world")
+)
+
+
+def every_form(careful: float, accept: Callable[[Env], bool] | None = None) -> tuple[Lesson, ...]:
+    """A lesson for each form of a thought, and one for answers without a thought."""
+    teacher, turns = in_parts(careful), (1, 1, 2, 3, 5)
+    silent = Lesson(unthinking(teacher), replace(IN_PARTS[0], think=False), accept, turns)
+    return *(Lesson(teacher, setup, accept, turns) for setup in IN_PARTS), silent
+
+
+SKILL_IN_PARTS = *every_form(0.9), *every_form(1.0, hard_level)
+
 FAMILIES: dict[str, tuple[Stage, ...]] = {
     "bandit": (
         Stage("names", 80, ARMS, episodes=32, lr_end=0.3),
@@ -214,6 +232,12 @@ FAMILIES: dict[str, tuple[Stage, ...]] = {
         Stage("skill", 500, SEEN_SOKOBAN, episodes=20),
         Stage("skill, settling", 500, SEEN_SOKOBAN, episodes=20, lr_end=0.02),
         Stage("mix", 120, SEEN_MIX, episodes=20, lr=5e-4, muon_lr=0.004, lr_end=0.02),
+    ),
+    PARTS: (
+        Stage("look-up", 500, SEEN_MAPS, episodes=24),
+        Stage("still ice", 600, SKILL_IN_PARTS, episodes=24),
+        Stage("settling", 300, SKILL_IN_PARTS, episodes=24, lr_end=0.02),
+        Stage("mix", 150, every_form(0.2), episodes=24, lr=6e-4, muon_lr=0.004, lr_end=0.02),
     ),
     "frozen-lake-no-skill": (
         Stage("look-up", 250, LOOKING),

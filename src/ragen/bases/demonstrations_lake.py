@@ -17,6 +17,11 @@ A wanderer looks at every neighbouring cell, says to which one it goes, and name
 cell is drawn at random, whatever it holds::
 
      P b0 G c1 : c0 O b1 _ a0 _ to c0 Down
+
+Both can be written in the parts that VAGEN asks for (arXiv:2510.16907), too, where only the parts
+name the goal and all holes, or without a thought::
+
+    <observation> P b0 G c1 O c0</observation> P b0 : b0 c0 O b0 a0 _ b0 b1 _ Right
 """
 
 from __future__ import annotations
@@ -50,29 +55,49 @@ def lake_turns(turn: CarefulTurn, careful: float, walks_trained: bool = True) ->
         assert isinstance(env, FrozenLake)
         if generator.random() < careful:
             return [Piece(turn(env, limits, generator))]
-        most = min(limits.actions_left, limits.actions_per_turn)
-        length = min(1 + int(generator.random() * LONGEST_WALK), most)
-        return [Piece(random_walk(env, length, generator), walks_trained)]
+        walk = write_plan(env, _walk(env, limits, generator), careful=False)
+        return [Piece(walk, walks_trained)]
+
+    return write
+
+
+def in_parts(careful: float) -> Teacher:
+    """Careful turns and trained walks in the parts of a thought that `GridEnv.thoughts` names."""
+
+    def write(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
+        assert isinstance(env, FrozenLake)
+        is_careful = generator.random() < careful
+        plan = (_careful_plan if is_careful else _walk)(env, limits, generator)
+        words, end = _plan_in_words(env, plan, is_careful)
+        text = f" P {Chart(env).name(env.player)} :{words}"
+        if env.thoughts in ("state", "world"):
+            text = f"<observation>{_positions(env, env.player)}</observation>{text}"
+        if env.thoughts in ("transition", "world"):
+            text += f"<prediction>{_positions(env, end)}</prediction>"
+        return [Piece(text + answer(plan))]
+
+    return write
+
+
+def unthinking(teacher: Teacher) -> Teacher:
+    """The answers of a teacher, after a pre-filled ``<answer>``."""
+
+    def write(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
+        (whole,) = teacher(env, limits, generator)
+        return [Piece(whole.text.partition("<answer>")[2])]
 
     return write
 
 
 def careful_turn(env: FrozenLake, limits: Limits, generator: np.random.Generator) -> str:
     """Up to `CAREFUL_MOVES` moves along a shortest path."""
-    steps = env.lake.distances()
-    most = min(CAREFUL_MOVES, limits.actions_left, limits.actions_per_turn)
-    return write_plan(env, plan_moves(env, most, generator, lambda a, b: steps[b] < steps[a]))
+    return write_plan(env, _careful_plan(env, limits, generator))
 
 
 def slippery_turn(env: FrozenLake, limits: Limits, _: np.random.Generator) -> str:
     """The optimal player's plan of up to `CAREFUL_MOVES` moves."""
     per_turn = min(CAREFUL_MOVES, limits.actions_per_turn)
     return write_plan(env, env.solve(limits.turns_left, limits.actions_left, per_turn))
-
-
-def random_walk(env: FrozenLake, moves: int, generator: np.random.Generator) -> str:
-    """A walk of random moves to the goal or a hole, which looks only at cells that it enters."""
-    return write_plan(env, plan_moves(env, moves, generator), careful=False)
 
 
 def safe_walk(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
@@ -104,6 +129,17 @@ def wander(env: Env, limits: Limits, generator: np.random.Generator) -> Reply:
     return [Piece(text + answer(plan))]
 
 
+def _careful_plan(env: FrozenLake, limits: Limits, generator: np.random.Generator) -> list[str]:
+    steps = env.lake.distances()
+    most = min(CAREFUL_MOVES, limits.actions_left, limits.actions_per_turn)
+    return plan_moves(env, most, generator, lambda a, b: steps[b] < steps[a])
+
+
+def _walk(env: FrozenLake, limits: Limits, generator: np.random.Generator) -> list[str]:
+    most = min(limits.actions_left, limits.actions_per_turn)
+    return plan_moves(env, min(1 + int(generator.random() * LONGEST_WALK), most), generator)
+
+
 def plan_moves(
     env: FrozenLake,
     most: int,
@@ -126,15 +162,28 @@ def write_plan(env: FrozenLake, plan: list[str], careful: bool = True) -> str:
     A careful plan names the goal and looks at every neighbour before a move, since a slip may lead
     to any of them. Any other plan looks only at the cell ahead.
     """
-    chart, lake, here = Chart(env), env.lake, env.player
-    goal = f" G {chart.name(lake.goal)}" if careful else ""
-    text = f" P {chart.name(here)}{goal} :"
+    chart = Chart(env)
+    goal = f" G {chart.name(env.lake.goal)}" if careful else ""
+    words, _ = _plan_in_words(env, plan, careful)
+    return f" P {chart.name(env.player)}{goal} :{words}{answer(plan)}"
+
+
+def _plan_in_words(env: FrozenLake, plan: list[str], careful: bool) -> tuple[str, int]:
+    """The looks and directions of a plan, and the cell where it ends."""
+    chart, here, words = Chart(env), env.player, ""
     for action in plan:
-        ahead = lake.neighbours[env.action_index(action)][here]
+        ahead = env.lake.neighbours[env.action_index(action)][here]
         near = [cell for _, cell in moves_from(env, here)] if careful else [ahead]
-        text += f"{chart.looks(here, near)} {action}"
+        words += f"{chart.looks(here, near)} {action}"
         here = ahead
-    return text + answer(plan)
+    return words, here
+
+
+def _positions(env: FrozenLake, player: int) -> str:
+    """All that `GridEnv.read_thought` compares: the player, the goal and the holes."""
+    chart, lake = Chart(env), env.lake
+    holes = "".join(f" O {chart.name(hole)}" for hole in sorted(lake.holes))
+    return f" P {chart.name(player)} G {chart.name(lake.goal)}{holes}"
 
 
 def moves_from(env: FrozenLake, cell: int) -> list[tuple[str, int]]:

@@ -40,6 +40,11 @@ WORDS = (
     "FrozenLake Sokoban Bandit Arms reward invalid turns actions max push at to go no stop risk "
     "safe risky high low try then "
 )
+PART_WORDS = (
+    *("<observation>", "</observation>", "<prediction>", "</prediction>"),
+    *(" state", " transition", " world"),
+)
+"""Words of thoughts in parts and of prompts that ask for them."""
 PROMPT_WORDS = ("reward", "invalid", "turns", "actions", "max", "at")
 """Words of compact prompts and of look-ups."""
 PUNCTUATION = ("||", ":", ",", "=", "?", "-", ">", "<", "|")

@@ -88,8 +88,8 @@ LENGTHS = ("prompt.window", "prompt.summary", "model.max_length", "rollout.max_t
 
 def _base_options(parser: Parser) -> None:
     families = (
-        "bandit, frozen-lake, frozen-lake-no-skill, frozen-lake-picture, frozen-lake-still, "
-        "sokoban or sokoban-picture; or --env, or --agent"
+        "bandit, frozen-lake, frozen-lake-no-skill, frozen-lake-parts, frozen-lake-picture, "
+        "frozen-lake-still, sokoban or sokoban-picture; or --env, or --agent"
     )
     parser.take("family", "FAMILY", families, nargs="?")
     agent_options(parser)

@@ -30,7 +30,6 @@ from ragen.envs.blocking import blocking
 from ragen.envs.contract import Env, Schema
 from ragen.envs.isolation import Workers
 from ragen.envs.registry import build_env, env_class, env_factory
-from ragen.envs.worlds.grid import GridEnv
 from ragen.gateway.agent import Agent
 from ragen.gateway.outside import ADDRESS
 from ragen.rollout.guarded import GuardedEnv
@@ -264,9 +263,8 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
 
     Raises:
         RagenError: The environment or one of its parameters does not exist, its class refuses
-            them, compact prompts do not ask for the parts of a thought, a reward term needs an
-            environment that reads thoughts, the model or a judge reads no pictures, or there are
-            several environments (`Config.by_env`).
+            them, a reward term needs an environment that reads thoughts, the model or a judge reads
+            no pictures, or there are several environments (`Config.by_env`).
     """
     config.require_one_env()
     env, prompt, facts = config.env, config.prompt, facts_of(config.env)
@@ -275,12 +273,6 @@ def make_setup(config: Config, chat: Chat | None) -> Setup:
         raise RagenError(
             f"reward.terms.{min(unread)}: the environment {env.name} cannot read thoughts; leave "
             "the term out, or give the environment a read_thought (docs/environments.md)"
-        )
-    thoughts, is_grid = env.params.get("thoughts", "free"), issubclass(env_class(env.name), GridEnv)
-    if is_grid and thoughts != "free" and prompt.style == "compact":
-        raise RagenError(
-            f"env.params.thoughts = {thoughts}: compact prompts do not ask for parts of a thought; "
-            'set prompt.style = "paper", or leave it out'
         )
     if facts.tools and chat is not None and chat.calls is None:
         raise knows_no_tools(env.name)

@@ -256,6 +256,8 @@ class FrozenLake(GridEnv):
         self._size, self._levels = size, (size, p_frozen, min_distance, max_distance)
         self._success_probability = success_probability
         self.observation, self.tile, self.thoughts = observation, tile, thoughts
+        if thoughts != "free":
+            self.goal = f"{self.goal} : {thoughts}"
         self.reset(seed=0)
 
     @property

@@ -311,6 +311,8 @@ class Sokoban(GridEnv):
         self._levels = (rows, cols, boxes, search_depth, min_solution, max_solution)
         self._symbols = s = SYMBOLS[symbols]
         self.observation, self.tile, self.thoughts = observation, tile, thoughts
+        if thoughts != "free":
+            self.goal = f"{self.goal} : {thoughts}"
         self.marks = {
             "Player": s.player + s.player_on_target,
             "Boxes": s.box + s.box_on_target,
