@@ -237,9 +237,16 @@ def test_a_second_look_tells_an_invented_target_from_a_real_one():
     assert found.closely[0] == 0 and found.num_seen == 16 + 1 + 8 == 16 + len(found.closely)
 
 
-def test_random_play_looks_first_and_answers_at_last():
+def test_random_play_looks_zooms_and_answers_what_it_sees():
     env, generator = begin(calls="words"), np.random.Generator(np.random.PCG64(0))
-    assert {env.random_action(generator) for _ in range(20)} == {"look 0 199 8"}
-    env.step("look 0 199 8")
-    played = {env.random_action(generator).split()[0] for _ in range(100)}
-    assert played == {"look", "zoom", *COLOURS}
+
+    def played():
+        return {env.random_action(generator) for _ in range(200)}
+
+    assert played() == {"look 0 199 8"}
+    env.step("look 0 199 2")
+    assert played() == {"look 0 199 8", "zoom 0", "zoom 199"}
+    env.step("zoom 4")
+    assert played() == {"look 0 199 8", *(f"{colour} 4" for colour in COLOURS)}
+    env.step("zoom 143")
+    assert played() == {"look 0 199 8", "red 143"}

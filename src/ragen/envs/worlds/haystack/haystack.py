@@ -48,8 +48,9 @@ class Haystack(ToolEnv):
 
     Actions:
         Calls of the tools ``look`` and ``zoom``, or an answer: a colour and up to 8 frames of the
-        moment, as in ``red 40 41``. Random play looks at 8 frames of the whole film or
-        between two that it sees (half of the time), zooms in on one of them, or answers with one.
+        moment, as in ``red 40 41``. Random play looks at 8 frames of the whole film, and
+        then zooms in on one of them or looks at 8 between two. Once it has zoomed in, it begins
+        again or answers: with this frame and a colour in it, or any colour if it has none.
 
     Reward:
         1 for the right colour, plus the temporal F1 of the named frames, where 5 frames off still
@@ -204,15 +205,16 @@ class Haystack(ToolEnv):
         return [rows.reshape(-1, columns * cells.shape[2], 3)]
 
     def random_action(self, generator: np.random.Generator) -> str:
-        kind = generator.random()
-        if kind < 0.5 or not self._frames:
-            several = self._frames if len(self._frames) > 1 else [0, len(self.film.shown) - 1]
-            place = pick(generator, range(len(several) - 1))
-            return self._write("look", start=several[place], end=several[place + 1], n=8)
-        frame = pick(generator, self._frames)
-        if kind < 0.75:
-            return self._write("zoom", frame=frame)
-        return f"{pick(generator, COLOURS)} {frame}"
+        frames, half = self._frames, generator.random() < 0.5
+        if self._closely and half:
+            seen = [colour for colour in COLOURS if f" {colour} " in self._view]
+            return f"{pick(generator, seen or COLOURS)} {frames[0]}"
+        if len(frames) < 2 or self._closely:
+            return self._write("look", start=0, end=len(self.film.shown) - 1, n=8)
+        if half:
+            return self._write("zoom", frame=pick(generator, frames))
+        place = pick(generator, range(len(frames) - 1))
+        return self._write("look", start=frames[place], end=frames[place + 1], n=8)
 
     def _write(self, name: str, **numbers: int) -> str:
         words = " ".join([name, *map(str, numbers.values())])
