@@ -274,7 +274,7 @@ def test_the_gateway_costs_little_beside_sampling(
         cost_s = (time.process_time() - began) / 256
     record_property("milliseconds", 1000 * cost_s)
     assert all(each.success for group in groups for each in group.episodes)
-    assert cost_s < 0.01  # about 3 ms where nothing else runs
+    assert cost_s < 0.01  # 1.7 to 1.8 ms beside other work
 
 
 def ask(
