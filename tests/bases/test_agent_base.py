@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
+from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ragen.bases import agent_base
-from ragen.bases.agent_base import AGENT_TEMPLATE, Guesser
-from ragen.bases.tokenizer import build
+from ragen.bases.agent_base import AGENT_TEMPLATE, Conversations, Guesser
+from ragen.bases.curriculum import Stage
+from ragen.bases.tokenizer import build, words_for
 from ragen.chat.chat import Chat
 from ragen.chat.tool_calls import hermes
 from ragen.cli.main import main
 from ragen.core.types import Prompt
 from ragen.envs.tools import tool_schema
 from ragen.models.names import is_embedded
+from ragen.rollout.policies import written_completion
 from tests.limits import needs_posix
+from tests.records import episode, turn
 
 AGENT = Path(__file__).with_name("packing_agent.py")
 TASKS = [
@@ -75,6 +81,20 @@ def test_the_template_of_a_base_renders_tools_and_extends_exactly() -> None:
     assert chat.calls.write(['{"name": "forecast", "arguments": {"a": "é"}}']) == (
         '<tool_call>{"name": "forecast", "arguments": {"a": "é"}}</tool_call>'
     )
+
+
+def test_the_words_of_tasks_change_places_in_each_spelling() -> None:
+    places = ["Oslo", "Lima", "Rome"]
+    tokenizer = build(words_for(places, 1))
+    chat = Chat(tokenizer, think=False)
+    asked = Prompt(({"role": "user", "content": "From Lima to Oslo."},), None, 0, 9, 1.0, 0)
+    played = episode(replace(turn(), prompt=asked, completion=written_completion("Oslo")))
+    conversations = Conversations([played], chat, 0, [*places, "New York"])
+    samples = conversations.samples(Stage("form", 1, (), 40), 0, 0)
+    texts = [tokenizer.decode(each.token_ids) for each in samples]
+    said = [re.search(r"From (\w+) to (\w+)\..*\|>(\w+)<", text) for text in texts]
+    assert all(found and found[2] == found[3] for found in said)
+    assert {found.groups()[:2] for found in said if found} == set(permutations(places, 2))
 
 
 @needs_posix

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,9 @@ messages that most of them share, and spells others in bytes. Its prompts name t
 their descriptions.
 
 It was shown {count} conversations of this agent in which every call, its arguments and the answer
-were guessed, with {solved} of the tasks solved. They teach the form of calls and answers: no plan
-and no skill. They are of tasks that training uses, and evaluation does not.
+were guessed, with {solved} of the tasks solved; the words of the tasks changed places each time it
+saw them. They teach the form of calls and answers, and to copy words: no plan and no skill. They
+are of tasks that training uses, and evaluation does not.
 
 `ragen train --agent {agent} --tasks FILE --model DIR` trains it further.
 """
@@ -141,10 +143,18 @@ def vocabulary(played: Sequence[Episode]) -> list[str]:
 
 
 class Conversations:
-    """The guessed conversations, in the tokens of a new model; each step draws some of them."""
+    """The guessed conversations, in the tokens of a new model; each step draws some of them.
 
-    def __init__(self, played: Sequence[Episode], chat: Chat, seed: int) -> None:
+    In each that is drawn, the `words` change places at random. So a model cannot know which words
+    come where, and learns to copy any word from anywhere.
+    """
+
+    def __init__(
+        self, played: Sequence[Episode], chat: Chat, seed: int, words: Sequence[str]
+    ) -> None:
         self._seed = seed
+        spelled = [chat.encode_text(word) + chat.encode_text(f" {word}") for word in words]
+        self._words = [ids for ids in spelled if len(ids) == 2]
         exchanges = [[exchange(turn, chat) for turn in each.turns] for each in played]
         self._samples = [join(each, number, number) for number, each in enumerate(exchanges)]
 
@@ -152,7 +162,14 @@ class Conversations:
         """The demonstrations of one step."""
         generator = np.random.Generator(np.random.PCG64(derive(self._seed, "base", number, step)))
         drawn = generator.choice(len(self._samples), stage.episodes).tolist()
-        return [sample for index in drawn for sample in self._samples[index]]
+        made = list[Sample]()
+        for index in drawn:
+            others = [self._words[place] for place in generator.permutation(len(self._words))]
+            table = dict(zip(chain(*self._words), chain(*others), strict=True))
+            for sample in self._samples[index]:
+                ids = tuple(table.get(token, token) for token in sample.token_ids)
+                made.append(replace(sample, token_ids=ids))
+        return made
 
 
 def exchange(turn: Turn, chat: Chat) -> tuple[Prompt, Completion]:
@@ -209,7 +226,8 @@ def prepare_agent(
         tokenizer.chat_template = AGENT_TEMPLATE
         model = new_model(tokenizer, LAYERS, seed, LONGEST)
         setattr(model.config, PROMPT_STYLE, "compact")
-        conversations = Conversations(whole, Chat(tokenizer, think=False), seed)
+        words = [*dict.fromkeys([*texts, *answers])]
+        conversations = Conversations(whole, Chat(tokenizer, think=False), seed, words)
         stage = Stage("form", STEPS, (), STEP_EPISODES, context_weight=0.1, lr_end=0.02)
         teach(model, conversations, stage, 0, steps, watch, processes)
         save(model, tokenizer, folder)

@@ -305,8 +305,6 @@ class Session:
         request: Request,
     ) -> Prompt:
         budget = self._budget
-        if request.max_tokens is not None and request.max_tokens < 1:
-            raise wrong("max_tokens must be at least 1")
         text, ids, num_prefill = self._ids(chat, messages, place)
         if ids is not None and len(ids) + budget.max_tokens > budget.max_length:
             self.is_full = True
