@@ -77,7 +77,7 @@ function Head({ places, page, run, onHelp }) {
   const ofRun = places.filter(({ name }) => name !== "runs");
   return html`<header class="head">
     <a class="brand" href=${link("runs")} aria-current=${current("runs")}>RAGEN</a>
-    ${run && html`<span class="crumb clipped muted" title=${run}><${Text} text=${run} /></span>`}
+    ${run && run !== "." && html`<span class="crumb clipped muted" title=${run}><${Text} text=${run} /></span>`}
     ${ofRun.length > 0 && html`<nav aria-label="Pages of the run">${ofRun.map(
       ({ name, title, href }) => html`<a href=${href} aria-current=${current(name)}>${title}</a>`)}
     </nav>`}
