@@ -26,8 +26,8 @@ def test_two_experts_in_two_iterations() -> None:
     chain = {"num_experts": 2, "num_experts_per_tok": 2, "iterations": 2}
     block = ChainOfExperts(SimpleNamespace(**sizes, **chain))
     weights: dict[str, list[list[float]]] = {
-        "routers.0": [[math.log(3), 0], [0, 0]],  # expert 0 on (1, 1)
-        "routers.1": [[0, 0], [5 * math.log(3), 0]],  # expert 1 on (.2, 1.4)
+        "routers.router_0": [[math.log(3), 0], [0, 0]],  # expert 0 on (1, 1)
+        "routers.router_1": [[0, 0], [5 * math.log(3), 0]],  # expert 1 on (.2, 1.4)
         "gate_proj": [[1, 0], [0, 1]],
         "up_proj": [[0, 1], [1, 0]],
         "down_proj": [[0, 100], [8, 0]],
@@ -46,12 +46,12 @@ def test_rounding_does_not_decide_between_experts() -> None:
     model = new_model(build(["a"]), 1, 0, experts=2, iterations=4)
     block, x = model.get_decoder().layers[0].mlp, torch.linspace(-1, 1, 128)[None]
     with torch.no_grad():
-        for router in block.routers:
+        for router in block.routers.values():
             router.weight.zero_()
         alike = block(x)
-        block.routers[0].weight[0] = 1e-6 * x[0] / x.norm()
+        block.routers.router_0.weight[0] = 1e-6 * x[0] / x.norm()
         assert (block(x) - alike).abs().max() < 1e-4
-        block.routers[0].weight[0] = x[0]
+        block.routers.router_0.weight[0] = x[0]
         assert (block(x) - alike).abs().max() > 1e-3
 
 
@@ -66,7 +66,7 @@ def test_the_load_is_1_if_experts_are_used_alike_and_is_minimised_beside_the_los
         (layer,) = model.get_decoder().layers
         layer.mlp.load_weight = weight
         layer.mlp(torch.linspace(-1, 1, 4 * 128).view(4, 128)).sum().backward()
-        found: Tensor = layer.mlp.routers[0].weight.grad
+        found: Tensor = layer.mlp.routers.router_0.weight.grad
         return found
 
     without = gradient(0.0)
@@ -89,13 +89,15 @@ def test_a_base_with_experts_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("algorithm", "rank"), [("starpo/grpo", 0), ("starpo/ppo", 4)])
 def test_a_base_with_experts_is_prepared_and_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    algorithm: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sampler and learner compute the same logprobs, up to rounding."""
     few = tuple(replace(stage, episodes=4) for stage in FAMILIES["bandit"])
     monkeypatch.setitem(FAMILIES, "bandit", few)
     prepare("bandit", tmp_path / "base", steps=1, experts=8, iterations=2)
     small = {"rollout.num_groups": 2, "rollout.group_size": 4, "eval.episodes": 4, "steps": 1}
-    train("bandit", {"model.path": str(tmp_path / "base"), **small}, out=tmp_path / "run")
+    chosen = {"model.path": str(tmp_path / "base"), "algorithm": algorithm, "lora.rank": rank}
+    train("bandit", chosen | small, out=tmp_path / "run")
     assert max(read_metrics(tmp_path / "run")["mismatch/max_abs"].values()) < LOGPROB

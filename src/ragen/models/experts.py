@@ -60,16 +60,18 @@ class ChainOfExperts(Qwen2MLP):
         super().__init__(config)
         self.norm = Qwen2RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.num_chosen = config.num_experts_per_tok // config.iterations
-        self.routers = nn.ModuleList(
-            nn.Linear(config.hidden_size, config.num_experts, bias=False)
-            for _ in range(config.iterations)
+        self.routers = nn.ModuleDict(  # LoRA goes by the last name, which a list would number
+            {
+                f"router_{iteration}": nn.Linear(config.hidden_size, config.num_experts, bias=False)
+                for iteration in range(config.iterations)
+            }
         )
 
     @override
     def forward(self, x: Tensor) -> Tensor:
         """Y − x, to which the layer adds x; (…, T, D)."""
         added = torch.zeros_like(x)
-        for router in self.routers:
+        for router in self.routers.values():
             normed = self.norm(x + added)
             scores = router(normed).softmax(-1, dtype=torch.float32)
             between = scores.topk(self.num_chosen + 1).values[..., -2:].mean(-1, keepdim=True)
