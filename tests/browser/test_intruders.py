@@ -51,6 +51,7 @@ window.done = Promise.all([
 def elsewhere(viewer: str, tmp_path: Path) -> Iterator[str]:
     """The address of another site on this machine that attempts to read from the viewer."""
     (tmp_path / "index.html").write_text(SITE.replace("VIEWER", json.dumps(viewer)))
+    (tmp_path / "favicon.ico").touch()  # else its loss may be reported after the test
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
     handler.log_message = lambda *_: None  # type: ignore[attr-defined]
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
