@@ -1,7 +1,7 @@
 """The advantage estimators by name: how much better each sampled token was than expected.
 
-`gae` and `bi_level_gae` compare rewards with a critic's values, `vine` with those of continuations,
-the others with other episodes.
+`gae` and `bi_level_gae` compare rewards with a critic's values, `vine` with the returns of
+continuations, the others with other episodes.
 
 Axes: **E** episodes, **S** an episode's sampled tokens in time order, **K** an episode's turns,
 **N** turns of all episodes.

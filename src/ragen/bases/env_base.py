@@ -76,10 +76,9 @@ def prepare_env(
     """Make a base model for an environment and save it in Hugging Face's layout.
 
     `given` are settings by key: ``env.name``, others of the section ``env``, ``prompt.window``,
-    ``prompt.summary`` and ``model.max_length``.
-    `seed` decides weights and demonstrations. `steps` is the maximum per stage, for a trial. Each
-    of several `processes` trains its share of every step. The model's config says that it reads
-    compact prompts.
+    ``prompt.summary``, ``model.max_length`` and ``rollout.max_tokens``. `seed` decides weights and
+    demonstrations. `steps` is the maximum per stage, for a trial. Each of several `processes`
+    trains its share of every step. The model's config says that it reads compact prompts.
 
     Raises:
         RagenError: `out` exists or cannot be written; or the environment does not exist, fails, has

@@ -83,7 +83,7 @@ def _typed(overrides: Overrides, prefixes: tuple[str, ...], but: Container[str] 
 
 
 LENGTHS = ("prompt.window", "prompt.summary", "model.max_length", "rollout.max_tokens")
-"""The keys beside those of the environment that `ragen base --env` reads."""
+"""The keys that `ragen base --env` reads beside the environment's."""
 
 
 def _base_options(parser: Parser) -> None:
@@ -121,9 +121,7 @@ def _base(options: Namespace, overrides: Overrides) -> int:
         raise RagenError(f"{other[0]} has no effect on this base; leave it out")
     experts = {"experts": options.experts, "iterations": options.iterations}
     if (env is not None or not options.experts) and experts != {"experts": 0, "iterations": 1}:
-        raise RagenError(
-            "--experts is of the bases of families, --iterations of those with --experts"
-        )
+        raise RagenError("--experts works with a FAMILY only, and --iterations with --experts only")
     from ragen.cluster.process_engine import with_processes
     from ragen.config.reading import merge
 

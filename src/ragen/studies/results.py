@@ -146,7 +146,10 @@ def page(findings: Findings) -> Iterator[str]:
     yield f"**Claim** ({study.number}). {study.claim}\n"
     yield f"**{VERDICT_WORDS[findings.verdict]}.** {findings.sentence}\n"
     planned = "" if seeds == study.seeds else f", where {study.seeds} were planned"
-    yield f"{seeds} training seeds an arm{planned}. The rule, the settings and the predictions were"
+    counts = [len(values) for values in findings.numbers[study.contrast.measure].values()]
+    fewest, most = min(counts, default=seeds), max(counts, default=seeds)
+    made = f"{most}" if fewest == most else f"{fewest} to {most}"
+    yield f"{made} training seeds an arm{planned}. The rule, the settings and the predictions were"
     yield "committed before the runs.\n"
     command = f"ragen study {study.name} --scale {findings.scale}"
     yield f"```sh\n{command if seeds == study.seeds else f'{command} --seeds {seeds}'}\n```\n"
